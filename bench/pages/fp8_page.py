@@ -23,10 +23,7 @@ RECIPES = {
 AUTO, TORCH = "weft auto", "torch symm_mem"
 KERNELS = {"silu_mul": "`silu_mul`", "norm": "add + norm"}
 SCALINGS = ("row", "block", "tensor")
-OF_RANKS = """how many times as fast `plan="auto"` is as NCCL and the library's scaled GEMM in turn (*sequential*), as torch's `symm_mem` operators,
-and as itself in bfloat16; and how much of the way it goes from sequential to the *limit*, the longer of that GEMM alone and the bytes over the link (below 0%: it is slower):
-
-"""
+OF_RANKS = '`plan="auto"`, times as fast:\n\n'
 Ratios = list[tuple[float, str]]  # each with the size that it is of
 
 

@@ -38,15 +38,14 @@ MEASUREMENTS = f"""# Measurements
 <!-- made by bench/pages/pages.py from bench/results; do not edit -->
 
 {report.INTRODUCTION}
-How well all this is predicted is on the
-[planner's](planner.md#how-well-it-predicts).
+How well all this is predicted is on the [planner's](planner.md#how-well-it-predicts). Rows of an earlier version
+on 8 H200s are in `bench/results/nvidia-h200-x8`.
 """
 
 
 def measurements() -> str:
     machines = report.load_all(RESULTS)
-    newest_first = sorted(machines, key=lambda name: name not in report.new(machines))
-    chapters = [report.digest(name, machines[name], front.layers(RESULTS / name)) for name in newest_first]
+    chapters = [report.digest(name, machines[name], front.layers(RESULTS / name)) for name in report.new(machines)]
     chapters += [ways.moe(RESULTS), signaled_page.digest(signaled_page.machines(), signaled_page.sms())]
     chapters += [ways.ways(RESULTS), ways.host(RESULTS)]
     return "\n".join([MEASUREMENTS, *(chapter.rstrip() + "\n" for chapter in chapters if chapter)])

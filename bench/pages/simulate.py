@@ -212,8 +212,6 @@ One tensor-parallel MLP over all GPUs, hidden 16384, intermediate 53248, 32768 t
 
 ![layers on 8 to 1024 GPUs](img/{PLOT})
 
-The projections of a decoder layer; sequential is NCCL's rings over all ranks.
-
 """
 
 
@@ -234,10 +232,9 @@ def digest() -> str:
         figures.append(
             f"{percent(fmean(of_times))} of a time and {percent(fmean(of_gains))} of a speedup on {world} GPUs ({len(of_times)} calls)"
         )
-    many_nodes = MANY_NODES + decoders(["Llama-70B"])
-    text = f"{INTRODUCTION}{USE}\n{of_profile()}\n{many_nodes}\n### Against measurements\n\n"
+    text = f"{INTRODUCTION}{USE}\n{of_profile()}\n{MANY_NODES}### Against measurements\n\n"
     text += f"Stored calls, on other machines of the kind than the profile's, predicted from it. Mean errors: {'; '.join(figures)}. "
-    return text + f"Other links in one node, and errors by op: [tables](../{TABLES}).\n"
+    return text + f"Decoder layers over many nodes, other links, and errors by op: [tables](../{TABLES}).\n"
 
 
 def chapter() -> str:

@@ -101,7 +101,7 @@ def test_eager_calls_are_shown_where_torch_was_not_captured(
 ) -> None:
     lines = [over_ranks(10, "eager", **eager), *([] if graph is None else [over_ranks(10, **graph)])]
     assert [
-        line.split(" | ")[0].removeprefix("| ") for line in fp8_page.ranks(lines).splitlines()[5:] if "|" in line
+        line.split(" | ")[0].removeprefix("| ") for line in fp8_page.ranks(lines).splitlines()[4:] if "|" in line
     ] == titles
     assert "In eager calls, over sequential: by row 1.25x to 1.25x; 0 of 1 are slower." in fp8_page.ranks(lines)
 
