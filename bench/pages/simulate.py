@@ -4,7 +4,6 @@ docs/planner.md."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -180,12 +179,11 @@ def layers() -> dict[str, list[Simulation]]:
     }
 
 
-def decoders(names: Iterable[str] = tuple(DECODERS)) -> str:
+def decoders() -> str:
     """Return the predictions of models over 2 to 128 nodes, from links as their maker states them."""
     predictor, on = measured()
     rows = []
-    for name in names:
-        hidden, inner = DECODERS[name]
+    for name, (hidden, inner) in DECODERS.items():
         for nodes in (2, 4, 8, 32, 128):
             (r,) = simulate_from(predictor, cluster(8 * nodes, gbs=50.0), "decoder", [(32768, hidden, inner)], on).rows
             kinds = ", ".join(dict.fromkeys(p.kind for p in r.plans))
