@@ -87,12 +87,6 @@ def x(value: float) -> str:
 # -- experiments -------------------------------------------------------------------------------------------------------
 
 
-def chain(barrier: str) -> str:
-    """Return the us of the slowest rank of a ring of pulls on idle GPUs."""
-    (line,) = (line for line in log(8, "timelines.log") if line.startswith(f"CE idle ring pull sync {barrier}: "))
-    return us(max(map(float, line.split("[")[1].rstrip("]").split(","))))
-
-
 def eager_copies() -> str:
     """Return the us of MLP-1's eager all-gather + GEMM on 8 GPUs, pulled by a copy engine."""
     path = RESULTS / "nvidia-h200-x8/tuning/x8-4.jsonl"
@@ -441,9 +435,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gather-sequential": lambda: us(parts("AG")["seq"]),
     "gather-eager-copies": eager_copies,
     "gather-eager-programs": lambda: us(parts("AG", "MLP-1 eager")["F12"]),
-    "chain-none": partial(chain, "none"),
-    "chain-first": partial(chain, "first"),
-    "chain-each": partial(chain, "each"),
     "flags-behind": lambda: us(CHAINS["8"]["serial"]),
     "flags-beside": lambda: us(CHAINS["8"]["side"]),
     "flags-eager": partial(same_stream, "eager"),

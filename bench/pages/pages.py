@@ -98,13 +98,22 @@ PAGES: dict[str, Callable[[], str]] = {
     quack_page.TABLES: lambda: quack_page.chapter(RESULTS),
     "docs/papers.md": lambda: filled("docs/papers.md", papers_page.table(RESULTS)),
     "docs/tested.md": lambda: filled("docs/tested.md", hardware_page.record(), hardware_page.RECORD),
-    "docs/transformers.md": lambda: marked(
-        "docs/transformers.md", ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)
+    "bench/results/transformers.md": lambda: (
+        tables.TRANSFORMERS
+        + "\n\n".join(
+            [
+                tables.page(RESULTS, "hf.jsonl", tables.transformers),
+                tables.page(RESULTS, "hf_moe.jsonl", tables.mixtures),
+                "",
+            ]
+        )
     ),
-    "docs/torch.md": lambda: marked("docs/torch.md", ("torch_suites.jsonl", suites_page.suites)),
+    suites_page.TABLE: lambda: (
+        suites_page.TITLE + tables.page(RESULTS, "torch_suites.jsonl", suites_page.suites) + "\n"
+    ),
     "docs/vllm.md": lambda: marked("docs/vllm.md", ("vllm_serving.jsonl", vllm_page.serving)),
     vllm_page.TABLES: lambda: vllm_page.chapter(RESULTS),
-    "docs/models.md": lambda: marked("docs/models.md", ("models.jsonl", tables.models)),
+    "bench/results/models.md": lambda: tables.MODELS + tables.page(RESULTS, "models.jsonl", tables.models) + "\n",
     "docs/api.md": lambda: api_page.filled((ROOT / "docs/api.md").read_text()),
     "docs/hardware.md": lambda: filled("docs/hardware.md", hardware_page.tables(), hardware_page.BEGIN),
     "README.md": readme,

@@ -1,4 +1,4 @@
-"""The table of docs/torch.md: torch's own tests of its fused operators, from bench/results/<machine>/torch_suites.jsonl
+"""The table of bench/results/torch_suites.md: torch's own tests of its fused operators, from bench/results/<machine>/torch_suites.jsonl
 (tests/gpu/gpu_torch_suites.py).
 
 Of the lines of one (suite, test, way, number of ranks) the newest counts, which is the last in the file.
@@ -13,6 +13,10 @@ from bench.pages.tables import Rows, grid
 
 TITLES = {"torch": "torch alone", "weft": "weft in place", "bfloat16": "weft in place, bfloat16"}
 Key = tuple[str, str, int]  # suite, way, ranks: 1 where the process group is a fake
+
+
+TABLE = "bench/results/torch_suites.md"
+TITLE = "# torch's own tests of its fused operators\n\n"
 
 
 def suites(lines: Rows) -> str:

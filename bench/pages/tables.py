@@ -1,4 +1,4 @@
-"""The tables of docs/attention.md, docs/transformers.md and docs/models.md, from
+"""The tables of docs/attention.md, bench/results/transformers.md and bench/results/models.md, from
 bench/results/<machine>/{attention,hf,hf_moe,models}.jsonl.
 
 Of the lines of one (name, mode, method) the newest counts, which is the last in the file.
@@ -22,6 +22,28 @@ TRAINED = [f"{way}, forward and backward" for way in CP]
 
 def best(us: list[float]) -> str:
     return f"{min(us):.0f}" if us else ""
+
+
+TRANSFORMERS = """# Transformers models
+
+Llama-70B's sizes with 8 layers and random weights, and mixtures of experts, with Transformers' own parallelism and the same woven, in one
+run (`bench/measure/hf.py`, `bench/measure/hf_moe.py`). The ratio is to the better woven way; eager columns are of earlier versions.
+"prefill-M": M tokens of one sequence; "decode-M": one token of each of M sequences, after 1,024 others.
+
+"""
+MODELS = """# Whole models as others measured them
+
+Two layers of the models of TileLink's Figure 11 with four requests of 8,192 tokens, and of FlashOverlap's chunk of 16,384 tokens
+(`bench/measure/models.py`); training steps, and blocks of a video diffusion transformer of Step-Video-T2V's sizes
+(`bench/measure/models_training.py`). GPT-3's MLPs are gated here, with two thirds of the width: the same work and bytes.
+
+"Libraries" alternates with weft in the same run: cuBLAS, NCCL's all-reduce, then add and norm in one kernel; with experts, and in
+training and diffusion, NCCL's all-gather and reduce-scatter, and `torch._grouped_mm`. "Woven own" is woven with `sms` of the
+whole GPU. Empty cells were not measured. The limit is the baseline over the baseline without its collectives; "hidden" is the
+share of the difference that weft saves, above 100% if weft also computes less or has faster kernels. Four GPUs are
+[predicted](predictions.md).
+
+"""
 
 
 def attention(lines: Rows) -> str:
