@@ -93,7 +93,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
     moe_page.TABLES: lambda: moe_page.chapter(RESULTS),
     "docs/fp8.md": lambda: marked("docs/fp8.md", *fp8_page.TABLES),
-    "docs/attention.md": lambda: marked("docs/attention.md", ("attention.jsonl", tables.attention)),
+    "bench/results/attention.md": lambda: (
+        tables.ATTENTION + tables.page(RESULTS, "attention.jsonl", tables.attention) + "\n"
+    ),
     "docs/guide.md": lambda: filled("docs/guide.md", quack_page.digest(RESULTS)),
     quack_page.TABLES: lambda: quack_page.chapter(RESULTS),
     "docs/papers.md": lambda: filled("docs/papers.md", papers_page.table(RESULTS)),

@@ -1,4 +1,4 @@
-"""The tables of docs/attention.md, bench/results/transformers.md and bench/results/models.md, from
+"""The tables of bench/results/attention.md, bench/results/transformers.md and bench/results/models.md, from
 bench/results/<machine>/{attention,hf,hf_moe,models}.jsonl.
 
 Of the lines of one (name, mode, method) the newest counts, which is the last in the file.
@@ -24,6 +24,18 @@ def best(us: list[float]) -> str:
     return f"{min(us):.0f}" if us else ""
 
 
+ATTENTION = """# Attention over the keys of all ranks
+
+`torchrun --nproc-per-node N -m bench.measure.attention --out DIR` timed these calls against NCCL's all-gather and cuDNN. "causal" is a causal mask in
+the zigzag layout.
+
+All in CUDA graphs, except weft's forward and backward of 64x8-32768-causal (eager). "Hidden", of segmented plans, is (attention
+alone + NCCL's gather alone - weft) / NCCL's gather alone; "attention alone" is the segmented plan's calls without communication,
+on the rank with the most work. torch's context_parallel is the faster of its two rotations, with cuDNN; it has no contiguous
+layout. [examples/context_parallel.py](../../examples/context_parallel.py) splits one prompt over the ranks. The rows of 65,536 and
+the prefills were measured with an earlier `"auto"`.
+
+"""
 TRANSFORMERS = """# Transformers models
 
 Llama-70B's sizes with 8 layers and random weights, and mixtures of experts, with Transformers' own parallelism and the same woven, in one
