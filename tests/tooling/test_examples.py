@@ -3,8 +3,6 @@ docs/writing-kernels.md shows them as they are."""
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import inspect
 import os
 import re
