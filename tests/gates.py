@@ -26,22 +26,22 @@ def some(cases: Iterable[Any], quick_cases: int = 1) -> list[Any]:
     return [case if i < quick_cases else left(case) for i, case in enumerate(cases)]
 
 
-def covered(cases: str, by: str) -> pytest.MarkDecorator:
-    """Leave to `make gates` the cases of a test whose names in brackets match an expression. by: the case that covers them: its
+def covered(cases: str, covering: str) -> pytest.MarkDecorator:
+    """Leave to `make gates` the cases of a test whose names in brackets match an expression. covering: the case that covers them: its
     brackets, its name in the same file, or its file below tests/ and its name; \\1 is the expression's first group."""
-    return pytest.mark.covered(cases, by)
+    return pytest.mark.covered(cases, covering)
 
 
 def covered_by(test: str, marks: Iterable[pytest.Mark]) -> str | None:
     """Return the case that covers the case of that name (a file below tests/, a test, brackets), or None."""
     head, _, brackets = test.partition("[")
     for mark in marks:
-        cases, by = mark.args
+        cases, covering = mark.args
         if match := re.fullmatch(cases, brackets[:-1]):
-            covering = match.expand(by)
-            if covering.startswith("["):
-                return head + covering
-            return covering if "::" in covering else f"{head.partition('::')[0]}::{covering}"
+            name = match.expand(covering)
+            if name.startswith("["):
+                return head + name
+            return name if "::" in name else f"{head.partition('::')[0]}::{name}"
     return None
 
 
@@ -51,8 +51,8 @@ class Written:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
             name, marks = item.nodeid.removeprefix("tests/"), list(item.iter_markers("covered"))
-            by = {mark.args[0]: covered_by(name, [mark]) for mark in marks}
-            print(json.dumps(dict(case=name, left=item.get_closest_marker("gate") is not None, by=by)))
+            covering = {mark.args[0]: covered_by(name, [mark]) for mark in marks}
+            print(json.dumps(dict(case=name, left=item.get_closest_marker("gate") is not None, covering=covering)))
 
 
 if __name__ == "__main__":

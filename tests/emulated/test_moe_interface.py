@@ -36,7 +36,7 @@ def emulate(fn: Any, ranks: int = 2, **options: Any) -> list[Any]:
 # -- groups of ranks ---------------------------------------------------------------------------------------------------
 
 
-@covered(r"3-(\w+)", by=r"[0-\1]")
+@covered(r"3-(\w+)", covering=r"[0-\1]")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("seed", [0, 3])
 def test_experts_over_groups_of_the_ranks(plan: str, seed: int) -> None:
@@ -109,7 +109,7 @@ def all_to(world: weft.World, expert: int, tokens: int) -> tuple[torch.Tensor, t
     return x, torch.full((tokens, 1), expert, dtype=torch.int32), torch.ones(tokens, 1)
 
 
-@covered("[123]", by="[0]")
+@covered("[123]", covering="[0]")
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> None:
     """Tiles of 16 rows, 4 experts a rank: room for 80 rows of one expert, of 100 that come. Its own come first."""
@@ -167,7 +167,7 @@ def test_overflow_is_raised_by_the_next_call_of_an_op() -> None:
     emulate(main)
 
 
-@covered(r"1-(\w+)", by=r"[0-\1]")
+@covered(r"1-(\w+)", covering=r"[0-\1]")
 @pytest.mark.parametrize("plan", ["dispatched", "sequential"])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_call_that_raises_overflow_was_made(plan: str, seed: int) -> None:
@@ -233,7 +233,7 @@ def test_the_worst_case_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
 # -- counts, and experts that come twice -------------------------------------------------------------------------------
 
 
-@covered(r"1-(\w+)", by=r"[2-\1]")
+@covered(r"1-(\w+)", covering=r"[2-\1]")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rows_received_by_each_expert(plan: str, ranks: int) -> None:
@@ -253,7 +253,7 @@ def test_rows_received_by_each_expert(plan: str, ranks: int) -> None:
     emulate(main, ranks)
 
 
-@covered(r"1-(\w+)", by=r"[0-\1]")
+@covered(r"1-(\w+)", covering=r"[0-\1]")
 @pytest.mark.parametrize("plan", ["dispatched", "fused", "low_latency"])
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_received_in_calls_one_behind_another(plan: str, seed: int) -> None:

@@ -57,9 +57,10 @@ def test_against_float64(way: str, ranks: int, changes: dict[str, Any], plan: st
 
 
 @covered(
-    "(?:whole|columns)-(?:to few|some nowhere)-sequential", by="emulated/test_gloo.py::test_every_op_against_torch[2]"
+    "(?:whole|columns)-(?:to few|some nowhere)-sequential",
+    covering="emulated/test_gloo.py::test_every_op_against_torch[2]",
 )
-@covered("columns-(gelu|nowhere|uneven)-sequential", by=r"[whole-\1-sequential]")
+@covered("columns-(gelu|nowhere|uneven)-sequential", covering=r"[whole-\1-sequential]")
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
@@ -75,9 +76,9 @@ WANTS = {
 }
 
 
-@covered(r"whole-\('w2',\)", by="[columns-('w2', 'b2')]")
-@covered(r"columns-\('w2',\)", by="[columns-('w2', 'b2')]")
-@covered(r"columns-\('(x|weights|shared)',\)", by=r"[whole-('\1',)]")
+@covered(r"whole-\('w2',\)", covering="[columns-('w2', 'b2')]")
+@covered(r"columns-\('w2',\)", covering="[columns-('w2', 'b2')]")
+@covered(r"columns-\('(x|weights|shared)',\)", covering=r"[whole-('\1',)]")
 @pytest.mark.parametrize(
     ("way", "wants"), [(way, operands) for way, wants in WANTS.items() for operands in wants], ids=str
 )

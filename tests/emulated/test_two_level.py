@@ -94,7 +94,7 @@ def test_what_is_sent_is_kept_until_it_has_left(monkeypatch: pytest.MonkeyPatch)
         assert len(held) == 4 + 2 * 2 and all(held)
 
 
-@covered("[123]", by="[0]")
+@covered("[123]", covering="[0]")
 @pytest.mark.parametrize("seed", range(4))
 def test_many_schedules(seed: int) -> None:
     def main(world: World) -> None:

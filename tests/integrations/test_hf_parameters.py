@@ -87,8 +87,8 @@ WAYS: tuple[Callable[[Any, dict[str, torch.Tensor]], None], ...] = (
 )  # fmt: skip
 
 
-@covered("Qwen3Moe-2", by="[GptOss-2]")
-@covered("Qwen3-2", by="[Llama-2]")
+@covered("Qwen3Moe-2", covering="[GptOss-2]")
+@covered("Qwen3-2", covering="[Llama-2]")
 @pytest.mark.parametrize(("kind", "ranks"), [("Llama", 2), ("Qwen2", 1), ("Qwen3", 2), ("Qwen3Moe", 2), ("GptOss", 2)])
 def test_what_is_written_is_what_is_computed_with(kind: str, ranks: int) -> None:
     """Whole models, of which several ranks have views and one alone has a stack; to the bit what a model that has the

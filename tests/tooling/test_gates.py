@@ -15,12 +15,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_case_that_covers_another() -> None:
-    same = covered("(dispatched|low latency)-to_few", by=r"[\1-in_turn]").mark
-    other = covered("gelu-.*", by="test_activations[gelu]").mark
+    in_turn = covered("(dispatched|low latency)-to_few", covering=r"[\1-in_turn]").mark
+    activations = covered("gelu-.*", covering="test_activations[gelu]").mark
     name = "emulated/test_moe_plans.py::test_routings"
-    assert covered_by(f"{name}[low latency-to_few]", [other, same]) == f"{name}[low latency-in_turn]"
-    assert covered_by(f"{name}[gelu-fused]", [other, same]) == "emulated/test_moe_plans.py::test_activations[gelu]"
-    assert covered_by(f"{name}[low latency-in_turn]", [other, same]) is None
+    assert covered_by(f"{name}[low latency-to_few]", [activations, in_turn]) == f"{name}[low latency-in_turn]"
+    assert (
+        covered_by(f"{name}[gelu-fused]", [activations, in_turn])
+        == "emulated/test_moe_plans.py::test_activations[gelu]"
+    )
+    assert covered_by(f"{name}[low latency-in_turn]", [activations, in_turn]) is None
     assert covered_by(name, []) is None
 
 
@@ -30,9 +33,9 @@ def test_every_case_that_is_left_is_covered_by_one_that_is_run() -> None:
     process = subprocess.run([sys.executable, "-m", "tests.gates"], cwd=ROOT, capture_output=True, text=True)
     rows = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     run = {row["case"] for row in rows if not row["left"]}
-    expressions = {(row["case"].partition("[")[0], cases): False for row in rows for cases in row["by"]}
+    expressions = {(row["case"].partition("[")[0], cases): False for row in rows for cases in row["covering"]}
     for row in rows:
-        for cases, covering in row["by"].items():
+        for cases, covering in row["covering"].items():
             if covering is not None:
                 expressions[row["case"].partition("[")[0], cases] = True
                 assert row["left"] and covering in run, (row["case"], covering)
