@@ -22,6 +22,7 @@ from tests.emulated.cases_matmul_all_to_all import all_to_all_case, drawn
 from tests.emulated.cases_nn import all_gather_grads, reduce_grads
 from tests.emulated.cases_ops import OPS, case, shared_case
 from tests.emulated.test_mutation import Caller, to_ranks
+from tests.gates import covered
 from weft import MemoryFault, Unsupported, World
 from weft.backends.emulated import EmulatedBackend
 from weft.backends.emulated import spmd as emulated
@@ -44,6 +45,7 @@ def over_nodes(fn: Callable[[World], Any], nodes: Any = 2, ranks: int = 4, seed:
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
+@covered("(2-8|3-6)-1", covering=r"[\1-3]")  # one piece is tried on four ranks
 @pytest.mark.parametrize("piece_count", [1, 3])
 @pytest.mark.parametrize(("nodes", "ranks"), NODES)
 def test_gemms(nodes: int, ranks: int, piece_count: int) -> None:
@@ -93,6 +95,7 @@ def test_what_is_sent_is_kept_until_it_has_left(monkeypatch: pytest.MonkeyPatch)
         assert len(held) == 4 + 2 * 2 and all(held)
 
 
+@covered("[123]", covering="[0]")
 @pytest.mark.parametrize("seed", range(4))
 def test_many_schedules(seed: int) -> None:
     def main(world: World) -> None:
