@@ -12,7 +12,7 @@ import weft
 from tests.emulated.cases import distance, draw
 from tests.emulated.cases_expert_parallel import overfull_layers
 from tests.emulated.cases_moe import Model, at_random
-from tests.gates import covered
+from tests.gates import covered, some
 from weft import moe
 from weft.ops.moe.call import Layer
 
