@@ -1071,9 +1071,9 @@ def _tensor_init(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
     self.shape, self.numel = shape_and_numel
 
 
-def _handle_init(self: TensorHandle, data: np.ndarray, dtype: tl.dtype) -> None:
+def _handle_init(self: TensorHandle, data: np.ndarray, dtype: tl.dtype, attr: dict | None = None) -> None:
     """Do what Triton's `__init__` does, without its check of the array's item size."""
-    self.data, self.dtype, self.attr = data, dtype, {}
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 
 _block_types: dict[tuple[Hashable, tuple[int, ...]], tl.block_type] = {}
