@@ -36,7 +36,7 @@ Prepared = TypeVar("Prepared")
 # does not specialise.
 Moved = torch.Tensor | tuple[Any, ...] | int | None
 
-MOST_PREPARED = 8192  # prepared objects of a World; a launch takes a few hundred bytes, and no GPU memory
+MOST_PREPARED = 8192  # prepared objects of a World; each takes a few hundred bytes, and no GPU memory
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def prepared(make: Callable[Concatenate[World, Args], Prepared]) -> Callable[Con
             with outlives_call():
                 result = make(world, *args, **kwargs)
             if len(world.prepared) >= MOST_PREPARED:
-                world.prepared.clear()
+                world.forget_prepared()
             world.prepared[key] = result
         return result
 

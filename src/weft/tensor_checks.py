@@ -84,14 +84,12 @@ def overlap(out: torch.Tensor | None, *others: torch.Tensor | None) -> bool:
     )
 
 
-def output(op: str, world: World, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return `out`, checked, or a new tensor."""
-    if out is None:
-        return world.empty(shape, dtype)
+def check_output(op: str, world: World, out: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise TypeError or ValueError unless `out` can hold a result of this shape and dtype."""
     check_device(op, world, "out", out)
+    assert isinstance(out, torch.Tensor)
     if out.shape != shape or out.dtype != dtype or not out.is_contiguous():
         raise ValueError(f"{op}: out {dims(out)} must be contiguous, {list(shape)} {dtype} on {world.device}")
-    return out
 
 
 def requires_grad(*tensors: object) -> bool:

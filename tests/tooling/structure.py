@@ -43,6 +43,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("backends",),
     ("world",),
     ("launch", "torch_library"),
+    ("prepared",),
     ("op",),
     ("transport", "compute"),
     ("ops",),

@@ -11,6 +11,7 @@ from ..backends.base import Stream
 from ..backends.library_gemm import ScaledOperands
 from ..op import Call, Local, registered
 from ..plans import Persistent, Plan, Sequential
+from ..prepared import unprepared
 from ..scaled_tensor import ScaledTensor, Scaling
 from ..tensor_checks import bulk, dense
 from ..torch_library import CallOptions
@@ -71,10 +72,12 @@ def linear(
     return result
 
 
+@unprepared
 def run_sequential(world: World, call: ProductCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor) -> None:
     linear(world, call.scaling, call.dtype, operands, world.current_stream(), out)
 
 
+@unprepared
 def run_persistent(
     world: World, call: ProductCall, plan: Persistent, operands: ScaledFactors, out: torch.Tensor
 ) -> None:

@@ -28,7 +28,6 @@ import torch
 
 from ..backends.base import Event, Stream, SymmetricTensor
 from ..kernel_launch import Launch, prepared
-from ..lang.host import rank_notify, rank_wait
 from ..plans import Decomposed
 from ..world import World
 from .interfaces import ArrivedRows, GatheredTensors, PartialRows, TensorList
@@ -280,14 +279,16 @@ def sum_parts(
 
 # -- exchange ----------------------------------------------------------------------------------------------------------
 class Send(NamedTuple):
-    """Tensors [n, ..] for the rows from `row` on of the reader's memory [tensors, rows, ..]."""
+    """Some rows of this rank's tensors [n, ..], for the rows from `row` on of the reader's memory [tensors, rows,
+    ..]."""
 
     reader: int
     row: int
-    tensors: TensorList
+    rows: slice
 
 
-Push = Callable[[World, SymmetricTensor, Send, Stream], None]
+# Prepares a send: (world, memory, send) returns a function of the tensors and a stream.
+Push = Callable[[World, SymmetricTensor, Send], Callable[[TensorList, Stream], None]]
 
 
 class Exchanged(NamedTuple):
@@ -298,45 +299,61 @@ class Exchanged(NamedTuple):
     end: Event
 
 
-def push(world: World, memory: SymmetricTensor, send: Send, stream: Stream) -> None:
-    """Copy the send's rows into its reader's memory."""
-    for plane, t in zip(memory.peers[send.reader], send.tensors, strict=True):
-        world.copy(plane[send.row : send.row + len(t)], t, stream)
+def push(world: World, memory: SymmetricTensor, send: Send) -> Callable[[TensorList, Stream], None]:
+    """Prepare copies of the send's rows into its reader's memory."""
+    count = send.rows.stop - send.rows.start
+    destinations = [plane[send.row : send.row + count] for plane in memory.peers[send.reader]]
+
+    def copy(tensors: TensorList, stream: Stream) -> None:
+        for destination, t in zip(destinations, tensors, strict=True):
+            world.copy(destination, t if len(t) == count else t[send.rows], stream)
+
+    return copy
 
 
-def exchange_rows(
+def prepare_exchange(
     world: World, name: str, memory: SymmetricTensor, sends: Iterable[Send], push_to_peer: Push = push
-) -> Exchanged:
-    """Push rows into the `memory` of the ranks that read them, one send to each of them and a notification behind it,
-    and at the end what this rank sends to itself.
+) -> Callable[[TensorList], Exchanged]:
+    """Return a function that pushes rows of tensors into the `memory` of the ranks that read them, one send to each of
+    them and a notification behind it, and at the end what this rank sends to itself.
 
     The barrier says that all ranks have finished reading what the previous call pushed, so that the memory may be
     written again. Nothing is staged. A reader waits on the caller's stream between two kernels, so that its wait takes
     no SM from a kernel. `name` is that of the memory, its barrier and its channel. `push_to_peer` moves what goes to
     other ranks.
     """
-    stream, copies, me = world.current_stream(), world.side_stream("copy"), world.rank
-    world.order(lock(world, name), stream)
+    me, copies, holder = world.rank, world.side_stream("copy"), lock(world, name)
     ch = world.channel(f"{name} arrived", world.size, None)
-    epoch = world.barrier(stream, name)
-    world.wait_event(copies, world.record(stream))
-    with world.on(copies):
-        for send in sends:
-            if send.reader == me:
-                push(world, memory, send, copies)
-            else:
-                push_to_peer(world, memory, send, copies)
-                rank_notify(world, ch, me, send.reader, epoch, copies)
-        end = world.record(copies)
+    arrived = [world.counter(ch, rank, me) for rank in range(world.size)]
+    pushes = [
+        (push(world, memory, send), None)
+        if send.reader == me
+        else (push_to_peer(world, memory, send), world.counter(ch, me, send.reader))
+        for send in sends
+    ]
 
-    def wait(ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            if rank == me:
-                world.wait_event(stream, end)
-            else:
-                rank_wait(world, ch, rank, epoch, stream)
+    def exchange(tensors: TensorList) -> Exchanged:
+        stream = world.current_stream()
+        world.order(holder, stream)
+        epoch = world.barrier(stream, name)
+        world.wait_event(copies, world.record(stream))
+        with world.on(copies):
+            for push_rows, word in pushes:
+                push_rows(tensors, copies)
+                if word is not None:
+                    world.signal(word, epoch, copies)
+            end = world.record(copies)
 
-    return Exchanged(wait, end)
+        def wait(ranks: Iterable[int]) -> None:
+            for rank in ranks:
+                if rank == me:
+                    world.wait_event(stream, end)
+                else:
+                    world.wait(arrived[rank], epoch, stream)
+
+        return Exchanged(wait, end)
+
+    return exchange
 
 
 def pull_from_all(world: World, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream, last: bool) -> None:

@@ -26,6 +26,7 @@ from ...errors import Mismatch
 from ...kernel_launch import Launch
 from ...op import check_call, registered
 from ...plans import Plan, Sequential, Signaled, TwoLevel
+from ...prepared import Prepared, unprepared
 from ...tensor_checks import check_device
 from ...torch_library import CallOptions
 from ...transport.copy_engine import COPIES, pull_from_all
@@ -164,6 +165,7 @@ class RoutedCall(MatmulCall):
         return dict(N=self.n, K=self.k, dtype=str(self.dtype))
 
 
+@unprepared
 def run_sequential(world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
     """Run the plan: one GEMM, then one all-to-all."""
     stream, me, routing, (m, n) = world.current_stream(), world.rank, call.routing, (call.sent, call.n)
@@ -238,6 +240,7 @@ def _gemm(world: World, call: RoutedCall, plan: Signaled, groups: GroupTables) -
     return gemm_launch(world, call, plan, groups.signals, tiling, call.sent, fixed, local=True, few_registers=True)
 
 
+@unprepared
 def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
     routing, (m, n) = call.routing, (call.sent, call.n)
     groups: GroupTables = routing.keep(world, ("groups", n, plan), lambda: group_tables(world, routing, n, plan))
@@ -332,16 +335,19 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         operands: Factors,
         out: torch.Tensor | None,
         decisions: Memo,
+        addresses: Hashable,
     ) -> bool:
-        return not call.kept or super()._ready_for_capture(world, call, plan, operands, out, decisions)
+        ready = super()._ready_for_capture
+        return not call.kept or ready(world, call, plan, operands, out, decisions, addresses)
 
-    def warm_up_capture(
-        self, world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor | None
-    ) -> None:
+    def warm_up_capture(self, prepared: Prepared[RoutedCall], operands: Factors, out: torch.Tensor | None) -> None:
         """Make the call with a bias and without one, because this rank may have one later."""
         x, weight, _ = operands
-        for bias in (None, world.zeros((call.n,), call.dtype)):
-            self.execute(world, call, plan, Factors(x, weight, bias), None)
+        for bias in (None, prepared.world.zeros((prepared.call.n,), prepared.call.dtype)):
+            prepared(Factors(x, weight, bias), None)
+
+    def kept(self, world: World, call: RoutedCall) -> Memo:
+        return call.routing.prepared
 
 
 MATMUL_ALL_TO_ALL = registered(MatmulAllToAll())

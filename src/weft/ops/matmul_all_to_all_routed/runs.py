@@ -10,6 +10,7 @@ from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, prepared
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...plans import FusedAllToAll, Plan
+from ...prepared import unprepared
 from ...tensor_checks import DTYPES
 from ...world import Arena, World
 from ..common import tile_of, weight_matrix
@@ -24,9 +25,10 @@ COPY_WARPS, COPY_STAGES = 16, 3  # a program that copies rows has 48 KiB in flig
 # -- the library's collectives -----------------------------------------------------------------------------------------
 
 
+@unprepared
 def run_sequential(
     world: World, call: StaticCall, plan: Plan, operands: RoutedFactors, out: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Run the library's GEMM, put its rows into one block for each rank, with zeros behind them, and exchange by
     all-to-alls of these and of the numbers of rows."""
     stream, size, (m, n) = world.current_stream(), world.size, (call.rows, call.n)
@@ -52,7 +54,7 @@ def run_sequential(
     counts = world.empty((size,), torch.int32)
     world.all_to_all(list(out), list(blocks[:-1].view(out.shape)), stream)
     world.all_to_all(list(counts.split(1)), list(sent_counts.split(1)), stream)
-    return counts, target_rows
+    return (counts, target_rows) if call.gradient else (counts,)
 
 
 def return_sequential(
@@ -72,9 +74,10 @@ def return_sequential(
 # -- fused -------------------------------------------------------------------------------------------------------------
 
 
+@unprepared
 def run_fused(
     world: World, call: StaticCall, plan: FusedAllToAll, operands: RoutedFactors, out: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Make three launches on one stream, loaded before the first of them runs: the last one waits for other ranks."""
     stream, m = world.current_stream(), call.rows
     x, weight, bias, destinations = operands
@@ -92,7 +95,7 @@ def run_fused(
     ahead((bias, out), lambda: steps)
     for step in steps:
         step.on(stream)
-    return counts, target_rows
+    return (counts, target_rows) if call.gradient else (counts,)
 
 
 def return_fused(

@@ -26,6 +26,7 @@ from ....errors import WeftError
 from ....kernel_launch import BoundLaunch, Launch, prepared
 from ....op import Call, Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, Plan, Sequential
+from ....prepared import unprepared
 from ....tensor_checks import bulk, check_device, dense, dims, requires_grad
 from ....torch_library import Backward, CallOptions
 from ....transport.memory import lock, rank_word
@@ -515,7 +516,6 @@ def prepare(world: World, layer: Layer, alignment: int, plan: Dispatched, common
         combine_flags,
         calls,
         zero_counters,
-        zero_counters,
     )
     nbytes = w * layer.max_tokens_per_rank * layer.hidden * layer.dtype.itemsize
     shape = (w, layer.max_tokens_per_rank, layer.hidden)
@@ -678,6 +678,7 @@ def launch_dispatch_kernels(
     world.wait_event(stream, world.record(side))  # the caller may write x and ids again
 
 
+@unprepared
 def run_dispatch(
     world: World, call: ExchangeCall, plan: Plan, operands: DispatchOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
@@ -690,6 +691,7 @@ def run_dispatch(
     return state.offsets, state.counts, state.sources, handle_id
 
 
+@unprepared
 def run_combine(world: World, call: ExchangeCall, plan: Plan, operands: CombineOperands, out: torch.Tensor) -> None:
     """out [T, H] = the weighted sums of y's rows, + shared, on the current stream."""
     number, buffer_index = operands.handle_id.tolist()
@@ -767,9 +769,6 @@ class Dispatch(ExchangeOp):
     def fake(self, world: World, operands: DispatchOperands, options: CallOptions) -> list[torch.Tensor]:
         handle_id = operands.x.new_empty((2,), dtype=torch.int64, device="cpu")
         return [*super().fake(world, operands, options), handle_id]
-
-    def returned(self, world: World, call: ExchangeCall, result: torch.Tensor, other_results: Operands) -> Returned:
-        return result, *other_results
 
     def postprocess(
         self, world: World, plan: str | Plan, operands: DispatchOperands, options: CallOptions, results: Operands

@@ -310,7 +310,7 @@ def backward(
     kept: Kept,
     experts: bool,
 ) -> Gradients:
-    """Return the gradients of `dispatched.run_dispatched` for these operands, on the current stream.
+    """Return the gradients of `dispatched.prepare_dispatched` for these operands, on the current stream.
 
     Args:
         world: the ranks.

@@ -3,6 +3,7 @@ router in the same launch where the plan says `route` (route_kernels.py)."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix, prepared
 from ....lang.channel import BlockChannel
 from ....lang.jit import constants
 from ....plans import FusedMoe
+from ....prepared import Run
 from ....transport.barrier import compare
 from ....transport.memory import lock
 from ....world import World
@@ -229,6 +231,10 @@ def stamped(world: World, programs: int) -> torch.Tensor:
     return times
 
 
+def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Run:
+    return functools.partial(run_fused, world, call, plan)
+
+
 def run_fused(
     world: World,
     call: MoeCall,
@@ -237,9 +243,8 @@ def run_fused(
     out: torch.Tensor,
     router: RouterTensors | None = None,
 ) -> tuple[torch.Tensor | None]:
-    """Run a call as `dispatched.run_dispatched` does, with the same bits and in the same memory except for the inbox.
-    `out` may be shared, not x. A small launch before it compares the ranks' calls, which takes some us, as a barrier
-    does.
+    """Run a call as plan Dispatched does, with the same bits and in the same memory except for the inbox. `out` may be
+    shared, not x. A small launch before it compares the ranks' calls, which takes some us, as a barrier does.
 
     With a router, the launch writes the operands ids and weights, and compares the calls itself.
 

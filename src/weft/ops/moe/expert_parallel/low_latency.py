@@ -12,6 +12,7 @@ from ....backends.base import SymmetricTensor
 from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved, prepared
 from ....lang.channel import BlockChannel
 from ....plans import LowLatency
+from ....prepared import unprepared
 from ....tensor_checks import overlap
 from ....transport.memory import lock
 from ....world import World
@@ -160,11 +161,11 @@ def _sums(world: World, state: LowLatencyState) -> Launch:
     )
 
 
+@unprepared
 def run_low_latency(
     world: World, call: MoeCall, plan: LowLatency, operands: MoeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None]:
-    """Run a call as `dispatched.run_dispatched` does, in the same memory, but without tables. `out` may be shared, not
-    x.
+    """Run a call as plan Dispatched does, in the same memory, but without tables. `out` may be shared, not x.
 
     Raises Unsupported where the plan's programs are not all resident at once.
     """

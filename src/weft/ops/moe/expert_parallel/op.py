@@ -30,6 +30,7 @@ from ....architectures import lacks
 from ....backends.base import check_tensors
 from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
+from ....prepared import OwnResult, unprepared
 from ....tensor_checks import bulk, check_device, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
@@ -37,8 +38,8 @@ from ...common import check_rows, plain_rows
 from ..call import ACTIVATIONS, KEEPS, MAX_TOPK, NAME, Kept, Layer, MoeCall, MoeOperands, RouterOptions, check_routes
 from ..routing.router import RENORMALISED, TopKRouter, check_gate, run_gate
 from . import backward, dispatched, fused, low_latency, sequential
-from .dispatched import run_dispatched
-from .fused import run_fused
+from .dispatched import prepare_dispatched
+from .fused import prepare_fused, run_fused
 from .low_latency import run_low_latency
 from .route_kernels import RouterTensors
 from .sequential import run_sequential
@@ -155,8 +156,9 @@ def moe(
         Overflow: at a later call of an op or `World.synchronize`, on a rank that left rows out, with their number.
         WeftError: a sequential call, or the first of a shape, inside a CUDA graph capture.
     """
-    options = plain_rows(NAME, rows), activation, max_tokens, max_rows, keep, received is not None
-    w13, b13 = packed(NAME, "w13", w13, 5, activation), packed(NAME, "b13", b13, 4, activation)
+    named = None if rows is None else plain_rows(NAME, rows)
+    options = named, activation, max_tokens, max_rows, keep, received is not None
+    w13, b13 = packed(NAME, "w13", w13, 5, activation), b13 if b13 is None else packed(NAME, "b13", b13, 4, activation)
     if router is not None:
         if ids is not None or weights is not None:
             raise ValueError(f"{NAME}: a router chooses ids and weights, which must be None")
@@ -187,8 +189,8 @@ class Moe(Op[MoeCall]):
     operand_type = MoeOperands
     runs = {
         Sequential: run_sequential,
-        Dispatched: run_dispatched,
-        FusedMoe: run_fused,
+        Dispatched: prepare_dispatched,
+        FusedMoe: prepare_fused,
         LowLatency: run_low_latency,
     }
     emulator_plan = Dispatched
@@ -241,9 +243,6 @@ class Moe(Op[MoeCall]):
     def saved_shapes(self, world: World, call: MoeCall, plan: str | Plan) -> Shapes:
         plan = plan if isinstance(plan, Dispatched) else world.scale.plan(Dispatched)
         return call.saved_shapes(world, plan.tile.block_m)
-
-    def returned(self, world: World, call: MoeCall, result: torch.Tensor, other_results: Operands) -> Returned:
-        return result, *other_results
 
     def postprocess(
         self, world: World, plan: str | Plan, operands: MoeOperands, options: CallOptions, results: Operands
@@ -401,12 +400,14 @@ def options_of(router: TopKRouter) -> RouterOptions:
     return RouterOptions(router.scoring, renormalise, router.groups, router.top_groups, float(router.scale))
 
 
+@unprepared
 def run_fused_with_router(
     world: World, call: MoeCall, plan: FusedMoe, operands: RoutedMoeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None]:
     return run_fused(world, call, plan, operands.layer, out, operands.tensors)
 
 
+@unprepared
 def run_sequential_with_router(
     world: World, call: MoeCall, plan: Plan, operands: RoutedMoeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None]:
@@ -423,7 +424,10 @@ def run_sequential_with_router(
 
     world.call(multiply, [t for t in (x, weight, bias) if t is not None], [logits], world.current_stream())
     ids = run_gate(world, logits, choice_bias, None, operands.weights, (call.layer.k, *options))
-    return run_sequential(world, call, plan, operands.layer._replace(ids=ids), out)
+    run = sequential.run_sequential(world, call, plan)
+    assert not isinstance(run, OwnResult)
+    further: tuple[torch.Tensor | None] = run(operands.layer._replace(ids=ids), out)
+    return further
 
 
 class MoeWithRouter(Op[MoeCall]):
@@ -465,9 +469,6 @@ class MoeWithRouter(Op[MoeCall]):
 
     def unsupported(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
         return MOE.unsupported(world, call, plan, asked)
-
-    def returned(self, world: World, call: MoeCall, result: torch.Tensor, other_results: Operands) -> Returned:
-        return MOE.returned(world, call, result, other_results)
 
     def postprocess(
         self, world: World, plan: str | Plan, operands: Operands, options: CallOptions, results: Operands

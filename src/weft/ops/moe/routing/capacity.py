@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 
 from ....kernel_launch import Launch, prepared
-from ....op import Call, Local, Returned, check_call, registered
+from ....op import Call, Local, check_call, registered
 from ....plans import Plan, Sequential
+from ....prepared import unprepared
 from ....tensor_checks import check_device, dims
 from ....torch_library import CallOptions
 from ....world import World
@@ -52,9 +53,10 @@ class CapacityOperands(NamedTuple):
     weights: torch.Tensor
 
 
+@unprepared
 def run_capacity(
     world: World, call: CapacityCall, plan: Plan, operands: CapacityOperands, out: torch.Tensor
-) -> torch.Tensor:
+) -> tuple[torch.Tensor]:
     routes, by_weight = call.m * call.k, call.drop == "probability"
     dropped = world.empty((call.experts,), torch.int32)
     _limit(world, call.experts, by_weight, min(power(routes), world.scale.block))(
@@ -67,7 +69,7 @@ def run_capacity(
         routes=routes,
         capacity=min(call.expert_capacity, routes),
     )
-    return dropped
+    return (dropped,)
 
 
 @prepared
@@ -102,8 +104,8 @@ class CapacityOp(Local[CapacityCall]):
     def dense_operands(self, plan: Plan, operands: CapacityOperands) -> CapacityOperands:
         return CapacityOperands(*(t.contiguous() for t in operands))
 
-    def returned(self, world: World, call: CapacityCall, result: torch.Tensor, dropped: object) -> Returned:
-        return result, dropped if call.m else world.zeros((call.experts,), torch.int32)
+    def without_rows(self, world: World, call: CapacityCall, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return out, world.zeros((call.experts,), torch.int32)
 
 
 CAPACITY = registered(CapacityOp())

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from ....kernel_launch import Launch, prepared
-from ....op import Call, Local, Operands, Returned, check_call, registered
+from ....op import Call, Local, Operands, check_call, registered
 from ....plans import Plan, Sequential
+from ....prepared import unprepared
 from ....tensor_checks import check_device, dims
 from ....torch_library import Backward, CallOptions
 from ....transport.memory import lock
@@ -97,7 +98,10 @@ def _z_loss_backward(world: World, call: LossCall) -> Launch:
     return Launch(world, square_backward, programs, dict(num_warps=4, local=True), rows=call.m, **sizes)
 
 
-def run_balance(world: World, call: LossCall, plan: Plan, operands: BalanceOperands, out: torch.Tensor) -> torch.Tensor:
+@unprepared
+def run_balance(
+    world: World, call: LossCall, plan: Plan, operands: BalanceOperands, out: torch.Tensor
+) -> tuple[torch.Tensor]:
     memory, share = _partials(world, power(call.e)), world.empty((call.e,), torch.float32)
     _balance(world, call)(
         world.current_stream(),
@@ -109,7 +113,7 @@ def run_balance(world: World, call: LossCall, plan: Plan, operands: BalanceOpera
         loss=out,
         share=share,
     )
-    return share
+    return (share,)
 
 
 class BalanceOp(Local[LossCall]):
@@ -138,9 +142,7 @@ class BalanceOp(Local[LossCall]):
     def dense_operands(self, plan: Plan, operands: BalanceOperands) -> BalanceOperands:
         return BalanceOperands(*(t.contiguous() for t in operands))
 
-    def returned(self, world: World, call: LossCall, result: torch.Tensor, share: object) -> Returned:
-        if call.m:
-            return result, share
+    def without_rows(self, world: World, call: LossCall, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return world.zeros((), torch.float32), world.zeros((call.e,), torch.float32)
 
     def saved_tensors(
@@ -160,6 +162,7 @@ class BalanceOp(Local[LossCall]):
         return [dlogits, None]
 
 
+@unprepared
 def run_square(world: World, call: LossCall, plan: Plan, operands: SquareOperands, out: torch.Tensor) -> None:
     memory = _partials(world, 1)
     _z_loss(world, call)(
@@ -190,8 +193,8 @@ class SquareOp(Local[LossCall]):
     def dense_operands(self, plan: Plan, operands: SquareOperands) -> SquareOperands:
         return SquareOperands(operands.logits.contiguous())
 
-    def returned(self, world: World, call: LossCall, result: torch.Tensor, extra: object) -> Returned:
-        return result if call.m else world.zeros((), torch.float32)
+    def without_rows(self, world: World, call: LossCall, out: torch.Tensor) -> tuple[torch.Tensor]:
+        return (world.zeros((), torch.float32),)
 
     def backward(self, world: World, ctx: Backward) -> list[torch.Tensor | None]:
         (logits,), (dloss,) = ctx.saved, ctx.gradients

@@ -14,6 +14,7 @@ import torch
 from ....kernel_launch import Launch, prepared
 from ....op import Call, Local, check_call, registered
 from ....plans import Plan, Sequential
+from ....prepared import unprepared
 from ....tensor_checks import check_device, dims
 from ....torch_library import CallOptions
 from ....transport.memory import rank_word
@@ -43,6 +44,7 @@ class PlacementOperands(NamedTuple):
     table: torch.Tensor
 
 
+@unprepared
 def run_placement(
     world: World, call: PlacementCall, plan: Plan, operands: PlacementOperands, out: torch.Tensor
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from ....kernel_launch import BoundLaunch, Launch, prepared
 from ....plans import DispatchedColumns
+from ....prepared import unprepared
 from ....transport.memory import lock
 from ....world import Arena, World
 from ..call import NAME, NONE_KEPT, Kept, Weights
@@ -208,6 +209,7 @@ def alignment_key(*tensors: torch.Tensor | None) -> Hashable:
 # -- the calls ---------------------------------------------------------------------------------------------------------
 
 
+@unprepared
 def run_gather(
     world: World, call: FirstHalfCall, plan: DispatchedColumns, operands: GatherOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
@@ -241,6 +243,7 @@ def run_gather(
     return routes, *(t for t in kept if t is not None)
 
 
+@unprepared
 def run_scatter(
     world: World, call: GroupedCall, plan: DispatchedColumns, operands: ScatterOperands, out: torch.Tensor
 ) -> None:

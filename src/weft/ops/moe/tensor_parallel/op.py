@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from ....architectures import lacks
-from ....op import Op, Operands, Returned, Shapes, registered
+from ....op import Op, Operands, Shapes, registered
 from ....plans import DispatchedColumns, Plan, Sequential
 from ....tensor_checks import DTYPES, Expected, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
@@ -232,9 +232,8 @@ class AllGatherGroupedMatmul(Half[FirstHalfCall]):
     def saved_shapes(self, world: World, call: FirstHalfCall, plan: str | Plan) -> Shapes:
         return call.saved_shapes(world)
 
-    def returned(self, world: World, call: FirstHalfCall, result: torch.Tensor, other_results: Operands) -> Returned:
-        others = (call.routes(world),) if other_results is None else other_results  # None where there are no rows
-        return result, *others
+    def without_rows(self, world: World, call: FirstHalfCall, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return out, call.routes(world)
 
     def saved_tensors(
         self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
