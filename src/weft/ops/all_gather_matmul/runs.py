@@ -78,6 +78,13 @@ def sent_tensors(call: GatherCall, operands: ScaledFactors) -> list[torch.Tensor
     return [operands.x, scale.view(len(operands.x), call.scales_in_row)]
 
 
+def sent_specs(world: World, call: GatherCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shapes and dtypes of `sent_tensors`."""
+    m = call.shards[world.rank]
+    scales = [((m, call.scales_in_row), torch.float32)] if call.scales_in_row else []
+    return [((m, call.k), call.operand_dtype), *scales]
+
+
 def gathered_operands(operands: ScaledFactors, x: torch.Tensor, *scales: torch.Tensor) -> ScaledFactors:
     """Return the operands of the GEMM of gathered rows x. scales: those of the rows, if they were gathered."""
     return operands._replace(x=x, x_scale=scales[0] if scales else operands.x_scale)
@@ -101,12 +108,17 @@ def prepare_sequential(world: World, call: GatherCall, plan: Sequential) -> Run 
 
 def prepare_gathered(world: World, call: GatherCall, plan: Plan) -> Run:
     """Prepare the GEMM of the rows as the plan's transport brings them."""
+    if isinstance(plan, Decomposed) and world.symmetric_unsupported:
+
+        def by_collectives_alone(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
+            gathered = by_collectives.gather(world, plan, operands, out)
+            return GatheredRows(gathered if call.gathered else None)
+
+        return with_activation(world, call, by_collectives_alone) if call.gated else by_collectives_alone
+    gather = GATHERS[type(plan)](world, plan, call.shards, sent_specs(world, call), call.gathered)
 
     def run(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
-        if isinstance(plan, Decomposed) and world.symmetric_unsupported:
-            return GatheredRows(by_collectives.gather(world, plan, operands, out))
-        tensors = sent_tensors(call, operands)
-        with GATHERS[type(plan)](world, plan, call.shards, tensors, call.gathered) as (gathered, arrivals):
+        with gather(sent_tensors(call, operands)) as (gathered, arrivals):
             for rows, parts, lane in arrivals:
                 linear(world, call.scaling, call.dtype, gathered_operands(operands, *parts), lane, out[rows])
         if not call.gathered:
@@ -378,10 +390,11 @@ def _by_copy_engine(world: World, call: GatherCall, plan: FusedGatherByCopies, g
     ch, epoch, _ = _copy_channel(world, call, plan)
     flags, keep = ch.counters.split(1), call.gathered or call.shards[0] % plan.tile.block_m != 0
     launches, ahead = functools.cache(functools.partial(_copied_launch, world, call, plan, gated)), Ahead()
+    gather = copy_engine.gather_to_flags(world, sent_specs(world, call), keep, flags, epoch)
 
     def run(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
         x, weight, bias, *_ = operands
-        with copy_engine.gather_to_flags(world, sent_tensors(call, operands), keep, flags, epoch) as gathered:
+        with gather(sent_tensors(call, operands)) as gathered:
             launch = launches(not weight.is_contiguous())
             moving: dict[str, Moved] = dict(x_desc=x, gathered_desc=gathered[0], w_desc=weight, bias=bias, out_desc=out)
             if call.scaling is not None:

@@ -88,9 +88,10 @@ def prepare_reduced(world: World, call: ReduceCall, plan: Plan) -> Run:
     if isinstance(plan, Decomposed) and world.symmetric_unsupported and not call.everywhere:
         return functools.partial(by_collectives.scatter, world, plan)
     transport = collectives.reduce_all_rows if call.everywhere else REDUCES[type(plan)]
+    reduce = transport(world, plan, call.shards, call.n, call.dtype)
 
     def run(operands: ScaledFactors, out: torch.Tensor) -> None:
-        with transport(world, plan, call.shards, out, operands.bias) as parts:
+        with reduce(out, operands.bias) as parts:
             for part in parts:
                 part.send(multiply(world, call, operands, part.lane, part.partial, part.rows))
 
