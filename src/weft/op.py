@@ -292,12 +292,7 @@ class Op(ABC, Generic[C]):
             )
 
     def _compiled(
-        self,
-        world: World,
-        plan: str | Plan,
-        operands: Operands,
-        options: CallOptions,
-        out: torch.Tensor | None,
+        self, world: World, plan: str | Plan, operands: Operands, options: CallOptions, out: torch.Tensor | None
     ) -> Returned:
         operator = getattr(torch.ops.weft, self.name)
         results = operator(*operands, *options, world.name, torch_library.text_of(plan))
@@ -339,12 +334,7 @@ class Op(ABC, Generic[C]):
         return type(self).backward is not Op.backward
 
     def call(
-        self,
-        world: World,
-        plan: str | Plan,
-        operands: Operands,
-        options: CallOptions,
-        out: torch.Tensor | None,
+        self, world: World, plan: str | Plan, operands: Operands, options: CallOptions, out: torch.Tensor | None
     ) -> Returned:
         """Make a call that needs no gradient, outside torch.compile."""
         if type(world) is not World or type(plan) is not str:
@@ -400,7 +390,7 @@ class Op(ABC, Generic[C]):
         if asked == "auto" and capturing:
             plan, final = self._plan_for_capture(world, call, plan, decisions, addresses)
         # A rank that warms up alone meets this check of the others in its own, and a Mismatch is raised on all.
-        if asked == "auto" and not capturing and world.may_capture(call.rows):
+        if asked == "auto" and not capturing and self.may_capture(world, call):
             final = self._ready_for_capture(world, call, plan, operands, out, decisions, addresses)
         known = self.prepared(world, call, plan, addresses)
         known.number = self.check_same_on_all_ranks(world, call, plan, **self.compared(plan, addresses))
@@ -506,7 +496,7 @@ class Op(ABC, Generic[C]):
         """Return the plan for a capture, and whether that is final: `plan`, or the plan of eager calls after a single
         call, or where no capture was expected (`World.may_capture`)."""
         eager = self.choose(world, call, "auto", False)
-        if not world.may_capture(call.rows):
+        if not self.may_capture(world, call):
             return eager, True
         warm_up: WarmUp | None = decisions.get(self._warm_up_key(call, addresses))
         if eager == plan or warm_up is None or warm_up.plan is not None:
@@ -516,6 +506,10 @@ class Op(ABC, Generic[C]):
             f"twice before its capture for {plan.kind}"
         )
         return eager, False
+
+    def may_capture(self, world: World, call: C) -> bool:
+        """Return whether a CUDA graph may capture such calls."""
+        return world.may_capture(call.rows)
 
     def _warm_up_key(self, call: C, addresses: Hashable) -> Hashable:
         """Return the key of a call's warm-up. It is the same on every rank, so that all of them warm up, or none."""

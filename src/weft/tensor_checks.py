@@ -43,10 +43,6 @@ def check_operands(op: str, world: World, expected: Expected) -> None:
             raise TypeError(f"{op}: {name} {dims(t)} must be {dtype}")
 
 
-def contiguous(*tensors: torch.Tensor | None) -> bool:
-    return all(t is None or t.is_contiguous() for t in tensors)
-
-
 def dense(t: torch.Tensor) -> torch.Tensor:
     """Return `t` contiguous, at an address that bulk copies can take, and with memory of its own where it has no
     elements."""

@@ -117,7 +117,7 @@ def launch_dispatch(
     call = op.DISPATCH_OP.check(world, operands, options)
     plan = op.DISPATCH_OP.choose(world, call, "auto", False)
     rows = world.empty(call.exchange.shape(world), operands.x.dtype)
-    handle_tensors = op.run_dispatch(world, call, plan)(operands, rows)
+    handle_tensors = op.run_dispatch(world, call, plan, operands, rows)
     rows_and_handle: tuple[torch.Tensor, weft.moe.Handle] = op.DISPATCH_OP.postprocess(
         world, plan, operands, options, (rows, *handle_tensors)
     )
@@ -130,7 +130,7 @@ def launch_combine(
     """`weft.moe.combine` of contiguous tensors, which nothing waits for."""
     operands = op.CombineOperands(y, handle.weights, handle.ids, handle.handle_id, shared)
     call = op.COMBINE_OP.check(world, operands, handle.options)
-    op.run_combine(world, call, op.COMBINE_OP.choose(world, call, handle.plan, False))(operands, out)
+    op.run_combine(world, call, op.COMBINE_OP.choose(world, call, handle.plan, False), operands, out)
 
 
 @dataclass

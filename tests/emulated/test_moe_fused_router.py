@@ -329,7 +329,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
         experts = zeros(local, n, h), zeros(local, h, inner), *biases, shared, None
         operands = RoutedMoeOperands.for_call(world, router, x, *experts)
         call = MoeCall(tokens, None, layer, router=options_of(router))
-        run_fused_with_router(world, call, plan)(operands, torch.empty_like(x))
+        run_fused_with_router(world, call, plan, operands, torch.empty_like(x))
 
     return main
 

@@ -72,12 +72,10 @@ def linear(
     return result
 
 
-@unprepared
 def run_sequential(world: World, call: ProductCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor) -> None:
     linear(world, call.scaling, call.dtype, operands, world.current_stream(), out)
 
 
-@unprepared
 def run_persistent(
     world: World, call: ProductCall, plan: Persistent, operands: ScaledFactors, out: torch.Tensor
 ) -> None:
@@ -91,7 +89,7 @@ class Matmul(Local[ProductCall]):
     name = _OP
     signature = f"{SCALED_FACTORS}, {PRODUCT_OPTIONS}"
     operand_type = ScaledFactors
-    runs = {Sequential: run_sequential, Persistent: run_persistent}
+    runs = {Sequential: unprepared(run_sequential), Persistent: unprepared(run_persistent)}
     by_library = False
 
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ProductCall:

@@ -62,7 +62,6 @@ class QuantizeCall(Call):
         return self.recipe == "row"
 
 
-@unprepared
 def run_quantize(
     world: World, call: QuantizeCall, plan: Plan, operands: QuantizeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor]:
@@ -92,7 +91,7 @@ class Quantize(Local[QuantizeCall]):
     )
     results = 2
     operand_type = QuantizeOperands
-    runs = {Sequential: run_quantize}
+    runs = {Sequential: unprepared(run_quantize)}
 
     def check(self, world: World, operands: QuantizeOperands, options: CallOptions) -> QuantizeCall:
         (x, scale), (recipe, columns, interleave, block_rows, by_columns) = operands, options

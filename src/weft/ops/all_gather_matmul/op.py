@@ -23,6 +23,7 @@ from ...plans import (
     Sequential,
     TwoLevel,
 )
+from ...prepared import unprepared
 from ...scaled_tensor import ScaledTensor
 from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import gather_in_backward, reduce_scatter_in_backward
@@ -63,7 +64,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         FusedGatherByCopies: prepare_fused,
         FlagGated: prepare_flag_gated,
         OneShot: prepare_gathered,
-        TwoLevel: run_gather,
+        TwoLevel: unprepared(run_gather),
     }
     unsupported_fields = {Decomposed: ("pieces",)}
     emulator_plan = FusedGather

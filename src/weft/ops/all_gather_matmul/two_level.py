@@ -12,14 +12,12 @@ import torch
 
 from ...op import REGISTRY
 from ...plans import TwoLevel
-from ...prepared import unprepared
 from ...transport.two_level import BETWEEN, as_one_slice, cut, lengths, node_pairs, send, slices_of_node
 from ...world import World
 from ..recipes import UNSCALED, ScaledFactors
 from .call import GATHER_GEMM, GatherCall, GatheredRows
 
 
-@unprepared
 def run_gather(
     world: World, call: GatherCall, plan: TwoLevel, operands: ScaledFactors, out: torch.Tensor
 ) -> GatheredRows:

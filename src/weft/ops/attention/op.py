@@ -111,7 +111,6 @@ def prepare_segmented(world: World, call: AttentionCall, plan: Plan) -> Run | Ow
     return lambda operands, out: run(operands, out)[1:]
 
 
-@unprepared
 def run_head_parallel(
     world: World, call: AttentionCall, plan: HeadParallel, operands: AttentionOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor]:
@@ -133,7 +132,7 @@ class GatheredAttention(Op[AttentionCall]):
     )
     results = 2
     operand_type = AttentionOperands
-    runs = {Sequential: prepare_segmented, Segmented: prepare_segmented, HeadParallel: run_head_parallel}
+    runs = {Sequential: prepare_segmented, Segmented: prepare_segmented, HeadParallel: unprepared(run_head_parallel)}
     autotune_plans = (
         Segmented(),
         Segmented(calls=1),

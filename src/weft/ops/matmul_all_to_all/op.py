@@ -165,7 +165,6 @@ class RoutedCall(MatmulCall):
         return dict(N=self.n, K=self.k, dtype=str(self.dtype))
 
 
-@unprepared
 def run_sequential(world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
     """Run the plan: one GEMM, then one all-to-all."""
     stream, me, routing, (m, n) = world.current_stream(), world.rank, call.routing, (call.sent, call.n)
@@ -240,7 +239,6 @@ def _gemm(world: World, call: RoutedCall, plan: Signaled, groups: GroupTables) -
     return gemm_launch(world, call, plan, groups.signals, tiling, call.sent, fixed, local=True, few_registers=True)
 
 
-@unprepared
 def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
     routing, (m, n) = call.routing, (call.sent, call.n)
     groups: GroupTables = routing.keep(world, ("groups", n, plan), lambda: group_tables(world, routing, n, plan))
@@ -286,7 +284,11 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
 
     name = _OP
     collective = "all_to_all"
-    runs = {Sequential: run_sequential, Signaled: run_signaled, TwoLevel: run_exchange}
+    runs = {
+        Sequential: unprepared(run_sequential),
+        Signaled: unprepared(run_signaled),
+        TwoLevel: unprepared(run_exchange),
+    }
     unsupported_fields = {TwoLevel: ("pieces",)}
     over_nodes = (TwoLevel(),)
     emulator_plan = Signaled
@@ -327,18 +329,8 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
             routing.prepared["same on all ranks"] = True
         return number
 
-    def _ready_for_capture(
-        self,
-        world: World,
-        call: RoutedCall,
-        plan: Plan,
-        operands: Factors,
-        out: torch.Tensor | None,
-        decisions: Memo,
-        addresses: Hashable,
-    ) -> bool:
-        ready = super()._ready_for_capture
-        return not call.kept or ready(world, call, plan, operands, out, decisions, addresses)
+    def may_capture(self, world: World, call: RoutedCall) -> bool:
+        return call.kept and super().may_capture(world, call)
 
     def warm_up_capture(self, prepared: Prepared[RoutedCall], operands: Factors, out: torch.Tensor | None) -> None:
         """Make the call with a bias and without one, because this rank may have one later."""

@@ -12,7 +12,6 @@ import torch
 
 from ...backends.base import Stream, SymmetricTensor
 from ...plans import TwoLevel
-from ...prepared import unprepared
 from ...transport.copy_engine import COPIES
 from ...transport.memory import lock, workspace
 from ...transport.two_level import BETWEEN, local_slice, node_pairs, send
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from .op import RoutedCall, Routing
 
 
-@unprepared
 def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Factors, out: torch.Tensor) -> None:
     """Run GEMM + all-to-all. Rows go to the rank of their node with this rank's local rank, from which the ranks of
     that node pull them. `pool` holds the rows that a rank has received, by source node, and for each node in the order

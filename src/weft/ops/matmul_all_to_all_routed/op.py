@@ -17,6 +17,7 @@ import torch
 
 from ...op import registered
 from ...plans import FusedAllToAll, Plan, Sequential
+from ...prepared import unprepared
 from ...tensor_checks import check_operands, dense
 from ...torch_library import Backward, CallOptions, column_sums, product
 from ...world import World
@@ -82,7 +83,7 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
     signature = "Tensor x, Tensor weight, Tensor? bias, Tensor destinations, bool gradient"
     results, num_saved = 2, 1
     operand_type = RoutedFactors
-    runs = {Sequential: runs.run_sequential, FusedAllToAll: runs.run_fused}
+    runs = {Sequential: unprepared(runs.run_sequential), FusedAllToAll: unprepared(runs.run_fused)}
     emulator_plan = FusedAllToAll
 
     def check(self, world: World, operands: RoutedFactors, options: CallOptions) -> StaticCall:

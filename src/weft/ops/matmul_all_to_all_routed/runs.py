@@ -10,7 +10,6 @@ from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, prepared
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...plans import FusedAllToAll, Plan
-from ...prepared import unprepared
 from ...tensor_checks import DTYPES
 from ...world import Arena, World
 from ..common import tile_of, weight_matrix
@@ -25,7 +24,6 @@ COPY_WARPS, COPY_STAGES = 16, 3  # a program that copies rows has 48 KiB in flig
 # -- the library's collectives -----------------------------------------------------------------------------------------
 
 
-@unprepared
 def run_sequential(
     world: World, call: StaticCall, plan: Plan, operands: RoutedFactors, out: Tensor
 ) -> tuple[Tensor, ...]:
@@ -74,7 +72,6 @@ def return_sequential(
 # -- fused -------------------------------------------------------------------------------------------------------------
 
 
-@unprepared
 def run_fused(
     world: World, call: StaticCall, plan: FusedAllToAll, operands: RoutedFactors, out: Tensor
 ) -> tuple[Tensor, ...]:

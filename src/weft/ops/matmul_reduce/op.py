@@ -24,6 +24,7 @@ from ...plans import (
     TwoShotPull,
     TwoShotPush,
 )
+from ...prepared import unprepared
 from ...scaled_tensor import ScaledTensor
 from ...tensor_checks import requires_grad
 from ...torch_library import Backward, CallOptions, column_sums, product
@@ -97,7 +98,7 @@ class MatmulReduceScatter(MatmulReduce):
         FusedReduceScatter: prepare_fused,
         OneShot: prepare_reduced,
         Signaled: prepare_signaled,
-        TwoLevel: run_scatter,
+        TwoLevel: unprepared(run_scatter),
     }
     over_nodes = (TwoLevel(), TwoLevel(2))
     emulator_plan = FusedReduceScatter
@@ -151,7 +152,7 @@ class MatmulAllReduce(MatmulReduce):
         TwoShotPull: prepare_shots,
         TwoShotLowLatency: prepare_shots,
         Signaled: prepare_signaled,
-        TwoLevel: run_reduce_all,
+        TwoLevel: unprepared(run_reduce_all),
     }
     over_nodes = (TwoLevel(2), TwoLevel(4))
     unsupported_fields = {Decomposed: ("pieces",)}

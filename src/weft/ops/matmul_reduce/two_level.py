@@ -14,7 +14,6 @@ import torch
 
 from ...op import REGISTRY
 from ...plans import TwoLevel
-from ...prepared import unprepared
 from ...transport.collectives import add_bias
 from ...transport.copy_engine import COPIES, sum_parts
 from ...transport.memory import lock
@@ -35,7 +34,6 @@ from ..recipes import UNSCALED, ScaledFactors
 from .call import GEMM_REDUCE_SCATTER, ReduceCall
 
 
-@unprepared
 def run_scatter(world: World, call: ReduceCall, plan: TwoLevel, operands: ScaledFactors, out: torch.Tensor) -> None:
     """Run GEMM + reduce-scatter."""
     levels, chunks, rows = world.levels, plan.pieces, out.shape[0]
@@ -74,7 +72,6 @@ def _reduce_node(world: World, operands: ScaledFactors, slices: Sequence[slice],
     )
 
 
-@unprepared
 def run_reduce_all(world: World, call: ReduceCall, plan: TwoLevel, operands: ScaledFactors, out: torch.Tensor) -> None:
     """Run GEMM + all-reduce."""
     node, across = world.levels.node, world.levels.across

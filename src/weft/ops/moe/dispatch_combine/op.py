@@ -678,7 +678,6 @@ def launch_dispatch_kernels(
     world.wait_event(stream, world.record(side))  # the caller may write x and ids again
 
 
-@unprepared
 def run_dispatch(
     world: World, call: ExchangeCall, plan: Plan, operands: DispatchOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
@@ -691,7 +690,6 @@ def run_dispatch(
     return state.offsets, state.counts, state.sources, handle_id
 
 
-@unprepared
 def run_combine(world: World, call: ExchangeCall, plan: Plan, operands: CombineOperands, out: torch.Tensor) -> None:
     """out [T, H] = the weighted sums of y's rows, + shared, on the current stream."""
     number, buffer_index = operands.handle_id.tolist()
@@ -753,7 +751,7 @@ class Dispatch(ExchangeOp):
     )
     results, num_borrowed_outputs = 5, 3
     operand_type = DispatchOperands
-    runs = {Sequential: run_dispatch, Dispatched: run_dispatch}
+    runs = {Sequential: unprepared(run_dispatch), Dispatched: run_dispatch}
 
     def check(self, world: World, operands: DispatchOperands, options: CallOptions) -> ExchangeCall:
         check(world, operands, options)
@@ -810,7 +808,7 @@ class Combine(ExchangeOp):
         " str layout, SymInt expert_alignment, SymInt? max_m, bool dispatch_has_gradient"
     )
     operand_type = CombineOperands
-    runs = {Sequential: run_combine, Dispatched: run_combine}
+    runs = {Sequential: unprepared(run_combine), Dispatched: run_combine}
 
     def check(self, world: World, operands: CombineOperands, options: CallOptions) -> ExchangeCall:
         exchange = Exchange.from_options(world, operands.ids, operands.y, options[:-1])

@@ -547,40 +547,6 @@ def side_stream(world: World) -> Any:
     return world.side_stream(NAME) if world.size > 1 else world.current_stream()
 
 
-def combine(
-    world: World,
-    state: DispatchedState,
-    rows: RoutedRows,
-    targets: torch.Tensor,
-    counters: torch.Tensor,
-    workspace: LayerWorkspace,
-    first_gemm_done: Any,
-) -> None:
-    """Send the weighted sums of other ranks' rows to their outboxes, on the side stream."""
-    side = side_stream(world)
-    world.wait_event(side, first_gemm_done)
-    combine_launch(world, state, rows, targets, counters, workspace).on(side)
-
-
-def final_sum(
-    world: World,
-    state: DispatchedState,
-    rows: RoutedRows,
-    ids: torch.Tensor,
-    shared: torch.Tensor | None,
-    out: torch.Tensor,
-    workspace: LayerWorkspace,
-) -> None:
-    """Write out [T, H] on the current stream, after the side stream's work.
-
-    Otherwise its programs could keep this rank's combine programs, for which other ranks wait, from an SM; and memory
-    that these read may be overwritten after this call.
-    """
-    stream = world.current_stream()
-    world.wait_event(stream, world.record(side_stream(world)))
-    final_sum_launch(world, state, rows, ids, shared, out, workspace).on(stream)
-
-
 def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
     """Prepare calls of a layer: out [T, H] = the sum over a token's routes of weight * expert(x) + shared, on the
     current stream. A run returns the numbers of received rows, or None, and the saved tensors.
@@ -647,7 +613,9 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
         gemm_out(stream, **out_moving)
         world.wait_event(side, first_gemm_done)
         combine(side, **combined)
-        world.wait_event(stream, world.record(side))  # as in `final_sum`
+        # Otherwise the programs of the sum could keep this rank's combine programs, for which other ranks wait, from an
+        # SM; and memory that these read may be overwritten after this call.
+        world.wait_event(stream, world.record(side))
         final_sum(stream, **sum_moving)
         if received is not None:
             world.copy(received, tables.received, stream)

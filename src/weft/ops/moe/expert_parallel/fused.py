@@ -3,7 +3,6 @@ router in the same launch where the plan says `route` (route_kernels.py)."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -13,7 +12,6 @@ from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix, prepared
 from ....lang.channel import BlockChannel
 from ....lang.jit import constants
 from ....plans import FusedMoe
-from ....prepared import Run
 from ....transport.barrier import compare
 from ....transport.memory import lock
 from ....world import World
@@ -229,10 +227,6 @@ def stamped(world: World, programs: int) -> torch.Tensor:
         world.decided[key] = world.zeros((programs, STAMPS.value), torch.int64)
     times: torch.Tensor = world.decided[key]
     return times
-
-
-def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Run:
-    return functools.partial(run_fused, world, call, plan)
 
 
 def run_fused(

@@ -12,7 +12,6 @@ from ....backends.base import SymmetricTensor
 from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved, prepared
 from ....lang.channel import BlockChannel
 from ....plans import LowLatency
-from ....prepared import unprepared
 from ....tensor_checks import overlap
 from ....transport.memory import lock
 from ....world import World
@@ -161,7 +160,6 @@ def _sums(world: World, state: LowLatencyState) -> Launch:
     )
 
 
-@unprepared
 def run_low_latency(
     world: World, call: MoeCall, plan: LowLatency, operands: MoeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None]:

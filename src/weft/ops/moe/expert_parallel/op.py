@@ -30,7 +30,7 @@ from ....architectures import lacks
 from ....backends.base import check_tensors
 from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
-from ....prepared import OwnResult, unprepared
+from ....prepared import unprepared
 from ....tensor_checks import bulk, check_device, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
@@ -39,7 +39,7 @@ from ..call import ACTIVATIONS, KEEPS, MAX_TOPK, NAME, Kept, Layer, MoeCall, Moe
 from ..routing.router import RENORMALISED, TopKRouter, check_gate, run_gate
 from . import backward, dispatched, fused, low_latency, sequential
 from .dispatched import prepare_dispatched
-from .fused import prepare_fused, run_fused
+from .fused import run_fused
 from .low_latency import run_low_latency
 from .route_kernels import RouterTensors
 from .sequential import run_sequential
@@ -188,10 +188,10 @@ class Moe(Op[MoeCall]):
     results, num_saved = 2, 2
     operand_type = MoeOperands
     runs = {
-        Sequential: run_sequential,
+        Sequential: unprepared(run_sequential),
         Dispatched: prepare_dispatched,
-        FusedMoe: prepare_fused,
-        LowLatency: run_low_latency,
+        FusedMoe: unprepared(run_fused),
+        LowLatency: unprepared(run_low_latency),
     }
     emulator_plan = Dispatched
     autotune_plans: ClassVar[Sequence[Plan]] = tuple(plan for plan, *_ in BY_ROWS)
@@ -400,14 +400,12 @@ def options_of(router: TopKRouter) -> RouterOptions:
     return RouterOptions(router.scoring, renormalise, router.groups, router.top_groups, float(router.scale))
 
 
-@unprepared
 def run_fused_with_router(
     world: World, call: MoeCall, plan: FusedMoe, operands: RoutedMoeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None]:
     return run_fused(world, call, plan, operands.layer, out, operands.tensors)
 
 
-@unprepared
 def run_sequential_with_router(
     world: World, call: MoeCall, plan: Plan, operands: RoutedMoeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None]:
@@ -424,10 +422,7 @@ def run_sequential_with_router(
 
     world.call(multiply, [t for t in (x, weight, bias) if t is not None], [logits], world.current_stream())
     ids = run_gate(world, logits, choice_bias, None, operands.weights, (call.layer.k, *options))
-    run = sequential.run_sequential(world, call, plan)
-    assert not isinstance(run, OwnResult)
-    further: tuple[torch.Tensor | None] = run(operands.layer._replace(ids=ids), out)
-    return further
+    return run_sequential(world, call, plan, operands.layer._replace(ids=ids), out)
 
 
 class MoeWithRouter(Op[MoeCall]):
@@ -440,8 +435,8 @@ class MoeWithRouter(Op[MoeCall]):
     name, public, results = "moe_with_router", NAME, 2
     operand_type = RoutedMoeOperands
     runs = {
-        Sequential: run_sequential_with_router,
-        FusedMoe: run_fused_with_router,
+        Sequential: unprepared(run_sequential_with_router),
+        FusedMoe: unprepared(run_fused_with_router),
     }
     by_library = False
 

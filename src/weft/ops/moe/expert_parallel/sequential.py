@@ -13,12 +13,10 @@ from torch import Tensor
 from ....backends import library_gemm
 from ....errors import WeftError
 from ....plans import Plan
-from ....prepared import unprepared
 from ....world import World
 from ..call import NAME, Layer, MoeCall, MoeOperands, Weights
 
 
-@unprepared
 def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperands, out: Tensor) -> tuple[Tensor | None]:
     """Run a call as plan Dispatched does. Nothing is saved, whatever the call says: the backward pass sends x again."""
     check_capture(world)

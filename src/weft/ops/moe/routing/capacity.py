@@ -53,7 +53,6 @@ class CapacityOperands(NamedTuple):
     weights: torch.Tensor
 
 
-@unprepared
 def run_capacity(
     world: World, call: CapacityCall, plan: Plan, operands: CapacityOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor]:
@@ -88,7 +87,7 @@ class CapacityOp(Local[CapacityCall]):
     signature = "Tensor ids, Tensor weights, SymInt experts, float capacity_factor, str drop"
     results = 2
     operand_type = CapacityOperands
-    runs = {Sequential: run_capacity}
+    runs = {Sequential: unprepared(run_capacity)}
 
     def check(self, world: World, operands: CapacityOperands, options: CallOptions) -> CapacityCall:
         (ids, weights), (experts, factor, drop) = operands, options

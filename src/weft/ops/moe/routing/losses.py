@@ -98,7 +98,6 @@ def _z_loss_backward(world: World, call: LossCall) -> Launch:
     return Launch(world, square_backward, programs, dict(num_warps=4, local=True), rows=call.m, **sizes)
 
 
-@unprepared
 def run_balance(
     world: World, call: LossCall, plan: Plan, operands: BalanceOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor]:
@@ -125,7 +124,7 @@ class BalanceOp(Local[LossCall]):
     signature = "Tensor logits, Tensor ids"
     results = 2
     operand_type = BalanceOperands
-    runs = {Sequential: run_balance}
+    runs = {Sequential: unprepared(run_balance)}
 
     def check(self, world: World, operands: BalanceOperands, options: CallOptions) -> LossCall:
         logits, ids = operands
@@ -162,7 +161,6 @@ class BalanceOp(Local[LossCall]):
         return [dlogits, None]
 
 
-@unprepared
 def run_square(world: World, call: LossCall, plan: Plan, operands: SquareOperands, out: torch.Tensor) -> None:
     memory = _partials(world, 1)
     _z_loss(world, call)(
@@ -177,7 +175,7 @@ class SquareOp(Local[LossCall]):
     public = Z_LOSS
     signature = "Tensor logits"
     operand_type = SquareOperands
-    runs = {Sequential: run_square}
+    runs = {Sequential: unprepared(run_square)}
 
     def check(self, world: World, operands: SquareOperands, options: CallOptions) -> LossCall:
         (logits,) = operands

@@ -44,7 +44,6 @@ class PlacementOperands(NamedTuple):
     table: torch.Tensor
 
 
-@unprepared
 def run_placement(
     world: World, call: PlacementCall, plan: Plan, operands: PlacementOperands, out: torch.Tensor
 ) -> None:
@@ -70,7 +69,7 @@ class PlacementOp(Local[PlacementCall]):
     public = EXPERT_PLACEMENT
     signature = "Tensor ids, Tensor table"
     operand_type = PlacementOperands
-    runs = {Sequential: run_placement}
+    runs = {Sequential: unprepared(run_placement)}
 
     def check(self, world: World, operands: PlacementOperands, options: CallOptions) -> PlacementCall:
         ids, table = operands

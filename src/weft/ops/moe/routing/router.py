@@ -225,7 +225,6 @@ class RouterOperands(NamedTuple):
     ids: torch.Tensor | None = None
 
 
-@unprepared
 def run_router(
     world: World, call: RouterCall, plan: Plan, operands: RouterOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor]:
@@ -261,7 +260,7 @@ class RouterOp(Local[RouterCall]):
     )
     results = 2
     operand_type = RouterOperands
-    runs = {Sequential: run_router}
+    runs = {Sequential: unprepared(run_router)}
 
     def check(self, world: World, operands: RouterOperands, options: CallOptions) -> RouterCall:
         (logits, bias, ids), (k, scoring, _, groups, top_groups, _) = operands, options

@@ -9,7 +9,6 @@ import torch
 
 from ....kernel_launch import BoundLaunch, Launch, prepared
 from ....plans import DispatchedColumns
-from ....prepared import unprepared
 from ....transport.memory import lock
 from ....world import Arena, World
 from ..call import NAME, NONE_KEPT, Kept, Weights
@@ -209,7 +208,6 @@ def alignment_key(*tensors: torch.Tensor | None) -> Hashable:
 # -- the calls ---------------------------------------------------------------------------------------------------------
 
 
-@unprepared
 def run_gather(
     world: World, call: FirstHalfCall, plan: DispatchedColumns, operands: GatherOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
@@ -243,7 +241,6 @@ def run_gather(
     return routes, *(t for t in kept if t is not None)
 
 
-@unprepared
 def run_scatter(
     world: World, call: GroupedCall, plan: DispatchedColumns, operands: ScatterOperands, out: torch.Tensor
 ) -> None:
@@ -267,7 +264,7 @@ def run_scatter(
     gemm.on(stream)
     world.wait_event(side, start)
     combine.on(side)
-    # As in `expert_parallel.dispatched.final_sum`. Besides, `final_sum` clears the counters, which `combine` may still
-    # read: a rank's notification of itself arrives at the start of `combine`.
+    # As in `expert_parallel.dispatched.prepare_dispatched`. Besides, `final_sum` clears the counters, which `combine`
+    # may still read: a rank's notification of itself arrives at the start of `combine`.
     world.wait_event(stream, world.record(side))
     final_sum.on(stream)

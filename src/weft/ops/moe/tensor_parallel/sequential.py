@@ -16,13 +16,11 @@ from torch import Tensor
 from ....backends import library_gemm
 from ....errors import WeftError
 from ....plans import Plan
-from ....prepared import unprepared
 from ....world import World
 from ..expert_parallel.sequential import ACTIVATED, activation_gradient
 from .call import FirstHalfCall, GatherOperands, GroupedCall, ScatterOperands, Split, route_parts
 
 
-@unprepared
 def run_gather(world: World, call: FirstHalfCall, plan: Plan, operands: GatherOperands, out: Tensor) -> tuple[Tensor]:
     """Run a call as `dispatched.run_gather` does. Nothing is saved, whatever the call says: the backward pass sends x
     again."""
@@ -47,7 +45,6 @@ def run_gather(world: World, call: FirstHalfCall, plan: Plan, operands: GatherOp
     return (routes,)
 
 
-@unprepared
 def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOperands, out: Tensor) -> None:
     """Run a call as `dispatched.run_scatter` does, except that the library adds the ranks' sums."""
     (hidden, routes, _, w2, b2, shared), layer = operands, call.layer
