@@ -751,7 +751,7 @@ class Dispatch(ExchangeOp):
     )
     results, num_borrowed_outputs = 5, 3
     operand_type = DispatchOperands
-    runs = {Sequential: unprepared(run_dispatch), Dispatched: run_dispatch}
+    runs = {Sequential: unprepared(run_dispatch), Dispatched: unprepared(run_dispatch)}
 
     def check(self, world: World, operands: DispatchOperands, options: CallOptions) -> ExchangeCall:
         check(world, operands, options)
@@ -808,7 +808,7 @@ class Combine(ExchangeOp):
         " str layout, SymInt expert_alignment, SymInt? max_m, bool dispatch_has_gradient"
     )
     operand_type = CombineOperands
-    runs = {Sequential: unprepared(run_combine), Dispatched: run_combine}
+    runs = {Sequential: unprepared(run_combine), Dispatched: unprepared(run_combine)}
 
     def check(self, world: World, operands: CombineOperands, options: CallOptions) -> ExchangeCall:
         exchange = Exchange.from_options(world, operands.ids, operands.y, options[:-1])
