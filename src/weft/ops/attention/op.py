@@ -20,7 +20,7 @@ import torch
 from ...errors import Unsupported
 from ...op import Call, Op, registered
 from ...plans import HeadParallel, Plan, Segmented, Sequential
-from ...prepared import OwnResult, Run, unprepared
+from ...prepared import OwnResult, Run
 from ...tensor_checks import DTYPES, check_device, dense, dims
 from ...torch_library import Backward, CallOptions
 from ...world import World
@@ -111,14 +111,16 @@ def prepare_segmented(world: World, call: AttentionCall, plan: Plan) -> Run | Ow
     return lambda operands, out: run(operands, out)[1:]
 
 
-def run_head_parallel(
-    world: World, call: AttentionCall, plan: HeadParallel, operands: AttentionOperands, out: torch.Tensor
-) -> tuple[torch.Tensor]:
-    q, k, v, sinks = operands
+def prepare_head_parallel(world: World, call: AttentionCall, plan: HeadParallel) -> Run:
     sequence = replace(call, config=replace(call.config, shards=(call.rows,)), queries=call.rows, zigzag=False)
     key_ranges = key_ranges_of(sequence, 0, call.rows)
-    lse = head_parallel.forward(world, call.config, plan, key_ranges, call.zigzag, q, KeyValues(k, v), sinks, out)
-    return (lse,)
+    forward = head_parallel.prepare_forward(world, call.config, plan, key_ranges, call.zigzag, call.queries)
+
+    def run(operands: AttentionOperands, out: torch.Tensor) -> tuple[torch.Tensor]:
+        q, k, v, sinks = operands
+        return (forward(q, KeyValues(k, v), sinks, out),)
+
+    return run
 
 
 class GatheredAttention(Op[AttentionCall]):
@@ -132,7 +134,7 @@ class GatheredAttention(Op[AttentionCall]):
     )
     results = 2
     operand_type = AttentionOperands
-    runs = {Sequential: prepare_segmented, Segmented: prepare_segmented, HeadParallel: unprepared(run_head_parallel)}
+    runs = {Sequential: prepare_segmented, Segmented: prepare_segmented, HeadParallel: prepare_head_parallel}
     autotune_plans = (
         Segmented(),
         Segmented(calls=1),

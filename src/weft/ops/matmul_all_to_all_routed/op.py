@@ -83,7 +83,7 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
     signature = "Tensor x, Tensor weight, Tensor? bias, Tensor destinations, bool gradient"
     results, num_saved = 2, 1
     operand_type = RoutedFactors
-    runs = {Sequential: unprepared(runs.run_sequential), FusedAllToAll: unprepared(runs.run_fused)}
+    runs = {Sequential: unprepared(runs.run_sequential), FusedAllToAll: runs.prepare_fused}
     emulator_plan = FusedAllToAll
 
     def check(self, world: World, operands: RoutedFactors, options: CallOptions) -> StaticCall:
