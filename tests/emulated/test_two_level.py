@@ -27,12 +27,13 @@ from weft import MemoryFault, Unsupported, World
 from weft.backends.emulated import EmulatedBackend
 from weft.backends.emulated import spmd as emulated
 from weft.chooser import CallTime, Choice, Chooser
-from weft.op import REGISTRY, Known
+from weft.op import REGISTRY
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.all_reduce import two_level as of_sums
 from weft.ops.matmul_all_to_all import two_level as of_exchanges
 from weft.ops.matmul_reduce import two_level as of_products
 from weft.plans import Decomposed, Plan, Sequential, TwoLevel
+from weft.prepared import CallDecision
 from weft.torch_library import plan_of, text_of
 from weft.transport.two_level import BETWEEN
 
@@ -369,7 +370,8 @@ def test_auto_takes_what_was_measured_faster(us: float, plan: Plan, monkeypatch:
 
     def main(world: World) -> set[Plan]:
         assert case(world, "matmul_reduce_scatter", [4] * 4, 32, 32, "auto", calls=2) < BOUND
-        return {known.plan for known in world.decided.values() if isinstance(known, Known)}
+        decisions = [decision for decision in world.decided.values() if isinstance(decision, CallDecision)]
+        return {decision.eager.plan for decision in decisions if decision.eager is not None}
 
     assert over_nodes(main, sm_count=32) == [{plan}] * 4
 

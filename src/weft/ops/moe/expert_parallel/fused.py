@@ -238,9 +238,8 @@ def run_fused(
     out: torch.Tensor,
     router: RouterTensors | None = None,
 ) -> tuple[torch.Tensor | None]:
-    """Run a call as `dispatched.run_dispatched` does, with the same bits and in the same memory except for the inbox.
-    `out` may be shared, not x. A small launch before it compares the ranks' calls, which takes some us, as a barrier
-    does.
+    """Run a call as plan Dispatched does, with the same bits and in the same memory except for the inbox. `out` may be
+    shared, not x. A small launch before it compares the ranks' calls, which takes some us, as a barrier does.
 
     With a router, the launch writes the operands ids and weights, and compares the calls itself.
 
