@@ -144,6 +144,8 @@ def layer_memory(
 ) -> LayerMemory:
     """Return the kernel's memory."""
     routes = state.builder.routes
+    # A router's experts are distinct, so that there is room for all rows unless max_rows says otherwise.
+    left_out = None if router is not None and state.layer.max_rows is None else routes.left_out
     return LayerMemory(
         workspace.inbox.local,
         workspace.inbox.addresses,
@@ -164,7 +166,7 @@ def layer_memory(
         state.done.shape[1],
         state.plan.copy_programs,
         state.epoch,
-        routes.left_out,
+        left_out,
         stamps,
         *(router or ()),
     )
