@@ -82,7 +82,7 @@ docs:
 	@$(BIN_DOCS)/python -m pip -qq --disable-pip-version-check install $(DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN_DOCS)/mkdocs build
 
-# Five starts of an engine, each a minute or more, one after the other.
+# Seven starts of an engine, each a minute or more, one after the other.
 engines: $(READY_ENGINES)
 	@$(BIN_ENGINES)/python -m pytest tests/integrations/engines
 

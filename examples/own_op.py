@@ -51,28 +51,27 @@ class GatherNormCall(weft.Call):
     rows = property(lambda call: call.m * call.world)
 
 
-def run_sequential(world, call, plan, operands, out):
-    full, stream = world.empty(out.shape, out.dtype), world.current_stream()
-    world.all_gather(full, operands[0], stream)
-    world.call(lambda: out.copy_(torch.rms_norm(full.float(), (call.h,), eps=1e-6)), [full], [out], stream)
+def sequential(world, call, plan):
+    def run(operands, out):
+        full, stream = world.empty(out.shape, out.dtype), world.current_stream()
+        world.all_gather(full, operands[0], stream)
+        world.call(lambda: out.copy_(torch.rms_norm(full.float(), (call.h,), eps=1e-6)), [full], [out], stream)
+
+    return run
 
 
-@weft.prepared
-def pushes(world, call, plan):  # what all calls share: all but x and out
+def pushed(world, call, plan):  # made once for all calls of a shape: all but x and out
     memory = world.cached((call, plan), lambda: world.symmetric((2, call.rows, call.h), call.dtype, "gathered rows"))
     ch = world.channel(f"{call} {plan}", call.rows // plan.rows, None, 1)
     fixed = dict(memory=memory.local, peers=memory.addresses, ch=ch, M=call.m, H=call.h, ROWS=plan.rows)
-    return weft.Launch(world, push_and_norm, world.sm_count, dict(num_warps=8), **fixed)
-
-
-def run_pushed(world, call, plan, operands, out):
-    pushes(world, call, plan)(world.current_stream(), x=operands[0], out=out)
+    launch = weft.Launch(world, push_and_norm, world.sm_count, dict(num_warps=8), **fixed)
+    return lambda operands, out: launch(world.current_stream(), x=operands[0], out=out)
 
 
 class GatherNorm(weft.Op):
     name = "all_gather_rms_norm"
     signature = "Tensor x"
-    runs = {Sequential: run_sequential, Pushed: run_pushed}
+    runs = {Sequential: sequential, Pushed: pushed}
     emulator_plan = Pushed(rows=2)  # what "auto" runs in the emulator
     autotune_plans = (Pushed(), Pushed(rows=1), Pushed(rows=8))  # what "auto" times against sequential on GPUs
 

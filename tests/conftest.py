@@ -33,7 +33,7 @@ def nothing_learned_stays() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus = torch.cuda.device_count()
     for item in items:
-        if covered_by(item.nodeid.removeprefix("tests/")):
+        if covered_by(item.nodeid.removeprefix("tests/"), item.iter_markers("covered")):
             item.add_marker(pytest.mark.gate)
         mark = item.get_closest_marker("gpu")
         if mark is None:

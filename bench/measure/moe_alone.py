@@ -43,7 +43,7 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     )
     kind, plan = call.layer, MOE.auto(world, call, "graph")
     plan = plan if isinstance(plan, Dispatched) else Dispatched()
-    dispatched.run_dispatched(world, call, plan, operands, torch.empty_like(x))
+    dispatched.prepare_dispatched(world, call, plan)(operands, torch.empty_like(x))
     world.synchronize()
     _, built, _ = dispatched.tables_of(world, dispatched.plan_state(world, kind, plan))
     tables = route_tables.Tables(*(t.clone() for t in built))  # the next call's are another routing's

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from . import lang, models, moe, nn, plans, vllm
 from . import torch as torch
 from .errors import Deadlock, MemoryFault, Mismatch, Overflow, Race, SignalError, Timeout, Unsupported, WeftError
-from .kernel_launch import Launch, Matrix, prepared
+from .kernel_launch import Launch, Matrix
 from .lang.jit import jit
 from .launch import init, spmd
 from .op import Call, Op, registered
@@ -44,7 +44,7 @@ __all__ = [
     "all_reduce_rms_norm", "all_reduce_rms_norm_quantized", "explain", "gathered_attention",
     "grouped_matmul_reduce_scatter", "hf", "init", "jit", "lang", "matmul", "matmul_all_reduce",
     "matmul_all_reduce_tiles", "matmul_all_to_all", "matmul_all_to_all_routed", "matmul_reduce_scatter",
-    "matmul_reduce_scatter_tiles", "models", "moe", "nn", "parallel", "plans", "prepare", "prepared", "quantize",
+    "matmul_reduce_scatter_tiles", "models", "moe", "nn", "parallel", "plans", "prepare", "quantize",
     "registered", "residual_add", "rms_norm", "route", "silu_mul", "silu_mul_quantized", "simulate", "spmd", "vllm",
     "zigzag_positions", "zigzag_restore", "zigzag_rows", "zigzag_split",
 ]  # fmt: skip

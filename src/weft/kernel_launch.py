@@ -34,7 +34,7 @@ Prepared = TypeVar("Prepared")
 # does not specialise.
 Moved = torch.Tensor | tuple[Any, ...] | int | None
 
-MOST_PREPARED = 8192  # prepared objects of a World; a launch takes a few hundred bytes, and no GPU memory
+MOST_PREPARED = 8192  # prepared objects of a World; each takes a few hundred bytes, and no GPU memory
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,9 @@ class Keeper(Protocol):
 
     prepared: dict[Hashable, Any]
 
+    def forget_prepared(self) -> None:
+        """Drop the objects, so that the next calls make them anew."""
+
 
 Keeping = TypeVar("Keeping", bound=Keeper)
 
@@ -177,7 +180,7 @@ def prepared(make: Callable[Concatenate[Keeping, Args], Prepared]) -> Callable[C
             with outlives_call():
                 result = make(world, *args, **kwargs)
             if len(world.prepared) >= MOST_PREPARED:
-                world.prepared.clear()
+                world.forget_prepared()
             world.prepared[key] = result
         return result
 

@@ -3,12 +3,11 @@
     entry      under torch.compile the operator of torch.library; with a gradient an autograd.Function; else straight on
                (`torch_library`)
     key        decisions are found by the op, the plan asked for, the mode, the options and the operands' layouts
-    first call    check -> choose a plan -> check that all ranks agree -> remember; at the second call, prepare a
-                  capture
-    each call     allocate -> run the plan -> finish
+    first call    check -> choose a plan -> check that all ranks agree -> prepare -> remember; at the second call, warm
+                  up a capture
+    each call     `World.begin` -> allocate -> run -> finish (`prepared.Prepared`)
 
-A known call costs a look-up and its launches. With contiguous operands and the library alone it takes a shorter path
-(`direct`).
+A known call costs a look-up and its launches.
 """
 
 from __future__ import annotations
@@ -19,27 +18,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 
 from . import torch_library
 from .chooser import Choice
 from .errors import Unsupported
+from .kernel_launch import MOST_PREPARED
 from .plans import RENAMED_KINDS, Plan, Sequential, TwoLevel, is_low_latency
+from .prepared import CallDecision, Operands, OwnResult, Prepare, Prepared, Returned, Run, WarmUp
 from .residency import UNKNOWN, Residents
-from .tensor_checks import bulk, contiguous, output, overlap
+from .tensor_checks import bulk
 from .torch_library import Backward, CallOptions
 from .world import Memo, World
 
-Operands: TypeAlias = Any  # tensors, None for an absent one; a NamedTuple if the op names them (`operand_type`)
-Returned: TypeAlias = Any  # a tensor or a tuple, which the op's docstring describes
-Run: TypeAlias = Callable[..., Returned]  # (world, call, plan, operands, out): writes out, returns further results
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each tensor
-Direct = Callable[..., Returned]
 
 REGISTRY: dict[str, Op] = {}
-SEEN_ONCE = "called once"  # stands in the decisions for the plan of a later capture until that plan has been prepared
 
 
 def registered(op: Op) -> Op:
@@ -106,18 +102,6 @@ def trial_title(op: str, scaling: str) -> str:
     return f"{op} of 8-bit operands by {scaling}" if scaling else op
 
 
-@dataclass(frozen=True)
-class Known(Generic[C]):
-    """The decision for calls of one key. number: for `World.begin`. residents: for `World.order_residents`, None
-    for a call that waits for nobody."""
-
-    call: C
-    plan: Plan
-    direct: Direct | None
-    number: int | None
-    residents: Residents | None
-
-
 class Op(ABC, Generic[C]):
     """One operator. An instance has no state; what calls prepare is kept by the World."""
 
@@ -134,8 +118,8 @@ class Op(ABC, Generic[C]):
     num_borrowed_outputs: ClassVar[int] = 0
     # The NamedTuple of its operands.
     operand_type: ClassVar[Callable[..., Operands] | None] = None
-    # The classes of plans that serve it, and the function that runs each.
-    runs: ClassVar[Mapping[type[Plan], Run]]
+    # The classes of plans that serve it, and the function that prepares the calls of each (prepared.py).
+    runs: ClassVar[Mapping[type[Plan], Prepare]]
     # Fields of plans that it refuses because it would have to ignore them.
     unsupported_fields: ClassVar[Mapping[type[Plan], Sequence[str]]] = {}
     # One number for all ops, increased when "auto" may decide anew.
@@ -263,14 +247,15 @@ class Op(ABC, Generic[C]):
         """Return the call and operands to time in place of these, if the time depends on the operands' values."""
         return call, operands
 
-    def direct(self, world: World, call: C, plan: Plan) -> Direct | None:
-        """Return a function of contiguous operands that makes such a call with little host time, or None to use
-        `execute`."""
-        return None
+    def without_rows(self, world: World, call: C, out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return all results of a call without rows, which runs no plan. out: the tensor for the first."""
+        further = [world.empty(shape, dtype) for shape, dtype in self.outputs(world, call)[1:]]
+        return out, *further, *[None] * (self.results - 1 - len(further))
 
-    def returned(self, world: World, call: C, result: torch.Tensor, extra: object) -> Returned:
-        """Return what a call returns, from its result and what its plan returned."""
-        return result
+    def without_overlap(self, world: World, plan: Plan, operands: Operands, out: torch.Tensor) -> Operands | None:
+        """Return operands with which the plan can write `out`, which overlaps some of them; or None, for a result that
+        is written to separate memory first."""
+        return None
 
     def postprocess(
         self, world: World, plan: str | Plan, operands: Operands, options: CallOptions, results: Operands
@@ -309,9 +294,9 @@ class Op(ABC, Generic[C]):
             results = torch_library.differentiated(self, world, plan, operands[: self.operands or None], options)
         else:
             results = self.call(world, plan, operands, options, out)
-        return world.result_or_overflow(
-            self.postprocess(world, plan, operands, options, results) if self.postprocesses else results, lost
-        )
+        if self.postprocesses:
+            results = self.postprocess(world, plan, operands, options, results)
+        return results if lost == world.reported_losses else world.result_or_overflow(results, lost)
 
     def typed(self, operands: Sequence[torch.Tensor | None]) -> Operands:
         """Return the operands as the op's NamedTuple, if it has one."""
@@ -330,12 +315,7 @@ class Op(ABC, Generic[C]):
             )
 
     def _compiled(
-        self,
-        world: World,
-        plan: str | Plan,
-        operands: Operands,
-        options: CallOptions,
-        out: torch.Tensor | None,
+        self, world: World, plan: str | Plan, operands: Operands, options: CallOptions, out: torch.Tensor | None
     ) -> Returned:
         operator = getattr(torch.ops.weft, self.name)
         results = operator(*operands, *options, world.name, torch_library.text_of(plan))
@@ -377,12 +357,7 @@ class Op(ABC, Generic[C]):
         return type(self).backward is not Op.backward
 
     def call(
-        self,
-        world: World,
-        plan: str | Plan,
-        operands: Operands,
-        options: CallOptions,
-        out: torch.Tensor | None,
+        self, world: World, plan: str | Plan, operands: Operands, options: CallOptions, out: torch.Tensor | None
     ) -> Returned:
         """Make a call that needs no gradient, outside torch.compile."""
         if type(world) is not World or type(plan) is not str:
@@ -397,36 +372,23 @@ class Op(ABC, Generic[C]):
             raise
         addresses = self.operand_addresses(world, operands, out) if self.depends_on_addresses else None
         capturing = world.capturing()
-        key = (self.name, plan, capturing, Op.table_version, options, addresses, *layouts)
+        key = (self.name, plan, Op.table_version, options, addresses, *layouts)
         decisions = self.decisions(world, options) if self.keeps_decisions else world.decided
         try:
-            known = decisions.get(key) or self._decide(key, world, plan, operands, options, out)
-            world.begin(known.number)
-            if known.residents is not None:
-                world.order_residents(known.residents.launches, capturing)
-            if known.residents is not None and not known.residents.noted:
-                results = self._noted(world, known, known.residents, operands, out)
-            elif known.direct is not None and out is None:
-                results = known.direct(*operands)
+            decision = decisions.get(key)
+            known = None if decision is None else decision.graph if capturing else decision.eager
+            if known is None:
+                known = self._decide(key, world, plan, operands, options, out)
+            residents = known.residents
+            world.begin(known.number, None if residents is None else residents.launches, capturing)
+            if residents is None or residents.noted:
+                results = known(operands, out)
             else:
-                results = self.execute(world, known.call, known.plan, operands, out)
+                results = known.noted(residents, operands, out)
         except BaseException:  # also an interrupt; a run joins the side streams of its transports only at its end
             world.join_side_streams()
             raise
         world.ran = known  # set last, since this call may have made other calls
-        return results
-
-    def _noted(
-        self, world: World, known: Known[C], residents: Residents, operands: Operands, out: torch.Tensor | None
-    ) -> Returned:
-        """Make a call and note its launches that wait for other ranks."""
-        by_library = known.direct if out is None else None
-        with world.backend.note_launches() as notes:
-            if by_library is not None:
-                results = by_library(*operands)
-            else:
-                results = self.execute(world, known.call, known.plan, operands, out)
-        residents.launches, residents.noted = notes.launches, True
         return results
 
     def _decide(
@@ -437,33 +399,55 @@ class Op(ABC, Generic[C]):
         operands: Operands,
         options: CallOptions,
         out: torch.Tensor | None,
-    ) -> Known[C]:
-        """Check the call, choose its plan, and check that all ranks agree. Collective."""
+    ) -> Prepared[C]:
+        """Check the call, choose its plan, check that all ranks agree, and prepare. Collective."""
         self._check_present(operands)
-        call = self.check(world, operands, options)
+        call, capturing = self.check(world, operands, options), world.capturing()
         world.check()
         if any(self.waits(world, kind) for kind in self.runs):  # trials and what prepares a capture run here
-            world.order_residents(UNKNOWN, world.capturing())
+            world.order_residents(UNKNOWN, capturing)
         if asked == "auto" and not world.scale.presets and call.rows and (world.size > 1 or not self.by_library):
             world.choices.trial(self.choice(world, call, operands))
-        plan, final = self.choose(world, call, asked, world.capturing()), True
-        decisions = self.decisions(world, options)
-        if asked == "auto" and world.capturing():
-            plan, final = self._plan_for_capture(world, call, plan, operands, out, decisions)
-        number = self.check_same_on_all_ranks(world, call, plan)
+        plan, final = self.choose(world, call, asked, capturing), True
+        decisions, addresses = self.decisions(world, options), self.operand_addresses(world, operands, out)
+        if asked == "auto" and capturing:
+            plan, final = self._plan_for_capture(world, call, plan, decisions, addresses)
+        # A rank that warms up alone meets this check of the others in its own, and a Mismatch is raised on all.
+        if asked == "auto" and not capturing and self.may_capture(world, call):
+            final = self._ready_for_capture(world, call, plan, operands, out, decisions, addresses)
+        known = self.prepared(world, call, plan, addresses)
+        known.number = self.check_same_on_all_ranks(world, call, plan, **self.compared(plan, addresses))
         if not isinstance(plan, Sequential):
             world.backend.begins(self.title, self.sizes(call), self.multiply_adds(call))
-        if asked == "auto" and not world.capturing() and world.may_capture(call.rows):
-            final = self._ready_for_capture(world, call, plan, operands, out, decisions)
-        usual = call.rows > 0 and world.size > 1 and contiguous(*operands)
-        direct = self.direct(world, call, plan) if usual else None
-        known = Known(call, plan, direct, number, self._residents(world, call, plan))
+        if self.waits(world, plan):
+            known.residents = world.residents.setdefault((self.name, call, plan), Residents())
         if final:
-            decisions[key] = known
+            decision = decisions.setdefault(key, CallDecision())
+            setattr(decision, "graph" if capturing else "eager", known)
         return known
 
-    def _residents(self, world: World, call: C, plan: Plan) -> Residents | None:
-        return world.residents.setdefault((self.name, call, plan), Residents()) if self.waits(world, plan) else None
+    def prepared(self, world: World, call: C, plan: Plan, addresses: Hashable = None) -> Prepared[C]:
+        """Return the calls of this shape by this plan, prepared once for all decisions and trials."""
+        kept, key = self.kept(world, call), (self.name, call, plan, addresses)
+        if key not in kept:
+            if len(world.prepared) >= MOST_PREPARED:
+                world.forget_prepared()
+            kept[key] = Prepared(self, world, call, plan)
+        prepared: Prepared[C] = kept[key]
+        return prepared
+
+    def kept(self, world: World, call: C) -> Memo:
+        """Return the store of prepared calls."""
+        return world.prepared
+
+    def prepare(self, world: World, call: C, plan: Plan) -> Run | OwnResult:
+        """Return the run of calls of one shape by a plan (prepared.py)."""
+        if call.rows:
+            return self.runs[type(plan)](world, call, plan)
+        shape, dtype = self.outputs(world, call)[0]
+        return OwnResult(
+            lambda operands, out: self.without_rows(world, call, world.empty(shape, dtype) if out is None else out)
+        )
 
     def waits(self, world: World, plan: Plan | type[Plan]) -> bool:
         """Return whether programs of a call wait for other ranks, or for programs of their launch that have not
@@ -475,13 +459,17 @@ class Op(ABC, Generic[C]):
         """Return what a decision depends on of the addresses of operands and `out`; the same on every rank."""
         return None
 
+    def compared(self, plan: Plan, addresses: Hashable) -> Mapping[str, Hashable]:
+        """Return those of `operand_addresses` that ranks have to compare, by name."""
+        return {}
+
     def decisions(self, world: World, options: CallOptions) -> Memo:
         """Return the store of decisions."""
         return world.decided
 
     def check_same_on_all_ranks(self, world: World, call: C, plan: Plan, **further: Hashable) -> int | None:
         """Raise Mismatch unless all ranks make this call, with this plan and `further` values. Collective at the first
-        call. Returns the call's number for `World.begin`, or None if `execute` takes it.
+        call. Returns the call's number for `World.begin`, or None for a call that ranks do not compare.
 
         For a plan whose waits are bounded, the Mismatch may come at the next check only (`World.post_call`): a launch
         that the other ranks do not make ends by a timeout. A collective of the library that ranks enter with different
@@ -504,41 +492,39 @@ class Op(ABC, Generic[C]):
         operands: Operands,
         out: torch.Tensor | None,
         decisions: Memo,
+        addresses: Hashable,
     ) -> bool:
-        """Prepare a later capture: if "auto" takes another plan inside a CUDA graph, run that plan once, since a
+        """Warm up a later capture: if "auto" takes another plan inside a CUDA graph, run that plan once, since a
         capture cannot allocate or compile what it needs. This happens at the second call of a size, because a size
         called once should not pay for a graph that never comes, or at the first call on a side stream, where callers
         warm up. Return False at a first call that does not do it: the call is then not remembered, so that the ranks
         come here together again."""
-        key = self._warm_up_key(world, call, operands, out)
+        key = self._warm_up_key(call, addresses)
         if key not in decisions and not world.on_side_stream():
-            decisions[key] = SEEN_ONCE
+            decisions[key] = WarmUp()
             return False
-        in_capture, ready = self.choose(world, call, "auto", True), decisions.get(key)
-        decisions[key] = in_capture
+        warm_up: WarmUp = decisions.setdefault(key, WarmUp())
+        in_capture, ready = self.choose(world, call, "auto", True), warm_up.plan
+        warm_up.plan = in_capture
         if in_capture not in (plan, ready):
             # The current stream may differ between ranks. A rank that warms up alone fails here with a Mismatch,
             # instead of waiting for ever in a collective that the others do not enter.
             self.check_same_on_all_ranks(world, call, in_capture, warm_up=True)
-            self.check_same_on_all_ranks(world, call, in_capture)  # the capture itself cannot exchange anything
-            self.warm_up_capture(world, call, in_capture, operands, out)
+            # The capture itself cannot exchange anything.
+            self.check_same_on_all_ranks(world, call, in_capture, **self.compared(in_capture, addresses))
+            self.warm_up_capture(self.prepared(world, call, in_capture, addresses), operands, out)
         return True
 
     def _plan_for_capture(
-        self,
-        world: World,
-        call: C,
-        plan: Plan,
-        operands: Operands,
-        out: torch.Tensor | None,
-        decisions: Memo,
+        self, world: World, call: C, plan: Plan, decisions: Memo, addresses: Hashable
     ) -> tuple[Plan, bool]:
         """Return the plan for a capture, and whether that is final: `plan`, or the plan of eager calls after a single
         call, or where no capture was expected (`World.may_capture`)."""
         eager = self.choose(world, call, "auto", False)
-        if not world.may_capture(call.rows):
+        if not self.may_capture(world, call):
             return eager, True
-        if eager == plan or decisions.get(self._warm_up_key(world, call, operands, out)) is not SEEN_ONCE:
+        warm_up: WarmUp | None = decisions.get(self._warm_up_key(call, addresses))
+        if eager == plan or warm_up is None or warm_up.plan is not None:
             return plan, True
         world.log_once(
             f"{self.title}: a capture after a single call takes the plan of eager calls ({eager.kind}); call a size "
@@ -546,18 +532,17 @@ class Op(ABC, Generic[C]):
         )
         return eager, False
 
-    def _warm_up_key(self, world: World, call: C, operands: Operands, out: torch.Tensor | None) -> Hashable:
-        """Return the key of a call's warm-up. It is the same on every rank, so that all of them warm up, or none."""
-        return (
-            self.name,
-            "warm_up",
-            tuple(call.same_on_all_ranks().items()),
-            self.operand_addresses(world, operands, out),
-        )
+    def may_capture(self, world: World, call: C) -> bool:
+        """Return whether a CUDA graph may capture such calls."""
+        return world.may_capture(call.rows)
 
-    def warm_up_capture(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
+    def _warm_up_key(self, call: C, addresses: Hashable) -> Hashable:
+        """Return the key of a call's warm-up. It is the same on every rank, so that all of them warm up, or none."""
+        return self.name, "warm-up", tuple(call.same_on_all_ranks().items()), addresses
+
+    def warm_up_capture(self, prepared: Prepared[C], operands: Operands, out: torch.Tensor | None) -> None:
         """Make a call only for what it prepares. It does not write `out`, which may hold an operand."""
-        self.execute(world, call, plan, operands, None)
+        prepared(operands, None)
 
     def choose(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
         """Return the Plan to run. A plan that cannot serve the call falls back to sequential, which is logged once.
@@ -668,20 +653,22 @@ class Op(ABC, Generic[C]):
             fit = [plan for plan in fitted if self._reason_against(world, call, plan, "auto") is None]
             return [plan for plan in fit if self.choose(world, call, plan, False) == plan]
 
+        addresses = self.operand_addresses(world, operands, None)
+
         @functools.cache
         def timed() -> tuple[C, Operands]:
             return self.balanced(world, call, operands)
 
         def run(plan: Plan) -> None:
             timed_call, timed_operands = timed()
-            self.execute(world, timed_call, plan, timed_operands, None)
+            self.prepared(world, timed_call, plan)(timed_operands, None)
 
         return Choice(
             self._key(call),
             lambda mode: self.choose(world, call, "auto", mode == "graph"),
             candidates,
             run,
-            lambda plan: self.check_same_on_all_ranks(world, timed()[0], plan),
+            lambda plan: self.check_same_on_all_ranks(world, timed()[0], plan, **self.compared(plan, addresses)),
             trial_title(self.name, self.scaling(call)),
             self.sizes(call),
         )
@@ -705,24 +692,6 @@ class Op(ABC, Generic[C]):
     def dense_operands(self, plan: Plan, operands: Operands) -> Operands:
         """Return the operands in a layout that the plan takes, by copying those that are not dense."""
         return type(operands)(*bulk(operands)) if self.operand_type is not None else tuple(bulk(operands))
-
-    def execute(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Returned:
-        """Run a call whose plan is decided. The result is written to separate memory first if `out` is not aligned for
-        bulk stores, or overlaps an operand that other programs may still read."""
-        world.check()
-        shape, dtype = self.outputs(world, call)[0]
-        output_tensor = output(self.title, world, out, shape, dtype)
-        if not call.rows:
-            return self.returned(world, call, output_tensor, None)
-        operands = self.dense_operands(plan, operands)
-        separate = out is not None and (out.data_ptr() % 16 != 0 or overlap(out, *operands))
-        result = (world.zeros if self.partial else world.empty)(shape, dtype) if separate else output_tensor
-        stream = world.current_stream()
-        extra = self.runs[type(plan)](world, call, plan, operands, result)
-        if separate:
-            world.copy(output_tensor, result, stream)
-        world.finish(stream)
-        return self.returned(world, call, output_tensor, extra)
 
 
 class Local(Op[C]):

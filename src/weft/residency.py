@@ -73,14 +73,12 @@ class Ledger:
         self._running: dict[Hashable, dict[Hashable, set[Launches]]] = {}
         self._fit: dict[Hashable, bool] = {}
         self.last_stream: Hashable = None
-        self.last: Launches | None = None
         self.recent: set[Launches] = set()  # the calls there since one on another stream
 
     def enter(self, stream: Hashable, launches: Launches) -> list[Hashable]:
         """Note a call on a stream, and return the streams for which it has to wait."""
         if stream != self.last_stream:
             self.last_stream, self.recent = stream, set()
-        self.last = launches
         self.recent.add(launches)
         running = self._running.get(stream)
         if running is None:

@@ -43,10 +43,6 @@ def check_operands(op: str, world: World, expected: Expected) -> None:
             raise TypeError(f"{op}: {name} {dims(t)} must be {dtype}")
 
 
-def contiguous(*tensors: torch.Tensor | None) -> bool:
-    return all(t is None or t.is_contiguous() for t in tensors)
-
-
 def dense(t: torch.Tensor) -> torch.Tensor:
     """Return `t` contiguous, at an address that bulk copies can take, and with memory of its own where it has no
     elements."""
@@ -84,14 +80,12 @@ def overlap(out: torch.Tensor | None, *others: torch.Tensor | None) -> bool:
     )
 
 
-def output(op: str, world: World, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return `out`, checked, or a new tensor."""
-    if out is None:
-        return world.empty(shape, dtype)
+def check_output(op: str, world: World, out: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise TypeError or ValueError unless `out` can hold a result of this shape and dtype."""
     check_device(op, world, "out", out)
+    assert isinstance(out, torch.Tensor)
     if out.shape != shape or out.dtype != dtype or not out.is_contiguous():
         raise ValueError(f"{op}: out {dims(out)} must be contiguous, {list(shape)} {dtype} on {world.device}")
-    return out
 
 
 def requires_grad(*tensors: object) -> bool:

@@ -31,7 +31,8 @@ from .tensor_checks import dims
 from .world import World
 
 if TYPE_CHECKING:
-    from .op import Known, Op
+    from .op import Op
+    from .prepared import Prepared
 
 Maybe = Tensor | None
 Maybes = Sequence[Maybe]
@@ -160,7 +161,7 @@ def register(op: Op, ops: Mapping[str, Op]) -> None:
         definition, world = ops[name], world_of(world_name)
         operands, options = tuple(arguments[:count]), tuple(map(plain, arguments[count:]))
         results = as_tuple(definition.call(world, plan_of(plan), operands, options, None))
-        ran: Known[Any] = world.ran
+        ran: Prepared[Any] = world.ran
         if definition.num_saved and options[-1]:
             missing = definition.saved_shapes(world, ran.call, plan_of(plan))[len(results) - definition.results :]
             # The graph expects these tensors even if the plan keeps nothing.
@@ -276,12 +277,12 @@ class ForwardKey(NamedTuple):
     dtypes: str
 
 
-def _forward_pass(world: World, key: ForwardKey) -> Known[Any]:
+def _forward_pass(world: World, key: ForwardKey) -> Prepared[Any]:
     """Return what the last such call ran, in the same mode (captured or not) if there was one, since a graph may hold
     another plan. Raise RuntimeError if there was no such call."""
     capturing = world.capturing()
     for mode in (capturing, not capturing):
-        ran: Known[Any] | None = world.forward_passes.get((key, mode))
+        ran: Prepared[Any] | None = world.forward_passes.get((key, mode))
         if ran is not None:
             return ran
     raise RuntimeError(f"{key.name}_backward: no call with these arguments has run on {world}")
@@ -313,7 +314,7 @@ class _Differentiated(torch.autograd.Function):
     def backward(ctx: Context, *gradients: Maybe) -> tuple[Maybe, ...]:
         if not any(ctx.needs) or all(g is None for g in gradients):
             return (None,) * (4 + len(ctx.needs))
-        ran: Known[Any] = ctx.ran
+        ran: Prepared[Any] = ctx.ran
         context = Backward(ctx.saved_tensors, gradients, ctx.shapes, ctx.needs, ctx.options, ran.call, ran.plan)
         operand_gradients = gradients_of(ctx.op, ctx.world, context)
         return (None,) * 4 + tuple(t if need else None for t, need in zip(operand_gradients, ctx.needs, strict=True))

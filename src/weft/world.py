@@ -182,6 +182,12 @@ Collect = Callable[[float | None], list[Any] | None]  # returned by `Backend.pos
 Memo = dict[Hashable, Any]
 
 
+class PreparedCalls(Protocol):
+    """What is prepared for calls, and refers to memory that may be replaced (`prepared.Prepared`)."""
+
+    def forget(self) -> None: ...
+
+
 class Workspace(Protocol):
     """Memory shared by calls that may be on several streams (`World.order`), with the stream of the last call outside
     captures and of the last one in a capture."""
@@ -223,7 +229,7 @@ class World:
         self._messages = 0  # sent so far; the same on every rank, also where messages were found to differ
         self._numbers: dict[CallRecord, int] = {}  # the number of each call that was the same on all ranks
         self._calls: dict[int, CallRecord] = {0: ("no call", ())}  # by number, the place of the call's message
-        self._left_out, self._left_out_by_rank = 0, [0] * (GUARD_WORDS - 4)  # dropped rows that were already reported
+        self.reported_losses, self._reported_by_rank = 0, [0] * (GUARD_WORDS - 4)  # dropped rows already reported
         self.number = 0  # the number of the call that this rank makes, or made last
         self._uncompared: list[tuple[CallRecord, Collect]] = []  # posted calls that were not compared yet
         self._logged: set[str] = set()
@@ -231,10 +237,13 @@ class World:
         self._lost: Timeout | Mismatch | None = None  # raised by every later use (`_lose`)
         self._levels: Levels | None = None
         self._cache: Memo = {}
-        self.prepared: Memo = {}  # launches and the like (`kernel_launch.prepared`), which refer to shared memory
+        self.prepared: Memo = {}  # launches and calls (`Prepared`, `kernel_launch.prepared`)
+        self.prepared_calls: weakref.WeakSet[PreparedCalls] = (
+            weakref.WeakSet()
+        )  # those that refer to memory that calls share
         self.residents: dict[Hashable, Residents] = {}  # by op, call and plan
         self.decided: Memo = {}  # the plan by call, once its arguments were checked and compared across ranks
-        self.ran: Any = None  # the call and plan that an op ran last (`op.Known`)
+        self.ran: Any = None  # the call and plan that an op ran last (`prepared.Prepared`)
         self.forward_passes: Memo = {}  # calls of compiled graphs (`torch_library.ForwardKey`), for backward passes
         self.choices = Chooser(backend.clock, backend.capturing, self)  # the candidates that were timed
         self.uploads = 0  # calls of `tensor`
@@ -341,21 +350,38 @@ class World:
         self._calls[number] = key
         return number
 
-    def begin(self, number: int | None) -> None:
+    def begin(self, number: int | None, launches: Launches | None = None, capturing: bool = False) -> None:
         """Begin the call with that number (`check_same_on_all_ranks`) on this rank; None for a call that ranks do not
-        compare.
+        compare. launches: those of the call that wait for other ranks; None if none does (`order_residents`).
 
-        From now on kernels compare the number across ranks in memory (`lang.intrinsics.same_call`). Raise Mismatch
-        where the backend compares every call on the host, and another rank makes another one.
+        From now on kernels compare the number across ranks in memory (`lang.intrinsics.same_call`). Raise as `check`
+        does, and Mismatch where the backend compares every call on the host, and another rank makes another one.
         """
-        if number is not None:
-            if self._lost is not None:
-                self._raise_if_lost()
-            self.number = number
-            if self.backend.compares:
-                if self._uncompared:
-                    self._collect(None)
-                self._compare_places(self._calls[number], first_call=False)
+        if self._closed:
+            raise WeftError(f"rank {self.rank}'s World is closed: an operator needs an open one")
+        if self._lost is not None:
+            self._raise_if_lost()
+        compares = number is not None and self.backend.compares
+        if self._uncompared:
+            self._collect(None if compares else 0.0)
+        try:  # as `_bounded`, which would be another function of a known call
+            self.backend.check()
+            if self._levels is not None:
+                self._check_node(self._levels)
+            if number is not None:
+                self.number = number
+            if compares:
+                title, fields = self._calls[self.number]
+                calls = self.backend.compared((title, (*fields, ("first_call", False))))
+                if calls:
+                    raise self._lose(disagreement(calls))
+        except Timeout as error:
+            self._lose(error)
+            raise
+        if launches is not None and (ledgers := self.backend.ledgers) is not None:
+            ledger = ledgers.captured if capturing else ledgers.eager
+            if self.backend.current_stream() != ledger.last_stream or launches not in ledger.recent:
+                self.order_residents(launches, capturing)
 
     def calls(self, name: str) -> BlockChannel:
         """Collective on first use. Return the channel in which launches, which come in one order on every rank, compare
@@ -381,15 +407,12 @@ class World:
         """Collective. Raise Mismatch on every rank unless all ranks make this call."""
         self._raise_unless_same(key, self._gathered(Message(COMPARED, key)))
 
-    def _compare_places(self, call: CallRecord, first_call: bool) -> None:
-        """Raise Mismatch where the backend compares every call on the host, and another rank makes another call here.
-        first_call: an exchange of the hosts follows. If it does on all ranks, it compares the calls, on every rank."""
+    def _compare_places(self, call: CallRecord) -> None:
+        """Raise Mismatch where the backend compares every call on the host, and another rank makes a call here that it
+        has made before. This rank's exchange of the hosts follows; if it does on all ranks, it compares the calls, on
+        every rank."""
         title, fields = call
-        try:  # as `_bounded`, which would be another function of a known call
-            calls = self.backend.compared((title, (*fields, ("first_call", first_call))))
-        except Timeout as error:
-            self._lose(error)
-            raise
+        calls = self._bounded(self.backend.compared, (title, (*fields, ("first_call", True))))
         if calls and any(("first_call", True) not in peer_fields for _, peer_fields in calls.values()):
             raise self._lose(disagreement(calls))
 
@@ -423,7 +446,7 @@ class World:
         self._raise_if_lost()
         self._messages += 1
         if self.backend.compares_at_once:
-            self._compare_places(message.content if message.is_call else (message.kind, ()), first_call=True)
+            self._compare_places(message.content if message.is_call else (message.kind, ()))
         return self._bounded(self.backend.exchange, message)
 
     # -- the end of a World ------------------------------------------------------------------------------------------
@@ -453,19 +476,7 @@ class World:
     def check(self) -> None:
         """Raise Timeout if a device-side wait has expired, Mismatch if ranks were found to disagree, WeftError if the
         World is closed. It is cheap enough for every call."""
-        if self._closed:
-            raise WeftError(f"rank {self.rank}'s World is closed: an operator needs an open one")
-        if self._lost is not None:
-            self._raise_if_lost()
-        if self._uncompared:
-            self._collect(0.0)
-        try:  # as `_bounded`, which would be another call
-            self.backend.check()
-            if self._levels is not None:
-                self._check_node(self._levels)
-        except Timeout as error:
-            self._lose(error)
-            raise
+        self.begin(None)
 
     def _check_node(self, levels: Levels) -> None:
         """Raise the error of a wait that expired in the node's own World, whose ranks have other numbers than here."""
@@ -494,10 +505,10 @@ class World:
         """Return the result of a call that was made, or, once where calls before it dropped rows (`lost`: the number in
         all calls), raise Overflow with that result. A backward pass does not raise, since the other ranks go on with
         it."""
-        if lost > self._left_out and torch._C._current_graph_task_id() == -1:
-            reported, self._left_out_by_rank = self._left_out_by_rank, self.backend.left_out_by_rank()
-            self._left_out = max(lost, sum(self._left_out_by_rank))  # a call under way may have counted more since
-            counts = [current - before for current, before in zip(self._left_out_by_rank, reported, strict=True)]
+        if lost > self.reported_losses and torch._C._current_graph_task_id() == -1:
+            reported, self._reported_by_rank = self._reported_by_rank, self.backend.left_out_by_rank()
+            self.reported_losses = max(lost, sum(self._reported_by_rank))  # a call under way may have counted more
+            counts = [current - before for current, before in zip(self._reported_by_rank, reported, strict=True)]
             lines = [self._overflow_of(rank, rows) for rank, rows in enumerate(counts) if rows]
             raise Overflow(
                 f"rank {self.rank}: {'; '.join(lines)} more than max_rows (or max_m) has room for; "
@@ -685,7 +696,7 @@ class World:
             half = (half + (1 << 21) - 1) // (1 << 21) * (1 << 21) if half > 1 << 16 else (half + 255) // 256 * 256
             slack = max(row, 1 << 17 if half > 1 << 16 else 1 << 12)
             memory = self.symmetric((2 * half + slack,), torch.uint8, "arena")
-            self.prepared.clear()
+            self.forget_prepared()
             with self.persistent_allocation():
                 self._arenas.append(Arena(memory, half, slack, self.zeros((1,), torch.int32)))
         return self._arenas[-1]
@@ -700,9 +711,17 @@ class World:
                 self.wait_for_streams()
                 self.exchange(None, f"growth of {name}")
                 nbytes = max(nbytes, 2 * buffer.local.numel())
-            self.prepared.clear()
+            self.forget_prepared()
             self._buffers[name] = self.symmetric(((nbytes + 255) // 256 * 256,), torch.uint8, name)
         return self._buffers[name]
+
+    def forget_prepared(self) -> None:
+        """Drop all that was prepared for calls, since it refers to memory that has been replaced. All ranks do this in
+        the same call, so that their calls go on in the same memory."""
+        self.prepared.clear()
+        for call in list(self.prepared_calls):
+            call.forget()
+        self.prepared_calls.clear()
 
     def order(self, holder: Workspace, stream: Stream) -> None:
         """Serialise the uses of a shared workspace (`holder.last_stream`) by different streams of this rank; in a
@@ -722,8 +741,6 @@ class World:
         if ledgers is None:
             return
         ledger, stream = ledgers.captured if capturing else ledgers.eager, self.current_stream()
-        if stream == ledger.last_stream and (launches is ledger.last or launches in ledger.recent):
-            return
         for earlier in ledger.enter(stream, launches):
             if self.backend.captures(earlier) == capturing:
                 self.backend.start_after(stream, earlier)

@@ -41,7 +41,7 @@ def steps(
     x, out = t["x"], t["out"]
     assert x is not None and out is not None and MODULES[type(plan)].unsupported(world, model.layer, plan) is None
     operands = MoeOperands(x, ids, t["weights"], *model.flat, shared=t["shared"])
-    MOE.runs[type(plan)](world, MoeCall(rows[world.rank], None, model.layer), plan, operands, out)
+    MOE.prepare(world, MoeCall(rows[world.rank], None, model.layer), plan)(operands, out)
     return out
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 import weft
 from tests.emulated.cases import changed, draw
 from tests.emulated.cases_models import TINY
+from tests.gpu import gpu_invariant
 from weft.backends import emulated
 from weft.compute.norm import sum_in_pairs
 from weft.models import Llama
@@ -330,3 +331,9 @@ def test_an_mlp_takes_the_promise_from_its_world(monkeypatch: pytest.MonkeyPatch
 
     for expected, *others in weft.spmd(main, W, backend="emulated"):
         assert all(torch.equal(bits(y), bits(expected)) for y in others)
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "all_reduce_rms_norm"])
+def test_the_check_on_gpus_follows_a_row(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
+    assert weft.spmd(gpu_invariant.follow, 2, backend="emulated", args=(op, 8, 24, 32, 32)) == [0, 0]

@@ -13,6 +13,7 @@ import weft
 from weft.integrations.vllm.plugin import limit_captures
 from weft.ops.all_reduce.op import AllReduceRmsNorm, SumCall
 from weft.plans import OneShot, Plan, TwoShotPush
+from weft.prepared import Prepared
 
 EAGER, GRAPH = OneShot(), TwoShotPush()
 ROWS = 4
@@ -26,9 +27,9 @@ def plans_run(monkeypatch: pytest.MonkeyPatch, max_captured_rows: int | None) ->
     warmed_up: list[list[Plan]] = [[], []]
     warm_up_capture = AllReduceRmsNorm.warm_up_capture
 
-    def recorded(op: AllReduceRmsNorm, world: weft.World, call: SumCall, plan: Plan, *operands: Any) -> None:
-        warmed_up[world.rank].append(plan)
-        warm_up_capture(op, world, call, plan, *operands)
+    def recorded(op: AllReduceRmsNorm, prepared: Prepared[SumCall], *operands: Any) -> None:
+        warmed_up[prepared.world.rank].append(prepared.plan)
+        warm_up_capture(op, prepared, *operands)
 
     monkeypatch.setattr(AllReduceRmsNorm, "warm_up_capture", recorded)
 

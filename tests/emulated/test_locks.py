@@ -4,6 +4,7 @@ memory, or compute something wrong."""
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -170,27 +171,28 @@ GATHER, SCATTER, PRODUCT_SUM = "all_gather_matmul", "matmul_reduce_scatter", "ma
 SUM, TO_RANKS, ROUTED, ATTENTION = "all_reduce", "matmul_all_to_all", "matmul_all_to_all_routed", "gathered_attention"
 SUMS, COPIES, LEVELS = "two-shot all-reduce", "copy buffers", TwoLevel()
 TAKEN = [
-    Taken("ops/all_reduce/runs.py run_decomposed", SUMS, in_turn((SUM, Decomposed()), (SUM, PULL))),
+    Taken("ops/all_reduce/runs.py prepare_decomposed", SUMS, in_turn((SUM, Decomposed()), (SUM, PULL))),
     twice("ops/matmul_all_to_all/two_level.py run_exchange", COPIES, TO_RANKS, LEVELS, 2),
-    Taken("ops/all_reduce/runs.py run_decomposed", COPIES, in_turn((SUM, Decomposed()), (TO_RANKS, BY_COPIES))),
-    twice("ops/all_reduce/runs.py run_two_shot", SUMS, SUM, PULL),
-    twice("ops/all_reduce/multicast.py run_multicast", SUMS, SUM, PLANS["multicast"]),
+    Taken("ops/all_reduce/runs.py prepare_decomposed", COPIES, in_turn((SUM, Decomposed()), (TO_RANKS, BY_COPIES))),
+    twice("ops/all_reduce/runs.py _count", SUMS, SUM, PULL),
+    twice("ops/all_reduce/multicast.py prepare_multicast", SUMS, SUM, PLANS["multicast"]),
     Taken("ops/matmul_reduce/two_level.py run_reduce_all", COPIES, in_turn((PRODUCT_SUM, LEVELS), (SUM, LEVELS)), 2),
-    twice("ops/all_reduce/two_level.py run_sum", COPIES, SUM, LEVELS, 2),
+    twice("ops/all_reduce/two_level.py prepare_sum", COPIES, SUM, LEVELS, 2),
     twice("ops/all_gather_matmul/runs.py _by_pull_programs", "Arena", GATHER, "fused"),
-    twice("ops/matmul_reduce/runs.py run_fused", "Arena", SCATTER, "fused"),
-    twice("transport/copy_engine.py __init__", COPIES, GATHER, Decomposed()),
-    twice("transport/copy_engine.py staging_memory", COPIES, SCATTER, Decomposed()),
-    twice("transport/low_latency.py launch", "Thirds", SUM, OneShot(warps=4)),
+    twice("ops/matmul_reduce/runs.py prepare_fused", "Arena", SCATTER, "fused"),
+    twice("transport/copy_engine.py stage", COPIES, GATHER, Decomposed()),
+    twice("transport/copy_engine.py reduce_rows", COPIES, SCATTER, Decomposed()),
+    twice("transport/low_latency.py prepare_posting", "Thirds", SUM, OneShot(warps=4)),
     twice("ops/matmul_reduce/signaled.py _by_collectives", "Signals", SCATTER, "signaled"),
+    twice("ops/matmul_reduce/signaled.py _scatter_by_copies", COPIES, SCATTER, BY_COPIES),
     twice("ops/matmul_reduce/signaled.py _reduce_by_copies", COPIES, PRODUCT_SUM, BY_COPIES),
     twice("ops/matmul_all_to_all/op.py run_signaled", "Signals", TO_RANKS, "signaled"),
     twice("ops/matmul_all_to_all/op.py run_signaled", COPIES, TO_RANKS, BY_COPIES),
-    twice("ops/matmul_all_to_all_routed/runs.py run_fused", "Arena", ROUTED, "fused"),
-    twice("ops/attention/head_parallel.py forward", "attention heads", ATTENTION, HeadParallel()),
+    twice("ops/matmul_all_to_all_routed/runs.py prepare_fused", "Arena", ROUTED, "fused"),
+    twice("ops/attention/head_parallel.py prepare_forward", "attention heads", ATTENTION, HeadParallel()),
     twice("transport/copy_engine.py __init__", COPIES, GATHER, FlagGated(tile_m=8, cluster_m=1)),
-    twice("transport/copy_engine.py exchange_rows", "attention keys", ATTENTION, Segmented()),
-    twice("ops/moe/expert_parallel/dispatched.py run_dispatched", "moe", "moe", "dispatched"),
+    twice("transport/copy_engine.py prepare_exchange", "attention keys", ATTENTION, Segmented()),
+    twice("ops/moe/expert_parallel/dispatched.py prepare_dispatched", "moe", "moe", "dispatched"),
     twice("ops/moe/expert_parallel/fused.py run_fused", "moe", "moe", "fused"),
     twice("ops/moe/expert_parallel/low_latency.py run_low_latency", "moe", "moe", "low_latency"),
 ]
@@ -221,7 +223,8 @@ def without(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def kept(world: World, holder: Any, stream: Any) -> None:
         caller = sys._getframe(1).f_code
-        site = f"{Path(caller.co_filename).relative_to(SOURCE)} {caller.co_name}"
+        function = caller.co_qualname.partition(".<locals>")[0].rpartition(".")[2]  # that in which a run is made
+        site = f"{Path(caller.co_filename).relative_to(SOURCE)} {function}"
         if (site, name_of(world, holder)) == (taken.site, taken.holder):
             dropped.append(site)
         else:
@@ -253,9 +256,11 @@ def test_a_lock_that_is_not_taken_is_missed(taken: Taken, monkeypatch: pytest.Mo
 
 
 def sites() -> Iterator[str]:
-    """Every function that takes a lock."""
+    """Every function that takes a lock, or makes a run that does."""
     for path in sorted(path for path in SOURCE.rglob("*.py") if ".order(" in path.read_text()):
-        for function in ast.walk(ast.parse(path.read_text())):
+        blocks = [ast.parse(path.read_text())]
+        blocks += [node for node in blocks[0].body if isinstance(node, ast.ClassDef)]
+        for function in itertools.chain(*(block.body for block in blocks)):
             if isinstance(function, ast.FunctionDef):
                 calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
                 names = {

@@ -24,7 +24,7 @@ from tests.emulated.cases_models import (
     state,
 )
 from tests.emulated.cases_nn import emulate
-from tests.gates import some
+from tests.gates import covered, some
 from weft.models import Batch, Cache, Config, Graphs, Llama
 from weft.models.cache import LENGTH_STEP, LONG_PROMPT, Part
 from weft.nn.weave import LayerPlan
@@ -42,6 +42,7 @@ NORMS = {
 }  # fmt: skip
 
 
+@covered("woven, own GEMM-2", covering="test_single_rank[woven, own GEMM]")
 @pytest.mark.parametrize("ranks", some([2, 4]))
 @pytest.mark.parametrize("plan", PLANS)
 def test_random_chunks_of_random_requests(plan: str, ranks: int) -> None:
@@ -69,6 +70,7 @@ def test_random_splits_and_schedules(seed: int) -> None:
     assert max(emulate(run, 1, seed)) < 4e-3
 
 
+@covered("0-5", covering="[5-5]")
 @pytest.mark.parametrize("split", some([5, 6, 8]))
 @pytest.mark.parametrize("sms", [0, 5])
 def test_woven_is_bit_for_bit_its_two_halves(split: int, sms: int) -> None:
@@ -91,6 +93,7 @@ def test_padded_layouts_filled_again_and_again(plan: str) -> None:
     assert max(emulate(lambda world: padded(world, plan, count=3, longest=9), 2)) < BF16
 
 
+@covered("(fused|woven|sequence)", covering=r"test_random_chunks_of_random_requests[\1-2]")
 @pytest.mark.parametrize("plan", PLANS)
 def test_single_rank(plan: str) -> None:
     assert max(emulate(lambda world: chunked(world, PLANS[plan], count=2, longest=8), 1)) < BF16
@@ -125,6 +128,7 @@ def by_tables(
     return out
 
 
+@covered("fused", covering="[woven]")
 @pytest.mark.parametrize("plan", ["fused", "woven"])
 def test_the_tables_lead_to_every_requests_keys(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.models.llama.attend", by_tables)

@@ -12,7 +12,7 @@ import weft
 from tests.emulated.cases import distance
 from tests.emulated.cases_models import DENSE, MIXTURES, build_llama, chunked, halves, padded, reference, state
 from tests.emulated.cases_nn import emulate
-from tests.gates import some
+from tests.gates import covered, some
 from weft.backends.emulated import EmulatedBackend
 from weft.models import Batch, Cache, Config, Graphs, Llama
 from weft.models.config import Mixture
@@ -66,6 +66,7 @@ def test_prompt_and_decode_steps_beside_transformers(kind: str) -> None:
     assert max(emulate(rank, 2)) < HALF
 
 
+@covered("qwen2_moe", covering="test_prompt_and_decode_steps_beside_transformers[qwen2_moe]")
 @pytest.mark.parametrize("kind", some(MIXTURES, 2))
 def test_random_chunks_of_random_requests(kind: str) -> None:
     run = lambda world: chunked(world, "auto", MIXTURES[kind], count=2, longest=7, dtype=FLOAT16)  # noqa: E731
@@ -79,6 +80,7 @@ def test_random_chunks_on_four_ranks(kind: str) -> None:
     assert max(emulate(run, 4)) < HALF
 
 
+@covered("(plain|sequence)-qwen3", covering=r"[\1-qwen2]")
 @pytest.mark.parametrize("kind", DENSE)
 @pytest.mark.parametrize("plan", ["plain", "woven", "sequence"])
 def test_biases_and_norms_of_heads_by_every_plan(plan: str, kind: str) -> None:
@@ -119,6 +121,7 @@ COLUMNS = {**MIXTURES, "mixtral": MIXTURES["mixtral"] | dict(intermediate_size=6
 SPLITS = ["expert", "tensor"]
 
 
+@covered("(?:plain|fused)-tensor", covering="[woven-tensor]")
 @pytest.mark.parametrize("parallel", SPLITS)
 @pytest.mark.parametrize("plan", ["plain", "fused", "woven"])
 def test_rows_on_every_rank_in_random_chunks(plan: str, parallel: str) -> None:
@@ -130,6 +133,7 @@ def test_rows_on_every_rank_in_random_chunks(plan: str, parallel: str) -> None:
     assert max(emulate(run, 2)) < HALF
 
 
+@covered("tensor", covering="[expert]")
 @pytest.mark.parametrize("parallel", SPLITS)
 def test_woven_and_padded_layouts_filled_again_and_again(parallel: str) -> None:
     run = lambda world: padded(  # noqa: E731
@@ -138,6 +142,7 @@ def test_woven_and_padded_layouts_filled_again_and_again(parallel: str) -> None:
     assert max(emulate(run, 2)) < 8 * HALF
 
 
+@covered("mixtral-tensor", covering="[mixtral-expert]")
 @pytest.mark.parametrize("parallel", SPLITS)
 @pytest.mark.parametrize("kind", some(MIXTURES))
 def test_woven_is_bit_for_bit_its_two_halves(kind: str, parallel: str) -> None:
@@ -163,6 +168,8 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
 
 
+# Experts whole and split are both tried woven, and by a plain step; the layer around them is the same.
+@covered("2-tensor", covering="[2-expert]")
 @pytest.mark.parametrize("parallel", SPLITS)
 @pytest.mark.parametrize("ranks", some([2, 4]))
 def test_woven_is_bit_for_bit_what_is_not_woven(ranks: int, parallel: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from tests.emulated.cases_dispatch_combine import (
     two_under_way,
 )
 from tests.emulated.cases_moe import Model, at_random, in_turn, nowhere, some_nowhere, to_few
-from tests.gates import some
+from tests.gates import covered, some
 from tests.offline import test_offline as offline
 from weft import moe
 from weft.check import ptx
@@ -44,6 +44,7 @@ def wrong(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> int:
     return sum(weft.spmd(lambda w: exchange_case(w, **case), ranks, backend="emulated", seed=seed, preempt=preempt))
 
 
+@covered("4-4-1-(contiguous|masked)", covering=r"[3-6-2-\1]")
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize(("ranks", "experts", "k"), [(1, 3, 2), (2, 4, 3), (3, 6, 2), (4, 4, 1)])
 def test_any_world(ranks: int, experts: int, k: int, layout: str) -> None:
@@ -59,6 +60,7 @@ def test_routings(ids_of: Any, layout: str) -> None:
     assert wrong(3, experts=3, k=1, ids_of=ids_of, layout=layout, tokens=(18, 3, 0), calls=1, flight=1) == 0
 
 
+@covered(r"1-(\w+)", covering=r"[3-\1]")
 @pytest.mark.parametrize("options", [dict(), dict(alignment=16), dict(layout="masked"), dict(layout="masked", max_m=3)])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_without_symmetric_memory_by_the_librarys_collectives(ranks: int, options: dict[str, Any]) -> None:

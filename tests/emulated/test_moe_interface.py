@@ -12,7 +12,7 @@ import weft
 from tests.emulated.cases import distance, draw
 from tests.emulated.cases_expert_parallel import overfull_layers
 from tests.emulated.cases_moe import Model, at_random
-from tests.gates import some
+from tests.gates import covered, some
 from weft import moe
 from weft.ops.moe.call import Layer
 
@@ -37,6 +37,7 @@ def emulate(fn: Any, ranks: int = 2, **options: Any) -> list[Any]:
 # -- groups of ranks ---------------------------------------------------------------------------------------------------
 
 
+@covered(r"3-(\w+)", covering=r"[0-\1]")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("seed", [0, 3])
 def test_experts_over_groups_of_the_ranks(plan: str, seed: int) -> None:
@@ -124,6 +125,7 @@ def overflow_of(world: weft.World) -> str:
     return message
 
 
+@covered("[123]", covering="[0]")
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> None:
     """Tiles of 16 rows, 4 experts a rank: room for 80 rows of one expert, of 100 that come. Its own come first. Both ranks are told, the
@@ -184,6 +186,7 @@ def test_overflow_is_raised_by_the_next_call_of_an_op() -> None:
     emulate(main)
 
 
+@covered(r"1-(\w+)", covering=r"[0-\1]")
 @pytest.mark.parametrize("plan", ["dispatched", "sequential"])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_call_that_raises_overflow_was_made(plan: str, seed: int) -> None:
@@ -250,6 +253,7 @@ def test_the_worst_case_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
 # -- counts, and experts that come twice -------------------------------------------------------------------------------
 
 
+@covered(r"1-(\w+)", covering=r"[2-\1]")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rows_received_by_each_expert(plan: str, ranks: int) -> None:
@@ -269,6 +273,7 @@ def test_rows_received_by_each_expert(plan: str, ranks: int) -> None:
     emulate(main, ranks)
 
 
+@covered(r"1-(\w+)", covering=r"[0-\1]")
 @pytest.mark.parametrize("plan", ["dispatched", "fused", "low_latency"])
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_received_in_calls_one_behind_another(plan: str, seed: int) -> None:

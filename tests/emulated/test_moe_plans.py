@@ -13,7 +13,7 @@ from tests.emulated.cases import changed
 from tests.emulated.cases_expert_parallel import steps, whole_experts
 from tests.emulated.cases_moe import KINDS, Run, in_turn, layer_case, nowhere, some_nowhere, to_few
 from tests.emulated.cases_tensor_parallel import both_halves
-from tests.gates import some
+from tests.gates import covered, some
 from weft.plans import Plan
 from weft.scale import SMALL_DISPATCHED, SMALL_DISPATCHED_COLUMNS, SMALL_LOW_LATENCY, SMALL_MOE
 
@@ -56,6 +56,8 @@ WORLDS = {  # ranks, experts, k
 }
 
 
+@covered(r"fused-(\(4, 8, 4\)|\(4, 4, 1\))", covering=r"[dispatched-\1]")
+@covered(r"low latency-\(4, 8, 4\)", covering="[dispatched-(4, 8, 4)]")
 @pytest.mark.parametrize(
     ("name", "world"), [(name, world) for name, worlds in WORLDS.items() for world in worlds], ids=str
 )
@@ -71,6 +73,8 @@ def test_columns_in_any_world(ranks: int, tp_size: int, way: Way) -> None:
     assert right(way, ranks, tp_size=tp_size, inner=16 * ranks // tp_size)
 
 
+# In turn are, call by call, routes at random, to few, to nowhere and some to nowhere.
+@covered("(dispatched|fused|low latency)-(?:to_few|nowhere|some_nowhere)", covering=r"[\1-in_turn]")
 @pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere, in_turn], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", OF_STEPS)
 def test_routings(name: str, ids_of: Any) -> None:
@@ -97,6 +101,7 @@ def test_activations(way: Way, activation: str) -> None:
         assert right(way, 2, activation=activation, biases=biases, dtype=dtype, calls=1, **sizes)
 
 
+@covered("(?:swiglu|gelu)", covering="[gpt_oss]")
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt_oss"])
 def test_biases_the_other_way(activation: str) -> None:
     for dtype, biases, hidden, inner in ((BF, False, 72, 40), (HALF, True, 24, 72)):
@@ -186,6 +191,7 @@ def test_waves_of_four_ranks(tokens: tuple[int, ...]) -> None:
     assert right(WAYS["fused"], 4, 1, 0.2, experts=4, k=2, tokens=tokens, calls=2)
 
 
+@covered(r"(\w+)-1", covering=r"[\1-0]")
 @pytest.mark.parametrize("seed", some(range(4), 2))
 @pytest.mark.parametrize("preceding_plan", [D, L], ids=lambda plan: plan.kind)
 def test_a_smaller_layer_behind_it_by_another_plan(preceding_plan: Plan, seed: int) -> None:
@@ -206,12 +212,20 @@ def test_no_tokens_at_all(way: Way) -> None:
 
 
 # -- `weft.moe.moe` ----------------------------------------------------------------------------------------------------
+# Steps of every plan are tried in these worlds by test_any_world; the op around them is of no plan.
+@covered("[13]-(dispatched|fused|low_latency)", covering=r"[2-\1]")
 @pytest.mark.parametrize("plan", ["sequential", "dispatched", "fused", "low_latency", "auto"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_op_in_any_world(ranks: int, plan: str) -> None:
     assert right(Way(whole_experts, plan, 1.2e-2), ranks, experts=12, tokens=(5, 0, 7))
 
 
+@covered("gelu-(dispatched|fused)", covering=r"test_activations[\1-gelu]")
+@covered("gelu-low_latency", covering="test_activations[low latency-gelu]")
+@covered("float16-(dispatched|fused)", covering=r"test_activations[\1-swiglu]")
+@covered("float16-low_latency", covering="test_activations[low latency-swiglu]")
+@covered("(?:some nowhere|to few)-(dispatched|fused)", covering=r"test_routings[\1-in_turn]")
+@covered("(?:some nowhere|to few)-low_latency", covering="test_routings[low latency-in_turn]")
 @pytest.mark.parametrize("plan", ["sequential", "dispatched", "fused", "low_latency"])
 @pytest.mark.parametrize("kind", ["gelu", "gpt_oss", "some nowhere", "to few", "float16"])
 def test_kinds_of_layers(kind: str, plan: str) -> None:

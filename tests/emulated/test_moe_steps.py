@@ -22,7 +22,7 @@ from weft.ops.moe.expert_parallel.dispatched import (
     COMBINE_REGISTERS,
     DISPATCH_REGISTERS,
     plan_state,
-    run_dispatched,
+    prepare_dispatched,
     scratch,
     step_counters,
     unsupported,
@@ -44,7 +44,7 @@ def run(world: weft.World, tokens: int, hidden: int, call: int = 0, plan: Dispat
     weights = torch.full((tokens, 2), 0.5)
     out = world.empty((tokens, hidden), BF)
     operands = MoeOperands(x, ids, weights, *model.flat)
-    run_dispatched(world, MoeCall(tokens, None, layer), plan, operands, out)
+    prepare_dispatched(world, MoeCall(tokens, None, layer), plan)(operands, out)
     return layer, model, x, ids, weights, out
 
 
@@ -64,7 +64,7 @@ def test_out_may_hold_x() -> None:
         model, x = Model(world, layer, False), draw(world.rank, 9, 32)
         routes = at_random(0, world.rank, 9, layer, 2).int(), torch.ones(9, 2)
         expected = model(x, *routes) + x.float()
-        run_dispatched(world, MoeCall(9, None, layer), S, MoeOperands(x, *routes, *model.flat, shared=x), x)
+        prepare_dispatched(world, MoeCall(9, None, layer), S)(MoeOperands(x, *routes, *model.flat, shared=x), x)
         world.synchronize()
         return distance(x, expected)
 
@@ -176,7 +176,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         expert_weights = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
         operands = MoeOperands(x, ids, weights, *expert_weights, shared=x if biases else None)
-        run_dispatched(world, MoeCall(t, None, layer), plan, operands, torch.empty_like(x))
+        prepare_dispatched(world, MoeCall(t, None, layer), plan)(operands, torch.empty_like(x))
 
     return main
 

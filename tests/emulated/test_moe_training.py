@@ -16,7 +16,7 @@ from tests.emulated.cases_dispatch_combine import exchanged
 from tests.emulated.cases_expert_parallel import no_room_case, whole_experts
 from tests.emulated.cases_moe import KINDS, NAMES, Model, Run, at_random, gradients, in_turn, routed, training_case
 from tests.emulated.cases_tensor_parallel import both_halves
-from tests.gates import some
+from tests.gates import covered, some
 from tests.offline import test_offline as offline
 from weft import moe
 from weft.check import ptx
@@ -56,6 +56,11 @@ def test_against_float64(way: str, ranks: int, changes: dict[str, Any], plan: st
     assert right(way, ranks, plan=plan, **changes)
 
 
+@covered(
+    "(?:whole|columns)-(?:to few|some nowhere)-sequential",
+    covering="emulated/test_gloo.py::test_every_op_against_torch[2]",
+)
+@covered("columns-(gelu|nowhere|uneven)-sequential", covering=r"[whole-\1-sequential]")
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
@@ -71,6 +76,9 @@ WANTS = {
 }
 
 
+@covered(r"whole-\('w2',\)", covering="[columns-('w2', 'b2')]")
+@covered(r"columns-\('w2',\)", covering="[columns-('w2', 'b2')]")
+@covered(r"columns-\('(x|weights|shared)',\)", covering=r"[whole-('\1',)]")
 @pytest.mark.parametrize(
     ("way", "wants"), [(way, operands) for way, wants in WANTS.items() for operands in wants], ids=str
 )

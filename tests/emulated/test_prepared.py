@@ -92,3 +92,72 @@ def test_layers_share_trials_for_tokens_up_to_one_power_of_two() -> None:
 
     assert shared_by(key, layer) == {"max_tokens_per_rank"}
     assert key(layer) != key(replace(layer, max_tokens_per_rank=65))
+
+
+def preparations(monkeypatch: pytest.MonkeyPatch, op: str) -> list[Any]:
+    """Record each call that the op prepares from now on."""
+    calls: list[Any] = []
+    prepare = type(REGISTRY[op]).prepare
+
+    def recorded(self: Any, world: World, call: Any, plan: Any) -> Any:
+        calls.append((world.rank, call))
+        return prepare(self, world, call, plan)
+
+    monkeypatch.setattr(type(REGISTRY[op]), "prepare", recorded)
+    return calls
+
+
+def test_a_shape_is_prepared_once_and_again_after_its_memory_grew(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = preparations(monkeypatch, "all_gather_matmul")
+
+    def main(world: World) -> list[int]:
+        small, large, w, counts = draw(world.rank, 16, 64), draw(world.rank, 256, 64), draw(7, 16, 64), []
+        for x in (small, small, large, small, small):
+            y = weft.all_gather_matmul(x, w, world=world, plan="fused")
+            world.synchronize()
+            expected = torch.cat([draw(rank, *x.shape) for rank in range(world.size)]).float() @ w.float().t()
+            assert (y.float() - expected).norm() < 1e-2 * expected.norm()
+            counts.append(sum(rank == world.rank for rank, _ in calls))
+        return counts
+
+    assert weft.spmd(main, 2, backend="emulated") == [[1, 1, 2, 3, 3]] * 2
+
+
+@pytest.mark.parametrize("plan", ["sequential", "fused"])
+def test_a_known_call_refuses_what_the_first_one_refuses(plan: str) -> None:
+    def main(world: World) -> None:
+        x, w, refused = draw(world.rank, 16, 64), draw(7, 16, 64), []
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"out \[32, 15\] bfloat16 on cpu must be contiguous, \[32, 16\]") as e:
+                weft.all_gather_matmul(x, w, world=world, plan=plan, out=torch.empty(32, 15, dtype=x.dtype))
+            refused.append(str(e.value))
+            weft.all_gather_matmul(x, w, world=world, plan=plan)
+        assert refused[0] == refused[1]
+        world.synchronize()
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_a_known_call_copies_operands_that_begin_at_no_16_byte_word() -> None:
+    def main(world: World) -> None:
+        w, memory = draw(7, 16, 64), torch.zeros(16 * 64 + 8, dtype=torch.bfloat16)
+        shifted = memory[-memory.data_ptr() % 16 // 2 + 1 :][: 16 * 64].view(16, 64)
+        shifted.copy_(draw(world.rank, 16, 64))
+        aligned = draw(world.rank, 16, 64)
+        results = [weft.all_gather_matmul(x, w, world=world, plan="fused") for x in (aligned, shifted, aligned)]
+        world.synchronize()
+        assert shifted.data_ptr() % 16 and all(torch.equal(results[0], y) for y in results)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+@pytest.mark.parametrize("plan", ["sequential", "one_shot", "two_shot"])
+def test_sums_of_two_shapes_of_one_matrix_keep_their_shapes(plan: str) -> None:
+    def main(world: World) -> None:
+        x = torch.ones(8, 32, dtype=torch.bfloat16)
+        for shape in ((8, 32), (2, 4, 32), (8, 32), (2, 4, 32)):
+            y = weft.all_reduce(x.view(shape), world=world, plan=plan)
+            world.synchronize()
+            assert y.shape == shape and bool((y == world.size).all())
+
+    weft.spmd(main, 2, backend="emulated")

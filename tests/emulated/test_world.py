@@ -564,9 +564,9 @@ def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureF
     ran: dict[int, list[str]] = {0: [], 1: []}
 
     class Noted(type(ALL_GATHER_MATMUL)):  # type: ignore[misc]
-        def execute(self, world: weft.World, call: Any, plan: Plan, *rest: Any) -> Any:
-            ran[world.rank].append(plan.kind)
-            return super().execute(world, call, plan, *rest)
+        def prepare(self, world: weft.World, call: Any, plan: Plan) -> Any:
+            run = super().prepare(world, call, plan)
+            return lambda operands, out: ran[world.rank].append(plan.kind) or run(operands, out)
 
         def auto(self, world: weft.World, call: Any, mode: str) -> Plan:
             return SMALL_GATHER if mode == "graph" else Decomposed()

@@ -1814,3 +1814,25 @@ def test_a_traceback_shows_the_ranks_function_and_the_kernel_and_not_how_ranks_a
     with pytest.raises(MemoryFault) as fault:
         weft.spmd(main, 2, backend="emulated")
     assert traceback.extract_tb(fault.value.__traceback__)[-1].line == "tl.store(out, tl.load(x + 5))"
+
+
+def test_host_code_ends_by_calls_of_its_own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 raises while the others wait for it; what they then call in `finally` is not left to wait for an answer."""
+    monkeypatch.setattr("weft.emulator.host.LEFT_BEHIND", 0.2)
+    ended = []
+
+    def main(world: weft.World) -> None:
+        try:
+            world.exchange(world.rank)
+            if world.rank == 0:
+                raise ValueError("rank 0 has had enough")
+            world.exchange(world.rank)
+        finally:
+            try:
+                world.exchange(world.rank)
+            finally:
+                ended.append(world.rank)
+
+    with pytest.raises(ValueError, match="enough"):
+        weft.spmd(main, 3, backend="emulated")
+    assert sorted(ended) == [0, 1, 2]

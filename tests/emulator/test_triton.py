@@ -25,6 +25,7 @@ from weft import WeftError, _triton
 from weft.backends.launcher import Launcher
 from weft.check.offline import OfflineDriver
 from weft.cli import app
+from weft.kernel_launch import prepared
 
 NEWER = "3.10.0"
 REFUSED = r"weft was tried with Triton 3\.6 to 3\.9, and this is 3\.10\.0: pip install 'triton>=3\.6,<3\.10'"
@@ -344,7 +345,7 @@ def test_a_launch_takes_what_moves_and_nothing_else(launched_here: Launcher) -> 
 
 
 def test_what_is_prepared_depends_on_no_tensor() -> None:
-    @weft.prepared
+    @prepared
     def prepared_sizes(world: weft.World, n: int, operand: Any) -> list[int]:
         return [n]
 

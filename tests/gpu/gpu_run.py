@@ -110,6 +110,7 @@ def commands(
                     yield Command("peers", f"two nodes, {kind} away", n, words, 170, 5)
             if n <= 4:
                 yield Command("peers", "late peer", n, torchrun(n, "-m", "tests.gpu.gpu_late"), 120)
+                yield Command("peers", "batch invariance", n, torchrun(n, "-m", "tests.gpu.gpu_invariant"), 400)
                 yield Command("peers", "two streams", n, torchrun(n, "-m", "tests.gpu.gpu_residency"), 120)
                 words = torchrun(n, "-m", "tests.gpu.gpu_disagree", "--out", tempfile.gettempdir())
                 yield Command("peers", "ranks that disagree", n, words, 200)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import weft
+from tests.gates import covered
 from weft import hf
 from weft.backends.emulated import EmulatedBackend
 from weft.integrations.transformers import forwards
@@ -98,6 +99,7 @@ def test_residuals_held_by_rows_and_whole_give_the_same(
     assert shapes == [(2, 9, 64)] * 3
 
 
+@covered("Llama", covering="[Qwen2]")
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
 def test_sharded_tokens_give_what_replicated_ones_give(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of dense layers, which no pass shards by itself: of 9 tokens, which two ranks share unevenly, and of 18."""
@@ -119,6 +121,7 @@ def test_sharded_tokens_give_what_replicated_ones_give(kind: str, monkeypatch: p
         assert (odd - sharded_odd).abs().max() <= 2**-5 * odd.abs().max()
 
 
+@covered("Qwen3", covering="[Llama]")
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_two_parts_give_what_one_gives(kind: str) -> None:
     """Also the caller's stream is ordered with the second one: what is read too early is a race."""

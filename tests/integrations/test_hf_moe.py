@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from tests.gates import some
+from tests.gates import covered, some
 from tests.integrations.cases_transformers import Compared, by_taken_routes, compared, routed
 from tests.integrations.test_hf import IDS, SIZES, run
 from weft import hf
@@ -70,6 +70,7 @@ def beside_the_model(kind: str, two_parts: int | None = None, **changes: Any) ->
         return run(main)[0]
 
 
+@covered("(Mixtral|GptOss)-2", covering=r"[\1-None]")
 @pytest.mark.parametrize("two_parts", [None, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_token_is_close_by_the_experts_that_were_taken_and_these_are_near_ties(
@@ -118,6 +119,7 @@ def test_routes_that_a_model_took_tell_a_near_tie_from_stale_memory() -> None:
     assert same == 0.0 and stale > 0.1 and wrong > 1
 
 
+@covered("(Mixtral|GptOss)-False", covering=r"[\1-True]")
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_the_models_own_to_rounding(kind: str, sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +160,7 @@ def test_dense_layers_between_and_what_transformers_records(monkeypatch: pytest.
         ].abs().max()
 
 
+@covered("Mixtral-False", covering="[GptOss-False]")
 @pytest.mark.parametrize(("kind", "static"), [("Mixtral", False), ("Qwen3Moe", True), ("GptOss", False)])
 def test_generate_gives_the_models_own_tokens(kind: str, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt by rows, the tokens after it by all ranks."""
@@ -249,6 +252,7 @@ WRITES = {
 }
 
 
+@covered("GptOss-(.*)", covering=r"[Mixtral-\1]")
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
 def test_experts_that_are_written_are_laid_out_anew(kind: str, how: str) -> None:
@@ -321,6 +325,7 @@ def test_experts_that_transformers_has_split_already() -> None:
         dist.destroy_process_group()
 
 
+@covered("Mixtral-2", covering="[Qwen3Moe-2]")
 @pytest.mark.parametrize("ranks", some([2, 4]))
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
 def test_two_parts_give_what_one_gives(kind: str, ranks: int) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import weft
+from tests.gates import covered
 from tests.integrations.test_hf import IDS, run, tiny_model
 from tests.integrations.test_hf_moe import tiny_mixture
 from weft import hf
@@ -86,6 +87,8 @@ WAYS: tuple[Callable[[Any, dict[str, torch.Tensor]], None], ...] = (
 )  # fmt: skip
 
 
+@covered("Qwen3Moe-2", covering="[GptOss-2]")
+@covered("Qwen3-2", covering="[Llama-2]")
 @pytest.mark.parametrize(("kind", "ranks"), [("Llama", 2), ("Qwen2", 1), ("Qwen3", 2), ("Qwen3Moe", 2), ("GptOss", 2)])
 def test_what_is_written_is_what_is_computed_with(kind: str, ranks: int) -> None:
     """Whole models, of which several ranks have views and one alone has a stack; to the bit what a model that has the

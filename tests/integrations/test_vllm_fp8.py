@@ -26,6 +26,7 @@ from tests.integrations.vllm_standin import (
 from weft.integrations.vllm import fp8, plugin, row_all_reduce
 from weft.integrations.vllm.row_norm_column import RowNormColumn, ShardedTokens, row_norm_column
 from weft.plans import Sequential
+from weft.prepared import Prepared
 
 IDS = torch.randint(0, 32, (24,), generator=torch.Generator().manual_seed(0))
 METHODS: dict[str, Any] = {
@@ -155,14 +156,15 @@ def test_operators_read_the_scales_of_the_linears(
     """They are operands as they are, and a CUDA graph reads what vLLM reloads in place."""
     addresses: dict[int, list[int]] = {}
     op = {DecoderLayer: RowNormColumn, ScaledLayer: row_all_reduce.RowAllReduce}[layer]
-    execute = op.execute
+    run = Prepared.__call__
 
-    def recorded(self: Any, world: weft.World, call: Any, plan: Any, operands: Any, out: Any) -> Any:
-        scales = [operands[i] for i, name in enumerate(operands._fields) if name.endswith("scale")]
-        addresses.setdefault(world.rank, []).extend(t.data_ptr() for t in scales if t is not None)
-        return execute(self, world, call, plan, operands, out)
+    def recorded(self: Prepared[Any], operands: Any, out: Any) -> Any:
+        if isinstance(self.op, op):
+            scales = [operands[i] for i, name in enumerate(operands._fields) if name.endswith("scale")]
+            addresses.setdefault(self.world.rank, []).extend(t.data_ptr() for t in scales if t is not None)
+        return run(self, operands, out)
 
-    monkeypatch.setattr(op, "execute", recorded)
+    monkeypatch.setattr(Prepared, "__call__", recorded)
     plugin.register()
 
     def make() -> nn.Module:

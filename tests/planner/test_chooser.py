@@ -19,11 +19,11 @@ from weft import chooser
 from weft.backends import library_gemm
 from weft.backends.emulated import EmulatedBackend
 from weft.chooser import CallTime, Choice, Chooser
-from weft.op import REGISTRY, Op
+from weft.op import REGISTRY
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL as OP
 from weft.ops.all_gather_matmul.op import AllGatherMatmul, GatherCall
 from weft.ops.all_reduce.call import NORM, SumCall
-from weft.ops.all_reduce.op import ALL_REDUCE_RMS_NORM, AllReduceRmsNorm
+from weft.ops.all_reduce.op import ALL_REDUCE_RMS_NORM
 from weft.ops.attention import libraries
 from weft.ops.attention.segmented import AttentionConfig
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands
@@ -41,6 +41,7 @@ from weft.plans import (
     TwoShotPull,
     TwoShotPush,
 )
+from weft.prepared import Prepared
 
 FORMS = (library_gemm.Form(8, 16, 2, True), library_gemm.Form(8, 32, 2, True), library_gemm.Form(8, 64, 2, True))
 FIRST, SECOND, WRONG = (FlagGated(*form) for form in FORMS)
@@ -229,7 +230,6 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
     monkeypatch.setattr("weft.planner.auto._planner_or_unusable", lambda world: None)
     monkeypatch.setattr(weft.World, "capturing", lambda world: False)
     monkeypatch.setattr(AllGatherMatmul, "autotune_plans", ())
-    monkeypatch.setattr(type(REGISTRY[op]), "direct", lambda *call: None)
     best = REGISTRY[op].variants[1]
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
@@ -241,7 +241,7 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
 
     def rank(world: weft.World) -> Any:
         world.backend.name = "cuda"
-        monkeypatch.setattr(Op, "execute", lambda self, world, call, plan, operands, out: plan)
+        monkeypatch.setattr(Prepared, "__call__", lambda self, operands, out: self.plan)
         x, weight = torch.zeros(512, 512).bfloat16(), torch.zeros(512, 512).bfloat16()
         plan = REGISTRY[op].call(
             world,
@@ -280,7 +280,7 @@ def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch:
         x, ids, weights = torch.randn(3, hidden).bfloat16(), torch.zeros(3, k, dtype=torch.int32), torch.rand(3, k)
         w13 = torch.randn(4, 2 * inner, hidden).bfloat16()
         operands = MoeOperands(x, ids, weights, w13, torch.randn(4, hidden, inner).bfloat16(), shared=x)
-        monkeypatch.setattr(Moe, "execute", lambda self, world, call, plan, operands, out: None)
+        monkeypatch.setattr(Prepared, "__call__", lambda self, operands, out: None)
         monkeypatch.setattr(Moe, "check_same_on_all_ranks", lambda *_: None)
         choices = []
         for most in (4096, 64):
@@ -337,11 +337,11 @@ def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.M
     replayed(monkeypatch, {TwoShotLowLatency: 60.0}, [])
 
     def main(world: weft.World) -> Any:
-        monkeypatch.setattr(AllReduceRmsNorm, "execute", lambda self, world, call, plan, operands, out: None)
+        monkeypatch.setattr(Prepared, "__call__", lambda self, operands, out: None)
         choices = []
         for m in (64, 1 << 14):
             call = SumCall(NORM, m, 4096, torch.bfloat16, torch.bfloat16, 1, 1e-5, 0, 0, False, False)
-            trial = world.choices.trial(ALL_REDUCE_RMS_NORM.choice(world, call, None))
+            trial = world.choices.trial(ALL_REDUCE_RMS_NORM.choice(world, call, (torch.empty(0), None, None, None, None)))
             assert trial is not None
             choices.append(
                 ({type(plan) for plan in trial.times}, ALL_REDUCE_RMS_NORM.choose(world, call, "auto", False).kind)

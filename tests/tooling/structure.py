@@ -41,6 +41,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("backends",),
     ("world",),
     ("launch", "tensor_checks"),
+    ("prepared",),
     ("torch_library",),
     ("op",),
     ("transport", "compute"),
@@ -61,7 +62,7 @@ DOORS = {
     ("op", "planner.auto"): 'plan "auto" asks the planner, which reads the registry of ops',
 }
 
-UP = 2  # arrows that go up: the door of `op`, and the types for which `torch_library` names `op`
+UP = 3  # arrows that go up: the door of `op`, and the types for which `torch_library` names `op`
 LINES, KERNEL_LINES = 60, 80  # of a function, of a device function; without the docstring
 LONGER: dict[str, tuple[int, str]] = {}
 PARAMETERS = 16  # of a device function; those with more, and how many

@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 
 import weft
-from tests.gates import some
+from tests.gates import covered, some
 from weft import Deadlock, MemoryFault, Mismatch, Race, SignalError, check
 from weft.emulator.ran import Ran, Variant
 
@@ -44,6 +44,7 @@ def emulate(path: Path, ranks: int, seed: int) -> None:
 # -- right -------------------------------------------------------------------------------------------------------------
 
 
+@covered(r"(\w+)-4-1", covering=r"[\1-4-0]")
 @pytest.mark.parametrize("seed", some(range(8), 2))
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
@@ -57,6 +58,8 @@ def test_example_on_other_numbers_of_ranks(name: str) -> None:
         emulate(EXAMPLES / f"{name}.py", ranks, seed)
 
 
+# Each example's own output is what test_example runs; what it says without arguments is one function of all.
+@covered("(?!all_gather_rowwise).*", covering="[all_gather_rowwise]")
 @pytest.mark.parametrize("name", some([name for name in NAMES if name != "own_op"], 3))  # a definition, and no script
 def test_an_example_says_what_it_did_and_without_arguments_what_it_takes(name: str) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -88,17 +88,22 @@ def kept_norm(own_op: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
     class KeptCall(own_op["GatherNormCall"]):  # type: ignore[misc]
         gradient: bool
 
-    def keeping(run: Any) -> Any:
-        def run_and_keep(world: weft.World, call: Any, plan: Plan, operands: Any, out: torch.Tensor) -> Any:
-            run(world, call, plan, operands, out)
-            (x,), scale = operands, world.empty((call.m, 1), torch.float32)
-            if not call.gradient:
-                return None
-            rsqrt = lambda: scale.copy_(torch.rsqrt(x.float().square().mean(1, keepdim=True) + 1e-6))  # noqa: E731
-            world.call(rsqrt, [x], [scale], world.current_stream())
-            return scale
+    def keeping(prepare: Any) -> Any:
+        def prepare_and_keep(world: weft.World, call: Any, plan: Plan) -> Any:
+            run = prepare(world, call, plan)
 
-        return run_and_keep
+            def run_and_keep(operands: Any, out: torch.Tensor) -> Any:
+                run(operands, out)
+                (x,), scale = operands, world.empty((call.m, 1), torch.float32)
+                if not call.gradient:
+                    return None
+                rsqrt = lambda: scale.copy_(torch.rsqrt(x.float().square().mean(1, keepdim=True) + 1e-6))  # noqa: E731
+                world.call(rsqrt, [x], [scale], world.current_stream())
+                return (scale,)
+
+            return run_and_keep
+
+        return prepare_and_keep
 
     class KeptNorm(own_op["GatherNorm"]):  # type: ignore[misc]
         name = "all_gather_rms_norm_kept"
@@ -112,9 +117,6 @@ def kept_norm(own_op: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
 
         def saved_shapes(self, world: weft.World, call: Any, plan: Any) -> Any:
             return [((call.m, 1), torch.float32)] if call.gradient else []
-
-        def returned(self, world: weft.World, call: Any, result: torch.Tensor, extra: Any) -> Any:
-            return result if extra is None else (result, extra)
 
         def saved_tensors(self, operands: Any, results: Any, options: Any, needs: Any) -> Any:
             return *operands, *results[1:]

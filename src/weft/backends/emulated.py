@@ -76,7 +76,7 @@ def _one_call_at_a_time(backend: type[B]) -> type[B]:
         def call(self: EmulatedBackend, *args: object, **options: object) -> R:
             host = self.machine.hosts[self.machine_rank].host
             assert host is not None
-            with host.calling():
+            with host.calling(), torch._C.DisableTorchFunction():  # torch's modes are for what host code itself does
                 result = method(self, *args, **options)
             if not self._machine.ahead and host.on_rank_thread and not host.in_call:
                 self._machine.torch_order[self.machine_rank].set(not self._machine.streams.idle_on(self.machine_rank))

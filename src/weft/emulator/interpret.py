@@ -376,7 +376,7 @@ def _fast(name: str, slow: Function) -> Function:
     logic = name in ("__and__", "__or__")
     to_bool = name in _COMPARE or logic
     add = name in ("__add__", "__radd__")
-    sign = -1 if name == "__sub__" else int(add)  # of a pointer's offset
+    sign = -1 if name == "__sub__" else int(add)  # of an offset of a pointer; 0 where there is none
 
     def method(self: tl.tensor, other: object, **_: object) -> object:
         kind = type(other)
@@ -704,33 +704,23 @@ def _plain(ptr: TensorHandle) -> TensorHandle:
 
 
 class _Semantic(stock.TritonSemantic):
+    """Triton's semantics, with what kernels do most done at once."""
+
     other_given = False  # whether the load that is being built has an `other`
 
-    # The methods below do what Triton's do; those that call super() do at once what kernels do most.
     def load(self, ptr: tl.tensor, mask: object, other: object, *rest: object) -> tl.tensor:
-        if (element := _pointed(ptr)) and rest[:-1] == _PLAIN_LOAD:
+        scalar = other is None or type(other.type) is not tl.block_type
+        if scalar and rest[:-1] == _PLAIN_LOAD and (element := _pointed(ptr)):
             if mask is other is None:
                 return _tensor(hooks.load(ptr.handle.data, None, None, _np_dtype(element), rest[-1]), element, ptr)
             if mask is not None and type(ptr.type) is tl.block_type:
                 ptr, mask = self.broadcast_impl_value(ptr, mask)
-                if other is not None and type(other.type) is tl.block_type:
-                    ptr, other = self.broadcast_impl_value(ptr, other)
                 fill = None if other is None else self.cast(other, element).handle.data
                 data = hooks.load(ptr.handle.data, mask.handle.data, fill, _np_dtype(element), rest[-1])
                 return _tensor(data, element, ptr)
         # Triton tests for an `other` by `if other`, which is false for one of one element that is 0.
         self.other_given = other is not None
         return super().load(ptr, mask, other, *rest)
-
-    def store(self, ptr: tl.tensor, val: tl.tensor, mask: tl.tensor | None, *rest: object) -> tl.tensor:
-        if (element := _pointed(ptr)) and rest == _PLAIN_STORE and not ptr.dtype.const:
-            if mask is not None and mask.dtype is tl.int1 and type(ptr.type) is tl.block_type:
-                mask = self.broadcast_impl_value(ptr, mask)[1]
-            if _fits_in(val, ptr) and (mask is None or mask.shape is ptr.shape):
-                val = self.cast(val, element)
-                hooks.store(ptr.handle.data, val.handle.data, None if mask is None else mask.handle.data)
-                return tl.tensor(None, tl.void)
-        return super().store(ptr, val, mask, *rest)
 
     def to_tensor(self, x: object, check_type: bool = True) -> tl.tensor:
         # To Python the product of a constexpr and a tensor is a constexpr, which since Triton 3.9 may not hold one.
@@ -739,19 +729,11 @@ class _Semantic(stock.TritonSemantic):
     def broadcast_impl_value(self, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
         if lhs.shape is rhs.shape:  # tensors of one shape share it
             return lhs, rhs
-        a, b = lhs.handle.data, rhs.handle.data
-        if a.ndim == b.ndim or type(lhs.type) is not type(rhs.type):
-            try:
-                shape = np.broadcast(a, b).shape
-                return _broadcast(lhs, shape), _broadcast(rhs, shape)
-            except ValueError:
-                pass  # Triton's own has a message for it
-        return super().broadcast_impl_value(lhs, rhs)
-
-    def broadcast_impl_shape(self, input: tl.tensor, shape: Sequence[int]) -> tl.tensor:
-        if list(input.handle.data.shape) == list(shape) and type(input.type) is tl.block_type:
-            return input
-        return super().broadcast_impl_shape(input, shape)
+        try:
+            shape = np.broadcast(lhs.handle.data, rhs.handle.data).shape
+        except ValueError:
+            return super().broadcast_impl_value(lhs, rhs)  # which has a message for it
+        return _broadcast(lhs, shape), _broadcast(rhs, shape)
 
     def where(self, condition: tl.tensor, x: object, y: object) -> tl.tensor:
         tensors = [t for t in (x, y) if type(t) is tl.tensor]
@@ -777,22 +759,16 @@ class _Semantic(stock.TritonSemantic):
 
 
 def _broadcast(tensor: tl.tensor, shape: tuple[int, ...]) -> tl.tensor:
-    handle = tensor.handle
-    if handle.data.shape == shape and type(tensor.type) is tl.block_type:
+    if tensor.handle.data.shape == shape and type(tensor.type) is tl.block_type:
         return tensor
-    data = np.broadcast_to(handle.data, shape)
-    return tl.tensor(TensorHandle(data, handle.dtype), _block_type(tensor.dtype, shape))
+    data = TensorHandle(np.broadcast_to(tensor.handle.data, shape), tensor.handle.dtype)
+    return tl.tensor(data, _block_type(tensor.dtype, shape))
 
 
 def _pointed(ptr: object) -> tl.dtype | None:
     """Return the type of the number that a tensor of pointers leads to; None for what Triton's own has to look at."""
     element = getattr(ptr.dtype, "element_ty", None) if type(ptr) is tl.tensor else None
     return element if type(element) is tl.dtype and element is not tl.int1 else None
-
-
-def _fits_in(value: tl.tensor, ptr: tl.tensor) -> bool:
-    """Return whether a value is stored to each pointer, or to all of a block."""
-    return value.shape is ptr.shape or (type(ptr.type) is tl.block_type and type(value.type) is not tl.block_type)
 
 
 def _operand(x: object, kind: tl.dtype) -> object:
@@ -804,7 +780,7 @@ def _operand(x: object, kind: tl.dtype) -> object:
     return None
 
 
-_PLAIN_LOAD, _PLAIN_STORE = ((), "", "", ""), ((), "", "")  # no boundary check, padding or cache hints
+_PLAIN_LOAD = ((), "", "", "")  # no boundary check, padding or cache hints
 _NUMBERS = {id(kind) for kind in (tl.int32, tl.int64, tl.float32, tl.float16, tl.bfloat16)}
 builder = Builder()
 semantic = _Semantic(builder)
@@ -1095,9 +1071,9 @@ def _tensor_init(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
     self.shape, self.numel = shape_and_numel
 
 
-def _handle_init(self: TensorHandle, data: np.ndarray, dtype: tl.dtype) -> None:
+def _handle_init(self: TensorHandle, data: np.ndarray, dtype: tl.dtype, attr: dict | None = None) -> None:
     """Do what Triton's `__init__` does, without its check of the array's item size."""
-    self.data, self.dtype, self.attr = data, dtype, {}
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 
 _block_types: dict[tuple[Hashable, tuple[int, ...]], tl.block_type] = {}
@@ -1139,14 +1115,7 @@ def _getitem(self: tl.tensor, slices: object) -> tl.tensor:
     return _stock_getitem(self, slices)
 
 
-def _to(self: tl.tensor, dtype: tl.dtype, *rest: object, **options: object) -> tl.tensor:
-    if rest or options or type(dtype) is not tl.dtype:
-        return _stock_to(self, dtype, *rest, **options)
-    return semantic.cast(self, dtype)
-
-
 _stock_getitem = _builtin(tl.core.tensor.__getitem__, "tl.tensor.__getitem__")
-_stock_to = _builtin(tl.core.tensor.to, "tl.tensor.to")
 
 
 Change = tuple[object, str, object]  # object, attribute, value
@@ -1203,7 +1172,6 @@ def _changes() -> list[Change]:
     scope.set_attr(tl.core.tensor, "__init__", _tensor_init)
     scope.set_attr(tl.core.block_type, "__init__", _block_type_init)
     scope.set_attr(tl.core.tensor, "__getitem__", _getitem)
-    scope.set_attr(tl.core.tensor, "to", _to)
     scope.set_attr(tl.core.tuple, "__eq__", _tuple_eq)
     scope.set_attr(TensorHandle, "__init__", _handle_init)
     scope.set_attr(stock, "_get_np_dtype", _np_dtype)

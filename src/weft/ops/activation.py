@@ -11,10 +11,11 @@ from triton import JITFunction
 from ..compute.elementwise import silu_mul as silu_mul_kernel
 from ..compute.elementwise import silu_mul_backward as backward_kernel
 from ..kernel_launch import Launch, prepared
-from ..op import Direct, Local, RowsCall, check_call, registered
+from ..op import Local, RowsCall, check_call, registered
 from ..plans import Plan, Sequential
+from ..prepared import Run
 from ..scaled_tensor import ScaledTensor
-from ..tensor_checks import DTYPES, aligned, check_device, dims
+from ..tensor_checks import DTYPES, check_device, dims
 from ..torch_library import Backward, CallOptions
 from ..world import World
 from .quantize import scaled_rows
@@ -37,8 +38,11 @@ class SiluOperands(NamedTuple):
     x: torch.Tensor
 
 
-def run_silu_mul(world: World, call: SiluCall, plan: Plan, operands: SiluOperands, out: torch.Tensor) -> None:
-    launch_silu_mul(operands.x, out, world, call.interleave)
+def prepare_silu_mul(world: World, call: SiluCall, plan: Plan) -> Run:
+    if not call.columns:
+        return lambda operands, out: None
+    launch = silu_mul_launch(world, call.m, call.columns, call.stride, call.interleave)
+    return lambda operands, out: launch(world.current_stream(), x=operands.x, out=out)
 
 
 class SiluMul(Local[SiluCall]):
@@ -47,7 +51,7 @@ class SiluMul(Local[SiluCall]):
     name = _OP
     signature = "Tensor x, SymInt columns, SymInt interleave"
     operand_type = SiluOperands
-    runs = {Sequential: run_silu_mul}
+    runs = {Sequential: prepare_silu_mul}
     batch_invariant_plans = (Sequential,)
 
     def check(self, world: World, operands: SiluOperands, options: CallOptions) -> SiluCall:
@@ -71,20 +75,6 @@ class SiluMul(Local[SiluCall]):
             launch = _elementwise(world, backward_kernel, rows, columns, stride, stride // 2, interleave)
             launch(world.current_stream(), dy=dy, x=x, dx=dx)
         return [dx]
-
-    def direct(self, world: World, call: SiluCall, plan: Plan) -> Direct | None:
-        if not call.columns:
-            return None
-        check, finish = world.check, world.finish
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            check()
-            out = world.empty((call.m, call.columns), call.dtype)
-            launch_silu_mul(aligned(x), out, world, call.interleave)
-            finish(world.current_stream())
-            return out
-
-        return run
 
 
 SILU_MUL = registered(SiluMul())
@@ -140,12 +130,16 @@ def validate(x: torch.Tensor, world: World) -> None:
 
 
 def launch_silu_mul(x: torch.Tensor, out: torch.Tensor, world: World, interleave: int) -> None:
-    """Compute out [M, I] = silu(gate) * up of x [M, S], in which `interleave` gate and as many up columns alternate;
-    the last two blocks are padded."""
+    """Compute out [M, I] of x [M, S] on the current stream (`silu_mul_launch`)."""
     rows, columns = out.shape
     if rows and columns:
-        launch = _elementwise(world, silu_mul_kernel, rows, columns, x.shape[1], columns, interleave)
-        launch(world.current_stream(), x=x, out=out)
+        silu_mul_launch(world, rows, columns, x.shape[1], interleave)(world.current_stream(), x=x, out=out)
+
+
+def silu_mul_launch(world: World, rows: int, columns: int, stride: int, interleave: int) -> Launch:
+    """Return the launch of out [rows, columns] = silu(gate) * up of x [rows, stride], in which `interleave` gate and as
+    many up columns alternate; the last two blocks are padded."""
+    return _elementwise(world, silu_mul_kernel, rows, columns, stride, columns, interleave)
 
 
 @prepared

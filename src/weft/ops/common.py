@@ -246,11 +246,6 @@ def tile_of(tile: TileShape, group_m: int, trans_b: bool = False, scaling: Scali
     return constants(Tile, BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP_M=group_m, TRANS_B=trans_b)
 
 
-def transposed(weight: torch.Tensor) -> bool:
-    """Return whether a dense weight [N, K] is stored as [K, N]."""
-    return not weight.is_contiguous()
-
-
 def weight_matrix(call: MatmulCall, tile: TileShape, trans_b: bool = False) -> Matrix:
     """Return the weight's descriptor, in the tiles of a GEMM."""
     (n, k), (bn, bk) = (call.n, call.k), (tile.block_n, tile.block_k)

@@ -16,7 +16,7 @@ from ..kernel_launch import Launch, Matrix, prepared
 from ..plans import GemmTile
 from ..transport.memory import lock
 from ..world import World
-from .common import tile_of, transposed
+from .common import tile_of
 from .tiles import usual_tile
 
 # The kernel's arguments for a GEMM without shared tiles.
@@ -150,7 +150,7 @@ def invariant_matmul(
 def multiply_with_tile(
     world: World, t: GemmTile, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    launch = _whole_matmul(world, (*out.shape, x.shape[1]), t, transposed(weight))
+    launch = _whole_matmul(world, (*out.shape, x.shape[1]), t, not weight.is_contiguous())
     launch(world.current_stream(), a_desc=x, b_desc=weight, out_desc=out, bias=bias)
 
 
@@ -181,7 +181,7 @@ def _fastest_tile(
     usual = usual_tile(world)
     if not x.is_cuda or usual not in INVARIANT_TILES:
         return usual
-    key = invariant_matmul, library_gemm.stepped(len(x)), *weight.shape, transposed(weight), x.dtype, x.device
+    key = invariant_matmul, library_gemm.stepped(len(x)), *weight.shape, weight.is_contiguous(), x.dtype, x.device
     known = Chooser.alone.trials.get(key)
     if known is not None:
         return known.chosen("graph")

@@ -11,6 +11,7 @@ from ..backends.base import Stream
 from ..backends.library_gemm import ScaledOperands
 from ..op import Local, RowsCall, registered
 from ..plans import Persistent, Plan, Sequential
+from ..prepared import unprepared
 from ..scaled_tensor import ScaledTensor, Scaling
 from ..tensor_checks import bulk, dense
 from ..torch_library import CallOptions
@@ -88,7 +89,7 @@ class Matmul(Local[ProductCall]):
     name = _OP
     signature = f"{SCALED_FACTORS}, {PRODUCT_OPTIONS}"
     operand_type = ScaledFactors
-    runs = {Sequential: run_sequential, Persistent: run_persistent}
+    runs = {Sequential: unprepared(run_sequential), Persistent: unprepared(run_persistent)}
     by_library = False
     batch_invariant_plans = (Sequential,)
 

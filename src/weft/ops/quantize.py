@@ -10,8 +10,9 @@ import torch
 from ..compute.quantize import LARGEST, LEAST, Groups, quantize_rows
 from ..kernel_launch import Launch, prepared
 from ..lang.jit import constants
-from ..op import Local, Returned, RowsCall, check_call, registered
+from ..op import Local, RowsCall, check_call, registered
 from ..plans import Plan, Sequential
+from ..prepared import unprepared
 from ..scaled_tensor import E4M3, SCALE_BLOCK, ScaledTensor, scales_shape
 from ..tensor_checks import DTYPES, bulk, check_device, dims
 from ..torch_library import CallOptions
@@ -54,7 +55,7 @@ class QuantizeCall(RowsCall):
 
 def run_quantize(
     world: World, call: QuantizeCall, plan: Plan, operands: QuantizeOperands, out: torch.Tensor
-) -> torch.Tensor:
+) -> tuple[torch.Tensor]:
     (x, scale), stream = operands, world.current_stream()
     if call.by_tensor:
         scales = world.empty((1,), torch.float32)
@@ -68,7 +69,7 @@ def run_quantize(
         scales = world.empty(call.scales, torch.float32)
     if call.n:
         _launch(world, call)(stream, x=x, out=out, scales=scales)
-    return scales
+    return (scales,)
 
 
 class Quantize(Local[QuantizeCall]):
@@ -81,7 +82,7 @@ class Quantize(Local[QuantizeCall]):
     )
     results = 2
     operand_type = QuantizeOperands
-    runs = {Sequential: run_quantize}
+    runs = {Sequential: unprepared(run_quantize)}
 
     def check(self, world: World, operands: QuantizeOperands, options: CallOptions) -> QuantizeCall:
         (x, scale), (recipe, columns, interleave, block_rows, by_columns) = operands, options
@@ -105,9 +106,6 @@ class Quantize(Local[QuantizeCall]):
 
     def dense_operands(self, plan: Plan, operands: QuantizeOperands) -> QuantizeOperands:
         return QuantizeOperands(*bulk(operands))  # type: ignore[arg-type]
-
-    def returned(self, world: World, call: QuantizeCall, result: torch.Tensor, scales: object) -> Returned:
-        return result, scales if call.m else world.empty(call.scales, torch.float32)
 
 
 QUANTIZE = registered(Quantize())

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 
 from ..compute.elementwise import ROWS, rotate
-from ..kernel_launch import Launch, prepared
-from ..op import Direct, Local, RowsCall, check_call, registered
+from ..kernel_launch import Launch
+from ..op import Local, RowsCall, check_call, registered
 from ..plans import Plan, Sequential
-from ..tensor_checks import DTYPES, aligned, check_device, dims
+from ..prepared import Run
+from ..tensor_checks import DTYPES, check_device, dims
 from ..torch_library import CallOptions
 from ..world import World
 
@@ -39,20 +40,20 @@ class RotaryOperands(NamedTuple):
     key_norm: torch.Tensor | None = None
 
 
-@prepared
-def _rotate(world: World, call: RotaryCall) -> Launch:
+def prepare_rotary(world: World, call: RotaryCall, plan: Plan) -> Run:
     heads, half = call.heads + 2 * call.kv_heads, 1 << (call.d // 2 - 1).bit_length()
     programs = min(world.sm_count * 4, -(-call.m // ROWS.value) * heads)
     sizes = dict(rows=call.m, period=call.period, HEADS=call.heads, KV=call.kv_heads, D=call.d, EPS=call.eps, HALF=half)
-    return Launch(world, rotate, programs, dict(num_warps=4), **sizes)
+    launch = Launch(world, rotate, programs, dict(num_warps=4), **sizes)
 
+    def run(operands: RotaryOperands, out: torch.Tensor) -> None:
+        qkv, cos, sin, query_norm, key_norm = operands
+        if query_norm is None:
+            query_norm = key_norm = qkv
+        stream = world.current_stream()
+        launch(stream, qkv=qkv, cos=cos, sin=sin, out=out, query_norm=query_norm, key_norm=key_norm)
 
-def run_rotary(world: World, call: RotaryCall, plan: Plan, operands: RotaryOperands, out: torch.Tensor) -> None:
-    qkv, cos, sin, *norms = operands
-    query_norm, key_norm = (qkv if norm is None else norm for norm in norms)
-    _rotate(world, call)(
-        world.current_stream(), qkv=qkv, cos=cos, sin=sin, out=out, query_norm=query_norm, key_norm=key_norm
-    )
+    return run
 
 
 class Rotary(Local[RotaryCall]):
@@ -64,7 +65,7 @@ class Rotary(Local[RotaryCall]):
         " SymInt heads, SymInt kv_heads, float eps"
     )
     operand_type = RotaryOperands
-    runs = {Sequential: run_rotary}
+    runs = {Sequential: prepare_rotary}
     batch_invariant_plans = (Sequential,)
 
     def check(self, world: World, operands: RotaryOperands, options: CallOptions) -> RotaryCall:
@@ -96,22 +97,6 @@ class Rotary(Local[RotaryCall]):
 
     def sizes(self, call: RotaryCall) -> tuple[int, int, int]:
         return call.m, (call.heads + 2 * call.kv_heads) * call.d, 1
-
-    def direct(self, world: World, call: RotaryCall, plan: Plan) -> Direct:
-        columns = (call.heads + 2 * call.kv_heads) * call.d
-        check, finish = world.check, world.finish
-
-        def run(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *norms: torch.Tensor | None) -> torch.Tensor:
-            check()
-            out = world.empty((call.m, columns), call.dtype)
-            operands = RotaryOperands(
-                aligned(qkv), aligned(cos), aligned(sin), *[n if n is None else aligned(n) for n in norms]
-            )
-            run_rotary(world, call, plan, operands, out)
-            finish(world.current_stream())
-            return out
-
-        return run
 
 
 ROTARY = registered(Rotary())

@@ -11,7 +11,17 @@ import torch
 from ..backends.base import Stream
 from ..plans import Decomposed, Plan
 from ..world import World
-from .interfaces import ArrivedRows, GatheredTensors, GatherTransport, PartialRows, ReduceTransport, TensorList
+from .interfaces import (
+    ArrivedRows,
+    GatheredTensors,
+    GatherRows,
+    GatherTransport,
+    PartialRows,
+    ReduceRows,
+    ReduceTransport,
+    TensorList,
+    TensorSpecs,
+)
 from .order import group_steps
 
 
@@ -58,28 +68,30 @@ def reduce_scatter(
     return out
 
 
-@contextmanager
-def reduce_all_rows(
-    world: World, plan: Plan, shards: Sequence[int], out: torch.Tensor, bias: torch.Tensor | None
-) -> Iterator[Iterable[PartialRows]]:
-    """Yield the parts of `out` [M, N] to compute in place; NCCL then sums each over the ranks, in place too. A
+def reduce_all_rows(world: World, plan: Plan, shards: tuple[int, ...], n: int, dtype: torch.dtype) -> ReduceRows:
+    """Prepare the parts of `out` [M, N] to compute in place; NCCL then sums each over the ranks, in place too. A
     decomposed plan has one part for each of its groups of shards, and its all-reduce runs while the next part is
     computed; any other plan has one part. The environment variable NCCL_MAX_CTAS limits the CTAs that NCCL takes."""
-    stream = world.current_stream()
-    if not isinstance(plan, Decomposed):
-        yield [PartialRows(None, out, stream, lambda partial: world.all_reduce(partial, stream))]
-    else:
-        comm = world.side_stream("comm")
 
-        def send(partial: torch.Tensor) -> None:
-            world.wait_event(comm, world.record(stream))
-            world.all_reduce(partial, comm)
+    @contextmanager
+    def reduce(out: torch.Tensor, bias: torch.Tensor | None) -> Iterator[Iterable[PartialRows]]:
+        stream = world.current_stream()
+        if not isinstance(plan, Decomposed):
+            yield [PartialRows(None, out, stream, lambda partial: world.all_reduce(partial, stream))]
+        else:
+            comm = world.side_stream("comm")
 
-        groups = group_steps(plan, world.size)
-        parts = [slice(group.start * shards[0], group.stop * shards[0]) for group in groups]
-        yield [PartialRows(rows, out[rows], stream, send) for rows in parts]
-        world.wait_event(stream, world.record(comm))
-    add_bias(world, out, bias, stream)
+            def send(partial: torch.Tensor) -> None:
+                world.wait_event(comm, world.record(stream))
+                world.all_reduce(partial, comm)
+
+            groups = group_steps(plan, world.size)
+            parts = [slice(group.start * shards[0], group.stop * shards[0]) for group in groups]
+            yield [PartialRows(rows, out[rows], stream, send) for rows in parts]
+            world.wait_event(stream, world.record(comm))
+        add_bias(world, out, bias, stream)
+
+    return reduce
 
 
 def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Stream) -> None:
@@ -90,13 +102,14 @@ def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream:
 def gather_at_once(gather: Callable[..., torch.Tensor]) -> GatherTransport:
     """Return the transport with one arrival, which calls gather(tensor, world, plan, shards, stream)."""
 
-    @contextmanager
-    def gather_rows(
-        world: World, plan: Plan, shards: tuple[int, ...], tensors: TensorList, keep: bool
-    ) -> Iterator[GatheredTensors]:
-        stream = world.current_stream()
-        full = [gather(t, world, plan, shards, stream) for t in tensors]
-        yield GatheredTensors(full, [ArrivedRows(slice(None), full, stream)])
+    def gather_rows(world: World, plan: Plan, shards: tuple[int, ...], specs: TensorSpecs, keep: bool) -> GatherRows:
+        @contextmanager
+        def gather_tensors(tensors: TensorList) -> Iterator[GatheredTensors]:
+            stream = world.current_stream()
+            full = [gather(t, world, plan, shards, stream) for t in tensors]
+            yield GatheredTensors(full, [ArrivedRows(slice(None), full, stream)])
+
+        return gather_tensors
 
     return gather_rows
 
@@ -104,33 +117,38 @@ def gather_at_once(gather: Callable[..., torch.Tensor]) -> GatherTransport:
 def reduce_at_once(reduce: Callable[..., object]) -> ReduceTransport:
     """Return the transport with one part, which calls reduce(partial, world, plan, shards, stream, out)."""
 
-    @contextmanager
-    def reduce_rows(
-        world: World, plan: Plan, shards: tuple[int, ...], out: torch.Tensor, bias: torch.Tensor | None
-    ) -> Iterator[Iterable[PartialRows]]:
-        stream = world.current_stream()
-        yield [PartialRows(None, None, stream, lambda partial: reduce(partial, world, plan, shards, stream, out))]
-        add_bias(world, out, bias, stream)
+    def reduce_rows(world: World, plan: Plan, shards: tuple[int, ...], n: int, dtype: torch.dtype) -> ReduceRows:
+        @contextmanager
+        def reduce_to(out: torch.Tensor, bias: torch.Tensor | None) -> Iterator[Iterable[PartialRows]]:
+            stream = world.current_stream()
+            yield [PartialRows(None, None, stream, lambda partial: reduce(partial, world, plan, shards, stream, out))]
+            add_bias(world, out, bias, stream)
+
+        return reduce_to
 
     return reduce_rows
 
 
-@contextmanager
-def gather_rows(
-    world: World, plan: Plan, shards: tuple[int, ...], tensors: TensorList, keep: bool
-) -> Iterator[GatheredTensors]:
-    """Gather the tensors by NCCL, with one arrival. NCCL has no 8-bit floats: they are sent as bytes. If shards are
-    equally long, scales are sent with the rows, as bytes too: a sequential call with one launch takes up to 4% less
-    time than with two (bench/measure/fp8_ranks.py)."""
-    stream = world.current_stream()
-    sent = [t.view(torch.uint8) for t in tensors] if tensors[0].itemsize == 1 else [*tensors]
-    if world.size > 1 and len(sent) > 1 and min(shards) == max(shards):
-        full = [world.empty((sum(shards), t.shape[1]), t.dtype) for t in sent]
-        world.all_gather_together(full, sent, stream)
-    else:
-        full = [gather(t, world, shards, stream) for t in sent]
-    full = [gathered.view(t.dtype) for gathered, t in zip(full, tensors, strict=True)]
-    yield GatheredTensors(full, [ArrivedRows(slice(None), full, stream)])
+def gather_rows(world: World, plan: Plan, shards: tuple[int, ...], specs: TensorSpecs, keep: bool) -> GatherRows:
+    """Prepare a gather of tensors by NCCL, with one arrival. NCCL has no 8-bit floats: they are sent as bytes. If
+    shards are equally long, scales are sent with the rows, as bytes too: a sequential call with one launch takes up to
+    4% less time than with two (bench/measure/fp8_ranks.py)."""
+    together = world.size > 1 and len(specs) > 1 and min(shards) == max(shards)
+    as_bytes = specs[0][1].itemsize == 1
+
+    @contextmanager
+    def gather_tensors(tensors: TensorList) -> Iterator[GatheredTensors]:
+        stream = world.current_stream()
+        sent = [t.view(torch.uint8) for t in tensors] if as_bytes else [*tensors]
+        if together:
+            full = [world.empty((sum(shards), t.shape[1]), t.dtype) for t in sent]
+            world.all_gather_together(full, sent, stream)
+        else:
+            full = [gather(t, world, shards, stream) for t in sent]
+        full = [gathered.view(t.dtype) for gathered, t in zip(full, tensors, strict=True)]
+        yield GatheredTensors(full, [ArrivedRows(slice(None), full, stream)])
+
+    return gather_tensors
 
 
 reduce_rows = reduce_at_once(lambda partial, world, plan, *arguments: reduce_scatter(partial, world, *arguments))

@@ -21,17 +21,16 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
 
 from ..backends.base import Event, Stream, SymmetricTensor
 from ..kernel_launch import Launch, prepared
-from ..lang.host import rank_notify, rank_wait
 from ..plans import Decomposed
 from ..world import World
-from .interfaces import ArrivedRows, GatheredTensors, PartialRows, TensorList
+from .interfaces import ArrivedRows, GatheredTensors, GatherRows, PartialRows, TensorList, TensorSpecs
 from .memory import lock, rank_word, workspace
 from .order import chunks
 from .sums import sum_staged
@@ -40,92 +39,105 @@ COPIES = "copy buffers"  # the lock on the buffers of these transports
 
 
 # -- gather ------------------------------------------------------------------------------------------------------------
-class PulledShards:
-    """Symmetric copies of tensors [m_r, ..] of one shape on all ranks, which a copy engine pulls from their owners.
+class ShardPulls:
+    """Symmetric copies of tensors [m_r, ..] of these shapes and dtypes on all ranks, which a copy engine pulls from
+    their owners.
 
-    `full` are fresh tensors for the rows of all ranks; with `keep` this rank's rows are copied there too. The shards
-    are staged on the caller's stream before the computation, since a copy within a GPU takes SMs. The stream `copies`
-    waits until every rank has staged its shard."""
+    The shards are staged on the caller's stream before the computation, since a copy within a GPU takes SMs. With
+    `keep` this rank's rows are copied to the whole tensors too."""
 
-    def __init__(self, world: World, tensors: TensorList, keep: bool) -> None:
-        self.world, stream, self.copies = world, world.current_stream(), world.side_stream("copy")
-        staged = [workspace(world, f"shard {i}" if i else "shard", t.shape, t.dtype) for i, t in enumerate(tensors)]
-        self.full = [world.empty((world.size * len(t), *t.shape[1:]), t.dtype) for t in tensors]
-        destinations = [full.split(len(t)) for full, t in zip(self.full, tensors, strict=True)]
-        world.order(lock(world, COPIES), stream)
-        for shard, t in zip(staged, tensors, strict=True):
+    def __init__(self, world: World, specs: TensorSpecs, keep: bool) -> None:
+        self.world, self.copies, self._keep = world, world.side_stream("copy"), keep
+        self._holder, self._rows = lock(world, COPIES), specs[0][0][0]
+        self._full = [((world.size * m, *row), dtype) for (m, *row), dtype in specs]
+        self._staged = [workspace(world, f"shard {i}" if i else "shard", *spec) for i, spec in enumerate(specs)]
+
+    def stage(self, tensors: TensorList, stream: Stream) -> tuple[list[torch.Tensor], Callable[[int], None]]:
+        """Return fresh tensors for the rows of all ranks, and a function that enqueues the copies of a rank's shards on
+        the stream `copies`, which waits until every rank has staged its own."""
+        world, rank = self.world, self.world.rank
+        full = [world.empty(shape, dtype) for shape, dtype in self._full]
+        by_rank = [t.split(self._rows) for t in full]
+        world.order(self._holder, stream)
+        for shard, t in zip(self._staged, tensors, strict=True):
             world.copy(shard.local, t, stream)
         world.wait_event(self.copies, world.record(stream))
         world.barrier(self.copies)
-        if keep:
-            for destination, t in zip(destinations, tensors, strict=True):
-                world.copy(destination[world.rank], t, stream)
-        # (destinations, sources) by rank for each tensor, in the order of the copies: the first tensor is pulled last.
-        self._copies = [(destination, shard.peers) for destination, shard in zip(destinations, staged, strict=True)][
-            ::-1
-        ]
+        if self._keep:
+            for destinations, t in zip(by_rank, tensors, strict=True):
+                world.copy(destinations[rank], t, stream)
 
-    def pull(self, rank: int) -> None:
-        """Enqueue the copies of a rank's shard of each tensor."""
-        for destinations, sources in self._copies:
-            self.world.copy(destinations[rank], sources[rank], self.copies)
+        def pull(p: int) -> None:
+            for destinations, shard in zip(by_rank[::-1], self._staged[::-1], strict=True):
+                world.copy(destinations[p], shard.peers[p], self.copies)
+
+        return full, pull
 
 
-@contextmanager
 def gather_rows(
-    world: World, plan: Decomposed, shards: Sequence[int], tensors: TensorList, keep: bool = True
-) -> Iterator[GatheredTensors]:
-    """Yield an arrival for each of the plan's groups of ranks, whose shards all have one length. If this rank alone is
-    the first group, the first arrival is `tensors` themselves."""
+    world: World, plan: Decomposed, shards: Sequence[int], specs: TensorSpecs, keep: bool = True
+) -> GatherRows:
+    """Prepare an arrival for each of the plan's groups of ranks, whose shards all have one length. If this rank alone
+    is the first group, the first arrival is the tensors themselves."""
     groups, rows = chunks(plan, world.rank, world.size), shards[0]
-    stream, second_stream = world.current_stream(), world.side_stream("gemm", urgent=False)
-    own_rows_first = len(groups[0][1]) == 1
-    pulled, arrival_events = PulledShards(world, tensors, keep or not own_rows_first), []
-    copies = pulled.copies
-    with world.on(copies):  # entering the stream once costs less host time than entering it for every copy
-        for _, ranks in groups:
-            for p in ranks:
-                if p != world.rank:
-                    pulled.pull(p)
-            arrival_events.append(world.record(copies))
-        world.barrier(copies)
+    second_stream, own_rows_first = world.side_stream("gemm", urgent=False), len(groups[0][1]) == 1
+    pulls = ShardPulls(world, specs, keep or not own_rows_first)
+    spans = [slice(start * rows, (start + len(ranks)) * rows) for start, ranks in groups]
+    others = [[p for p in ranks if p != world.rank] for _, ranks in groups]
 
-    def arrivals() -> Iterator[ArrivedRows]:
-        for i, (start, ranks) in enumerate(groups):
-            lane, span = second_stream if i % 2 else stream, slice(start * rows, (start + len(ranks)) * rows)
-            if own_rows_first and i == 0:
-                yield ArrivedRows(span, tensors, lane)
-            else:
-                world.wait_event(lane, arrival_events[i])
-                yield ArrivedRows(span, [full[span] for full in pulled.full], lane)
+    @contextmanager
+    def gather(tensors: TensorList) -> Iterator[GatheredTensors]:
+        stream, copies, arrival_events = world.current_stream(), pulls.copies, []
+        full, pull = pulls.stage(tensors, stream)
+        with world.on(copies):  # entering the stream once costs less host time than entering it for every copy
+            for ranks in others:
+                for p in ranks:
+                    pull(p)
+                arrival_events.append(world.record(copies))
+            world.barrier(copies)
 
-    yield GatheredTensors(pulled.full, arrivals())
-    world.wait_event(stream, world.record(second_stream))
-    world.wait_event(stream, world.record(copies))
+        def arrivals() -> Iterator[ArrivedRows]:
+            for i, span in enumerate(spans):
+                lane = second_stream if i % 2 else stream
+                if own_rows_first and i == 0:
+                    yield ArrivedRows(span, tensors, lane)
+                else:
+                    world.wait_event(lane, arrival_events[i])
+                    yield ArrivedRows(span, [t[span] for t in full], lane)
+
+        yield GatheredTensors(full, arrivals())
+        world.wait_event(stream, world.record(second_stream))
+        world.wait_event(stream, world.record(copies))
+
+    return gather
 
 
-@contextmanager
 def gather_to_flags(
-    world: World, tensors: TensorList, keep: bool, flags: TensorList, number: torch.Tensor
-) -> Iterator[TensorList]:
-    """Yield the tensors with the rows of all ranks, for a kernel that is launched meanwhile and waits, with a limit,
-    until flags[p] has reached *number: then the shard of rank p has arrived. The copies and flags are enqueued after
-    that launch. In a CUDA graph another stream sets the flags, so that the next copy does not wait for that; in eager
-    calls the host's time for two more calls a peer costs more."""
-    stream, captured = world.current_stream(), world.capturing()
-    pulled = PulledShards(world, tensors, keep)
-    copies = pulled.copies
-    signals = world.side_stream("signal") if captured else copies
-    yield pulled.full
-    with world.on(copies):
-        for p in world.other_ranks:
-            pulled.pull(p)
-            if captured:
-                world.wait_event(signals, world.record(copies))
-            world.signal(flags[p], number, signals)
-        world.barrier(copies)
-    for side in (copies, signals) if captured else (copies,):
-        world.wait_event(stream, world.record(side))
+    world: World, specs: TensorSpecs, keep: bool, flags: TensorList, number: torch.Tensor
+) -> Callable[[TensorList], AbstractContextManager[TensorList]]:
+    """Prepare a context with the tensors with the rows of all ranks, for a kernel that is launched meanwhile and waits,
+    with a limit, until flags[p] has reached *number: then the shard of rank p has arrived. The copies and flags are
+    enqueued after that launch. In a CUDA graph another stream sets the flags, so that the next copy does not wait for
+    that; in eager calls the host's time for two more calls a peer costs more."""
+    pulls = ShardPulls(world, specs, keep)
+
+    @contextmanager
+    def gather(tensors: TensorList) -> Iterator[TensorList]:
+        stream, copies, captured = world.current_stream(), pulls.copies, world.capturing()
+        full, pull = pulls.stage(tensors, stream)
+        signals = world.side_stream("signal") if captured else copies
+        yield full
+        with world.on(copies):
+            for p in world.other_ranks:
+                pull(p)
+                if captured:
+                    world.wait_event(signals, world.record(copies))
+                world.signal(flags[p], number, signals)
+            world.barrier(copies)
+        for side in (copies, signals) if captured else (copies,):
+            world.wait_event(stream, world.record(side))
+
+    return gather
 
 
 class FlaggedShards:
@@ -191,56 +203,62 @@ def pull_rows(world: World, tensors: Sequence[SymmetricTensor], ends: Sequence[i
 
 
 # -- reduce ------------------------------------------------------------------------------------------------------------
-def staging_memory(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
-    """Return symmetric memory [.., W, rows, N] for every rank's part of the rows that this rank owns. The other ranks
-    copy their parts to their slots, and this rank sums them (`sum_parts`) once all have arrived."""
-    slots = workspace(world, "staging", shape, dtype)
-    world.order(lock(world, COPIES), world.current_stream())
-    return slots
-
-
-@contextmanager
 def reduce_rows(
-    world: World, plan: Decomposed, shards: Sequence[int], out: torch.Tensor, bias: torch.Tensor | None
-) -> Iterator[Iterable[PartialRows]]:
-    """Yield the rows to compute, those of the farthest owners first and this rank's last, and sum them at their owners.
-    All shards have one length."""
-    (rows, n), rank, size = out.shape, world.rank, world.size
+    world: World, plan: Decomposed, shards: Sequence[int], n: int, dtype: torch.dtype
+) -> Callable[[torch.Tensor, torch.Tensor | None], AbstractContextManager[Iterable[PartialRows]]]:
+    """Prepare the rows to compute, those of the farthest owners first and this rank's last, and their sums at their
+    owners. All shards have one length. The other ranks copy their parts of the rows that this rank owns to its staging
+    memory, which this rank sums (`sum_parts`) once all have arrived."""
+    rows, rank, size = shards[0], world.rank, world.size
     groups = chunks(plan, rank, size)[::-1]
     splits = plan.pieces if rows % plan.pieces == 0 and all(len(ranks) == 1 for _, ranks in groups) else 1
-    count = rows // splits
-    stream, copies, sums = world.current_stream(), world.side_stream("copy"), world.side_stream("sum")
-    second_stream = world.side_stream("gemm", urgent=False)
-    lanes = itertools.cycle((stream, second_stream))
-    staging = staging_memory(world, (splits, size, count, n), out.dtype)
-    partial = world.empty((size * rows, n), out.dtype)
-    by_rank = partial.split(count)  # `splits` parts of each rank
-    begin_event = world.record(stream)
-    world.wait_event(second_stream, begin_event)
-    world.wait_event(copies, begin_event)
-    world.barrier(copies)
+    count, copies, sums = rows // splits, world.side_stream("copy"), world.side_stream("sum")
+    second_stream, holder = world.side_stream("gemm", urgent=False), lock(world, COPIES)
+    staging = workspace(world, "staging", (splits, size, count, n), dtype)
+    # For each split, the rows of each part, and the copies of it: `splits` pieces of each rank, and where they go.
+    steps = [
+        [
+            (
+                slice(start * rows + split * count, start * rows + split * count + count * len(ranks)),
+                [(p * splits + split, staging.peers[p][split, rank]) for p in ranks if p != rank],
+            )
+            for start, ranks in groups
+        ]
+        for split in range(splits)
+    ]
+    staged = list(staging.local)
 
-    def send(split: int, ranks: Sequence[int], lane: Stream, computed: torch.Tensor) -> None:
-        world.wait_event(copies, world.record(lane))
-        for p in ranks:
-            if p != rank:
-                world.copy(staging.peers[p][split, rank], by_rank[p * splits + split], copies)
+    @contextmanager
+    def reduce(out: torch.Tensor, bias: torch.Tensor | None) -> Iterator[Iterable[PartialRows]]:
+        stream = world.current_stream()
+        world.order(holder, stream)
+        partial, lanes = world.empty((size * rows, n), dtype), itertools.cycle((stream, second_stream))
+        by_rank, results = partial.split(count), out.split(count)
+        begin_event = world.record(stream)
+        world.wait_event(second_stream, begin_event)
+        world.wait_event(copies, begin_event)
+        world.barrier(copies)
 
-    def parts() -> Iterator[PartialRows]:
-        for split in range(splits):
-            for start, ranks in groups:
-                lane, begin = next(lanes), start * rows + split * count
-                span = slice(begin, begin + count * len(ranks))
-                yield PartialRows(span, partial[span], lane, functools.partial(send, split, ranks, lane))
-            world.barrier(copies)
-            # `copies` has also waited for the GEMM of this rank's own rows, which is the last one.
-            world.wait_event(sums, world.record(copies))
-            result = out[split * count :][:count]
-            sum_parts(by_rank[rank * splits + split], staging.local[split], result, bias, world, sums)
+        def send(moves: Sequence[tuple[int, torch.Tensor]], lane: Stream, computed: torch.Tensor) -> None:
+            world.wait_event(copies, world.record(lane))
+            for i, destination in moves:
+                world.copy(destination, by_rank[i], copies)
 
-    yield parts()
-    for side in (second_stream, sums):
-        world.wait_event(stream, world.record(side))
+        def parts() -> Iterator[PartialRows]:
+            for split, step in enumerate(steps):
+                for span, moves in step:
+                    lane = next(lanes)
+                    yield PartialRows(span, partial[span], lane, functools.partial(send, moves, lane))
+                world.barrier(copies)
+                # `copies` has also waited for the GEMM of this rank's own rows, which is the last one.
+                world.wait_event(sums, world.record(copies))
+                sum_parts(by_rank[rank * splits + split], staged[split], results[split], bias, world, sums)
+
+        yield parts()
+        for side in (second_stream, sums):
+            world.wait_event(stream, world.record(side))
+
+    return reduce
 
 
 def pull_parts(world: World, source: SymmetricTensor, rows: slice, max_rows: int, stream: Stream) -> torch.Tensor:
@@ -280,14 +298,16 @@ def sum_parts(
 
 # -- exchange ----------------------------------------------------------------------------------------------------------
 class Send(NamedTuple):
-    """Tensors [n, ..] for the rows from `row` on of the reader's memory [tensors, rows, ..]."""
+    """Some rows of this rank's tensors [n, ..], for the rows from `row` on of the reader's memory [tensors, rows,
+    ..]."""
 
     reader: int
     row: int
-    tensors: TensorList
+    rows: slice
 
 
-Push = Callable[[World, SymmetricTensor, Send, Stream], None]
+# Prepares a send: (world, memory, send) returns a function of the tensors and a stream.
+Push = Callable[[World, SymmetricTensor, Send], Callable[[TensorList, Stream], None]]
 
 
 class Exchanged(NamedTuple):
@@ -298,45 +318,61 @@ class Exchanged(NamedTuple):
     end: Event
 
 
-def push(world: World, memory: SymmetricTensor, send: Send, stream: Stream) -> None:
-    """Copy the send's rows into its reader's memory."""
-    for plane, t in zip(memory.peers[send.reader], send.tensors, strict=True):
-        world.copy(plane[send.row : send.row + len(t)], t, stream)
+def push(world: World, memory: SymmetricTensor, send: Send) -> Callable[[TensorList, Stream], None]:
+    """Prepare copies of the send's rows into its reader's memory."""
+    count = send.rows.stop - send.rows.start
+    destinations = [plane[send.row : send.row + count] for plane in memory.peers[send.reader]]
+
+    def copy(tensors: TensorList, stream: Stream) -> None:
+        for destination, t in zip(destinations, tensors, strict=True):
+            world.copy(destination, t if len(t) == count else t[send.rows], stream)
+
+    return copy
 
 
-def exchange_rows(
+def prepare_exchange(
     world: World, name: str, memory: SymmetricTensor, sends: Iterable[Send], push_to_peer: Push = push
-) -> Exchanged:
-    """Push rows into the `memory` of the ranks that read them, one send to each of them and a notification behind it,
-    and at the end what this rank sends to itself.
+) -> Callable[[TensorList], Exchanged]:
+    """Return a function that pushes rows of tensors into the `memory` of the ranks that read them, one send to each of
+    them and a notification behind it, and at the end what this rank sends to itself.
 
     The barrier says that all ranks have finished reading what the previous call pushed, so that the memory may be
     written again. Nothing is staged. A reader waits on the caller's stream between two kernels, so that its wait takes
     no SM from a kernel. `name` is that of the memory, its barrier and its channel. `push_to_peer` moves what goes to
     other ranks.
     """
-    stream, copies, me = world.current_stream(), world.side_stream("copy"), world.rank
-    world.order(lock(world, name), stream)
+    me, copies, holder = world.rank, world.side_stream("copy"), lock(world, name)
     ch = world.channel(f"{name} arrived", world.size, None)
-    epoch = world.barrier(stream, name)
-    world.wait_event(copies, world.record(stream))
-    with world.on(copies):
-        for send in sends:
-            if send.reader == me:
-                push(world, memory, send, copies)
-            else:
-                push_to_peer(world, memory, send, copies)
-                rank_notify(world, ch, me, send.reader, epoch, copies)
-        end = world.record(copies)
+    arrived = [world.counter(ch, rank, me) for rank in range(world.size)]
+    pushes = [
+        (push(world, memory, send), None)
+        if send.reader == me
+        else (push_to_peer(world, memory, send), world.counter(ch, me, send.reader))
+        for send in sends
+    ]
 
-    def wait(ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            if rank == me:
-                world.wait_event(stream, end)
-            else:
-                rank_wait(world, ch, rank, epoch, stream)
+    def exchange(tensors: TensorList) -> Exchanged:
+        stream = world.current_stream()
+        world.order(holder, stream)
+        epoch = world.barrier(stream, name)
+        world.wait_event(copies, world.record(stream))
+        with world.on(copies):
+            for push_rows, word in pushes:
+                push_rows(tensors, copies)
+                if word is not None:
+                    world.signal(word, epoch, copies)
+            end = world.record(copies)
 
-    return Exchanged(wait, end)
+        def wait(ranks: Iterable[int]) -> None:
+            for rank in ranks:
+                if rank == me:
+                    world.wait_event(stream, end)
+                else:
+                    world.wait(arrived[rank], epoch, stream)
+
+        return Exchanged(wait, end)
+
+    return exchange
 
 
 def pull_from_all(world: World, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream, last: bool) -> None:

@@ -1,16 +1,16 @@
 """The interfaces of transports: an op computes on arrivals as they come, or computes parts and sends them.
 
-    gather    every rank gets the rows of all ranks     with gather(..) as (full, arrivals): compute on each arrival
-    reduce    every rank gets its rows, or all rows,    with reduce(..) as parts: compute each part, then send it
+    gather    every rank gets the rows of all ranks     with gather(tensors) as (full, arrivals): compute on each
+    reduce    every rank gets its rows, or all rows,    with reduce(out, bias) as parts: compute each part, then send it
               of the sum over ranks
     exchange  rows go to the ranks that read them       exchanged = exchange(..): wait for what some ranks sent
 
-A transport is a function of one of these kinds, in the file of what moves the bytes: NCCL (collectives.py), copy
-engines (copy_engine.py), low-latency rows (low_latency.py), kernels that push (sm_push.py), two levels of nodes
-(two_level.py). No transport knows what an op computes. It orders the streams, and says for each arrival and each part
-on which stream, the `lane`, the op computes. Where there are several, the lanes are the caller's stream and a second
-one in turn, so that one computation fills the SMs that the last tiles of the one before leave idle. When the context
-ends, the caller's stream is ordered behind all that was computed and moved.
+A transport prepares a function of one of these kinds for calls of one shape, in the file of what moves the bytes: NCCL
+(collectives.py), copy engines (copy_engine.py), low-latency rows (low_latency.py), kernels that push (sm_push.py), two
+levels of nodes (two_level.py). No transport knows what an op computes. It orders the streams, and says for each arrival
+and each part on which stream, the `lane`, the op computes. Where there are several, the lanes are the caller's stream
+and a second one in turn, so that one computation fills the SMs that the last tiles of the one before leave idle. When
+the context ends, the caller's stream is ordered behind all that was computed and moved.
 
 The programs that pull, push or sum in the same launch as a GEMM (ops/*/kernels.py) are no transports of this kind: they
 share SMs and registers with the tiles that wait for them.
@@ -57,7 +57,13 @@ class PartialRows(NamedTuple):
     send: Callable[[torch.Tensor], object]
 
 
-# (world, plan, rows of every rank, this rank's tensors [m_r, ..], keep); `keep` puts this rank's rows into `full` too.
-GatherTransport: TypeAlias = Callable[..., AbstractContextManager[GatheredTensors]]
-# (world, plan, rows of every rank, out, bias); `out` gets this rank's rows of the sum + bias.
-ReduceTransport: TypeAlias = Callable[..., AbstractContextManager[Iterable[PartialRows]]]
+TensorSpecs: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]  # the shape and dtype of each tensor
+GatherRows: TypeAlias = Callable[
+    [TensorList], AbstractContextManager[GatheredTensors]
+]  # of this rank's tensors [m_r, ..]
+# (out, bias); `out` gets this rank's rows of the sum + bias.
+ReduceRows: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], AbstractContextManager[Iterable[PartialRows]]]
+# (world, plan, rows of every rank, specs of this rank's tensors, keep); `keep` puts this rank's rows into `full` too.
+GatherTransport: TypeAlias = Callable[..., GatherRows]
+# (world, plan, rows of every rank, columns, dtype).
+ReduceTransport: TypeAlias = Callable[..., ReduceRows]

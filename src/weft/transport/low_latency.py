@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +51,13 @@ class Posting:
     constants: dict[str, Any]
 
 
-def thirds_of(world: World, nbytes: int, stream: Stream) -> Thirds:
+def thirds_of(world: World, nbytes: int) -> Thirds:
     """Return thirds of at least `nbytes` each. Their size is a power of two, so that a batch that grows row by row
     rarely needs new memory; CUDA graphs keep the memory that they use. Collective when the memory has to grow."""
     memory = world.buffer(_NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.scale.staging_bytes))
 
     def make() -> Thirds:
-        words = memory.local.view(torch.int32)
+        words, stream = memory.local.view(torch.int32), world.current_stream()
         world.call(lambda: words.fill_(EMPTY.value), [], [words], stream)
         world.wait_for_streams()
         world.exchange(None, _NAME)  # no rank posts before all ranks have filled their words
@@ -66,6 +67,19 @@ def thirds_of(world: World, nbytes: int, stream: Stream) -> Thirds:
 
 
 @prepared
+def prepare_posting(world: World, posting: Posting) -> Callable[..., None]:
+    """Return a function of a stream and the arguments that change from call to call, by name, which launches the
+    posting's kernel."""
+    thirds = thirds_of(world, posting.nbytes)
+    launch = _launch(world, posting, thirds)
+
+    def post(stream: Stream, **moving: Moved) -> None:
+        world.order(thirds, stream)
+        launch(stream, **moving, number=world.number)
+
+    return post
+
+
 def _launch(world: World, posting: Posting, thirds: Thirds) -> Launch:
     # No counter of this channel is used. It passes the rank, the world size and the guard, and a Timeout finds the
     # name by its address.
@@ -84,13 +98,6 @@ def _launch(world: World, posting: Posting, thirds: Thirds) -> Launch:
         MAX_PROGRAMS=MAX_PROGRAMS,
         **posting.constants,
     )
-
-
-def launch(world: World, posting: Posting, stream: Stream, **moving: Moved) -> None:
-    """Launch the posting's kernel. moving: the arguments that change from call to call."""
-    thirds = thirds_of(world, posting.nbytes, stream)
-    world.order(thirds, stream)
-    _launch(world, posting, thirds)(stream, **moving, number=world.number)
 
 
 def _posting(
@@ -133,7 +140,9 @@ def _post(
     out: torch.Tensor,
 ) -> None:
     key = kernel, shards, x.shape[1], x.dtype, plan
-    launch(world, world.cached(key, lambda: _posting(kernel, name, x, world, plan, shards)), stream, x=x, out=out)
+    prepare_posting(world, world.cached(key, lambda: _posting(kernel, name, x, world, plan, shards)))(
+        stream, x=x, out=out
+    )
 
 
 def gather(

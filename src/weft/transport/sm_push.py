@@ -1,9 +1,10 @@
-"""Launches of the kernels that push rows (sm_push_kernels.py). `pushing` moves what `copy_engine.exchange_rows` sends
-to other ranks, which pays below some 16 MB, where a copy engine is bound by latency."""
+"""Launches of the kernels that push rows (sm_push_kernels.py). `pushing` moves what `copy_engine.prepare_exchange`
+sends to other ranks, which pays below some 16 MB, where a copy engine is bound by latency."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from ..kernel_launch import Launch, prepared
 from ..tensor_checks import DTYPES
 from ..world import World
 from .copy_engine import Push, Send
+from .interfaces import TensorList
 from .sm_push_kernels import push_blocks, push_rows
 
 
@@ -31,13 +33,18 @@ class PushBlock(NamedTuple):
 
 
 def pushing(programs: int) -> Push:
-    """Return a function that pushes the two tensors of a Send by a kernel of so many programs."""
+    """Return a function that prepares pushes of the two tensors of a Send by a kernel of so many programs."""
 
-    def push(world: World, memory: SymmetricTensor, send: Send, stream: Stream) -> None:
-        x, y = send.tensors
-        width, rows = x[0].numel(), memory.local.shape[1]
-        launch = _push_rows(world, programs, send.reader, send.row * width, rows * width, x.numel(), x.dtype)
-        launch(stream, memory=memory.addresses, x=x, y=y)
+    def push(world: World, memory: SymmetricTensor, send: Send) -> Callable[[TensorList, Stream], None]:
+        _, rows, *shape = memory.local.shape
+        width, count, dtype = math.prod(shape), send.rows.stop - send.rows.start, memory.local.dtype
+        launch = _push_rows(world, programs, send.reader, send.row * width, rows * width, count * width, dtype)
+
+        def run(tensors: TensorList, stream: Stream) -> None:
+            x, y = (t if len(t) == count else t[send.rows] for t in tensors)
+            launch(stream, memory=memory.addresses, x=x, y=y)
+
+        return run
 
     return push
 

@@ -13,6 +13,7 @@ from ...op import Op, RowsCall, registered
 from ...ops.matmul_reduce.op import matmul_all_reduce
 from ...ops.recipes import validate
 from ...plans import Plan, Sequential
+from ...prepared import OwnResult
 from ...tensor_checks import check_operands
 from ...world import World
 from .fp8 import operand_specs, recipe_of, scaled_operands
@@ -35,11 +36,15 @@ class RowCall(RowsCall):
     recipe: str | None
 
 
-def run_sequential(world: World, call: RowCall, plan: Plan, operands: RowTensors) -> torch.Tensor:
-    """Compute the GEMM and the all-reduce with weft, whose operator has plans of its own."""
-    x, weight, bias, scale = operands
-    rows, scaled_weight, options = scaled_operands(world, x, weight, scale)
-    return matmul_all_reduce(rows, scaled_weight, bias, world=world, **options)
+def prepare_sequential(world: World, call: RowCall, plan: Plan) -> OwnResult:
+    """Prepare the GEMM and the all-reduce of weft, whose operator has plans of its own."""
+
+    def run(operands: RowTensors, out: torch.Tensor | None) -> tuple[torch.Tensor]:
+        x, weight, bias, scale = operands
+        rows, scaled_weight, options = scaled_operands(world, x, weight, scale)
+        return (matmul_all_reduce(rows, scaled_weight, bias, world=world, out=out, **options),)
+
+    return OwnResult(run)
 
 
 class RowAllReduce(Op[RowCall]):
@@ -49,7 +54,7 @@ class RowAllReduce(Op[RowCall]):
     name = "row_all_reduce"
     signature = "Tensor x, Tensor weight, Tensor? bias, Tensor? weight_scale"
     operand_type = RowTensors
-    runs = {Sequential: run_sequential}
+    runs = {Sequential: prepare_sequential}
 
     def check(self, world: World, operands: RowTensors, options: tuple[object, ...]) -> RowCall:
         x, weight, bias, scale = operands
@@ -80,14 +85,6 @@ class RowAllReduce(Op[RowCall]):
 
     def check_same_on_all_ranks(self, world: World, call: RowCall, plan: Plan, **further: Hashable) -> None:
         """Check nothing: the operators that this one calls check that all ranks make the same call."""
-
-    def execute(
-        self, world: World, call: RowCall, plan: Plan, operands: RowTensors, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        if not call.m:
-            return world.empty((0, call.n), call.dtype)
-        y: torch.Tensor = self.runs[type(plan)](world, call, plan, operands)
-        return y
 
 
 ROW_ALL_REDUCE = registered(RowAllReduce())

@@ -21,7 +21,7 @@ has the same plan, reads them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -36,6 +36,7 @@ from ...ops.common import split_rows
 from ...ops.matmul_reduce.op import matmul_reduce_scatter
 from ...ops.norm import rms_norm
 from ...plans import Decomposed, Plan, Sequential, TwoShotPull
+from ...prepared import OwnResult, Prepare
 from ...tensor_checks import check_operands, dims
 from ...torch_library import CallOptions
 from ...world import World
@@ -131,6 +132,15 @@ class RowNormColumnCall(RowsCall):
 
 
 # -- the plans ---------------------------------------------------------------------------------------------------------
+def by_operators(run: Callable[..., tuple[Tensor, Tensor]]) -> Prepare:
+    """Return the preparation of run(world, call, plan, t), whose operators make their results."""
+
+    def prepare(world: World, call: RowNormColumnCall, plan: Plan) -> OwnResult:
+        return OwnResult(lambda t, out: run(world, call, plan, t))
+
+    return prepare
+
+
 def run_sequential(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors) -> tuple[Tensor, Tensor]:
     y, residual = all_reduce_rms_norm(
         row_product(world, t, t.x), t.residual, t.norm, call.eps, full_residual=True, world=world
@@ -229,11 +239,11 @@ class RowNormColumn(Op[RowNormColumnCall]):
     results = 2
     operand_type = LayerTensors
     runs = {
-        Sequential: run_sequential,
-        OwnRows: run_own_rows,
-        ShardedTokens: run_sequence_parallel,
-        TwoParts: run_woven,
-        FlashInfer: run_flashinfer,
+        Sequential: by_operators(run_sequential),
+        OwnRows: by_operators(run_own_rows),
+        ShardedTokens: by_operators(run_sequence_parallel),
+        TwoParts: by_operators(run_woven),
+        FlashInfer: by_operators(run_flashinfer),
     }
 
     def call(
@@ -296,17 +306,6 @@ class RowNormColumn(Op[RowNormColumnCall]):
 
     def check_same_on_all_ranks(self, world: World, call: RowNormColumnCall, plan: Plan, **further: Hashable) -> None:
         """Check nothing: the operators that this one calls check that all ranks make the same call."""
-
-    def execute(
-        self, world: World, call: RowNormColumnCall, plan: Plan, operands: LayerTensors, out: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        assert out is None, "this operator has no out="
-        if not call.m:
-            y, residual = (world.empty(*shape) for shape in self.outputs(world, call))
-            return y, residual
-        y, residual = self.runs[type(plan)](world, call, plan, operands)
-        world.finish(world.current_stream())
-        return y, residual
 
 
 ROW_NORM_COLUMN = registered(RowNormColumn())

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...chooser import Chooser
-from ...op import Known
 from ...plans import Plan
+from ...prepared import CallDecision
 from ...world import World
 from . import flashinfer
 from .compare import Range
@@ -79,8 +79,9 @@ class ServedModel:
     def decided(self) -> Counter[tuple[str, str]]:
         """Count the different calls so far, by operator and kind of plan."""
         decided = {} if self.world is None else self.world.decided
-        keyed = ((key, call.plan.kind) for key, call in decided.items() if isinstance(call, Known))
-        return Counter((key[0], kind) for key, kind in keyed if isinstance(key, tuple) and key[0] in OPS)
+        decisions = [decision for decision in decided.values() if isinstance(decision, CallDecision)]
+        calls = [call for decision in decisions for call in (decision.eager, decision.graph) if call is not None]
+        return Counter((call.op.name, call.plan.kind) for call in calls if call.op.name in OPS)
 
 
 def counts(world: World) -> Counter[str]:

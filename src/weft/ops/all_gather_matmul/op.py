@@ -9,7 +9,7 @@ import torch
 
 from ...backends import library_gemm
 from ...errors import Unsupported
-from ...op import REGISTRY, Direct, Returned, registered
+from ...op import REGISTRY, registered
 from ...plans import (
     TWO_AN_SM,
     TWO_AN_SM_BY_COPIES,
@@ -23,6 +23,7 @@ from ...plans import (
     Sequential,
     TwoLevel,
 )
+from ...prepared import unprepared
 from ...scaled_tensor import ScaledTensor
 from ...torch_library import Backward, CallOptions, column_sums, product
 from ...transport.collectives import gather_in_backward, reduce_scatter_in_backward
@@ -38,14 +39,8 @@ from ..recipes import (
     scaled_factors,
 )
 from ..removed import unexpected
-from .call import GATHER_GEMM, GatherCall, GatheredRows
-from .runs import (
-    direct_sequential,
-    run_flag_gated,
-    run_fused,
-    run_gathered,
-    usable,
-)
+from .call import GATHER_GEMM, GatherCall
+from .runs import prepare_flag_gated, prepare_fused, prepare_gathered, prepare_sequential, usable
 from .two_level import run_gather
 
 Rows = TypeVar("Rows", bound=torch.Tensor | ScaledTensor)
@@ -63,13 +58,13 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     collective = "all_gather"
     transposes = Sequential, Decomposed, Fused, OneShot, TwoLevel
     runs = {
-        Sequential: run_gathered,
-        Decomposed: run_gathered,
-        FusedGather: run_fused,
-        FusedGatherByCopies: run_fused,
-        FlagGated: run_flag_gated,
-        OneShot: run_gathered,
-        TwoLevel: run_gather,
+        Sequential: prepare_sequential,
+        Decomposed: prepare_gathered,
+        FusedGather: prepare_fused,
+        FusedGatherByCopies: prepare_fused,
+        FlagGated: prepare_flag_gated,
+        OneShot: prepare_gathered,
+        TwoLevel: unprepared(run_gather),
     }
     unsupported_fields = {Decomposed: ("pieces",)}
     batch_invariant_plans = Sequential, FusedGather, FusedGatherByCopies, Decomposed, OneShot
@@ -98,13 +93,6 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         if call.gathered and call.scales_in_row:
             gathered.append(((call.rows, call.scales_in_row), torch.float32))
         return [((call.rows, call.gated or call.n), call.dtype), *gathered]
-
-    def returned(self, world: World, call: GatherCall, result: torch.Tensor, gathered: Returned) -> Returned:
-        if not call.gathered:
-            return result, None, None
-        if not call.rows:
-            gathered = GatheredRows(*(world.empty(shape, dtype) for shape, dtype in self.outputs(world, call)[1:]))
-        return result, gathered.x, gathered.scales
 
     def saved_tensors(
         self,
@@ -191,11 +179,6 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
 
     def copies_shards(self, plan: Plan) -> bool:
         return isinstance(plan, Decomposed | FlagGated | FusedGatherByCopies)
-
-    def direct(self, world: World, call: GatherCall, plan: Plan) -> Direct | None:
-        usual = isinstance(plan, Sequential) and call.even and call.scaling is None
-        usual = usual and not world.batch_invariant
-        return direct_sequential(world, call) if usual else None
 
 
 ALL_GATHER_MATMUL = registered(AllGatherMatmul())

@@ -1,4 +1,4 @@
-"""How each plan runs all-gather + GEMM. A run returns the gathered activation and the scales of its rows
+"""How each plan prepares all-gather + GEMM. A run returns the gathered activation and the scales of its rows
 (`GatheredRows`), or None for what the call does not ask for. 8-bit rows and their scales are sent unchanged.
 
 sequential   NCCL's all-gather, then the library's GEMM
@@ -11,19 +11,18 @@ flag_gated   quack's GEMM, whose tiles wait for the shards that a copy engine pu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ...backends import library_gemm
 from ...compute.scaled_gemm import Scales
-from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved, prepared
+from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...lang.mapping import StaticMapping, TableMapping, shard_tables
-from ...op import Direct
 from ...plans import (
     Decomposed,
     FlagGated,
@@ -34,28 +33,32 @@ from ...plans import (
     Plan,
     Sequential,
 )
+from ...prepared import OwnResult, Run
 from ...transport import collectives, copy_engine, low_latency
 from ...transport.collectives import add_bias
 from ...transport.interfaces import GatherTransport
 from ...transport.memory import Halves, flat, half_elements
 from ...world import Arena, World
 from .. import by_collectives
-from ..activation import launch_silu_mul
-from ..common import tile_of, transposed, weight_matrix
+from ..activation import silu_mul_launch
+from ..common import tile_of, weight_matrix
 from ..product import linear
 from ..recipes import ScaledFactors, block_rows
 from .call import GATHER_GEMM, GatherCall, GatheredRows
 from .kernels import Gathering, Product, Pull, Shards, all_gather_gemm, copied_gemm
 
 
-@contextmanager
-def preactivation(world: World, call: GatherCall, out: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a tensor [M, N] for the GEMM's result. At the end the activation of it is written to `out`; without an
-    activation the tensor is `out` itself."""
-    full = world.empty((call.rows, call.n), call.dtype) if call.gated else out
-    yield full
-    if call.gated:
-        launch_silu_mul(full, out, world, world.scale.interleave)
+def with_activation(world: World, call: GatherCall, run: Run) -> Run:
+    """Return the run whose result [M, N] is the GEMM's, followed by the activation of it."""
+    launch = silu_mul_launch(world, call.rows, call.gated, call.n, world.scale.interleave)
+
+    def activated(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
+        full = world.empty((call.rows, call.n), call.dtype)
+        gathered: GatheredRows = run(operands, full)
+        launch(world.current_stream(), x=full, out=out)
+        return gathered
+
+    return activated
 
 
 # -- the library's GEMM of gathered rows -------------------------------------------------------------------------------
@@ -75,64 +78,64 @@ def sent_tensors(call: GatherCall, operands: ScaledFactors) -> list[torch.Tensor
     return [operands.x, scale.view(len(operands.x), call.scales_in_row)]
 
 
+def sent_specs(world: World, call: GatherCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shapes and dtypes of `sent_tensors`."""
+    m = call.shards[world.rank]
+    scales = [((m, call.scales_in_row), torch.float32)] if call.scales_in_row else []
+    return [((m, call.k), call.operand_dtype), *scales]
+
+
 def gathered_operands(operands: ScaledFactors, x: torch.Tensor, *scales: torch.Tensor) -> ScaledFactors:
     """Return the operands of the GEMM of gathered rows x. scales: those of the rows, if they were gathered."""
     return operands._replace(x=x, x_scale=scales[0] if scales else operands.x_scale)
 
 
-def run_gathered(
-    world: World, call: GatherCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor
-) -> GatheredRows:
-    """Compute the GEMM of the rows as the plan's transport brings them."""
-    with preactivation(world, call, out) as full:
-        if isinstance(plan, Decomposed) and world.symmetric_unsupported:
-            return GatheredRows(by_collectives.gather(world, plan, operands, full))
-        tensors = sent_tensors(call, operands)
-        with GATHERS[type(plan)](world, plan, call.shards, tensors, call.gathered) as (gathered, arrivals):
-            for rows, parts, lane in arrivals:
-                linear(world, call.scaling, call.dtype, gathered_operands(operands, *parts), lane, full[rows])
-    if not call.gathered or world.size > 1:
-        return GatheredRows(*gathered)
-    return GatheredRows(*(t.clone() for t in gathered))  # with one rank they are the operands themselves
+def prepare_sequential(world: World, call: GatherCall, plan: Sequential) -> Run | OwnResult:
+    """Prepare NCCL's all-gather and the library's GEMM; for unequal shards and scales by a transport."""
+    plain = call.even and call.scaling is None and not call.gated
+    if world.size == 1 or not plain or world.batch_invariant:
+        return prepare_gathered(world, call, plan)
+    current, empty, all_gather, linear = world.current_stream, world.empty, world.all_gather, world.linear
+    shape, dtype, keep = (call.rows, call.k), call.dtype, call.gathered
 
-
-def direct_sequential(world: World, call: GatherCall) -> Direct:
-    """Return a function that does what a sequential call of equal, contiguous shards does, in as little host time as
-    Python takes."""
-    check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
-    all_gather, linear, block = world.all_gather, world.linear, world.scale.interleave
-    m, k, gated = call.rows, call.k, call.gated
-
-    def run(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *_: None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        check()
-        stream = current()
-        gathered = empty((m, k), x.dtype)
+    def run(operands: ScaledFactors, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        x, weight, bias, *_ = operands
+        stream, gathered = current(), empty(shape, dtype)
         all_gather(gathered, x, stream)
-        y = linear(gathered, weight, bias, stream)
-        if gated:
-            gate_up, y = y, empty((m, gated), x.dtype)
-            launch_silu_mul(gate_up, y, world, block)
-        finish(stream)
-        return y, gathered if call.gathered else None, None
+        return linear(gathered, weight, bias, stream, out), gathered if keep else None, None
 
-    return run
+    return OwnResult(run)
+
+
+def prepare_gathered(world: World, call: GatherCall, plan: Plan) -> Run:
+    """Prepare the GEMM of the rows as the plan's transport brings them."""
+    if isinstance(plan, Decomposed) and world.symmetric_unsupported:
+
+        def by_collectives_alone(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
+            gathered = by_collectives.gather(world, plan, operands, out)
+            return GatheredRows(gathered if call.gathered else None)
+
+        return with_activation(world, call, by_collectives_alone) if call.gated else by_collectives_alone
+    gather = GATHERS[type(plan)](world, plan, call.shards, sent_specs(world, call), call.gathered)
+
+    def run(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
+        with gather(sent_tensors(call, operands)) as (gathered, arrivals):
+            for rows, parts, lane in arrivals:
+                linear(world, call.scaling, call.dtype, gathered_operands(operands, *parts), lane, out[rows])
+        if not call.gathered:
+            return GatheredRows(None)
+        # With one rank they are the operands themselves.
+        return GatheredRows(*gathered) if world.size > 1 else GatheredRows(*(t.clone() for t in gathered))
+
+    return with_activation(world, call, run) if call.gated else run
 
 
 # -- fused -------------------------------------------------------------------------------------------------------------
-def run_fused(
-    world: World,
-    call: GatherCall,
-    plan: FusedGather | FusedGatherByCopies,
-    operands: ScaledFactors,
-    out: torch.Tensor,
-) -> GatheredRows:
-    run: Callable[..., GatheredRows] = _by_pull_programs if isinstance(plan, FusedGather) else _by_copy_engine
+def prepare_fused(world: World, call: GatherCall, plan: FusedGather | FusedGatherByCopies) -> Run:
+    prepare: Callable[..., Run] = _by_pull_programs if isinstance(plan, FusedGather) else _by_copy_engine
     if not call.gated or _gated_in_epilogue(world, plan.tile):
-        return run(world, call, plan, operands, out, call.gated)
-    with preactivation(world, call, out) as full:
-        return run(world, call, plan, operands, full, 0)
+        return prepare(world, call, plan, call.gated)
+    return with_activation(world, call, prepare(world, call, plan, 0))
 
 
 def _gated_in_epilogue(world: World, tile: GemmTile) -> bool:
@@ -212,19 +215,18 @@ def _product(world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b
     return constants(Product, tile=tile_of(tile, tile.group_m, trans_b, call.scaling), GATED=gated, **options)
 
 
-def _scales(operands: ScaledFactors) -> dict[str, Moved]:
-    """Return the argument for the scales of 8-bit operands, by name; empty for other operands."""
-    _, _, _, x_scale, weight_scale = operands
-    return {} if x_scale is None or weight_scale is None else dict(scales=Scales(x_scale, weight_scale))
+def _scales(operands: ScaledFactors) -> Scales:
+    """Return the scales of 8-bit operands."""
+    assert operands.x_scale is not None and operands.weight_scale is not None
+    return Scales(operands.x_scale, operands.weight_scale)
 
 
 def _options(plan: FusedGather | FusedGatherByCopies) -> dict[str, int]:
     return dict(num_warps=plan.tile.warps, num_stages=plan.tile.stages, per_sm=plan.per_sm)
 
 
-@prepared
 def _pulled_launch(
-    world: World, call: GatherCall, plan: FusedGather, gated: int, trans_b: bool, arena: Arena
+    world: World, call: GatherCall, plan: FusedGather, gated: int, arena: Arena, trans_b: bool
 ) -> Launch:
     tile, bm, bk = plan.tile, plan.tile.block_m, plan.tile.block_k
     k, programs = call.k, world.sm_count * plan.per_sm
@@ -275,19 +277,28 @@ def _pulled_launch(
     )
 
 
-def _by_pull_programs(
-    world: World, call: GatherCall, plan: FusedGather, operands: ScaledFactors, out: torch.Tensor, gated: int
-) -> GatheredRows:
-    """Run the plan in one launch: some of its programs pull the peers' shards into the arena, the others compute."""
-    x, weight, bias, *_ = operands
-    stream, row = world.current_stream(), call.k * x.element_size()
+def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: int) -> Run:
+    """Prepare one launch: some of its programs pull the peers' shards into the arena, the others compute."""
+    row = call.k * call.operand_dtype.itemsize
     arena = world.arena(_scales_begin(call, plan) * row + 4 * call.rows * _scales_stride(call), row=row)
-    world.order(arena, stream)
-    epoch = arena.epoch.clone() if call.gathered else None
-    launch = _pulled_launch(world, call, plan, gated, transposed(weight), arena)
-    source = dict(x_desc=x) if "x_desc" in launch.moving else {}
-    launch(stream, x=x, **source, w_desc=weight, bias=bias, out_desc=out, **_scales(operands))
-    return GatheredRows(None) if epoch is None else _copy_of_half(world, call, plan, arena, epoch)
+    launches = functools.cache(functools.partial(_pulled_launch, world, call, plan, gated, arena))
+    reads_own_rows, scaled = _whole_tiles(call.shards, plan.tile), call.scaling is not None
+    copy_of_half = _copy_of_half(world, call, plan, arena) if call.gathered else None
+
+    def run(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
+        x, weight, bias, *_ = operands
+        stream = world.current_stream()
+        world.order(arena, stream)
+        epoch = None if copy_of_half is None else arena.epoch.clone()
+        moving: dict[str, Moved] = dict(x=x, w_desc=weight, bias=bias, out_desc=out)
+        if reads_own_rows:
+            moving["x_desc"] = x
+        if scaled:
+            moving["scales"] = _scales(operands)
+        launches(not weight.is_contiguous())(stream, **moving)
+        return GatheredRows(None) if copy_of_half is None or epoch is None else copy_of_half(epoch)
+
+    return run
 
 
 def _scales_begin(call: GatherCall, plan: FusedGather) -> int:
@@ -301,41 +312,46 @@ def _scales_stride(call: GatherCall) -> int:
     return call.scales_in_row + -call.scales_in_row % 4
 
 
-def _copy_of_half(world: World, call: GatherCall, plan: FusedGather, arena: Arena, epoch: torch.Tensor) -> GatheredRows:
-    """Return a copy of the arena's half that call number `epoch` filled. Its rows are selected on the device, since the
-    host does not know the epoch of a call in a CUDA graph."""
-    m, k, dtype, stream = call.rows, call.k, call.operand_dtype, world.current_stream()
-    half_rows, memory = half_elements(arena.half, k, dtype) // k, arena.memory.local
-    gathered = world.empty((m, k), dtype)
+def _copy_of_half(
+    world: World, call: GatherCall, plan: FusedGather, arena: Arena
+) -> Callable[[torch.Tensor], GatheredRows]:
+    """Return a function that copies the arena's half that call number `epoch` filled. Its rows are selected on the
+    device, since the host does not know the epoch of a call in a CUDA graph."""
+    m, k, dtype, columns = call.rows, call.k, call.operand_dtype, call.scales_in_row
+    half_rows, memory, begin = half_elements(arena.half, k, dtype) // k, arena.memory.local, _scales_begin(call, plan)
     half_words = k * dtype.itemsize // 2  # 16-bit words, a dtype in which torch can select rows
     rows = torch.as_strided(memory.view(torch.int16), (half_rows + m, half_words), (half_words, 1))
     numbers = world.cached(("numbers", m), lambda: world.tensor(list(range(m)), torch.int64))
-
-    def select() -> object:
-        return torch.index_select(rows, 0, numbers + epoch % 2 * half_rows, out=gathered.view(torch.int16))
-
-    world.call(select, [rows], [gathered], stream)
-    if not call.scales_in_row:
-        return GatheredRows(gathered)
-    scales, stride = world.empty((m, call.scales_in_row), torch.float32), _scales_stride(call)
+    stride = _scales_stride(call)
     halves = [
-        memory[start : start + 4 * m * stride].view(torch.float32).view(m, stride)[:, : call.scales_in_row]
-        for start in (_scales_begin(call, plan) * k, (half_rows + _scales_begin(call, plan)) * k)
+        memory[start : start + 4 * m * stride].view(torch.float32).view(m, stride)[:, :columns]
+        for start in (begin * k, (half_rows + begin) * k)
+        if columns
     ]
-    world.call(lambda: scales.copy_(torch.where(epoch % 2 == 1, halves[1], halves[0])), halves, [scales], stream)
-    return GatheredRows(gathered, scales)
+
+    def copy(epoch: torch.Tensor) -> GatheredRows:
+        gathered, stream = world.empty((m, k), dtype), world.current_stream()
+
+        def select() -> object:
+            return torch.index_select(rows, 0, numbers + epoch % 2 * half_rows, out=gathered.view(torch.int16))
+
+        world.call(select, [rows], [gathered], stream)
+        if not columns:
+            return GatheredRows(gathered)
+        scales = world.empty((m, columns), torch.float32)
+        world.call(lambda: scales.copy_(torch.where(epoch % 2 == 1, halves[1], halves[0])), halves, [scales], stream)
+        return GatheredRows(gathered, scales)
+
+    return copy
 
 
-@prepared
-def _copied_launch(
-    world: World, call: GatherCall, plan: FusedGatherByCopies, gated: int, trans_b: bool
-) -> tuple[Launch, Ahead]:
+def _copied_launch(world: World, call: GatherCall, plan: FusedGatherByCopies, gated: int, trans_b: bool) -> Launch:
     rows, bm = call.shards[0], plan.tile.block_m
     blocks = block_rows(plan.tile, call.scaling), plan.tile.block_k
     ch, epoch, offsets = _copy_channel(world, call, plan)
     workers = world.sm_count * plan.per_sm - 1
     unscaled: dict[str, object] = {} if call.scaling else dict(all_scales=None)
-    launch = Launch(
+    return Launch(
         world,
         copied_gemm,
         workers,
@@ -350,7 +366,6 @@ def _copied_launch(
         **unscaled,
         product=_product(world, call, plan.tile, gated, trans_b, GEMM_PROGRAMS=workers, FLATTEN=plan.flatten),
     )
-    return launch, Ahead()
 
 
 def _copy_channel(
@@ -370,29 +385,39 @@ def _copy_channel(
     return world.cached(("copied", GATHER_GEMM, call.shards, call.n, call.k, plan), make)
 
 
-def _by_copy_engine(
-    world: World, call: GatherCall, plan: FusedGatherByCopies, operands: ScaledFactors, out: torch.Tensor, gated: int
-) -> GatheredRows:
-    """Run the plan with one GEMM kernel, whose tiles wait for the shards. A copy engine pulls shard after shard, and
-    sets a shard's channel after it. The GEMM has a program less than there is room for, so that the barriers that run
+def _by_copy_engine(world: World, call: GatherCall, plan: FusedGatherByCopies, gated: int) -> Run:
+    """Prepare one GEMM kernel, whose tiles wait for the shards. A copy engine pulls shard after shard, and sets a
+    shard's channel after it. The GEMM has a program less than there is room for, so that the barriers that run
     concurrently find room on an SM."""
-    x, weight, bias, *_ = operands
     ch, epoch, _ = _copy_channel(world, call, plan)
-    keep, tensors = call.gathered or call.shards[0] % plan.tile.block_m != 0, sent_tensors(call, operands)
-    with copy_engine.gather_to_flags(world, tensors, keep, ch.counters.split(1), epoch) as gathered:
-        launch, ahead = _copied_launch(world, call, plan, gated, transposed(weight))
-        moving = dict(x_desc=x, gathered_desc=gathered[0], w_desc=weight, bias=bias, out_desc=out, **_scales(operands))
-        if call.scaling is not None:
-            moving["all_scales"] = gathered_operands(operands, *gathered).x_scale
-        ahead((bias,), lambda: (BoundLaunch(launch, moving),))
-        launch(world.current_stream(), **moving)
-    return GatheredRows(*gathered)
+    flags, keep = ch.counters.split(1), call.gathered or call.shards[0] % plan.tile.block_m != 0
+    launches, ahead = functools.cache(functools.partial(_copied_launch, world, call, plan, gated)), Ahead()
+    gather = copy_engine.gather_to_flags(world, sent_specs(world, call), keep, flags, epoch)
+
+    def run(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
+        x, weight, bias, *_ = operands
+        with gather(sent_tensors(call, operands)) as gathered:
+            launch = launches(not weight.is_contiguous())
+            moving: dict[str, Moved] = dict(x_desc=x, gathered_desc=gathered[0], w_desc=weight, bias=bias, out_desc=out)
+            if call.scaling is not None:
+                moving["scales"] = _scales(operands)
+                moving["all_scales"] = gathered_operands(operands, *gathered).x_scale
+            ahead((bias, weight if weight.is_contiguous() else None), lambda: (BoundLaunch(launch, moving),))
+            launch(world.current_stream(), **moving)
+        return GatheredRows(*gathered) if call.gathered else GatheredRows(None)
+
+    return run
 
 
 # -- flag-gated --------------------------------------------------------------------------------------------------------
 
 
-def run_flag_gated(
+def prepare_flag_gated(world: World, call: GatherCall, plan: FlagGated) -> Run:
+    run = functools.partial(_flag_gated, world, call, plan)
+    return with_activation(world, call, run) if call.gated else run
+
+
+def _flag_gated(
     world: World, call: GatherCall, plan: FlagGated, operands: ScaledFactors, out: torch.Tensor
 ) -> GatheredRows:
     """Run quack's GEMM on shards in symmetric memory. A copy engine pulls shard after shard, and after each one sets
@@ -402,29 +427,27 @@ def run_flag_gated(
     stream, on_gpu, shards = world.current_stream(), world.backend.name == "cuda", copy_engine.FlaggedShards(world, x)
     gathered, flags, one = shards.gathered, shards.flags, shards.one
 
-    with preactivation(world, call, out) as full:
+    def multiply() -> bool:
+        if on_gpu:
+            library_gemm.flag_gated(gathered, weight, out, flags, one, world.rank, form)
+        return on_gpu
 
-        def multiply() -> bool:
-            if on_gpu:
-                library_gemm.flag_gated(gathered, weight, full, flags, one, world.rank, form)
-            return on_gpu
+    def load() -> bool:
+        # The lock that `shards` holds orders this after a call on another stream, whose GEMM waits for these flags.
+        world.call(lambda: flags.fill_(1), [], [flags], world.current_stream())
+        return multiply()
 
-        def load() -> bool:
-            # The lock that `shards` holds orders this after a call on another stream, whose GEMM waits for these flags.
-            world.call(lambda: flags.fill_(1), [], [flags], world.current_stream())
-            return multiply()
-
-        world.cached(("flag_gated", GATHER_GEMM, call.rows, call.n, call.k, x.dtype, plan), load)
-        with shards.gathering(x):
-            if on_gpu:
-                world.call(multiply, [gathered, weight, flags, one], [full], stream)
-            else:  # on a CPU: what the kernel does, shard by shard
-                for p in (world.rank, *world.other_ranks):
-                    world.wait(flags[p : p + 1], one, stream)
-                    world.linear(gathered.split(rows)[p], weight, None, stream, full.split(rows)[p])
-            add_bias(world, full, bias, stream)
+    world.cached(("flag_gated", GATHER_GEMM, call.rows, call.n, call.k, x.dtype, plan), load)
+    with shards.gathering(x):
+        if on_gpu:
+            world.call(multiply, [gathered, weight, flags, one], [out], stream)
+        else:  # on a CPU: what the kernel does, shard by shard
+            for p in (world.rank, *world.other_ranks):
+                world.wait(flags[p : p + 1], one, stream)
+                world.linear(gathered.split(rows)[p], weight, None, stream, out.split(rows)[p])
+        add_bias(world, out, bias, stream)
     if not call.gathered:
-        return GatheredRows(gathered)
+        return GatheredRows(None)
     kept = world.empty((call.rows, call.k), x.dtype)
     world.copy(kept, gathered, stream)
     return GatheredRows(kept)

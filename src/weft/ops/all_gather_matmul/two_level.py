@@ -20,8 +20,8 @@ from .call import GATHER_GEMM, GatherCall, GatheredRows
 
 def run_gather(
     world: World, call: GatherCall, plan: TwoLevel, operands: ScaledFactors, out: torch.Tensor
-) -> GatheredRows | None:
-    """Run all-gather + GEMM. Return the gathered activation, or None if the call does not ask for it."""
+) -> GatheredRows:
+    """Run all-gather + GEMM. Return the gathered activation, if the call asks for it."""
     x, local_rank, chunks = operands.x, world.levels.node.rank, plan.pieces
     stream, between = world.current_stream(), world.side_stream(BETWEEN)
     gathered = world.empty((call.rows, call.k), call.dtype) if call.gathered else None
@@ -37,7 +37,7 @@ def run_gather(
     for slices, part, event in zip(node_slices, parts, arrived, strict=True):
         world.wait_event(stream, event)
         _multiply_node(world, call, operands._replace(x=part), slices, out, gathered)
-    return None if gathered is None else GatheredRows(gathered, None)
+    return GatheredRows(gathered)
 
 
 def _multiply_node(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -31,8 +31,7 @@ class SumCall(Call):
     residual, and whether the sum is returned: ABSENT, OWN (this rank's rows) or WHOLE. scaled: the result is divided by
     a scale that is an operand. group: elements of a row that share a scale, which is returned; 0: there are no such
     scales. pairs: the norm adds a row by `sum_in_pairs`, and its products are rounded, as on a batch-invariant World.
-    shape: that of a tensor that is summed as such a matrix; it is compared between ranks, and nothing that is prepared
-    depends on it."""
+    shape: that of a tensor that is summed as such a matrix; () for a matrix that is normalised."""
 
     op: str
     m: int
@@ -47,7 +46,7 @@ class SumCall(Call):
     scaled: bool
     group: int = 0
     pairs: bool = False
-    shape: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    shape: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def scales(self) -> tuple[int, int]:
@@ -120,6 +119,14 @@ class Tensors:
     x_shared: Symmetric = None
     out_shared: Symmetric = None
     scales: torch.Tensor | None = None
+
+    def as_matrices(self, world: World, call: SumCall, shares_x: bool) -> Tensors:
+        """Return x and out as matrices, and on every rank if they are in symmetric memory; x with `shares_x` alone."""
+        x, out = self.x, self.out
+        if call.op == PLAIN_SUM:
+            x, out = x.view(call.m, call.h), out.view(call.m, call.h)
+        shared = [world.shared(x) if shares_x else None, world.shared(out)]
+        return replace(self, x=x, out=out, x_shared=shared[0] and shared[0][0], out_shared=shared[1] and shared[1][0])
 
     def arguments(self) -> dict[str, torch.Tensor]:
         """Return the kernels' arguments that may be absent, by name; x is passed for those that are absent."""

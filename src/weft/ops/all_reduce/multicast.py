@@ -12,7 +12,7 @@ from ...transport.memory import lock
 from ...world import World
 from .call import SumCall, Tensors
 from .kernels import multicast_shot
-from .runs import SHARED, share_rows, take_rows
+from .runs import SHARED, SumRun, share_rows, summing, take_rows
 
 
 def why_no_multicast(world: World, call: SumCall) -> str | None:
@@ -24,12 +24,19 @@ def why_no_multicast(world: World, call: SumCall) -> str | None:
     return None
 
 
-def run_multicast(world: World, call: SumCall, plan: Multicast, t: Tensors, stream: Stream) -> None:
-    world.order(lock(world, SHARED), stream)
-    shared = share_rows(world, call, t, stream)
-    launch = _multicast_launch(world, call, plan, tuple(memory.multicast if memory else 0 for memory in shared[:3]))
-    launch(stream, **{name: value for name, value in t.arguments().items() if name != "scale"})
-    take_rows(world, t, shared, stream)
+@summing
+def prepare_multicast(world: World, call: SumCall, plan: Multicast) -> SumRun:
+    holder = lock(world, SHARED)
+
+    def sum_rows(t: Tensors, stream: Stream) -> None:
+        world.order(holder, stream)
+        t = t.as_matrices(world, call, True)
+        shared = share_rows(world, call, t, stream)
+        launch = _multicast_launch(world, call, plan, tuple(memory.multicast if memory else 0 for memory in shared[:3]))
+        launch(stream, **{name: value for name, value in t.arguments().items() if name != "scale"})
+        take_rows(world, t, shared, stream)
+
+    return sum_rows
 
 
 @prepared

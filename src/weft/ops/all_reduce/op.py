@@ -11,7 +11,7 @@ import torch
 from ...architectures import lacks
 from ...backends.base import Stream
 from ...backends.library_gemm import stepped
-from ...op import Direct, Op, Operands, Returned, Run, check_call, registered
+from ...op import Op, Operands, check_call, registered
 from ...plans import (
     Decomposed,
     Multicast,
@@ -24,27 +24,26 @@ from ...plans import (
     TwoShotPush,
     is_low_latency,
 )
+from ...prepared import Prepare, Prepared
 from ...scaled_tensor import E4M3, ScaledTensor
-from ...tensor_checks import aligned, check_device, dense, dims, output, overlap
+from ...tensor_checks import check_device, dims, overlap
 from ...torch_library import CallOptions
 from ...transport.low_latency import VECTOR
 from ...world import World
 from ..common import split_rows
 from ..recipes import check_quantized
 from ..removed import unexpected
-from .call import NORM, NORMS, PLAIN_SUM, SUMMED_DTYPES, NormOperands, SumCall, SumOperands, Tensors, sum_call
+from .call import NORM, NORMS, PLAIN_SUM, SUMMED_DTYPES, NormOperands, SumCall, SumOperands, sum_call
 from .kernels import ABSENT, OWN, RMS, WHOLE
-from .multicast import run_multicast, why_no_multicast
+from .multicast import prepare_multicast, why_no_multicast
 from .runs import (
-    post,
-    posting,
-    run_decomposed,
-    run_one_shot,
-    run_sequential,
-    run_two_shot,
-    run_two_shot_low_latency,
+    prepare_decomposed,
+    prepare_one_shot,
+    prepare_sequential,
+    prepare_two_shot,
+    prepare_two_shot_low_latency,
 )
-from .two_level import run_sum
+from .two_level import prepare_sum
 
 WIDEST = 16384  # the most columns that a program holds in registers
 SHORT = 512  # bytes of the shortest rows that were measured
@@ -54,15 +53,15 @@ STAGED = 64 << 20  # bytes of memory for posted rows up to which plans that post
 class Reduce(Op[SumCall]):
     """The base of all-reduce and of all-reduce + residual + norm."""
 
-    runs: ClassVar[Mapping[type[Plan], Run]] = {
-        Sequential: run_sequential,
-        Decomposed: run_decomposed,
-        OneShot: run_one_shot,
-        TwoShotPush: run_two_shot,
-        TwoShotPull: run_two_shot,
-        TwoShotLowLatency: run_two_shot_low_latency,
-        Multicast: run_multicast,
-        TwoLevel: run_sum,
+    runs: ClassVar[Mapping[type[Plan], Prepare]] = {
+        Sequential: prepare_sequential,
+        Decomposed: prepare_decomposed,
+        OneShot: prepare_one_shot,
+        TwoShotPush: prepare_two_shot,
+        TwoShotPull: prepare_two_shot,
+        TwoShotLowLatency: prepare_two_shot_low_latency,
+        Multicast: prepare_multicast,
+        TwoLevel: prepare_sum,
     }
     unsupported_fields: ClassVar[Mapping[type[Plan], Sequence[str]]] = {Decomposed: ("groups", "pieces")}
     batch_invariant_plans = TwoShotPush, TwoShotPull, TwoShotLowLatency, OneShot, Decomposed
@@ -80,7 +79,7 @@ class Reduce(Op[SumCall]):
 
     def trial_key(self, call: SumCall) -> Hashable:
         """Return the call with its number of rows as the library's GEMM counts M, for any epsilon."""
-        return replace(call, m=stepped(call.m), eps=0.0)
+        return replace(call, m=stepped(call.m), eps=0.0, shape=())
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
         return call.m, call.h, 1
@@ -108,45 +107,23 @@ class Reduce(Op[SumCall]):
             return "plans may round rows of 8 bits in different places"
         return super().batch_invariance_unsupported(world, call, plan)
 
-    def execute(
-        self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Make the call. If `out` and x are in symmetric memory, peers may write to `out` and read x; therefore the
-        ranks compare where these are."""
-        x, residual, weight, bias, scale = operands
-        x, stream = dense(x) if call.h else x, world.current_stream()
-        # A program may store a row that another program still has to read: of x here, and of the others below.
-        in_place = not is_low_latency(plan) and isinstance(out, torch.Tensor) and out.data_ptr() == x.data_ptr()
-        if isinstance(out, torch.Tensor) and overlap(out, x) and not in_place:
-            x = _copy(x, world, stream)
-        aligned_out = isinstance(out, torch.Tensor) and out.data_ptr() % 16 == 0
-        shared_out = world.shared(out) if aligned_out and out is not None else None
-        shared_x = world.shared(x) if _pulls(plan) else None
-        world.check()
-        world.begin(
-            self.check_same_on_all_ranks(
-                world, call, plan, out=shared_out and shared_out[1], x=shared_x and shared_x[1]
+    def without_overlap(self, world: World, plan: Plan, operands: Operands, out: torch.Tensor) -> Operands:
+        """Return the operands, copied where they overlap `out`: a program may store a row that another program still
+        has to read. If `out` is x itself, a plan that posts no rows reads a row of x before it stores it."""
+        in_place = not is_low_latency(plan) and out.data_ptr() == operands[0].data_ptr()
+        stream = world.current_stream()
+        return type(operands)(
+            *(
+                t if t is None or (in_place and t is operands[0]) or not overlap(out, t) else _copy(t, world, stream)
+                for t in operands
             )
         )
-        (shape, dtype), *extra_outputs = self.outputs(world, call)
-        result = output(self.name, world, out, shape, dtype)
-        kept = world.empty(*extra_outputs[0]) if call.keep else None
-        scales = world.empty(*extra_outputs[-1]) if call.group else None
-        if call.m == 0:
-            return result, kept, scales
-        residual, weight, bias, scale = (
-            t if t is None else _copy(dense(t), world, stream) if overlap(out, t) else dense(t)
-            for t in (residual, weight, bias, scale)
-        )
-        shared = shared_x and shared_x[0], shared_out and shared_out[0]
-        t = Tensors(x, residual, weight, bias, scale, result, kept, *shared, scales)
-        self.runs[type(plan)](world, call, plan, t, stream)
-        world.finish(stream)
-        return result, kept, scales
 
-    def check_same_on_all_ranks(self, world: World, call: SumCall, plan: Plan, **offsets: Hashable) -> int | None:
-        # `execute` calls this with the offsets of x and `out`; other callers do not know them yet.
-        return super().check_same_on_all_ranks(world, call, plan, **offsets) if offsets else None
+    def compared(self, plan: Plan, addresses: Hashable) -> Mapping[str, Hashable]:
+        """Return where `out` and x are, if they are in symmetric memory, so that peers may write and read them."""
+        assert isinstance(addresses, tuple)
+        x, out = (address if address and address[1] % 16 == 0 else None for address in addresses)
+        return dict(out=out, x=x if _pulls(plan) else None)
 
     def operand_addresses(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
         """Return the symmetric offsets of x and `out`, or None for a tensor that is not in symmetric memory. Plans read
@@ -156,12 +133,10 @@ class Reduce(Op[SumCall]):
         shared_out = world.shared(out) if isinstance(out, torch.Tensor) else None
         return (shared_x and shared_x[1], shared_out and shared_out[1])
 
-    def warm_up_capture(
-        self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None
-    ) -> None:
+    def warm_up_capture(self, prepared: Prepared[SumCall], operands: Operands, out: torch.Tensor | None) -> None:
         """Make the call with x and `out` themselves, since a plan may use their symmetric memory; without `out` if they
         overlap, because a repeated call would sum sums."""
-        self.execute(world, call, plan, operands, None if overlap(out, *operands[:2]) else out)
+        prepared(operands, None if overlap(out, *operands[:2]) else out)
 
 
 class AllReduceRmsNorm(Reduce):
@@ -187,28 +162,6 @@ class AllReduceRmsNorm(Reduce):
     def check(self, world: World, operands: NormOperands, options: CallOptions) -> SumCall:
         return _checked_call(world, operands, *options)
 
-    def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
-        """Return a direct function for plans that post rows, in which most of the time of a call is the host's, or
-        None for other plans."""
-        if not is_low_latency(plan) or call.out_dtype != call.dtype:
-            return None
-        number = Op.check_same_on_all_ranks(self, world, call, plan, out=None, x=None)  # the number that `execute` gets
-        prepared_for = posting(world, call, plan)
-        (shape, dtype), *extra_outputs = self.outputs(world, call)
-        check, current, finish = world.check, world.current_stream, world.finish
-
-        def run(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-            check()
-            world.begin(number)
-            stream, y = current(), world.empty(shape, dtype)
-            kept = world.empty(*extra_outputs[0]) if extra_outputs else None
-            residual, weight, bias, scale = (None if t is None else aligned(t) for t in others)
-            post(world, prepared_for, Tensors(aligned(x), residual, weight, bias, scale, y, kept), stream)
-            finish(stream)
-            return y, kept, None
-
-        return run
-
 
 class AllReduce(Reduce):
     """The op all_reduce. The operand x has any shape; kernels see it as a matrix (`call.sum_call`)."""
@@ -224,20 +177,14 @@ class AllReduce(Reduce):
         _check_tensors(PLAIN_SUM, world, dict(x=x))
         return sum_call(world, x.shape, x.dtype)
 
+    def outputs(self, world: World, call: SumCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [(call.shape, call.dtype)]
+
     def meta(
         self, world: World, operands: SumOperands, options: CallOptions
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         x = operands.x
         return [(tuple(x.shape), x.dtype)]
-
-    def execute(
-        self, world: World, call: SumCall, plan: Plan, operands: SumOperands, out: torch.Tensor | None
-    ) -> Returned:
-        x = operands.x
-        y = None if out is None else output(self.name, world, out, x.shape, x.dtype).view(call.m, call.h)
-        rows = dense(x).view(call.m, call.h)
-        result, *_ = super().execute(world, call, plan, NormOperands(rows), y)
-        return result.view(x.shape) if out is None else out
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
         return call.m, call.h * call.dtype.itemsize // 2, 1  # bytes decide, counted as 16-bit elements
@@ -252,36 +199,6 @@ class AllReduce(Reduce):
 
     def _short(self, world: World, call: SumCall) -> bool:
         return call.h * call.dtype.itemsize < SHORT and call.m > world.sm_count
-
-    def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
-        if not isinstance(plan, Sequential) and not is_low_latency(plan):
-            return None
-        number = Op.check_same_on_all_ranks(self, world, call, plan, out=None, x=None)  # the number that `execute` gets
-        check, current, finish = world.check, world.current_stream, world.finish
-        if not is_low_latency(plan):
-            copied, all_reduce = world.results, world.all_reduce
-
-            def sum_copy(x: torch.Tensor) -> torch.Tensor:
-                check()
-                world.begin(number)
-                stream = current()
-                (y,) = copied(lambda: (x.clone(),), [(x.shape, x.dtype)], [x], stream)
-                all_reduce(y, stream)
-                finish(stream)
-                return y
-
-            return sum_copy
-        prepared_for = posting(world, call, plan)
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            check()
-            world.begin(number)
-            stream, y = current(), world.empty(x.shape, x.dtype)
-            post(world, prepared_for, Tensors(aligned(x), None, None, None, None, y, None), stream)
-            finish(stream)
-            return y
-
-        return run
 
 
 ALL_REDUCE_RMS_NORM, ALL_REDUCE = registered(AllReduceRmsNorm()), registered(AllReduce())

@@ -1,4 +1,4 @@
-"""How each plan runs an all-reduce, with or without a residual add and norm after the sum (TokenWeave, section 4).
+"""How each plan prepares an all-reduce, with or without a residual add and norm after the sum (TokenWeave, section 4).
 
 sequential          NCCL's all-reduce, then one kernel
 one_shot, two_shot  one launch (low_latency_kernels.py for few rows, otherwise kernels.py)
@@ -8,9 +8,11 @@ decomposed          two shots whose rows a copy engine moves, so that SMs are ta
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -27,12 +29,13 @@ from ...plans import (
     TwoShotLowLatency,
     TwoShotPush,
 )
+from ...prepared import OwnResult, Prepare, Run
 from ...transport import low_latency
 from ...transport.copy_engine import COPIES, pull_parts, pull_rows
 from ...transport.memory import lock, rank_word, workspace
 from ...world import World
 from ..common import split_rows
-from .call import PLAIN_SUM, SumCall, Symmetric, Tensors, sum_call
+from .call import PLAIN_SUM, NormOperands, SumCall, SumOperands, Symmetric, Tensors, sum_call
 from .kernels import ABSENT, OWN, WHOLE, RankAddresses, Shots, add_norm, sum_norm, two_shot
 from .low_latency_kernels import one_shot, two_shot_low_latency
 
@@ -40,26 +43,71 @@ SHARED = "two-shot all-reduce"  # the name of the symmetric memory of these plan
 REST_KIB = 11  # KiB of a program's shared memory that rows in flight do not take
 
 
-def run_sequential(world: World, call: SumCall, plan: Plan, t: Tensors, stream: Stream) -> None:
-    """All-reduce with NCCL, then normalise. Each owner adds its rows of a residual before the sum, which brings them to
-    all ranks."""
-    total = t.x
-    if world.size > 1:
-        total = t.out if call.op == PLAIN_SUM else world.empty((call.m, call.h), call.dtype)
-        world.copy(total, t.x, stream)
-        residual = t.residual
-        if call.residual == OWN.value and residual is not None and residual.shape[0]:
-            lo = sum(split_rows(world, call.m)[: world.rank])
-            own_rows = total[lo : lo + residual.shape[0]]
-            world.call(lambda: own_rows.add_(residual), [own_rows, residual], [own_rows], stream)
-        world.all_reduce(total, stream)
-    elif call.op == PLAIN_SUM:
-        world.copy(t.out, t.x, stream)
-    if call.op == PLAIN_SUM:
-        return
-    added = call if call.residual == WHOLE.value else replace(call, residual=ABSENT.value)
+SumRun: TypeAlias = Callable[[Tensors, Stream], None]
 
-    norm_rows(world, added)(stream, **t.arguments(), x=total, out=t.out)
+
+def summing(make: Callable[[World, SumCall, Any], SumRun]) -> Prepare:
+    """Return the preparation of a plan whose run takes `Tensors` and a stream. Its results after the first are the sum
+    with the residual and the scales, None for what the call does not have; a plain sum has neither."""
+
+    @functools.wraps(make)
+    def prepare(world: World, call: SumCall, plan: Plan) -> Run:
+        sum_rows = make(world, call, plan)
+        kept_rows = call.m if call.keep == WHOLE.value else split_rows(world, call.m)[world.rank]
+
+        def run(operands: SumOperands | NormOperands, out: torch.Tensor) -> tuple[torch.Tensor | None, ...] | None:
+            if isinstance(operands, SumOperands):
+                sum_rows(Tensors(operands.x, None, None, None, None, out, None), world.current_stream())
+                return None
+            kept = world.empty((kept_rows, call.h), call.dtype) if call.keep else None
+            scales = world.empty(call.scales, torch.float32) if call.group else None
+            sum_rows(Tensors(*operands, out, kept, scales=scales), world.current_stream())
+            return kept, scales
+
+        return run
+
+    return prepare
+
+
+def prepare_sequential(world: World, call: SumCall, plan: Plan) -> Run | OwnResult:
+    if call.op != PLAIN_SUM:
+        return _normalised(world, call, plan)
+    results, all_reduce, copy = world.results, world.all_reduce, world.copy
+
+    def run(operands: SumOperands, out: torch.Tensor | None) -> tuple[torch.Tensor]:
+        x, stream = operands.x, world.current_stream()
+        if out is None:
+            (out,) = results(lambda: (x.clone(),), [(x.shape, x.dtype)], [x], stream)
+        else:
+            copy(out, x, stream)
+        if world.size > 1:
+            all_reduce(out, stream)
+        return (out,)
+
+    return OwnResult(run)
+
+
+@summing
+def _normalised(world: World, call: SumCall, plan: Plan) -> SumRun:
+    """Prepare NCCL's all-reduce and the norm. Each owner adds its rows of a residual before the sum, which brings them
+    to all ranks."""
+    own_residual, lo = call.residual == OWN.value and world.size > 1, sum(split_rows(world, call.m)[: world.rank])
+    after = call if call.residual == WHOLE.value else replace(call, residual=ABSENT.value)
+    normalise = norm_rows(world, after)
+
+    def sum_rows(t: Tensors, stream: Stream) -> None:
+        total = t.x
+        if world.size > 1:
+            total = world.empty((call.m, call.h), call.dtype)
+            world.copy(total, t.x, stream)
+            residual = t.residual
+            if own_residual and residual is not None and residual.shape[0]:
+                own_rows = total[lo : lo + residual.shape[0]]
+                world.call(lambda: own_rows.add_(residual), [own_rows, residual], [own_rows], stream)
+            world.all_reduce(total, stream)
+        normalise(stream, **t.arguments(), x=total, out=t.out)
+
+    return sum_rows
 
 
 @prepared
@@ -71,7 +119,6 @@ def norm_rows(world: World, call: SumCall) -> Launch:
 
 
 # -- rows with low-latency flags ---------------------------------------------------------------------------------------
-@prepared
 def posting(world: World, call: SumCall, plan: LowLatencyShot) -> low_latency.Posting:
     """Return the launch of a plan that posts rows, and the memory that it needs."""
     if isinstance(plan, OneShot):
@@ -84,44 +131,38 @@ def posting(world: World, call: SumCall, plan: LowLatencyShot) -> low_latency.Po
     return low_latency.Posting(kernel, f"{call.op} {call}", plan, nbytes, call.options(plan.warps), arguments)
 
 
-def post(world: World, prepared_for: low_latency.Posting, t: Tensors, stream: Stream) -> None:
-    # Two shots store the rows of other owners in whole words, so that `out` must be aligned.
-    out = t.out if t.out.data_ptr() % 16 == 0 else world.empty(t.out.shape, t.out.dtype)
+def _post(world: World, call: SumCall, plan: LowLatencyShot) -> SumRun:
+    post = low_latency.prepare_posting(world, posting(world, call, plan))
 
-    low_latency.launch(world, prepared_for, stream, **t.arguments(), x=t.x, out=out)
-    if out is not t.out:
-        world.copy(t.out, out, stream)
+    def sum_rows(t: Tensors, stream: Stream) -> None:
+        # Two shots store the rows of other owners in whole words, so that `out` must be aligned.
+        out = t.out if t.out.data_ptr() % 16 == 0 else world.empty(t.out.shape, t.out.dtype)
+        post(stream, **t.arguments(), x=t.x, out=out)
+        if out is not t.out:
+            world.copy(t.out, out, stream)
+
+    return sum_rows
 
 
-def run_one_shot(world: World, call: SumCall, plan: OneShot, t: Tensors, stream: Stream) -> None:
-    post(world, posting(world, call, plan), t, stream)
+prepare_one_shot = summing(_post)
 
 
-def run_two_shot_low_latency(world: World, call: SumCall, plan: TwoShotLowLatency, t: Tensors, stream: Stream) -> None:
+@summing
+def prepare_two_shot_low_latency(world: World, call: SumCall, plan: TwoShotLowLatency) -> SumRun:
     """Post the rows, or count them if the output has another dtype than x, because the memory for posted rows has room
     for rows of x's dtype."""
     if call.out_dtype == call.dtype:
-        post(world, posting(world, call, plan), t, stream)
-    else:
-        run_two_shot(world, call, TwoShotPush(plan.programs, plan.warps), t, stream)
-
-
-@prepared
-def _posting_of_shape(
-    world: World, shape: torch.Size, dtype: torch.dtype, plan: LowLatencyShot
-) -> tuple[low_latency.Posting, SumCall]:
-    call = sum_call(world, shape, dtype)
-    return posting(world, call, plan), call
+        return _post(world, call, plan)
+    return _count(world, call, TwoShotPush(plan.programs, plan.warps))
 
 
 def all_reduce_low_latency(
-    x: torch.Tensor, world: World, plan: LowLatencyShot, stream: Stream, out: torch.Tensor
-) -> None:
-    """Compute out, the sum of x over ranks, with a plan that posts rows. The caller has checked that all ranks make the
-    same call, and x is whole 16-byte words."""
-    prepared_for, call = _posting_of_shape(world, x.shape, x.dtype, plan)
-    shape = call.m, call.h
-    post(world, prepared_for, Tensors(x.view(shape), None, None, None, None, out.view(shape), None), stream)
+    world: World, shape: tuple[int, ...], dtype: torch.dtype, plan: LowLatencyShot
+) -> Callable[[torch.Tensor, torch.Tensor, Stream], None]:
+    """Return a function that computes out, the sum of x over ranks, on a stream with a plan that posts rows. The caller
+    has checked that all ranks make the same call; x and out are of this shape, and whole 16-byte words."""
+    sum_rows = _post(world, sum_call(world, shape, dtype), plan)
+    return lambda x, out, stream: sum_rows(Tensors(x, None, None, None, None, out, None), stream)
 
 
 # -- rows with counters ------------------------------------------------------------------------------------------------
@@ -179,17 +220,25 @@ def take_rows(world: World, t: Tensors, shared: SharedRows, stream: Stream) -> N
             world.copy(result, landed.local, stream)
 
 
-def run_two_shot(world: World, call: SumCall, plan: TwoShotCounted, t: Tensors, stream: Stream) -> None:
-    """All-reduce in one launch whose rows are counted. x is the argument for tensors that the kernel does not read."""
-    world.order(lock(world, SHARED), stream)
-    shared, staging = share_rows(world, call, t, stream, plan.pull), None
+def _count(world: World, call: SumCall, plan: TwoShotCounted) -> SumRun:
+    """Prepare one launch whose rows are counted. x is the argument for tensors that the kernel does not read."""
+    holder, staging = lock(world, SHARED), None
     if not plan.pull:
         rows = world.size * -(-call.m // world.size)
         staging = workspace(world, f"{SHARED}, staging", (rows, call.h), call.dtype)
-    launch = _two_shot_launch(world, call, plan, staging, shared)
-    instead = {} if staging else dict(staging=t.x)
-    launch(stream, **t.arguments(), x=t.x, **instead)
-    take_rows(world, t, shared, stream)
+
+    def sum_rows(t: Tensors, stream: Stream) -> None:
+        world.order(holder, stream)
+        t = t.as_matrices(world, call, plan.pull)
+        shared = share_rows(world, call, t, stream, plan.pull)
+        instead = {} if staging else dict(staging=t.x)
+        _two_shot_launch(world, call, plan, staging, shared)(stream, **t.arguments(), x=t.x, **instead)
+        take_rows(world, t, shared, stream)
+
+    return sum_rows
+
+
+prepare_two_shot = summing(_count)
 
 
 @prepared
@@ -227,35 +276,40 @@ def _two_shot_launch(
     )
 
 
-def run_decomposed(world: World, call: SumCall, plan: Decomposed, t: Tensors, stream: Stream) -> None:
-    """All-reduce with copy engines, which pull the peers' parts of this rank's rows; one kernel sums and normalises
-    them; then copy engines pull the other owners' rows. After the first barrier the parts of all ranks are complete.
-    After the second all owners' rows are complete, and no part is read any more. After the third no row is read any
-    more, so that the caller may write to `out`."""
+@summing
+def prepare_decomposed(world: World, call: SumCall, plan: Decomposed) -> SumRun:
+    """Prepare an all-reduce with copy engines, which pull the peers' parts of this rank's rows; one kernel sums and
+    normalises them; then copy engines pull the other owners' rows. After the first barrier the parts of all ranks are
+    complete. After the second all owners' rows are complete, and no part is read any more. After the third no row is
+    read any more, so that the caller may write to `out`."""
     me, copies = world.rank, world.side_stream("copy")
     ends = list(itertools.accumulate(split_rows(world, call.m), initial=0))
-    own_rows = slice(ends[me], ends[me + 1])
-    for holder in (lock(world, COPIES), lock(world, SHARED)):
-        world.order(holder, stream)
-    world.wait_event(copies, world.record(stream))
-    shared = share_rows(world, call, t, copies)
-    source, out, sums, scales = shared
-    assert source is not None
-    kept = t.kept if sums is None else sums.local[own_rows]
+    own_rows, holders = slice(ends[me], ends[me + 1]), (lock(world, COPIES), lock(world, SHARED))
+    sum_own_rows = _sum_norm(world, replace(call, keep=OWN.value if call.keep else ABSENT.value))
 
-    world.barrier(copies)
-    staging = pull_parts(world, source, own_rows, ends[1], copies)
-    local = replace(t, x=source.local, out=out.local, kept=kept, scales=scales.local if scales else None)
-    owned = replace(call, keep=OWN.value if call.keep else ABSENT.value)
-    _sum_norm(world, owned)(copies, **local.arguments(), x=local.x, out=local.out, staging=staging)
-    world.barrier(copies)
-    pull_rows(world, [memory for memory in shared[1:] if memory], ends, copies)
-    world.barrier(copies)
-    world.wait_event(stream, world.record(copies))
-    take_rows(world, t, shared, stream)
+    def sum_rows(t: Tensors, stream: Stream) -> None:
+        for holder in holders:
+            world.order(holder, stream)
+        world.wait_event(copies, world.record(stream))
+        t = t.as_matrices(world, call, True)
+        shared = share_rows(world, call, t, copies)
+        source, out, sums, scales = shared
+        assert source is not None
+        kept = t.kept if sums is None else sums.local[own_rows]
+
+        world.barrier(copies)
+        staging = pull_parts(world, source, own_rows, ends[1], copies)
+        local = replace(t, x=source.local, out=out.local, kept=kept, scales=scales.local if scales else None)
+        sum_own_rows(copies, **local.arguments(), x=local.x, out=local.out, staging=staging)
+        world.barrier(copies)
+        pull_rows(world, [memory for memory in shared[1:] if memory], ends, copies)
+        world.barrier(copies)
+        world.wait_event(stream, world.record(copies))
+        take_rows(world, t, shared, stream)
+
+    return sum_rows
 
 
-@prepared
 def _sum_norm(world: World, call: SumCall) -> Launch:
     most = -(-call.m // world.size)
     return Launch(

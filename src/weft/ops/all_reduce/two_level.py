@@ -19,42 +19,50 @@ from ...world import World
 from ..common import split_rows
 from .call import PLAIN_SUM, SumCall, Tensors
 from .kernels import ABSENT, OWN, WHOLE
-from .runs import norm_rows
+from .runs import SumRun, norm_rows, summing
 
 
-def run_sum(world: World, call: SumCall, plan: TwoLevel, t: Tensors, stream: Stream) -> None:
-    """Run all-reduce, with or without a norm. On each node the owner of a row adds the residual and normalises the sum.
-    A residual of own rows is added before the sum, because the owner on a node does not have it."""
-    node, across, between = world.levels.node, world.levels.across, world.side_stream(BETWEEN)
-    chunks, plain = row_chunks(world, call.m, plan), call.op == PLAIN_SUM
-    node.order(lock(node, COPIES), stream)
-    source = workspace(node, "two levels, x", (call.m, call.h), call.dtype)
-    memory = chunk_memory(world, "rows", chunks, call.h, call.out_dtype)
-    sums = chunk_memory(world, "sums", chunks, call.h, call.dtype) if call.keep else None
-    shards = split_rows(world, call.m)
-    residual_start = 0 if call.keep == WHOLE.value else sum(shards[: world.rank])  # the first row of the new residual
-    node.copy(source.local, t.x, stream)
-    if call.residual == OWN.value and t.residual is not None and shards[world.rank]:
-        rows, residual = source.local[residual_start : residual_start + shards[world.rank]], t.residual
-        world.call(lambda: rows.add_(residual), [rows, residual], [rows], stream)
-    node.barrier(stream)
-    totals, sum_events = [], []
-    for chunk in chunks:
-        own_count = chunk.shards[node.rank]
-        total = memory.local[chunk.index, :own_count] if plain else node.empty((own_count, call.h), call.dtype)
-        sum_rows(world, source, chunk, total, stream)
-        world.wait_event(between, world.record(stream))
-        across.all_reduce(total, between)
-        totals.append(total)
-        sum_events.append(world.record(between))
-    for chunk, total, event in zip(chunks, totals, sum_events, strict=True):
-        world.wait_event(stream, event)
-        if sums is not None and total.shape[0]:
-            _norm(world, call, chunk, total, t, memory, sums, stream)
+@summing
+def prepare_sum(world: World, call: SumCall, plan: TwoLevel) -> SumRun:
+    """Prepare all-reduce, with or without a norm. On each node the owner of a row adds the residual and normalises the
+    sum. A residual of own rows is added before the sum, because the owner on a node does not have it."""
+
+    def run(t: Tensors, stream: Stream) -> None:
+        t = t.as_matrices(world, call, False)
+        node, across, between = world.levels.node, world.levels.across, world.side_stream(BETWEEN)
+        chunks, plain = row_chunks(world, call.m, plan), call.op == PLAIN_SUM
+        node.order(lock(node, COPIES), stream)
+        source = workspace(node, "two levels, x", (call.m, call.h), call.dtype)
+        memory = chunk_memory(world, "rows", chunks, call.h, call.out_dtype)
+        sums = chunk_memory(world, "sums", chunks, call.h, call.dtype) if call.keep else None
+        shards = split_rows(world, call.m)
+        residual_start = (
+            0 if call.keep == WHOLE.value else sum(shards[: world.rank])
+        )  # the first row of the new residual
+        node.copy(source.local, t.x, stream)
+        if call.residual == OWN.value and t.residual is not None and shards[world.rank]:
+            rows, residual = source.local[residual_start : residual_start + shards[world.rank]], t.residual
+            world.call(lambda: rows.add_(residual), [rows, residual], [rows], stream)
         node.barrier(stream)
-        pull_rows(world, memory, chunk, t.out, 0, stream)
-        if sums is not None and t.kept is not None:
-            pull_rows(world, sums, chunk, t.kept, residual_start, stream)
+        totals, sum_events = [], []
+        for chunk in chunks:
+            own_count = chunk.shards[node.rank]
+            total = memory.local[chunk.index, :own_count] if plain else node.empty((own_count, call.h), call.dtype)
+            sum_rows(world, source, chunk, total, stream)
+            world.wait_event(between, world.record(stream))
+            across.all_reduce(total, between)
+            totals.append(total)
+            sum_events.append(world.record(between))
+        for chunk, total, event in zip(chunks, totals, sum_events, strict=True):
+            world.wait_event(stream, event)
+            if sums is not None and total.shape[0]:
+                _norm(world, call, chunk, total, t, memory, sums, stream)
+            node.barrier(stream)
+            pull_rows(world, memory, chunk, t.out, 0, stream)
+            if sums is not None and t.kept is not None:
+                pull_rows(world, sums, chunk, t.kept, residual_start, stream)
+
+    return run
 
 
 def _norm(

@@ -23,7 +23,7 @@ from ...tensor_checks import dense
 from ...world import World
 from .key_ranges import KeyRanges
 from .libraries import AttentionLibrary, BackwardOperands, Packed
-from .segmented import AttentionConfig, GroupsByRank, KeyValues, fetch_key_values, sequence_offsets
+from .segmented import AttentionConfig, GroupsByRank, KeyValues, prepare_fetch, sequence_offsets
 
 
 class ForwardResult(NamedTuple):
@@ -56,7 +56,7 @@ def backward(
     kv_shape = (2, config.kv_heads, config.dim)
     if packed and isinstance(plan, Segmented):
         plan = replace(plan, calls=1)
-    remote, end = fetch_key_values(world, config, plan, local_kv, key_ranges.remote, groups_by_rank)
+    remote, end = prepare_fetch(world, config, plan, key_ranges.remote, groups_by_rank)(local_kv)
     local_dkv = world.zeros((n, *kv_shape), torch.float32)
     dqs: list[tuple[int, Tensor]] = []
     dkv_by_rank: dict[int, Tensor] = {}

@@ -14,6 +14,7 @@ differ.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 
 from ...backends.base import SymmetricTensor
-from ...kernel_launch import Launch, prepared
 from ...plans import HeadParallel
 from ...transport.memory import lock, workspace
 from ...transport.sm_push import PushBlock, block_launch
@@ -87,57 +87,61 @@ def ring(rank: int, size: int) -> list[int]:
     return [(rank + step) % size for step in range(1, size + 1)]
 
 
-def forward(
-    world: World,
-    config: AttentionConfig,
-    plan: HeadParallel,
-    key_ranges: KeyRanges,
-    zigzag: bool,
-    q: Tensor,
-    local_kv: KeyValues,
-    sinks: Tensor | None,
-    out: Tensor,
-) -> Tensor:
-    """Write out [m, heads, D] and return lse float32 [heads, m]. `key_ranges` are those of a single rank with the whole
-    sequence. The queries are those of the last m rows of this rank's shard."""
-    stream, rank, n, m = world.current_stream(), world.rank, len(local_kv.k), len(q)
-    split = world.cached((MEMORY, "split", config, zigzag), lambda: HeadSplit.over(config, zigzag))
+def prepare_forward(
+    world: World, config: AttentionConfig, plan: HeadParallel, key_ranges: KeyRanges, zigzag: bool, m: int
+) -> Callable[[Tensor, KeyValues, Tensor | None, Tensor], Tensor]:
+    """Return a function of q with m rows, local keys and values, sinks and `out`, which writes out [m, heads, D] and
+    returns lse float32 [heads, m]. `key_ranges` are those of a single rank with the whole sequence. The queries are
+    those of the last m rows of this rank's shard."""
+    rank, n, holder, split = world.rank, config.shards[world.rank], lock(world, MEMORY), HeadSplit.over(config, zigzag)
     rank_config = split.rank_config
     q_memory, k_memory, v_memory, out_memory, lse_memory = symmetric_tensors(world, split)
-    world.order(lock(world, MEMORY), stream)
-    if m < n:  # the other ranks read as many queries as keys
-        padded = world.zeros((n, config.heads, config.dim), config.dtype)
-        world.copy(padded[n - m :], q, stream)
-        q = padded
-
-    def push(t: Tensor, memory: SymmetricTensor, method: str, *args: int) -> None:
-        """Push the blocks that this method of the split returns, given the rank and `args`."""
-        _push(world, plan.programs, (split, method, *args), t.dtype)(stream, x=t, memory=memory.addresses)
-
-    push(q, q_memory, "dispatch_blocks", rank_config.heads)
-    push(local_kv.k, k_memory, "dispatch_blocks", rank_config.kv_heads)
-    push(local_kv.v, v_memory, "dispatch_blocks", rank_config.kv_heads)
-    world.barrier(stream, MEMORY)
-    sequence_kv, block = KeyValues(k_memory.local, v_memory.local), key_ranges.local[0]
-    result = attend(world, rank_config, 0, q_memory.local, sequence_kv, key_ranges.packed or block.causal)
-    if sinks is not None:
-        partial = result
-        result = Partial(0, world.empty(partial.out.shape, config.dtype), world.empty(partial.lse.shape, torch.float32))
-        rank_sinks = sinks[rank * rank_config.heads : (rank + 1) * rank_config.heads]
-        merge_partials(world, [partial], rank_sinks, result.out, result.lse)
-    push(result.out, out_memory, "combine_blocks")
-    push(result.lse, lse_memory, "lse_blocks")
-    world.barrier(stream, MEMORY)
-    lse = world.empty((config.heads, m), torch.float32)
+    own_heads = slice(rank * rank_config.heads, (rank + 1) * rank_config.heads)
+    sequence_kv, mask = KeyValues(k_memory.local, v_memory.local), key_ranges.packed or key_ranges.local[0].causal
     received_out = out_memory.local[n - m : n]
     received_lse = lse_memory.local[: config.heads * n].view(config.heads, n)[:, n - m :]
 
-    def copy() -> None:
-        out.copy_(received_out)
-        lse.copy_(received_lse)
+    def pushing(memory: SymmetricTensor, dtype: torch.dtype, method: str, *args: int) -> Callable[[Tensor], None]:
+        """Return a function that pushes the blocks that this method of the split returns, given the rank and `args`."""
+        blocks = getattr(split, method)(rank, *args)
+        launch = block_launch(world, plan.programs, (split, method, *args), blocks, dtype)
+        return lambda t: launch(world.current_stream(), x=t, memory=memory.addresses)
 
-    world.call(copy, [received_out, received_lse], [out, lse], stream)
-    return lse
+    push_q = pushing(q_memory, config.dtype, "dispatch_blocks", rank_config.heads)
+    push_k = pushing(k_memory, config.dtype, "dispatch_blocks", rank_config.kv_heads)
+    push_v = pushing(v_memory, config.dtype, "dispatch_blocks", rank_config.kv_heads)
+    push_out = pushing(out_memory, config.dtype, "combine_blocks")
+    push_lse = pushing(lse_memory, torch.float32, "lse_blocks")
+
+    def forward(q: Tensor, local_kv: KeyValues, sinks: Tensor | None, out: Tensor) -> Tensor:
+        stream = world.current_stream()
+        world.order(holder, stream)
+        if m < n:  # the other ranks read as many queries as keys
+            padded = world.zeros((n, config.heads, config.dim), config.dtype)
+            world.copy(padded[n - m :], q, stream)
+            q = padded
+        push_q(q)
+        push_k(local_kv.k)
+        push_v(local_kv.v)
+        world.barrier(stream, MEMORY)
+        result = attend(world, rank_config, 0, q_memory.local, sequence_kv, mask)
+        if sinks is not None:
+            merged = world.empty(result.out.shape, config.dtype), world.empty(result.lse.shape, torch.float32)
+            merge_partials(world, [result], sinks[own_heads], *merged)
+            result = Partial(0, *merged)
+        push_out(result.out)
+        push_lse(result.lse)
+        world.barrier(stream, MEMORY)
+        lse = world.empty((config.heads, m), torch.float32)
+
+        def copy() -> None:
+            out.copy_(received_out)
+            lse.copy_(received_lse)
+
+        world.call(copy, [received_out, received_lse], [out, lse], stream)
+        return lse
+
+    return forward
 
 
 def symmetric_tensors(world: World, split: HeadSplit) -> list[SymmetricTensor]:
@@ -150,11 +154,3 @@ def symmetric_tensors(world: World, split: HeadSplit) -> list[SymmetricTensor]:
         workspace(world, f"{MEMORY}, out", (max_rows, config.heads, config.dim), config.dtype),
         workspace(world, f"{MEMORY}, lse", (max_rows * config.heads,), torch.float32),
     ]
-
-
-@prepared
-def _push(
-    world: World, programs: int, block_source: tuple[HeadSplit, str, *tuple[int, ...]], dtype: torch.dtype
-) -> Launch:
-    split, method, *args = block_source
-    return block_launch(world, programs, block_source, getattr(split, method)(world.rank, *args), dtype)

@@ -18,8 +18,9 @@ from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
 import torch
 
 from ...errors import Unsupported
-from ...op import Call, Direct, Op, Returned, registered
+from ...op import Call, Op, registered
 from ...plans import HeadParallel, Plan, Segmented, Sequential
+from ...prepared import OwnResult, Run
 from ...tensor_checks import DTYPES, check_device, dense, dims
 from ...torch_library import Backward, CallOptions
 from ...world import World
@@ -73,14 +74,6 @@ class AttentionOperands(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
-def forward(
-    world: World, call: AttentionCall, plan: Plan, operands: AttentionOperands, out: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v, sinks = operands
-    key_ranges, groups_by_rank = key_ranges_for_plan(world, call, plan), groups_of_ranks(call)
-    return segmented.forward(world, call.config, plan, key_ranges, groups_by_rank, q, KeyValues(k, v), sinks, out)
-
-
 def key_ranges_for_plan(world: World, call: AttentionCall, plan: Plan) -> KeyRanges:
     """Return the keys that this rank's queries see. Without a mask a sequential call attends to the keys of all ranks
     in one library call, since the all-gather leaves them contiguous."""
@@ -105,19 +98,29 @@ def key_ranges_of(call: AttentionCall, rank: int, queries: int) -> KeyRanges:
     return causal_key_ranges(rank, shards, queries, call.causal, call.zigzag)
 
 
-def run_segmented(
-    world: World, call: AttentionCall, plan: Plan, operands: AttentionOperands, out: torch.Tensor
-) -> torch.Tensor:
-    return forward(world, call, plan, operands, out)[1]
+def prepare_segmented(world: World, call: AttentionCall, plan: Plan) -> Run | OwnResult:
+    key_ranges, groups_by_rank = key_ranges_for_plan(world, call, plan), groups_of_ranks(call)
+    forward = segmented.prepare_forward(world, call.config, plan, call.queries, key_ranges, groups_by_rank)
+
+    def run(operands: AttentionOperands, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, sinks = operands
+        return forward(q, KeyValues(k, v), sinks, out)
+
+    if isinstance(plan, Sequential) and (call.cu_seqlens or not call.causal):  # the library's own result, if it is all
+        return OwnResult(run)
+    return lambda operands, out: run(operands, out)[1:]
 
 
-def run_head_parallel(
-    world: World, call: AttentionCall, plan: HeadParallel, operands: AttentionOperands, out: torch.Tensor
-) -> torch.Tensor:
-    q, k, v, sinks = operands
+def prepare_head_parallel(world: World, call: AttentionCall, plan: HeadParallel) -> Run:
     sequence = replace(call, config=replace(call.config, shards=(call.rows,)), queries=call.rows, zigzag=False)
     key_ranges = key_ranges_of(sequence, 0, call.rows)
-    return head_parallel.forward(world, call.config, plan, key_ranges, call.zigzag, q, KeyValues(k, v), sinks, out)
+    forward = head_parallel.prepare_forward(world, call.config, plan, key_ranges, call.zigzag, call.queries)
+
+    def run(operands: AttentionOperands, out: torch.Tensor) -> tuple[torch.Tensor]:
+        q, k, v, sinks = operands
+        return (forward(q, KeyValues(k, v), sinks, out),)
+
+    return run
 
 
 class GatheredAttention(Op[AttentionCall]):
@@ -131,7 +134,7 @@ class GatheredAttention(Op[AttentionCall]):
     )
     results = 2
     operand_type = AttentionOperands
-    runs = {Sequential: run_segmented, Segmented: run_segmented, HeadParallel: run_head_parallel}
+    runs = {Sequential: prepare_segmented, Segmented: prepare_segmented, HeadParallel: prepare_head_parallel}
     autotune_plans = (
         Segmented(),
         Segmented(calls=1),
@@ -175,9 +178,6 @@ class GatheredAttention(Op[AttentionCall]):
     def outputs(self, world: World, call: AttentionCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         config = call.config
         return [((call.queries, config.heads, config.dim), config.dtype), ((config.heads, call.queries), torch.float32)]
-
-    def returned(self, world: World, call: AttentionCall, result: torch.Tensor, lse: object) -> Returned:
-        return result, world.empty((call.config.heads, 0), torch.float32) if lse is None else lse
 
     def saved_tensors(
         self,
@@ -235,19 +235,6 @@ class GatheredAttention(Op[AttentionCall]):
             return unbalanced
 
         return [plan for plan in self.autotune_plans if differs(plan)]
-
-    def direct(self, world: World, call: AttentionCall, plan: Plan) -> Direct | None:
-        """Return a function that returns the library's own tensors, for plans that make a single library call."""
-
-        def run(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            world.check()
-            results = forward(world, call, plan, AttentionOperands(q, k, v, sinks), None)
-            world.finish(world.current_stream())
-            return results
-
-        return run if isinstance(plan, Sequential) and (call.cu_seqlens or not call.causal) else None
 
 
 GATHERED_ATTENTION = registered(GatheredAttention())

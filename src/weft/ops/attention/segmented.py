@@ -4,7 +4,7 @@
     copy stream           | push | push | push
 
 Every rank pushes its keys and values into the buffers of the ranks that read them, and notifies the reader after each
-range (`copy_engine.exchange_rows`). Readers wait for those notifications between two calls of the library.
+range (`copy_engine.prepare_exchange`). Readers wait for those notifications between two calls of the library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...chooser import Choice, Chooser
 from ...kernel_launch import Launch, prepared
 from ...plans import Plan, Segmented
 from ...transport.collectives import gather
-from ...transport.copy_engine import Send, exchange_rows, push
+from ...transport.copy_engine import Send, prepare_exchange, push
 from ...transport.memory import workspace
 from ...transport.sm_push import pushing
 from ...world import World
@@ -115,20 +115,15 @@ class Partial(NamedTuple):
 
 
 # -- fetching keys and values ------------------------------------------------------------------------------------------
-def fetch_key_values(
-    world: World,
-    config: AttentionConfig,
-    plan: Plan,
-    local_kv: KeyValues,
-    groups: Sequence[KeyGroup],
-    groups_by_rank: GroupsByRank,
-) -> FetchedKeyValues:
-    """Fetch the remote keys and values of this rank's `groups`."""
+def prepare_fetch(
+    world: World, config: AttentionConfig, plan: Plan, groups: Sequence[KeyGroup], groups_by_rank: GroupsByRank
+) -> Callable[[KeyValues], FetchedKeyValues]:
+    """Return a function of the local keys and values that fetches the remote ones of this rank's `groups`."""
     if world.size == 1:
-        return FetchedKeyValues([])
+        return lambda local_kv: FetchedKeyValues([])
     if isinstance(plan, Segmented):
-        return push_key_values(world, config, plan, local_kv, split_groups(tuple(groups), plan.calls), groups_by_rank)
-    return FetchedKeyValues(all_gather_key_values(world, config, local_kv, groups))
+        return _prepare_push(world, config, plan, split_groups(tuple(groups), plan.calls), groups_by_rank)
+    return lambda local_kv: FetchedKeyValues(all_gather_key_values(world, config, local_kv, groups))
 
 
 def all_gather_key_values(
@@ -172,62 +167,65 @@ def concatenate(world: World, t: Tensor, spans: Sequence[tuple[int, int]], strea
     return out
 
 
-def push_key_values(
-    world: World,
-    config: AttentionConfig,
-    plan: Segmented,
-    local_kv: KeyValues,
-    groups: Sequence[KeyGroup],
-    groups_by_rank: GroupsByRank,
-) -> FetchedKeyValues:
-    """Push local keys and values into the buffers of the ranks that read them, by copy engine or by a few programs.
-    Return the keys and values that the other ranks push into this rank's buffer."""
+def _prepare_push(
+    world: World, config: AttentionConfig, plan: Segmented, groups: Sequence[KeyGroup], groups_by_rank: GroupsByRank
+) -> Callable[[KeyValues], FetchedKeyValues]:
+    """Return a function that pushes local keys and values into the buffers of the ranks that read them, by copy engine
+    or by a few programs, and returns the keys and values that the other ranks push into this rank's buffer."""
     me, total = world.rank, sum(config.shards)
     memory = workspace(world, KEYS, (2, total, config.kv_heads, config.dim), config.dtype)
     sends = [
-        Send(reader, row, local_kv.rows(key_range.lo, key_range.hi)[:2])
+        Send(reader, row, slice(key_range.lo, key_range.hi))
         for reader in (*world.other_ranks, me)  # packed sequences have local keys in one run with remote ones
         for key_range, row in buffer_rows(groups_by_rank[reader])
         if key_range.source == me
     ]
-    exchanged = exchange_rows(world, KEYS, memory, sends, pushing(plan.push_programs) if plan.push_programs else push)
+    push_to_peer = pushing(plan.push_programs) if plan.push_programs else push
+    exchange = prepare_exchange(world, KEYS, memory, sends, push_to_peer)
     row_of_source = {key_range.source: row - key_range.lo for key_range, row in buffer_rows(groups_by_rank[me])}
     remote = []
     for group in groups:
         start = row_of_source[group.ranges[0].source] + group.ranges[0].lo
         k, v = memory.local[:, start : start + group.rows]
-        remote.append((group, KeyValues(k, v, partial(exchanged.wait, [r.source for r in group.ranges]))))
-    return FetchedKeyValues(remote, exchanged.end)
+        remote.append((group, k, v, [key_range.source for key_range in group.ranges]))
+
+    def fetch(local_kv: KeyValues) -> FetchedKeyValues:
+        exchanged = exchange(local_kv[:2])
+        arriving = [(group, KeyValues(k, v, partial(exchanged.wait, sources))) for group, k, v, sources in remote]
+        return FetchedKeyValues(arriving, exchanged.end)
+
+    return fetch
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
-def forward(
-    world: World,
-    config: AttentionConfig,
-    plan: Plan,
-    key_ranges: KeyRanges,
-    groups_by_rank: GroupsByRank,
-    q: Tensor,
-    local_kv: KeyValues,
-    sinks: Tensor | None,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return out [m, heads, D], written into `out` if there is one, and lse float32 [heads, m]."""
-    stream, m, packed = world.current_stream(), len(q), key_ranges.packed
+def prepare_forward(
+    world: World, config: AttentionConfig, plan: Plan, m: int, key_ranges: KeyRanges, groups_by_rank: GroupsByRank
+) -> Callable[[Tensor, KeyValues, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]:
+    """Return a function of q with m rows, local keys and values, sinks, and `out` or None, which returns out [m, heads,
+    D] and lse float32 [heads, m]."""
+    packed = key_ranges.packed
     if packed and isinstance(plan, Segmented):
         plan = replace(plan, calls=1)
-    fetched = fetch_key_values(world, config, plan, local_kv, key_ranges.remote if m else (), groups_by_rank)
-    calls = [(0, local_kv.rows(block.lo, block.hi), block.causal) for block in key_ranges.local if m]
-    calls += [(group.first_query, remote_kv, False) for group, remote_kv in fetched.remote]
-    partials = [attend(world, config, query, q[query:], kv, packed or causal) for query, kv, causal in calls]
-    if fetched.end is not None:
-        world.wait_event(stream, fetched.end)
-    if out is None and len(partials) == 1 and sinks is None:
-        return partials[0].out, partials[0].lse
-    result = world.empty(q.shape, q.dtype) if out is None else out
-    lse = world.empty((config.heads, m), torch.float32)
-    merge_partials(world, partials, sinks, result, lse)
-    return result, lse
+    fetch = prepare_fetch(world, config, plan, key_ranges.remote if m else (), groups_by_rank)
+    local = [(block.lo, block.hi, packed or block.causal) for block in key_ranges.local if m]
+    own_keys, shape = config.shards[world.rank], (config.heads, m)
+
+    def forward(q: Tensor, local_kv: KeyValues, sinks: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        fetched, partials = fetch(local_kv), []
+        for lo, hi, mask in local:
+            kv = local_kv if hi - lo == own_keys else local_kv.rows(lo, hi)
+            partials.append(attend(world, config, 0, q, kv, mask))
+        for (first_query, _), kv in fetched.remote:
+            partials.append(attend(world, config, first_query, q[first_query:], kv, packed or False))
+        if fetched.end is not None:
+            world.wait_event(world.current_stream(), fetched.end)
+        if out is None and len(partials) == 1 and sinks is None:
+            return partials[0].out, partials[0].lse
+        result, lse = world.empty(q.shape, q.dtype) if out is None else out, world.empty(shape, torch.float32)
+        merge_partials(world, partials, sinks, result, lse)
+        return result, lse
+
+    return forward
 
 
 def attend(

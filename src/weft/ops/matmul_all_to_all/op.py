@@ -26,6 +26,7 @@ from ...errors import Mismatch
 from ...kernel_launch import Launch
 from ...op import check_call, registered
 from ...plans import Plan, Sequential, Signaled, TwoLevel
+from ...prepared import Prepared, unprepared
 from ...tensor_checks import check_device
 from ...torch_library import CallOptions
 from ...transport.copy_engine import COPIES, pull_from_all
@@ -283,7 +284,11 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
 
     name = _OP
     collective = "all_to_all"
-    runs = {Sequential: run_sequential, Signaled: run_signaled, TwoLevel: run_exchange}
+    runs = {
+        Sequential: unprepared(run_sequential),
+        Signaled: unprepared(run_signaled),
+        TwoLevel: unprepared(run_exchange),
+    }
     unsupported_fields = {TwoLevel: ("pieces",)}
     over_nodes = (TwoLevel(),)
     emulator_plan = Signaled
@@ -324,24 +329,17 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
             routing.prepared["same on all ranks"] = True
         return number
 
-    def _ready_for_capture(
-        self,
-        world: World,
-        call: RoutedCall,
-        plan: Plan,
-        operands: Factors,
-        out: torch.Tensor | None,
-        decisions: Memo,
-    ) -> bool:
-        return not call.kept or super()._ready_for_capture(world, call, plan, operands, out, decisions)
+    def may_capture(self, world: World, call: RoutedCall) -> bool:
+        return call.kept and super().may_capture(world, call)
 
-    def warm_up_capture(
-        self, world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor | None
-    ) -> None:
+    def warm_up_capture(self, prepared: Prepared[RoutedCall], operands: Factors, out: torch.Tensor | None) -> None:
         """Make the call with a bias and without one, because this rank may have one later."""
         x, weight, _ = operands
-        for bias in (None, world.zeros((call.n,), call.dtype)):
-            self.execute(world, call, plan, Factors(x, weight, bias), None)
+        for bias in (None, prepared.world.zeros((prepared.call.n,), prepared.call.dtype)):
+            prepared(Factors(x, weight, bias), None)
+
+    def kept(self, world: World, call: RoutedCall) -> Memo:
+        return call.routing.prepared
 
 
 MATMUL_ALL_TO_ALL = registered(MatmulAllToAll())

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...op import Returned, registered
+from ...op import registered
 from ...plans import FusedAllToAll, Plan, Sequential
+from ...prepared import unprepared
 from ...tensor_checks import check_operands, dense
 from ...torch_library import Backward, CallOptions, column_sums, product
 from ...world import World
@@ -82,7 +83,7 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
     signature = "Tensor x, Tensor weight, Tensor? bias, Tensor destinations, bool gradient"
     results, num_saved = 2, 1
     operand_type = RoutedFactors
-    runs = {Sequential: runs.run_sequential, FusedAllToAll: runs.run_fused}
+    runs = {Sequential: unprepared(runs.run_sequential), FusedAllToAll: runs.prepare_fused}
     emulator_plan = FusedAllToAll
 
     def check(self, world: World, operands: RoutedFactors, options: CallOptions) -> StaticCall:
@@ -100,11 +101,9 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((call.rows,), torch.int32)]
 
-    def returned(self, world: World, call: StaticCall, result: torch.Tensor, extra: object) -> Returned:
-        """Return out, counts and, with a gradient, where each row went."""
-        tables = extra if isinstance(extra, tuple) else (world.zeros((n,), torch.int32) for n in (world.size, 0))
-        counts, target_rows = tables
-        return (result, counts, target_rows) if call.gradient else (result, counts)
+    def without_rows(self, world: World, call: StaticCall, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        counts, target_rows = (world.zeros((n,), torch.int32) for n in (world.size, 0))
+        return (out, counts, target_rows) if call.gradient else (out, counts)
 
     def expected(self, world: World, call: StaticCall, mode: str) -> Plan:
         return self.default(world, FusedAllToAll)

@@ -10,6 +10,7 @@ from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, prepared
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...plans import FusedAllToAll, Plan
+from ...prepared import Run
 from ...tensor_checks import DTYPES
 from ...world import Arena, World
 from ..common import tile_of, weight_matrix
@@ -26,7 +27,7 @@ COPY_WARPS, COPY_STAGES = 16, 3  # a program that copies rows has 48 KiB in flig
 
 def run_sequential(
     world: World, call: StaticCall, plan: Plan, operands: RoutedFactors, out: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Run the library's GEMM, put its rows into one block for each rank, with zeros behind them, and exchange by
     all-to-alls of these and of the numbers of rows."""
     stream, size, (m, n) = world.current_stream(), world.size, (call.rows, call.n)
@@ -52,7 +53,7 @@ def run_sequential(
     counts = world.empty((size,), torch.int32)
     world.all_to_all(list(out), list(blocks[:-1].view(out.shape)), stream)
     world.all_to_all(list(counts.split(1)), list(sent_counts.split(1)), stream)
-    return counts, target_rows
+    return (counts, target_rows) if call.gradient else (counts,)
 
 
 def return_sequential(
@@ -72,27 +73,32 @@ def return_sequential(
 # -- fused -------------------------------------------------------------------------------------------------------------
 
 
-def run_fused(
-    world: World, call: StaticCall, plan: FusedAllToAll, operands: RoutedFactors, out: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Make three launches on one stream, loaded before the first of them runs: the last one waits for other ranks."""
-    stream, m = world.current_stream(), call.rows
-    x, weight, bias, destinations = operands
-    arena = _arena(world, call)
-    world.order(arena, stream)
-    numbering, gemm, receiving, ahead = _fused_launches(world, call, plan, arena)
-    target_rows, counts = world.empty((m,), torch.int32), world.empty((world.size,), torch.int32)
-    row_addresses = world.empty((m,), torch.int64)
-    tables = dict(target_rows=target_rows, row_addresses=row_addresses)
-    steps = (
-        BoundLaunch(numbering, dict(destinations=destinations, **tables)),
-        BoundLaunch(gemm, dict(x_desc=x, w_desc=weight, bias=bias, row_addresses=row_addresses)),
-        BoundLaunch(receiving, dict(out=out, counts=counts)),
-    )
-    ahead((bias, out), lambda: steps)
-    for step in steps:
-        step.on(stream)
-    return counts, target_rows
+def prepare_fused(world: World, call: StaticCall, plan: FusedAllToAll) -> Run:
+    """Prepare three launches on one stream, loaded before the first of them runs: the last one waits for other
+    ranks."""
+    arena, m = _arena(world, call), call.rows
+    numbering, gemm, receiving = _fused_launches(world, call, plan, arena)
+    ahead = Ahead()
+
+    def run(operands: RoutedFactors, out: Tensor) -> tuple[Tensor, ...]:
+        x, weight, bias, destinations = operands
+        stream = world.current_stream()
+        world.order(arena, stream)
+        target_rows, counts = world.empty((m,), torch.int32), world.empty((world.size,), torch.int32)
+        row_addresses = world.empty((m,), torch.int64)
+        steps = (
+            BoundLaunch(
+                numbering, dict(destinations=destinations, target_rows=target_rows, row_addresses=row_addresses)
+            ),
+            BoundLaunch(gemm, dict(x_desc=x, w_desc=weight, bias=bias, row_addresses=row_addresses)),
+            BoundLaunch(receiving, dict(out=out, counts=counts)),
+        )
+        ahead((bias, out), lambda: steps)
+        for step in steps:
+            step.on(stream)
+        return (counts, target_rows) if call.gradient else (counts,)
+
+    return run
 
 
 def return_fused(
@@ -127,11 +133,8 @@ def _channel(world: World, direction: str, call: StaticCall, plan: Plan | None) 
     return world.channel(name, world.size, None, arrivals=world.sm_count)
 
 
-@prepared
-def _fused_launches(
-    world: World, call: StaticCall, plan: FusedAllToAll, arena: Arena
-) -> tuple[Launch, Launch, Launch, Ahead]:
-    """Return the launches that number the rows, compute and send them, and receive them; and what loads all three."""
+def _fused_launches(world: World, call: StaticCall, plan: FusedAllToAll, arena: Arena) -> tuple[Launch, Launch, Launch]:
+    """Return the launches that number the rows, compute and send them, and receive them."""
     tile, programs = plan.tile, world.sm_count
     block = min(world.scale.routes, NUMBERED_ELEMENTS // power(world.size))
     inbox, ch = _inbox(arena), _channel(world, "rows", call, plan)
@@ -172,7 +175,7 @@ def _fused_launches(
         ARRIVALS=programs,
         shape=_block_shape(world, call.n),
     )
-    return numbering, gemm, receiving, Ahead()
+    return numbering, gemm, receiving
 
 
 @prepared

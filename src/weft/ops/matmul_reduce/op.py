@@ -8,7 +8,7 @@ from typing import ClassVar, Never
 
 import torch
 
-from ...op import REGISTRY, Direct, Returned, registered
+from ...op import REGISTRY, registered
 from ...plans import (
     Decomposed,
     Fused,
@@ -24,6 +24,7 @@ from ...plans import (
     TwoShotPull,
     TwoShotPush,
 )
+from ...prepared import unprepared
 from ...scaled_tensor import ScaledTensor
 from ...tensor_checks import requires_grad
 from ...torch_library import Backward, CallOptions, column_sums, product
@@ -42,13 +43,8 @@ from ..recipes import (
 )
 from ..removed import unexpected
 from .call import GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, ReduceCall
-from .runs import (
-    direct_sequential,
-    run_fused,
-    run_reduced,
-    run_shots,
-)
-from .signaled import reduce_in_tiles, run_signaled
+from .runs import prepare_fused, prepare_reduced, prepare_sequential, prepare_shots
+from .signaled import prepare_signaled
 from .two_level import run_reduce_all, run_scatter
 
 
@@ -74,9 +70,6 @@ class MatmulReduce(MatmulOp[ReduceCall]):
         rows = call.rows if self.everywhere else call.shards[world.rank]
         return [((rows, call.n), call.dtype)]
 
-    def returned(self, world: World, call: ReduceCall, result: torch.Tensor, extra: object) -> Returned:
-        return result if call.reorder else (result, None)
-
     def unsupported(self, world: World, call: ReduceCall, plan: Plan, asked: str | Plan) -> str | None:
         reason = super().unsupported(world, call, plan, asked)
         if reason is None and isinstance(plan, Signaled) and plan.copies:
@@ -90,16 +83,6 @@ class MatmulReduce(MatmulOp[ReduceCall]):
             return "it adds the bias to a sum that is rounded already, other plans before they round it"
         return super().batch_invariance_unsupported(world, call, plan)
 
-    def execute(
-        self, world: World, call: ReduceCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor | None
-    ) -> Returned:
-        if call.reorder or not isinstance(plan, Signaled) or not call.rows:
-            return super().execute(world, call, plan, operands, out)
-        world.check()
-        tiles = reduce_in_tiles(world, call, plan, self.dense_operands(plan, operands))
-        world.finish(world.current_stream())
-        return tiles
-
     def _checked(
         self, world: World, operands: ScaledFactors, rows: Sequence[int] | None, reorder: bool, options: ProductOptions
     ) -> ReduceCall:
@@ -108,11 +91,6 @@ class MatmulReduce(MatmulOp[ReduceCall]):
         (n, k), m = weight.shape, x.shape[0]
         shards = split_rows(world, m) if rows is None else check_rows(self.name, world, rows, x, whole=True)
         return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, scaling=scaling)
-
-    def direct(self, world: World, call: ReduceCall, plan: Plan) -> Direct | None:
-        usual = isinstance(plan, Sequential) and call.reorder and (self.everywhere or call.even)
-        usual = usual and call.scaling is None and not world.batch_invariant
-        return direct_sequential(world, call) if usual else None
 
 
 class MatmulReduceScatter(MatmulReduce):
@@ -129,12 +107,12 @@ class MatmulReduceScatter(MatmulReduce):
         FusedReduceScatter(pull_programs=64, forward_programs=2),
     )
     runs = {
-        Sequential: run_reduced,
-        Decomposed: run_reduced,
-        FusedReduceScatter: run_fused,
-        OneShot: run_reduced,
-        Signaled: run_signaled,
-        TwoLevel: run_scatter,
+        Sequential: prepare_sequential,
+        Decomposed: prepare_reduced,
+        FusedReduceScatter: prepare_fused,
+        OneShot: prepare_reduced,
+        Signaled: prepare_signaled,
+        TwoLevel: unprepared(run_scatter),
     }
     over_nodes = (TwoLevel(), TwoLevel(2))
     batch_invariant_plans = FusedReduceScatter, Decomposed, OneShot
@@ -178,15 +156,15 @@ class MatmulAllReduce(MatmulReduce):
     )
     scatters_rows = False
     runs = {
-        Sequential: run_reduced,
-        Decomposed: run_reduced,
-        FusedAllReduce: run_fused,
-        OneShot: run_shots,
-        TwoShotPush: run_shots,
-        TwoShotPull: run_shots,
-        TwoShotLowLatency: run_shots,
-        Signaled: run_signaled,
-        TwoLevel: run_reduce_all,
+        Sequential: prepare_sequential,
+        Decomposed: prepare_reduced,
+        FusedAllReduce: prepare_fused,
+        OneShot: prepare_shots,
+        TwoShotPush: prepare_shots,
+        TwoShotPull: prepare_shots,
+        TwoShotLowLatency: prepare_shots,
+        Signaled: prepare_signaled,
+        TwoLevel: unprepared(run_reduce_all),
     }
     over_nodes = (TwoLevel(2), TwoLevel(4))
     unsupported_fields = {Decomposed: ("pieces",)}
@@ -267,7 +245,8 @@ def matmul_reduce_scatter(
     if removed:
         raise unexpected(GEMM_REDUCE_SCATTER, removed)
     operands, options = scaled_factors(GEMM_REDUCE_SCATTER, x, weight, bias, out_dtype, use_fast_accum)
-    return MATMUL_REDUCE_SCATTER(world, plan, operands, (plain_rows(GEMM_REDUCE_SCATTER, rows), True) + options, out)
+    named = None if rows is None else plain_rows(GEMM_REDUCE_SCATTER, rows)
+    return MATMUL_REDUCE_SCATTER(world, plan, operands, (named, True) + options, out)
 
 
 def matmul_reduce_scatter_tiles(
@@ -289,7 +268,9 @@ def matmul_reduce_scatter_tiles(
     """
     check_plain(f"{GEMM_REDUCE_SCATTER}_tiles", x, weight, bias)
     operands, options = scaled_factors(GEMM_REDUCE_SCATTER, x, weight, bias, out_dtype, use_fast_accum)
-    return MATMUL_REDUCE_SCATTER(world, plan, operands, (plain_rows(GEMM_REDUCE_SCATTER, rows), False) + options)
+    named = None if rows is None else plain_rows(GEMM_REDUCE_SCATTER, rows)
+    results = MATMUL_REDUCE_SCATTER(world, plan, operands, (named, False) + options)
+    return results if isinstance(results, tuple) else (results, None)
 
 
 def matmul_all_reduce(
@@ -347,7 +328,8 @@ def matmul_all_reduce_tiles(
     """
     check_plain(f"{GEMM_ALL_REDUCE}_tiles", x, weight, bias)
     operands, options = scaled_factors(GEMM_ALL_REDUCE, x, weight, bias, out_dtype, use_fast_accum)
-    return MATMUL_ALL_REDUCE(world, plan, operands, (False,) + options)
+    results = MATMUL_ALL_REDUCE(world, plan, operands, (False,) + options)
+    return results if isinstance(results, tuple) else (results, None)
 
 
 def check_plain(

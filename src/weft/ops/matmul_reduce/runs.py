@@ -1,4 +1,4 @@
-"""How each plan runs GEMM + reduce-scatter and GEMM + all-reduce, except for signaled plans (signaled.py).
+"""How each plan prepares GEMM + reduce-scatter and GEMM + all-reduce, except for signaled plans (signaled.py).
 
 sequential          the library's GEMM, then NCCL's collective
 one_shot, two_shot  the library's GEMM, then one launch that sums a few rows (transport/low_latency_kernels.py,
@@ -13,6 +13,7 @@ fused               one GEMM, whose finished tiles are summed by programs of a s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -20,10 +21,9 @@ import torch
 from ...backends.base import Stream
 from ...compute.scaled_gemm import Scales
 from ...errors import Unsupported
-from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved, prepared
+from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
-from ...op import Direct
 from ...plans import (
     Decomposed,
     FusedAllReduce,
@@ -35,6 +35,7 @@ from ...plans import (
     TwoShot,
     is_low_latency,
 )
+from ...prepared import OwnResult, Run
 from ...transport import collectives, copy_engine, low_latency
 from ...transport.collectives import add_bias
 from ...transport.interfaces import ReduceTransport
@@ -43,7 +44,7 @@ from ...world import Arena, World
 from .. import by_collectives
 from ..all_reduce.op import ALL_REDUCE
 from ..all_reduce.runs import all_reduce_low_latency
-from ..common import tile_of, transposed, weight_matrix
+from ..common import tile_of, weight_matrix
 from ..product import linear
 from ..recipes import ScaledFactors, block_rows, scales_of_part
 from .call import ReduceCall
@@ -76,77 +77,93 @@ def multiply(
     return linear(world, call.scaling, call.dtype, part, stream, out)
 
 
-def run_reduced(world: World, call: ReduceCall, plan: Plan, operands: ScaledFactors, out: torch.Tensor) -> None:
-    """Compute the GEMM part by part, and send each part to be summed by the plan's transport."""
-    if world.size == 1:
+def prepare_reduced(world: World, call: ReduceCall, plan: Plan) -> Run:
+    """Prepare the GEMM part by part, where each part is sent to be summed by the plan's transport."""
+
+    def alone(operands: ScaledFactors, out: torch.Tensor) -> None:
         linear(world, call.scaling, call.dtype, operands, world.current_stream(), out)
-        return
+
+    if world.size == 1:
+        return alone
     if isinstance(plan, Decomposed) and world.symmetric_unsupported and not call.everywhere:
-        by_collectives.scatter(world, plan, operands, out)
-        return
+        return functools.partial(by_collectives.scatter, world, plan)
     transport = collectives.reduce_all_rows if call.everywhere else REDUCES[type(plan)]
-    with transport(world, plan, call.shards, out, operands.bias) as parts:
-        for part in parts:
-            part.send(multiply(world, call, operands, part.lane, part.partial, part.rows))
+    reduce = transport(world, plan, call.shards, call.n, call.dtype)
 
-
-def direct_sequential(world: World, call: ReduceCall) -> Direct:
-    """Return a function that does what a sequential call of equal shards and contiguous operands does, in as little
-    host time as Python takes."""
-    check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
-    product, all_reduce, reduce_scatter = world.linear, world.all_reduce, world.reduce_scatter
-    everywhere, rows, n = call.everywhere, call.shards[0], call.n
-
-    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *_: None) -> torch.Tensor:
-        check()
-        stream = current()
-        out = product(x, weight, None, stream)
-        if everywhere:
-            all_reduce(out, stream)
-        else:
-            partial, out = out, empty((rows, n), x.dtype)
-            reduce_scatter(out, partial, stream)
-        if bias is not None:
-            add_bias(world, out, bias, stream)
-        finish(stream)
-        return out
+    def run(operands: ScaledFactors, out: torch.Tensor) -> None:
+        with reduce(out, operands.bias) as parts:
+            for part in parts:
+                part.send(multiply(world, call, operands, part.lane, part.partial, part.rows))
 
     return run
 
 
-def run_shots(
-    world: World, call: ReduceCall, plan: OneShot | TwoShot, operands: ScaledFactors, out: torch.Tensor
-) -> None:
-    """Compute the GEMM, then sum its result in one launch."""
-    stream = world.current_stream()
-    partial = multiply(world, call, operands, stream)
+def prepare_sequential(world: World, call: ReduceCall, plan: Sequential) -> Run | OwnResult:
+    """Prepare the library's GEMM and NCCL's collective; for unequal shards and scales by a transport."""
+    plain = call.scaling is None and (call.everywhere or call.even)
+    if world.size == 1 or not plain or world.batch_invariant:
+        return prepare_reduced(world, call, plan)
+    current, empty, product = world.current_stream, world.empty, world.linear
+    all_reduce, reduce_scatter = world.all_reduce, world.reduce_scatter
+    everywhere, shape, dtype = call.everywhere, (call.shards[0], call.n), call.dtype
+
+    def run(operands: ScaledFactors, out: torch.Tensor | None) -> tuple[torch.Tensor]:
+        (x, weight, bias, *_), stream = operands, current()
+        if everywhere:
+            out = product(x, weight, None, stream, out)
+            all_reduce(out, stream)
+        else:
+            partial = product(x, weight, None, stream)
+            out = empty(shape, dtype) if out is None else out
+            reduce_scatter(out, partial, stream)
+        if bias is not None:
+            add_bias(world, out, bias, stream)
+        return (out,)
+
+    return OwnResult(run)
+
+
+def prepare_shots(world: World, call: ReduceCall, plan: OneShot | TwoShot) -> Run:
+    """Prepare the GEMM and one launch that sums its result."""
     if is_low_latency(plan):
-        all_reduce_low_latency(partial, world, plan, stream, out)
-    else:
-        ALL_REDUCE.call(world, plan, (partial,), (), out)
-    add_bias(world, out, operands.bias, stream)
+        post = all_reduce_low_latency(world, (call.m, call.n), call.dtype, plan)
+
+    def run(operands: ScaledFactors, out: torch.Tensor) -> None:
+        stream = world.current_stream()
+        partial = multiply(world, call, operands, stream)
+        if is_low_latency(plan):
+            post(partial, out, stream)
+        else:
+            ALL_REDUCE.call(world, plan, (partial,), (), out)
+        add_bias(world, out, operands.bias, stream)
+
+    return run
 
 
 # -- fused -------------------------------------------------------------------------------------------------------------
-def run_fused(world: World, call: ReduceCall, plan: FusedReduce, operands: ScaledFactors, out: torch.Tensor) -> None:
-    """Run the plan in two launches on two streams, which share the SMs: the GEMM programs, and the forward and pull
-    programs. Both kernels are loaded before either runs, because pull programs would wait in vain for a GEMM that
-    cannot be loaded while they run."""
-    (x, weight, bias, x_scale, weight_scale), side = operands, world.side_stream("pull")
-    stream = world.current_stream()
+def prepare_fused(world: World, call: ReduceCall, plan: FusedReduce) -> Run:
+    """Prepare two launches on two streams, which share the SMs: the GEMM programs, and the forward and pull programs.
+    Both kernels are loaded before either runs, because pull programs would wait in vain for a GEMM that cannot be
+    loaded while they run."""
     tiles_m, tiles_n = _tiles(call, plan)
     tile_bytes = plan.tile.block_m * plan.tile.block_n * call.dtype.itemsize
-    arena = world.arena(world.size * tiles_m * tiles_n * tile_bytes)
-    world.order(arena, stream)
-    pull, gemm, ahead = _fused_launches(world, call, plan, transposed(weight), arena)
-    moving: dict[str, Moved] = dict(x_desc=x, w_desc=weight, out=out, bias=bias)
-    if x_scale is not None and weight_scale is not None:
-        moving["scales"] = Scales(x_scale, weight_scale)
-    ahead((out, bias), lambda: (BoundLaunch(pull, moving), BoundLaunch(gemm, moving)))
-    world.wait_event(side, world.record(stream))
-    pull(side, **moving)
-    gemm(stream, **moving)
-    world.wait_event(stream, world.record(side))
+    arena, side = world.arena(world.size * tiles_m * tiles_n * tile_bytes), world.side_stream("pull")
+    launches = functools.cache(functools.partial(_fused_launches, world, call, plan, arena))
+
+    def run(operands: ScaledFactors, out: torch.Tensor) -> None:
+        (x, weight, bias, x_scale, weight_scale), stream = operands, world.current_stream()
+        world.order(arena, stream)
+        pull, gemm, ahead = launches(not weight.is_contiguous())
+        moving: dict[str, Moved] = dict(x_desc=x, w_desc=weight, out=out, bias=bias)
+        if x_scale is not None and weight_scale is not None:
+            moving["scales"] = Scales(x_scale, weight_scale)
+        ahead((out, bias), lambda: (BoundLaunch(pull, moving), BoundLaunch(gemm, moving)))
+        world.wait_event(side, world.record(stream))
+        pull(side, **moving)
+        gemm(stream, **moving)
+        world.wait_event(stream, world.record(side))
+
+    return run
 
 
 def _tiles(call: ReduceCall, plan: FusedReduce) -> tuple[int, int]:
@@ -167,9 +184,8 @@ def _fused_channel(world: World, call: ReduceCall, plan: FusedReduce) -> tuple[B
     return world.cached((call.op, shards, call.n, call.k, call.dtype, plan), make)
 
 
-@prepared
 def _fused_launches(
-    world: World, call: ReduceCall, plan: FusedReduce, trans_b: bool, arena: Arena
+    world: World, call: ReduceCall, plan: FusedReduce, arena: Arena, trans_b: bool
 ) -> tuple[Launch, Launch, Ahead]:
     """Return the launch that forwards and pulls, the GEMM's launch, and the object that loads both."""
     size, tile = world.size, plan.tile

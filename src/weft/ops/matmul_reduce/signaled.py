@@ -33,8 +33,9 @@ from ...kernel_launch import Launch, Matrix, prepared
 from ...lang.jit import constants
 from ...lang.mapping import balanced_rows
 from ...plans import Signaled
+from ...prepared import OwnResult, Run
 from ...tensor_checks import DTYPES
-from ...transport.copy_engine import COPIES, staging_memory, sum_parts
+from ...transport.copy_engine import COPIES, sum_parts
 from ...transport.memory import lock, rank_word, workspace
 from ...transport.signals import Signals, exchange_groups, prepare, schedule
 from ...transport.sums import sum_partials
@@ -121,28 +122,22 @@ def launch_on(launch: Launch, operands: Factors | ScaledFactors, out: torch.Tens
 # -- the library's collectives -----------------------------------------------------------------------------------------
 
 
-def run_signaled(world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor) -> None:
-    """Compute the sum in ordinary order, in `out`."""
+def prepare_signaled(world: World, call: ReduceCall, plan: Signaled) -> Run | OwnResult:
+    """Prepare the sum in ordinary order, or, if the caller takes them, in tiles [2 x tiles x block_m, block_n / 2],
+    whose layout is a further result. Groups that copies move leave ordinary order."""
     if plan.copies:
-        _by_copies(world, call, plan, operands, out)
-        return
-    tiles, remap, in_order = _by_collectives(world, call, plan, operands, out)
-    if not in_order:
-        put_rows(world, tiles, remap, None, out)
+        return (_reduce_by_copies if call.everywhere else _scatter_by_copies)(world, call, plan)
+    in_order = call.everywhere and call.reorder and call.n % 8 == 0
+    run, remap = _by_collectives(world, call, plan, in_order)
+    if not call.reorder:
+        return OwnResult(lambda operands, out: (run(operands, None), remap))
 
+    def ordered(operands: ScaledFactors, out: torch.Tensor) -> None:
+        tiles = run(operands, out)
+        if not in_order:
+            put_rows(world, tiles, remap, None, out)
 
-def reduce_in_tiles(
-    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors
-) -> tuple[torch.Tensor, Remap | None]:
-    """Return the sum in tiles [2 x tiles x block_m, block_n / 2] with their layout; or, if copies move the groups, the
-    sum in ordinary order, and None."""
-    if plan.copies:
-        rows = call.m if call.everywhere else call.shards[world.rank]
-        out = world.empty((rows, call.n), call.dtype)
-        _by_copies(world, call, plan, operands, out)
-        return out, None
-    tiles, remap, _ = _by_collectives(world, call, plan, operands, None)
-    return tiles, remap
+    return ordered
 
 
 def tiling_of(world: World, call: ReduceCall, plan: Signaled, in_order: bool) -> Tiling:
@@ -172,47 +167,44 @@ def signals_of(world: World, call: ReduceCall, plan: Signaled, tiling: Tiling, o
 
 
 def _by_collectives(
-    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor | None
-) -> tuple[torch.Tensor, Remap, bool]:
-    """Return the sum in tiles, their layout, and whether the sum is instead in `out`, in ordinary order."""
+    world: World, call: ReduceCall, plan: Signaled, in_order: bool
+) -> tuple[Callable[[ScaledFactors, torch.Tensor | None], torch.Tensor], Remap]:
+    """Return a function that returns the sum in tiles, and their layout. in_order: the sum is in `out`, in ordinary
+    order."""
     bm, bn, tiles_n = plan.tile.block_m, plan.tile.block_n, -(-call.n // plan.tile.block_n)
-    in_order = call.everywhere and out is not None and call.n % 8 == 0
     tiling = tiling_of(world, call, plan, in_order)
     signals, owners = signals_of(world, call, plan, tiling, call.op), tiling.owners
-    world.order(signals, world.current_stream())
-    partials = out if in_order and out is not None else world.empty((tiling.rows, tiling.cols), call.dtype)
-    result = partials if call.everywhere else world.empty((tiling.rows // owners, tiling.cols), call.dtype)
+    launch, bounds = gemm_of(world, call, plan, signals, tiling), signals.schedule.bounds
+    if in_order:  # the rows of each group in the GEMM's output
+        spans = [(lo // tiles_n * bm, -(-hi // tiles_n) * bm) for lo, hi in pairwise(bounds)]
+    else:
+        spans = [(lo * 2 * bm, hi * 2 * bm) for lo, hi in pairwise(bounds)]
 
-    def collective(g: int, stream: Stream) -> None:
-        lo, hi = signals.schedule.bounds[g : g + 2]
-        if in_order:
-            lo, hi = lo // tiles_n * bm, -(-hi // tiles_n) * bm
-        else:
-            lo, hi = lo * 2 * bm, hi * 2 * bm
-        if call.everywhere:
-            world.all_reduce(partials[lo:hi], stream, signals.communicator)
-        else:
-            world.reduce_scatter(result[lo // owners : hi // owners], partials[lo:hi], stream, signals.communicator)
+    def run(operands: ScaledFactors, out: torch.Tensor | None) -> torch.Tensor:
+        world.order(signals, world.current_stream())
+        partials = out if in_order and out is not None else world.empty((tiling.rows, tiling.cols), call.dtype)
+        result = partials if call.everywhere else world.empty((tiling.rows // owners, tiling.cols), call.dtype)
 
-    gemm = launch_on(gemm_of(world, call, plan, signals, tiling), operands, partials)
-    exchange_groups(world, signals, gemm, collective)
+        def collective(g: int, stream: Stream) -> None:
+            lo, hi = spans[g]
+            if call.everywhere:
+                world.all_reduce(partials[lo:hi], stream, signals.communicator)
+            else:
+                world.reduce_scatter(result[lo // owners : hi // owners], partials[lo:hi], stream, signals.communicator)
+
+        exchange_groups(world, signals, launch_on(launch, operands, partials), collective)
+        return result
+
     rows = call.m if call.everywhere else call.shards[world.rank]
-    return result, Remap(rows, call.n, tiling.tiles_m, bm, bn, tiling.group_m), in_order
+    return run, Remap(rows, call.n, tiling.tiles_m, bm, bn, tiling.group_m)
 
 
 # -- copy engines ------------------------------------------------------------------------------------------------------
 
 
-def _by_copies(world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor) -> None:
-    """Compute the sum in `out`, with groups that copy engines move."""
-    (_reduce_by_copies if call.everywhere else _scatter_by_copies)(world, call, plan, operands, out)
-
-
-def _gemm_in_rows(
-    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor, shard: int
-) -> tuple[Signals, Callable[[Stream], None], list[int]]:
-    """Prepare a GEMM to `out` [M, N] in groups of whole rows of tiles. Return its signals, a function that launches it,
-    and the row at which each group ends, in the order in which rows are computed. shard: that of signaled_gemm."""
+def _gemm_in_rows(world: World, call: ReduceCall, plan: Signaled, shard: int) -> tuple[Signals, Launch, list[int]]:
+    """Return the launch of a GEMM to a tensor [M, N] in groups of whole rows of tiles, its signals, and the row at
+    which each group ends, in the order in which rows are computed. shard: that of signaled_gemm."""
     m, n, programs = call.m, call.n, world.sm_count - plan.ctas
     tiles_m, tiles_n = -(-m // plan.tile.block_m), -(-n // plan.tile.block_n)
     group_m = max(1, min(plan.tile.group_m, programs // tiles_n))
@@ -223,34 +215,41 @@ def _gemm_in_rows(
 
     signals = world.cached((call.op, m, n, plan), make)
     tiling = Tiling(m, n, tiles_m * tiles_n, tiles_m, 1, group_m, True, shard)
-    gemm = launch_on(gemm_of(world, call, plan, signals, tiling), operands, out)
-    return signals, gemm, [min(m, -(-t // tiles_n) * plan.tile.block_m) for t in signals.schedule.bounds]
+    launch = gemm_of(world, call, plan, signals, tiling)
+    return signals, launch, [min(m, -(-t // tiles_n) * plan.tile.block_m) for t in signals.schedule.bounds]
 
 
-def _scatter_by_copies(
-    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor
-) -> None:
-    """Run GEMM + reduce-scatter with copy engines. Every rank computes the rows of the next rank first, and its own
+def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled) -> Run:
+    """Prepare GEMM + reduce-scatter with copy engines. Every rank computes the rows of the next rank first, and its own
     last, during which the last copies end. A copy engine pushes a group's rows to the staging memory of their owners.
     When all copies to all ranks have ended, and the GEMM too, the owner sums its rows in float32 in the order of the
     ranks. After the first barrier the staging memory may be written again."""
-    (rows, n), m, me, size = out.shape, call.m, world.rank, world.size
-    staging = staging_memory(world, (size, rows, n), call.dtype)
-    partial = world.empty((m, n), call.dtype)
-    signals, gemm, ends = _gemm_in_rows(world, call, plan, operands, partial, rows // plan.tile.block_m)
-
-    def push(g: int, stream: Stream) -> None:
-        start, end = ends[g : g + 2]
+    m, n, rows, me, size = call.m, call.n, call.shards[world.rank], world.rank, world.size
+    staging, copies = workspace(world, "staging", (size, rows, n), call.dtype), lock(world, COPIES)
+    signals, launch, ends = _gemm_in_rows(world, call, plan, rows // plan.tile.block_m)
+    pushes: list[list[tuple[slice, torch.Tensor]]] = []  # for each group, the rows of `partial` to copy, and where to
+    for start, end in pairwise(ends):
+        pushes.append([])
         for j, p in enumerate(world.other_ranks):
             lo, hi = max(start - j * rows, 0), min(end - j * rows, rows)
             if lo < hi:
-                world.copy(staging.peers[p][me, lo:hi], partial[p * rows + lo : p * rows + hi], stream)
-        if start < m - rows <= end:
-            world.barrier(stream)
+                pushes[-1].append((slice(p * rows + lo, p * rows + hi), staging.peers[p][me, lo:hi]))
 
-    exchange_groups(world, signals, gemm, push, barrier=True)
-    own_rows = partial[me * rows : (me + 1) * rows]
-    sum_parts(own_rows, staging.local, out, None, world, world.current_stream())
+    def run(operands: ScaledFactors, out: torch.Tensor) -> None:
+        world.order(copies, world.current_stream())
+        partial = world.empty((m, n), call.dtype)
+
+        def push(g: int, stream: Stream) -> None:
+            for lines, destination in pushes[g]:
+                world.copy(destination, partial[lines], stream)
+            if ends[g] < m - rows <= ends[g + 1]:
+                world.barrier(stream)
+
+        exchange_groups(world, signals, launch_on(launch, operands, partial), push, barrier=True)
+        own_rows = partial[me * rows : (me + 1) * rows]
+        sum_parts(own_rows, staging.local, out, None, world, world.current_stream())
+
+    return run
 
 
 @prepared
@@ -272,39 +271,49 @@ def _partial_sum(world: World, n: int, dtype: torch.dtype, start: int, rows: int
     )
 
 
-def _reduce_by_copies(
-    world: World, call: ReduceCall, plan: Signaled, operands: ScaledFactors, out: torch.Tensor
-) -> None:
-    """Run GEMM + all-reduce with copy engines, group by group. When every rank has computed a group, each rank reads
-    its part of the group's rows from all ranks and sums it in float32 in the order of the ranks. When all ranks have
-    done so, a copy engine pulls the other parts. The sums and the pulls each have a stream, so that they run
+def _reduce_by_copies(world: World, call: ReduceCall, plan: Signaled) -> Run:
+    """Prepare GEMM + all-reduce with copy engines, group by group. When every rank has computed a group, each rank
+    reads its part of the group's rows from all ranks and sums it in float32 in the order of the ranks. When all ranks
+    have done so, a copy engine pulls the other parts. The sums and the pulls each have a stream, so that they run
     concurrently for successive groups (docs/design-notes.md).
 
     After the second barrier of a call's last group no rank reads this rank's partial sums any more. After the first
     barrier of the next call no rank pulls its sums any more."""
-    (m, n), me, size = out.shape, world.rank, world.size
-    stream, adds, pulls = world.current_stream(), world.side_stream("sum"), world.side_stream("pull")
-    world.order(lock(world, COPIES), stream)
+    m, n, me, size = call.m, call.n, world.rank, world.size
+    adds, pulls, copies = world.side_stream("sum"), world.side_stream("pull"), lock(world, COPIES)
     partials = workspace(world, "partials", (m, n), call.dtype)
-    signals, gemm, ends = _gemm_in_rows(world, call, plan, operands, partials.local, 0)
+    signals, launch, ends = _gemm_in_rows(world, call, plan, 0)
     parts = [list(accumulate(balanced_rows(b - a, size), initial=a)) for a, b in pairwise(ends)]
     # The offset of each group in `sums`, the same on every rank: that of rank 0, which has the most rows.
     starts = list(accumulate((p[1] - p[0] for p in parts), initial=0))
     sums = workspace(world, "sums", (starts[-1], n), call.dtype)
+    # For each group, the launch that sums this rank's part, if it has one, and the parts to pull, with their sources.
+    sums_of_groups, pulls_of_groups = [], []
+    for start, part, (begin, end) in zip(starts, parts, pairwise(ends), strict=False):
+        own_rows = slice(*part[me : me + 2])
+        count = own_rows.stop - own_rows.start
+        sums_of_groups.append(
+            (own_rows, _partial_sum(world, n, call.dtype, begin, end - begin, count) if count else None)
+        )
+        others = [(p, slice(*part[p : p + 2])) for p in world.other_ranks if part[p + 1] > part[p]]
+        pulls_of_groups.append([(rows, sums.peers[p][start : start + rows.stop - rows.start]) for p, rows in others])
 
-    def reduce_group(g: int, comm: Stream) -> None:
-        world.barrier(comm)
-        world.wait_event(adds, world.record(comm))
-        (start, end), (lo, hi) = ends[g : g + 2], parts[g][me : me + 2]
-        if hi > lo:
-            launch = _partial_sum(world, n, call.dtype, start, end - start, hi - lo)
-            launch(adds, partials=partials.addresses, out=out[lo:hi], sums=sums.local[starts[g] :])
-        world.barrier(adds, "barrier of sums")
-        world.wait_event(pulls, world.record(adds))
-        for p in world.other_ranks:
-            rows = slice(*parts[g][p : p + 2])
-            if count := rows.stop - rows.start:
-                world.copy(out[rows], sums.peers[p][starts[g] : starts[g] + count], pulls)
+    def run(operands: ScaledFactors, out: torch.Tensor) -> None:
+        stream = world.current_stream()
+        world.order(copies, stream)
 
-    exchange_groups(world, signals, gemm, reduce_group)
-    world.wait_event(stream, world.record(pulls))
+        def reduce_group(g: int, comm: Stream) -> None:
+            world.barrier(comm)
+            world.wait_event(adds, world.record(comm))
+            own_rows, launch_sum = sums_of_groups[g]
+            if launch_sum is not None:
+                launch_sum(adds, partials=partials.addresses, out=out[own_rows], sums=sums.local[starts[g] :])
+            world.barrier(adds, "barrier of sums")
+            world.wait_event(pulls, world.record(adds))
+            for rows, source in pulls_of_groups[g]:
+                world.copy(out[rows], source, pulls)
+
+        exchange_groups(world, signals, launch_on(launch, operands, partials.local), reduce_group)
+        world.wait_event(stream, world.record(pulls))
+
+    return run

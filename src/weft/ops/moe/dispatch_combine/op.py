@@ -26,6 +26,7 @@ from ....errors import WeftError
 from ....kernel_launch import BoundLaunch, Launch, prepared
 from ....op import Call, Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, Plan, Sequential
+from ....prepared import unprepared
 from ....tensor_checks import bulk, check_device, dense, dims, requires_grad
 from ....torch_library import Backward, CallOptions
 from ....transport.memory import lock, rank_word
@@ -516,7 +517,6 @@ def prepare(world: World, layer: Layer, alignment: int, plan: Dispatched, common
         calls,
         route_tables.left_out_words(world, buffer_index),
         zero_counters,
-        zero_counters,
     )
     nbytes = w * layer.max_tokens_per_rank * layer.hidden * layer.dtype.itemsize
     shape = (w, layer.max_tokens_per_rank, layer.hidden)
@@ -756,7 +756,7 @@ class Dispatch(ExchangeOp):
     )
     results, num_borrowed_outputs = 5, 3
     operand_type = DispatchOperands
-    runs = {Sequential: run_dispatch, Dispatched: run_dispatch}
+    runs = {Sequential: unprepared(run_dispatch), Dispatched: unprepared(run_dispatch)}
 
     def check(self, world: World, operands: DispatchOperands, options: CallOptions) -> ExchangeCall:
         check(world, operands, options)
@@ -772,9 +772,6 @@ class Dispatch(ExchangeOp):
     def fake(self, world: World, operands: DispatchOperands, options: CallOptions) -> list[torch.Tensor]:
         handle_id = operands.x.new_empty((2,), dtype=torch.int64, device="cpu")
         return [*super().fake(world, operands, options), handle_id]
-
-    def returned(self, world: World, call: ExchangeCall, result: torch.Tensor, other_results: Operands) -> Returned:
-        return result, *other_results
 
     def postprocess(
         self, world: World, plan: str | Plan, operands: DispatchOperands, options: CallOptions, results: Operands
@@ -816,7 +813,7 @@ class Combine(ExchangeOp):
         " str layout, SymInt expert_alignment, SymInt? max_m, bool dispatch_has_gradient"
     )
     operand_type = CombineOperands
-    runs = {Sequential: run_combine, Dispatched: run_combine}
+    runs = {Sequential: unprepared(run_combine), Dispatched: unprepared(run_combine)}
 
     def check(self, world: World, operands: CombineOperands, options: CallOptions) -> ExchangeCall:
         exchange = Exchange.from_options(world, operands.ids, operands.y, options[:-1])

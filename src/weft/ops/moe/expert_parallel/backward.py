@@ -310,7 +310,7 @@ def backward(
     kept: Kept,
     experts: bool,
 ) -> Gradients:
-    """Return the gradients of `dispatched.run_dispatched` for these operands, on the current stream.
+    """Return the gradients of `dispatched.prepare_dispatched` for these operands, on the current stream.
 
     Args:
         world: the ranks.
@@ -356,10 +356,12 @@ def backward(
     counters = dispatched.step_counters(world, tables.targets)
     gemm(memory.dpreactivation, w.w13, workspace.y, counters).on(stream)
     rows = RoutedRows(workspace.y, tables.route_rows, memory.ones)
-    dispatched.combine(world, state, rows, tables.targets, counters, workspace, before_last_gemm)
+    world.wait_event(side, before_last_gemm)
+    dispatched.combine_launch(world, state, rows, tables.targets, counters, workspace).on(side)
     for step in expert_gradient_launches(world, state, tables, memory, gradients):
         step.on(stream)
-    dispatched.final_sum(world, state, rows, ids, None, gradients.x, workspace)
+    world.wait_event(stream, world.record(side))  # as in `dispatched.prepare_dispatched`
+    dispatched.final_sum_launch(world, state, rows, ids, None, gradients.x, workspace).on(stream)
     take_gradients_launch(world, state, ids, gradients.weights, memory).on(stream)
     return gradients
 

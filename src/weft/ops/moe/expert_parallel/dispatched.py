@@ -10,7 +10,7 @@ and all kernels are loaded, before the first call of a kind launches anything.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from logging import INFO
 from typing import Any, NamedTuple
@@ -23,11 +23,12 @@ from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved, prepare
 from ....lang.channel import BlockChannel
 from ....lang.jit import constants
 from ....plans import Dispatched, DispatchedGemms, FusedMoe, LowLatency, TileShape
+from ....prepared import Run
 from ....tensor_checks import DTYPES
 from ....transport.memory import lock
 from ....world import World
 from ..activations import GELU
-from ..call import ACTIVATIONS, NAME, NONE_KEPT, Kept, Layer, MoeCall, MoeOperands, Weights, layer_rows
+from ..call import ACTIVATIONS, NAME, Layer, MoeCall, MoeOperands, Weights, first_columns, layer_rows
 from ..routing import route_tables
 from ..routing.kernels import LeftOut
 from ..routing.route_tables import Tables, power
@@ -68,7 +69,6 @@ class DispatchedState:
     calls: BlockChannel  # the channel of `same_call` in `sum_ranks`
     left_out: LeftOut | None  # the words that `sum_ranks` takes
     placeholder_ints: torch.Tensor  # int32, in place of tables when kernels are loaded
-    placeholder_floats: torch.Tensor
     ahead: Ahead = field(default_factory=Ahead)
     loaded: set[Hashable] = field(default_factory=set)
 
@@ -225,7 +225,6 @@ def make_state(
         world.calls(NAME),
         left_out,
         world.zeros((16,), torch.int32),
-        world.zeros((16,), torch.float32),
     )
 
 
@@ -267,7 +266,7 @@ def scratch(world: World, name: str, rows: int, cols: int, dtype: torch.dtype) -
     allocations: list[torch.Tensor] = world.cached((NAME, name, dtype), list)
     if not allocations or allocations[-1].numel() < rows * cols:
         world._no_capture(name)
-        world.prepared.clear()
+        world.forget_prepared()
         with world.persistent_allocation():
             allocations.append(
                 world.empty((max(rows * cols, 2 * allocations[-1].numel() if allocations else 0),), dtype)
@@ -548,32 +547,6 @@ def layer_sizes(world: World, layer: Layer, tile: TileShape, **blocks: int) -> L
     )
 
 
-def load(
-    world: World,
-    state: DispatchedState,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    w: Weights,
-    shared: torch.Tensor | None,
-    out: torch.Tensor,
-    workspace: LayerWorkspace,
-    kept: Kept = NONE_KEPT,
-) -> None:
-    """Load all kernels of a call the first time, in pairs whose programs share an SM. Raises Unsupported where those of
-    a pair do not fit together."""
-
-    def steps() -> Iterable[BoundLaunch]:
-        placeholder = Tables(*[state.placeholder_ints] * 8)
-        rows = RoutedRows(workspace.y, state.placeholder_ints, state.placeholder_floats)
-        yield dispatch_launch(world, state, x, ids, workspace)
-        yield first_gemm(world, state, w, placeholder, workspace, kept.preactivation)
-        yield combine_launch(world, state, rows, state.placeholder_ints, state.placeholder_ints, workspace)
-        yield grouped_gemm(world, state, placeholder, workspace.hidden, w.w2, w.b2, workspace.y, state.placeholder_ints)
-        yield final_sum_launch(world, state, rows, ids, shared, out, workspace)
-
-    state.ahead((x, ids, *w, shared, out, kept.preactivation), steps)
-
-
 # -- a call ------------------------------------------------------------------------------------------------------------
 
 
@@ -586,121 +559,81 @@ def side_stream(world: World) -> Any:
     return world.side_stream(NAME) if world.size > 1 else world.current_stream()
 
 
-def dispatch(
-    world: World, state: DispatchedState, x: torch.Tensor, ids: torch.Tensor, workspace: LayerWorkspace, start: Any
-) -> None:
-    """Send x [T, H] with int32 ids [T, k] to the inboxes, on the side stream after the event `start`."""
-    side = side_stream(world)
-    world.wait_event(side, start)
-    dispatch_launch(world, state, x, ids, workspace).on(side)
+def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
+    """Prepare calls of a layer: out [T, H] = the sum over a token's routes of weight * expert(x) + shared, on the
+    current stream. A run returns the numbers of received rows, or None, and the saved tensors.
 
-
-def experts(
-    world: World,
-    state: DispatchedState,
-    w: Weights,
-    tables: Tables,
-    counters: torch.Tensor,
-    workspace: LayerWorkspace,
-    kept: Kept = NONE_KEPT,
-) -> Any:
-    """Run both GEMMs on the current stream, after the launches that build the tables.
-
-    Return the event between them. Sums may start only after it: earlier they would take room on SMs, and announce to
-    other ranks that the inbox is read.
-    """
-    stream = world.current_stream()
-    first_gemm(world, state, w, tables, workspace, kept.preactivation).on(stream)
-    if kept.rows is not None:
-        world.copy(kept.rows, workspace.inbox.local, stream)
-    first_gemm_done = world.record(stream)
-    grouped_gemm(world, state, tables, workspace.hidden, w.w2, w.b2, workspace.y, counters).on(stream)
-    return first_gemm_done
-
-
-def combine(
-    world: World,
-    state: DispatchedState,
-    rows: RoutedRows,
-    targets: torch.Tensor,
-    counters: torch.Tensor,
-    workspace: LayerWorkspace,
-    first_gemm_done: Any,
-) -> None:
-    """Send the weighted sums of other ranks' rows to their outboxes, on the side stream."""
-    side = side_stream(world)
-    world.wait_event(side, first_gemm_done)
-    combine_launch(world, state, rows, targets, counters, workspace).on(side)
-
-
-def final_sum(
-    world: World,
-    state: DispatchedState,
-    rows: RoutedRows,
-    ids: torch.Tensor,
-    shared: torch.Tensor | None,
-    out: torch.Tensor,
-    workspace: LayerWorkspace,
-) -> None:
-    """Write out [T, H] on the current stream, after the side stream's work.
-
-    Otherwise its programs could keep this rank's combine programs, for which other ranks wait, from an SM; and memory
-    that these read may be overwritten after this call.
-    """
-    stream = world.current_stream()
-    world.wait_event(stream, world.record(side_stream(world)))
-    final_sum_launch(world, state, rows, ids, shared, out, workspace).on(stream)
-
-
-def run_dispatched(
-    world: World, call: MoeCall, plan: Dispatched, operands: MoeOperands, out: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
-    """out [T, H] = the sum over a token's routes of weight * expert(x) + shared, on the current stream. Returns the
-    numbers of received rows, or None, and the saved tensors.
-
-    Args:
-        world: the ranks; all make the same calls in the same order.
-        call, plan: the same layer and plan on all ranks, for which `fits` returns None.
-        operands: contiguous, on world.device. T is at most the layer's max_tokens_per_rank and may differ between
-            ranks.
-        out: of the layer's dtype; it may be x or shared.
+    The operands of a run are contiguous, on world.device; T is at most the layer's max_tokens_per_rank and may differ
+    between ranks. `out` may be x or shared. Layer and plan are the same on all ranks, for which `unsupported` returns
+    None.
 
     Sums are accumulated in float32; an expert's result, and a rank's sum of a token, are rounded to the layer's dtype.
     Memory, which all layers share: symmetric, 2 W max_tokens H elements; ordinary, (H + I) elements for each of
     `layer_rows` rows. The first call of its kind allocates it and cannot be captured in a CUDA graph.
 
-    Raises:
+    A run raises:
         Unsupported: the plan's programs do not fit on an SM together.
         Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
         Overflow: there, on a rank whose experts received more rows than `layer_rows`, and on their tokens' ranks.
     """
-    layer, stream, w = call.layer, world.current_stream(), operands.experts
-    x, ids, weights, shared = operands.x, operands.ids, operands.weights, operands.shared
-    received = call.received(world, operands)
-    kept = (
-        NONE_KEPT
-        if call.keep is None
-        else Kept(*(world.empty(*t) for t in call.saved_shapes(world, plan.tile.block_m)))
+    layer, state = call.layer, plan_state(world, call.layer, plan)
+    space, (builder, tables, counters) = make_workspace(world, layer, state.rows), tables_of(world, state)
+    routes, saved = builder.routes, call.saved_shapes(world, plan.tile.block_m)
+    weights_all, holder = routes.shared_weights.local, lock(world, NAME)
+    share, send = route_tables.share_launch(world, routes), _dispatch_launch(world, state)
+    gemm_in = _first_gemm(world, state, first_columns(world, layer), False, 0, len(saved) > 1)
+    gemm_out = _grouped_gemm(world, state, layer.inner, layer.hidden, False, False)
+    combine, final_sum = _combine_launch(world, state, 0), _final_sum_launch(world, state, 0, FinalSumOptions())
+    pairs = send, gemm_in, combine, gemm_out, final_sum  # whose programs share an SM
+    side_of_many = world.side_stream(NAME) if world.size > 1 else None  # `side_stream`
+
+    listed: dict[str, Moved] = dict(tiles=tables.tiles, tile_count=tables.tile_count)
+    in_fixed = dict(listed, inbox=space.inbox.local, sources=tables.sources, hidden_desc=space.hidden, epoch=None)
+    out_fixed = dict(listed, hidden_desc=space.hidden, y_desc=space.y, counters=counters)
+    rows = RoutedRows(space.y, tables.route_rows, weights_all)
+    combined: dict[str, Moved] = dict(
+        routed=rows, targets=tables.targets, counters=counters, outboxes=space.outbox.addresses, epoch=None
     )
-    world.order(lock(world, NAME), stream)
-    state = plan_state(world, layer, plan)
-    workspace = make_workspace(world, layer, state.rows)
-    routed, (builder, tables, counters) = (
-        route_tables.routes_of(world, layer.max_tokens_per_rank, layer.k),
-        tables_of(world, state),
-    )
-    load(world, state, x, ids, w, shared, out, workspace, kept)
-    start = world.record(stream)
-    route_tables.share_routes(world, routed, ids, weights)
-    dispatch(world, state, x, ids, workspace, start)
-    route_tables.run_builder(world, builder, tables, routed.shared_weights.local)
-    first_gemm_done = experts(world, state, w, tables, counters, workspace, kept)
-    rows = RoutedRows(workspace.y, tables.route_rows, routed.shared_weights.local)
-    combine(world, state, rows, tables.targets, counters, workspace, first_gemm_done)
-    final_sum(world, state, rows, ids, shared, out, workspace)
-    if received is not None:
-        world.copy(received, tables.received, stream)
-    return received, *(t for t in kept if t is not None)
+    sum_fixed: dict[str, Moved] = dict(routed=rows, outbox=space.outbox.local, counters=None, epoch=None)
+
+    def run(operands: MoeOperands, out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, ids, weights, w13, w2, b13, b2, shared, received = operands
+        stream, kept = world.current_stream(), tuple([world.empty(*spec) for spec in saved])
+        side, preactivation = side_of_many or stream, kept[1] if len(kept) > 1 else None
+        if received is None and call.counted:
+            received = call.received(world, operands)
+        sent: dict[str, Moved] = dict(x=x, ids=ids, inboxes=space.inbox.addresses, T=x.shape[0])
+        in_moving = dict(in_fixed, w_desc=w13, bias=b13, preactivation_desc=preactivation)
+        out_moving = dict(out_fixed, w_desc=w2, bias=b2)
+        sum_moving = dict(sum_fixed, ids=ids, shared=shared, out=out, T=out.shape[0], number=world.number)
+        world.order(holder, stream)
+        moving = sent, in_moving, combined, out_moving, sum_moving
+        tensors = x, ids, w13, w2, b13, b2, shared, out, preactivation
+        state.ahead(tensors, lambda: map(BoundLaunch, pairs, moving))
+        start = world.record(stream)
+        share(stream, ids=ids, weights=weights, num_routes=ids.numel(), number=world.number)
+        world.wait_event(side, start)
+        send(side, **sent)
+        builder.count_launch(stream, weights=weights_all, sources=tables.sources)
+        builder.place_launch(stream, tables=tables)
+        gemm_in(stream, **in_moving)
+        if kept:
+            world.copy(kept[0], space.inbox.local, stream)
+        # Sums may start only after the first GEMM: earlier they would take room on SMs, and announce to other ranks
+        # that the inbox is read.
+        first_gemm_done = world.record(stream)
+        gemm_out(stream, **out_moving)
+        world.wait_event(side, first_gemm_done)
+        combine(side, **combined)
+        # Otherwise the programs of the sum could keep this rank's combine programs, for which other ranks wait, from an
+        # SM; and memory that these read may be overwritten after this call.
+        world.wait_event(stream, world.record(side))
+        final_sum(stream, **sum_moving)
+        if received is not None:
+            world.copy(received, tables.received, stream)
+        return received, *kept
+
+    return run
 
 
 @prepared

@@ -144,6 +144,8 @@ def layer_memory(
 ) -> LayerMemory:
     """Return the kernel's memory."""
     routes = state.builder.routes
+    # A router's experts are distinct, so that there is room for all rows unless max_rows says otherwise.
+    left_out = None if router is not None and state.layer.max_rows is None else routes.left_out
     return LayerMemory(
         workspace.inbox.local,
         workspace.inbox.addresses,
@@ -164,7 +166,7 @@ def layer_memory(
         state.done.shape[1],
         state.plan.copy_programs,
         state.epoch,
-        routes.left_out,
+        left_out,
         stamps,
         *(router or ()),
     )
@@ -238,9 +240,8 @@ def run_fused(
     out: torch.Tensor,
     router: RouterTensors | None = None,
 ) -> tuple[torch.Tensor | None]:
-    """Run a call as `dispatched.run_dispatched` does, with the same bits and in the same memory except for the inbox.
-    `out` may be shared, not x. A small launch before it compares the ranks' calls, which takes some us, as a barrier
-    does.
+    """Run a call as plan Dispatched does, with the same bits and in the same memory except for the inbox. `out` may be
+    shared, not x. A small launch before it compares the ranks' calls, which takes some us, as a barrier does.
 
     With a router, the launch writes the operands ids and weights, and compares the calls itself.
 

@@ -507,6 +507,7 @@ def moe_layer(
     sum_own_tokens(operands.ids, operands.shared, operands.out, memory, ch, T, max_tokens, s)
     add_time(memory, FINAL_SUM_TIME, start)
     add_time(memory, TOTAL_TIME, launch_start)
-    if pid == 0:
-        take_left_out(memory.left_out, ch.guard, W)
+    if memory.left_out is not None:
+        if pid == 0:
+            take_left_out(memory.left_out, ch.guard, W)
     end_call(ch, memory.epoch, tl.num_programs(0))

@@ -163,8 +163,7 @@ def _sums(world: World, state: LowLatencyState) -> Launch:
 def run_low_latency(
     world: World, call: MoeCall, plan: LowLatency, operands: MoeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None]:
-    """Run a call as `dispatched.run_dispatched` does, in the same memory, but without tables. `out` may be shared, not
-    x.
+    """Run a call as plan Dispatched does, in the same memory, but without tables. `out` may be shared, not x.
 
     Raises Unsupported where the plan's programs are not all resident at once.
     """

@@ -29,6 +29,7 @@ import torch
 from ....architectures import lacks
 from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
+from ....prepared import unprepared
 from ....symmetric import check_tensors
 from ....tensor_checks import bulk, check_device, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
@@ -37,7 +38,7 @@ from ...common import check_rows, plain_rows
 from ..call import ACTIVATIONS, KEEPS, MAX_TOPK, NAME, Kept, Layer, MoeCall, MoeOperands, RouterOptions, check_routes
 from ..routing.router import RENORMALISED, TopKRouter, check_gate, run_gate
 from . import backward, dispatched, fused, low_latency, sequential
-from .dispatched import run_dispatched
+from .dispatched import prepare_dispatched
 from .fused import run_fused
 from .low_latency import run_low_latency
 from .route_kernels import RouterTensors
@@ -156,8 +157,9 @@ def moe(
             ranks, with their number.
         WeftError: a sequential call, or the first of a shape, inside a CUDA graph capture.
     """
-    options = plain_rows(NAME, rows), activation, max_tokens, max_rows, keep, received is not None
-    w13, b13 = packed(NAME, "w13", w13, 5, activation), packed(NAME, "b13", b13, 4, activation)
+    named = None if rows is None else plain_rows(NAME, rows)
+    options = named, activation, max_tokens, max_rows, keep, received is not None
+    w13, b13 = packed(NAME, "w13", w13, 5, activation), b13 if b13 is None else packed(NAME, "b13", b13, 4, activation)
     if router is not None:
         if ids is not None or weights is not None:
             raise ValueError(f"{NAME}: a router chooses ids and weights, which must be None")
@@ -187,10 +189,10 @@ class Moe(Op[MoeCall]):
     results, num_saved = 2, 2
     operand_type = MoeOperands
     runs = {
-        Sequential: run_sequential,
-        Dispatched: run_dispatched,
-        FusedMoe: run_fused,
-        LowLatency: run_low_latency,
+        Sequential: unprepared(run_sequential),
+        Dispatched: prepare_dispatched,
+        FusedMoe: unprepared(run_fused),
+        LowLatency: unprepared(run_low_latency),
     }
     emulator_plan = Dispatched
     autotune_plans: ClassVar[Sequence[Plan]] = tuple(plan for plan, *_ in BY_ROWS)
@@ -242,9 +244,6 @@ class Moe(Op[MoeCall]):
     def saved_shapes(self, world: World, call: MoeCall, plan: str | Plan) -> Shapes:
         plan = plan if isinstance(plan, Dispatched) else world.scale.plan(Dispatched)
         return call.saved_shapes(world, plan.tile.block_m)
-
-    def returned(self, world: World, call: MoeCall, result: torch.Tensor, other_results: Operands) -> Returned:
-        return result, *other_results
 
     def postprocess(
         self, world: World, plan: str | Plan, operands: MoeOperands, options: CallOptions, results: Operands
@@ -438,8 +437,8 @@ class MoeWithRouter(Op[MoeCall]):
     name, public, results = "moe_with_router", NAME, 2
     operand_type = RoutedMoeOperands
     runs = {
-        Sequential: run_sequential_with_router,
-        FusedMoe: run_fused_with_router,
+        Sequential: unprepared(run_sequential_with_router),
+        FusedMoe: unprepared(run_fused_with_router),
     }
     by_library = False
 
@@ -467,9 +466,6 @@ class MoeWithRouter(Op[MoeCall]):
 
     def unsupported(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
         return MOE.unsupported(world, call, plan, asked)
-
-    def returned(self, world: World, call: MoeCall, result: torch.Tensor, other_results: Operands) -> Returned:
-        return MOE.returned(world, call, result, other_results)
 
     def postprocess(
         self, world: World, plan: str | Plan, operands: Operands, options: CallOptions, results: Operands

@@ -18,8 +18,7 @@ from ..call import NAME, Layer, MoeCall, MoeOperands, Weights
 
 
 def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperands, out: Tensor) -> tuple[Tensor | None]:
-    """Run a call as `dispatched.run_dispatched` does. Nothing is saved, whatever the call says: the backward pass sends
-    x again."""
+    """Run a call as plan Dispatched does. Nothing is saved, whatever the call says: the backward pass sends x again."""
     check_capture(world)
     x, ids, weights, *_, shared, _ = operands
     layer, w, stream, (tokens, h) = call.layer, operands.experts, world.current_stream(), x.shape

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 
 from ....kernel_launch import Launch, prepared
-from ....op import Local, Returned, RowsCall, check_call, registered
+from ....op import Local, RowsCall, check_call, registered
 from ....plans import Plan, Sequential
+from ....prepared import unprepared
 from ....tensor_checks import check_device, dims
 from ....torch_library import CallOptions
 from ....world import World
@@ -49,7 +50,7 @@ class CapacityOperands(NamedTuple):
 
 def run_capacity(
     world: World, call: CapacityCall, plan: Plan, operands: CapacityOperands, out: torch.Tensor
-) -> torch.Tensor:
+) -> tuple[torch.Tensor]:
     routes, by_weight = call.m * call.k, call.drop == "probability"
     dropped = world.empty((call.experts,), torch.int32)
     _limit(world, call.experts, by_weight, min(power(routes), world.scale.block))(
@@ -62,7 +63,7 @@ def run_capacity(
         routes=routes,
         capacity=min(call.expert_capacity, routes),
     )
-    return dropped
+    return (dropped,)
 
 
 @prepared
@@ -81,7 +82,7 @@ class CapacityOp(Local[CapacityCall]):
     signature = "Tensor ids, Tensor weights, SymInt experts, float capacity_factor, str drop"
     results = 2
     operand_type = CapacityOperands
-    runs = {Sequential: run_capacity}
+    runs = {Sequential: unprepared(run_capacity)}
 
     def check(self, world: World, operands: CapacityOperands, options: CallOptions) -> CapacityCall:
         (ids, weights), (experts, factor, drop) = operands, options
@@ -97,8 +98,8 @@ class CapacityOp(Local[CapacityCall]):
     def dense_operands(self, plan: Plan, operands: CapacityOperands) -> CapacityOperands:
         return CapacityOperands(*(t.contiguous() for t in operands))
 
-    def returned(self, world: World, call: CapacityCall, result: torch.Tensor, dropped: object) -> Returned:
-        return result, dropped if call.m else world.zeros((call.experts,), torch.int32)
+    def without_rows(self, world: World, call: CapacityCall, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return out, world.zeros((call.experts,), torch.int32)
 
 
 CAPACITY = registered(CapacityOp())

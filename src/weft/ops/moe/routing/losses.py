@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from ....kernel_launch import Launch, prepared
-from ....op import Local, Operands, Returned, RowsCall, check_call, registered
+from ....op import Local, Operands, RowsCall, check_call, registered
 from ....plans import Plan, Sequential
+from ....prepared import unprepared
 from ....tensor_checks import check_device, dims
 from ....torch_library import Backward, CallOptions
 from ....transport.memory import lock
@@ -92,7 +93,9 @@ def _z_loss_backward(world: World, call: LossCall) -> Launch:
     return Launch(world, square_backward, programs, dict(num_warps=4, local=True), rows=call.m, **sizes)
 
 
-def run_balance(world: World, call: LossCall, plan: Plan, operands: BalanceOperands, out: torch.Tensor) -> torch.Tensor:
+def run_balance(
+    world: World, call: LossCall, plan: Plan, operands: BalanceOperands, out: torch.Tensor
+) -> tuple[torch.Tensor]:
     memory, share = _partials(world, power(call.e)), world.empty((call.e,), torch.float32)
     _balance(world, call)(
         world.current_stream(),
@@ -104,7 +107,7 @@ def run_balance(world: World, call: LossCall, plan: Plan, operands: BalanceOpera
         loss=out,
         share=share,
     )
-    return share
+    return (share,)
 
 
 class BalanceOp(Local[LossCall]):
@@ -116,7 +119,7 @@ class BalanceOp(Local[LossCall]):
     signature = "Tensor logits, Tensor ids"
     results = 2
     operand_type = BalanceOperands
-    runs = {Sequential: run_balance}
+    runs = {Sequential: unprepared(run_balance)}
 
     def check(self, world: World, operands: BalanceOperands, options: CallOptions) -> LossCall:
         logits, ids = operands
@@ -133,9 +136,7 @@ class BalanceOp(Local[LossCall]):
     def dense_operands(self, plan: Plan, operands: BalanceOperands) -> BalanceOperands:
         return BalanceOperands(*(t.contiguous() for t in operands))
 
-    def returned(self, world: World, call: LossCall, result: torch.Tensor, share: object) -> Returned:
-        if call.m:
-            return result, share
+    def without_rows(self, world: World, call: LossCall, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return world.zeros((), torch.float32), world.zeros((call.e,), torch.float32)
 
     def saved_tensors(
@@ -169,7 +170,7 @@ class SquareOp(Local[LossCall]):
     public = Z_LOSS
     signature = "Tensor logits"
     operand_type = SquareOperands
-    runs = {Sequential: run_square}
+    runs = {Sequential: unprepared(run_square)}
 
     def check(self, world: World, operands: SquareOperands, options: CallOptions) -> LossCall:
         (logits,) = operands
@@ -185,8 +186,8 @@ class SquareOp(Local[LossCall]):
     def dense_operands(self, plan: Plan, operands: SquareOperands) -> SquareOperands:
         return SquareOperands(operands.logits.contiguous())
 
-    def returned(self, world: World, call: LossCall, result: torch.Tensor, extra: object) -> Returned:
-        return result if call.m else world.zeros((), torch.float32)
+    def without_rows(self, world: World, call: LossCall, out: torch.Tensor) -> tuple[torch.Tensor]:
+        return (world.zeros((), torch.float32),)
 
     def backward(self, world: World, ctx: Backward) -> list[torch.Tensor | None]:
         (logits,), (dloss,) = ctx.saved, ctx.gradients

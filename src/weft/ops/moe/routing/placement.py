@@ -14,6 +14,7 @@ import torch
 from ....kernel_launch import Launch, prepared
 from ....op import Local, RowsCall, check_call, registered
 from ....plans import Plan, Sequential
+from ....prepared import unprepared
 from ....tensor_checks import check_device, dims
 from ....torch_library import CallOptions
 from ....transport.memory import rank_word
@@ -63,7 +64,7 @@ class PlacementOp(Local[PlacementCall]):
     public = EXPERT_PLACEMENT
     signature = "Tensor ids, Tensor table"
     operand_type = PlacementOperands
-    runs = {Sequential: run_placement}
+    runs = {Sequential: unprepared(run_placement)}
 
     def check(self, world: World, operands: PlacementOperands, options: CallOptions) -> PlacementCall:
         ids, table = operands

@@ -157,12 +157,13 @@ def share(
 
 def share_routes(world: World, routes: Routes, ids: torch.Tensor, weights: torch.Tensor) -> None:
     """Run `share` for contiguous tensors that were checked."""
-    launch, num_routes = _share(world, routes), ids.numel()
+    launch, num_routes = share_launch(world, routes), ids.numel()
     launch(world.current_stream(), ids=ids, weights=weights, num_routes=num_routes, number=world.number)
 
 
 @prepared
-def _share(world: World, routes: Routes) -> Launch:
+def share_launch(world: World, routes: Routes) -> Launch:
+    """Return the launch of `share`."""
     _, max_tokens_per_rank, k = routes.ids.shape
     return Launch(
         world,

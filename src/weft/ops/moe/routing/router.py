@@ -12,6 +12,7 @@ from ....kernel_launch import Launch, prepared
 from ....lang.jit import constants
 from ....op import Local, Operands, RowsCall, check_call, registered
 from ....plans import Plan, Sequential
+from ....prepared import unprepared
 from ....tensor_checks import check_device, dims, requires_grad
 from ....torch_library import Backward, CallOptions
 from ....world import World
@@ -219,14 +220,16 @@ class RouterOperands(NamedTuple):
     ids: torch.Tensor | None = None
 
 
-def run_router(world: World, call: RouterCall, plan: Plan, operands: RouterOperands, out: torch.Tensor) -> torch.Tensor:
+def run_router(
+    world: World, call: RouterCall, plan: Plan, operands: RouterOperands, out: torch.Tensor
+) -> tuple[torch.Tensor]:
     logits, bias, ids = operands
     chosen_ids = run_gate(world, logits, bias, ids, out, call.options)
     if ids is None:
-        return chosen_ids
+        return (chosen_ids,)
     copied = world.empty(ids.shape, ids.dtype)
     world.copy(copied, ids, world.current_stream())
-    return copied  # the results of an operator must not alias its operands
+    return (copied,)  # the results of an operator must not alias its operands
 
 
 @prepared
@@ -252,7 +255,7 @@ class RouterOp(Local[RouterCall]):
     )
     results = 2
     operand_type = RouterOperands
-    runs = {Sequential: run_router}
+    runs = {Sequential: unprepared(run_router)}
 
     def check(self, world: World, operands: RouterOperands, options: CallOptions) -> RouterCall:
         (logits, bias, ids), (k, scoring, _, groups, top_groups, _) = operands, options
@@ -262,9 +265,6 @@ class RouterOp(Local[RouterCall]):
     def outputs(self, world: World, call: RouterCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         shape = call.m, call.options[0]
         return [(shape, torch.float32), (shape, torch.int32)]
-
-    def returned(self, world: World, call: RouterCall, result: torch.Tensor, other_results: Any) -> Any:
-        return result, world.empty(result.shape, torch.int32) if other_results is None else other_results
 
     def saved_tensors(
         self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]

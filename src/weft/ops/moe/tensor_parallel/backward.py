@@ -260,7 +260,7 @@ def reduce_dx(
     combine.on(side)
     for step in concurrent:
         step.on(stream)
-    world.wait_event(stream, world.record(side))  # as in `expert_parallel.dispatched.final_sum`
+    world.wait_event(stream, world.record(side))  # as in `expert_parallel.dispatched.prepare_dispatched`
     final_sum.on(stream)
     return dx
 

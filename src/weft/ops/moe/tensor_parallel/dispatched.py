@@ -264,7 +264,7 @@ def run_scatter(
     gemm.on(stream)
     world.wait_event(side, start)
     combine.on(side)
-    # As in `expert_parallel.dispatched.final_sum`. Besides, `final_sum` clears the counters, which `combine` may still
-    # read: a rank's notification of itself arrives at the start of `combine`.
+    # As in `expert_parallel.dispatched.prepare_dispatched`. Besides, `final_sum` clears the counters, which `combine`
+    # may still read: a rank's notification of itself arrives at the start of `combine`.
     world.wait_event(stream, world.record(side))
     final_sum.on(stream)

@@ -21,8 +21,9 @@ from typing import TypeVar
 import torch
 
 from ....architectures import lacks
-from ....op import Op, Operands, Returned, Shapes, registered
+from ....op import Op, Operands, Shapes, registered
 from ....plans import DispatchedColumns, Plan, Sequential
+from ....prepared import unprepared
 from ....tensor_checks import DTYPES, Expected, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
@@ -191,7 +192,7 @@ class AllGatherGroupedMatmul(Half[FirstHalfCall]):
     )
     results, num_saved = 2, 2
     operand_type = GatherOperands
-    runs = {Sequential: sequential.run_gather, DispatchedColumns: dispatched.run_gather}
+    runs = {Sequential: unprepared(sequential.run_gather), DispatchedColumns: unprepared(dispatched.run_gather)}
 
     def check(self, world: World, operands: GatherOperands, options: CallOptions) -> FirstHalfCall:
         (x, ids, weights, w13, b13), (rows, activation, inner, tp_size, keep, gradient) = operands, options
@@ -232,9 +233,8 @@ class AllGatherGroupedMatmul(Half[FirstHalfCall]):
     def saved_shapes(self, world: World, call: FirstHalfCall, plan: str | Plan) -> Shapes:
         return call.saved_shapes(world)
 
-    def returned(self, world: World, call: FirstHalfCall, result: torch.Tensor, other_results: Operands) -> Returned:
-        others = (call.routes(world),) if other_results is None else other_results  # None where there are no rows
-        return result, *others
+    def without_rows(self, world: World, call: FirstHalfCall, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return out, call.routes(world)
 
     def saved_tensors(
         self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
@@ -271,7 +271,7 @@ class GroupedMatmulReduceScatter(Half[GroupedCall]):
         "Tensor hidden, Tensor routes, Tensor ids, Tensor w2, Tensor? b2, Tensor? shared, SymInt[]? rows, int tp_size"
     )
     operand_type = ScatterOperands
-    runs = {Sequential: sequential.run_scatter, DispatchedColumns: dispatched.run_scatter}
+    runs = {Sequential: unprepared(sequential.run_scatter), DispatchedColumns: unprepared(dispatched.run_scatter)}
 
     def check(self, world: World, operands: ScatterOperands, options: CallOptions) -> GroupedCall:
         (hidden, routes, ids, w2, b2, shared), (rows, tp_size) = operands, options

@@ -1,0 +1,142 @@
+"""A call prepared once: what follows from the shapes, dtypes and options of a call is computed at the first such call.
+
+A plan of an op is served by a function of World, call and plan, which makes what all calls have in common (channels,
+memory, launches) and returns the run of one call: a function of its operands and of the tensor for its result.
+
+    def prepare_pushed(world, call, plan):
+        launch = weft.Launch(world, push, world.sm_count, dict(num_warps=8), M=call.m)
+        return lambda operands, out: launch(world.current_stream(), x=operands[0], out=out)
+
+A run returns None, or the tuple of the results after the first. What it holds is made anew after the memory that calls
+share had to grow.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import torch
+
+from .plans import Plan
+from .residency import Residents
+from .symmetric import outlives_call
+from .tensor_checks import check_output, overlap
+from .world import World
+
+if TYPE_CHECKING:
+    from .op import Call, Op
+
+C = TypeVar("C", bound="Call")
+Operands: TypeAlias = Any  # tensors, None for an absent one; a NamedTuple if the op names them (`Op.operand_type`)
+Returned: TypeAlias = Any  # a tensor or a tuple, which the op's docstring describes
+Run: TypeAlias = Callable[[Operands, torch.Tensor], Returned]  # (operands, out): writes out, returns further results
+
+
+class OwnResult(NamedTuple):
+    """A run that can make the tensor of its result itself, as a library does: it takes None in place of `out`, and
+    returns the tuple of all results."""
+
+    run: Callable[[Operands, torch.Tensor | None], tuple[Returned, ...]]
+
+
+Prepare: TypeAlias = Callable[..., Run | OwnResult]  # (world, call, plan)
+
+
+def unprepared(run: Callable[..., Returned]) -> Prepare:
+    """Return the preparation of run(world, call, plan, operands, out), which computes all that it needs in each
+    call."""
+
+    @functools.wraps(run)
+    def prepare(world: World, call: Call, plan: Plan) -> Run:
+        return functools.partial(run, world, call, plan)
+
+    return prepare
+
+
+class Prepared(Generic[C]):
+    """The calls of one shape by one plan.
+
+    number: that of the calls for `World.begin`; None if ranks do not compare them. residents: their launches that wait
+    for other ranks; None if none does.
+    """
+
+    def __init__(self, op: Op[C], world: World, call: C, plan: Plan) -> None:
+        self.op, self.world, self.call, self.plan = op, world, call, plan
+        self.number: int | None = None
+        self.residents: Residents | None = None
+        self._run: Callable[..., Returned] | None = None
+        self._own_result = False
+
+    def forget(self) -> None:
+        """Drop what refers to memory that calls share, so that the next call makes it anew."""
+        self._run = None
+
+    def _prepare(self) -> Callable[..., Returned]:
+        (self._shape, self._dtype), *_ = self.op.outputs(self.world, self.call)
+        with outlives_call():
+            run = self.op.prepare(self.world, self.call, self.plan)
+        self._own_result = isinstance(run, OwnResult)
+        self._run = run.run if isinstance(run, OwnResult) else run
+        # Looked up here, once.
+        self._empty, self._current_stream, self._finish = self.world.empty, self.world.current_stream, self.world.finish
+        self.world.prepared_calls.add(self)
+        return self._run
+
+    def __call__(self, operands: Operands, out: torch.Tensor | None) -> Returned:
+        """Make a call. Operands that are not dense are copied."""
+        run = self._run or self._prepare()
+        for t in operands:
+            if t is not None and not (t.is_contiguous() and t.data_ptr() % 16 == 0 and t.numel()):
+                operands = self.op.dense_operands(self.plan, operands)
+                break
+        if out is not None:
+            results = self._to(out, operands, run)
+        elif self._own_result:
+            results = run(operands, None)
+        else:
+            result = self._empty(self._shape, self._dtype)
+            further = run(operands, result)
+            results = (result,) if further is None else (result, *further)
+        self._finish(self._current_stream())
+        return results if len(results) > 1 else results[0]
+
+    def _to(self, out: torch.Tensor, operands: Operands, run: Callable[..., Returned]) -> tuple[Returned, ...]:
+        """Write the result to `out`, and return all results. It is written to separate memory first if `out` is not
+        aligned for bulk stores, or overlaps an operand that other programs may still read."""
+        op, world = self.op, self.world
+        check_output(op.title, world, out, self._shape, self._dtype)
+        separate = out.data_ptr() % 16 != 0
+        if not separate and overlap(out, *operands):
+            operands_apart = op.without_overlap(world, self.plan, operands, out)
+            operands, separate = (operands, True) if operands_apart is None else (operands_apart, False)
+        result = (world.zeros if op.partial else world.empty)(self._shape, self._dtype) if separate else out
+        further = run(operands, result)
+        if separate:
+            world.copy(out, result, world.current_stream())
+        return (out, *(further[1:] if self._own_result else further or ()))
+
+    def noted(self, residents: Residents, operands: Operands, out: torch.Tensor | None) -> Returned:
+        """Make a call and note its launches that wait for other ranks."""
+        with self.world.backend.note_launches() as notes:
+            results = self(operands, out)
+        residents.launches, residents.noted = notes.launches, True
+        return results
+
+
+@dataclass(eq=False)
+class CallDecision(Generic[C]):
+    """What calls of one key run: eagerly, and in a CUDA graph; None where that was not decided yet."""
+
+    eager: Prepared[C] | None = None
+    graph: Prepared[C] | None = None
+
+
+@dataclass(eq=False)
+class WarmUp:
+    """How far calls of one size, whatever the layouts of their operands, are prepared for a capture; the same on every
+    rank. A size was called once if there is one; plan: what "auto" then ran once because a capture takes it."""
+
+    plan: Plan | None = None
