@@ -28,6 +28,7 @@ import weft
 from bench.common.timing import RIGHT, error_of
 from weft import moe
 from weft.backends.library_gemm import Form
+from weft.kernel_launch import prepared
 from weft.ops.moe.expert_parallel.kernels import store_sums, weighted_sum
 from weft.ops.moe.routing.route_tables import build_tables, share
 
@@ -65,7 +66,7 @@ def sum_routes(y, route_rows, weights, out, T, H: tl.constexpr, K: tl.constexpr,
     store_sums(acc, None, out, t, T, cols, H)
 
 
-@weft.prepared
+@prepared
 def _sum_routes(world: weft.World, tokens: int, h: int, k: int) -> weft.Launch:
     cols = 1024 if h >= 1024 else 128
     programs = tokens * -(-h // cols)

@@ -86,7 +86,7 @@ def test_the_example_over_gloo_runs_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     run = subprocess.run([*torchrun, str(tmp_path / "example.py")], capture_output=True, text=True, timeout=300)
-    assert re.findall(r"^\d.*", run.stdout, re.M) == ["16.0"] * 2, run.stdout + run.stderr
+    assert run.stdout.count("16.0") == 2, run.stdout + run.stderr  # of two processes, whose lines may mix
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
