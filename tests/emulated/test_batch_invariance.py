@@ -282,6 +282,10 @@ def test_an_op_or_a_world_without_the_promise_is_refused(monkeypatch: pytest.Mon
             weft.all_gather_matmul(x, draw(2, N, 60), world=world)
         with pytest.raises(weft.Unsupported, match="the bias"):
             weft.matmul_all_reduce(draw(1, 6, N), draw(2, N, N), draw(3, N), world=world, plan=OneShot())
+        with pytest.raises(weft.Unsupported, match="LayerNorm by pairs"):
+            weft.all_reduce_rms_norm(
+                draw(1, 6, 64), None, draw(2, 64), norm="layer", world=world, plan=TwoShotLowLatency()
+            )
 
     monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
     weft.spmd(main, 2, backend="emulated")

@@ -341,7 +341,9 @@ def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.M
         choices = []
         for m in (64, 1 << 14):
             call = SumCall(NORM, m, 4096, torch.bfloat16, torch.bfloat16, 1, 1e-5, 0, 0, False, False)
-            trial = world.choices.trial(ALL_REDUCE_RMS_NORM.choice(world, call, (torch.empty(0), None, None, None, None)))
+            trial = world.choices.trial(
+                ALL_REDUCE_RMS_NORM.choice(world, call, (torch.empty(0), None, None, None, None))
+            )
             assert trial is not None
             choices.append(
                 ({type(plan) for plan in trial.times}, ALL_REDUCE_RMS_NORM.choose(world, call, "auto", False).kind)
