@@ -116,7 +116,7 @@ def notifying_matmul(a_desc, b_desc, out_desc, counts, M, N, K, tile):
 
 
 def forms() -> Iterator[Form]:
-    """Two first runs also had forms that were slower, or no better, and are gone (docs/design-notes.md): tiles that leave in one
+    """Two first runs also had forms that were slower, or no better, and are gone: tiles that are stored in one
     piece ("whole"), 128 x 128 of 8 warps, 256 x 128 with 3 stages, 64 x 128 with two programs an SM, groups of 4 and 16."""
     for loop in ("flat", "told"):
         yield Form(loop, 128, 256, 8, 3)
