@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .op import Call, Op
 
 C = TypeVar("C", bound="Call")
+T = TypeVar("T")
 Operands: TypeAlias = Any  # tensors, None for an absent one; a NamedTuple if the op names them (`Op.operand_type`)
 Returned: TypeAlias = Any  # a tensor or a tuple, which the op's docstring describes
 Run: TypeAlias = Callable[[Operands, torch.Tensor], Returned]  # (operands, out): writes out, returns further results
@@ -54,6 +55,12 @@ def unprepared(run: Callable[..., Returned]) -> Prepare:
         return functools.partial(run, world, call, plan)
 
     return prepare
+
+
+def made_once(make: Callable[..., T], *args: object) -> Callable[..., T]:
+    """Return make(*args, *further) as a function of the further arguments, called once for each: for what a run needs
+    only with some operands."""
+    return functools.cache(outlives_call()(functools.partial(make, *args)))
 
 
 class Prepared(Generic[C]):

@@ -29,7 +29,7 @@ TINY = dict(
 
 def stages(world: weft.World, parts: int, log: list[tuple[str, int, int, str]]) -> list[torch.Tensor]:
     """Four stages of a matrix product, each summed by an all-reduce of about the time of one."""
-    rows, width = 32 // parts, 64
+    rows, width = 64 // parts, 64
     w = torch.full((width, width), 1 / 128)
     outs = [world.empty((rows, width), torch.float32) for _ in range(parts)]
     ys = [torch.full((rows, width), float(i + 1)) for i in range(parts)]
@@ -71,7 +71,7 @@ def test_one_part_is_reduced_under_the_others_compute() -> None:
     assert [entry[:3] for entry in log] == order
     assert {entry[3] for entry in log if entry[0] == "reduce"} == {"weave"}
     assert {entry[3] for entry in log if entry[0] == "compute"} == {"main"}
-    assert torch.equal(halves[0], alone[0][:16]) and torch.equal(halves[1], 2 * halves[0])
+    assert torch.equal(halves[0], alone[0][:32]) and torch.equal(halves[1], 2 * halves[0])
 
 
 # -- where to split ----------------------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ def split_linear(mesh: DeviceMesh, columns: int, dim: int = 0) -> nn.Linear:
 
 def test_linears_that_are_split_are_views_of_one_stack(mesh: DeviceMesh) -> None:
     """Which writes reach in any way, and which takes no memory beside them."""
-    world: Any = SimpleNamespace(size=2, rank=0, capturing=lambda: False)
+    world: Any = SimpleNamespace(size=2, rank=0, batch_invariant=False, capturing=lambda: False)
     linears = [split_linear(mesh, n) for n in (8, 4, 6)]
     columns, x = ColumnShards(linears, world), torch.randn(3, 8)
     (stack,) = columns.weights

@@ -582,7 +582,9 @@ class Streams:
             arrival.task.advance()
             for r in arrival.sources:
                 arrival.task.join(clocks[r])
-            end = max(end, begun + self._access_tensors(kind, arrival))
+            others = [r for r in arrival.sources if collective.ranks[r] != arrival.task.rank]
+            share = len(others) / max(1, len(arrival.sources))
+            end = max(end, begun + share * self._access_tensors(kind, arrival))
         if work is not None:
             with ExitStack() as kept:
                 for arrival in arrivals:
@@ -600,8 +602,8 @@ class Streams:
             self.machine.wake(waiting)
 
     def _access_tensors(self, collective: str, arrival: Arrival) -> float:
-        """Record a rank's reads and writes in a collective; return the time in which they cross its link, in each
-        direction."""
+        """Record a rank's reads and writes in a collective; return the time in which all of them would cross its link,
+        in each direction."""
         previous, self.machine.current = self.machine.current, arrival.task
         try:
             for kind, tensors in ((READ, arrival.reads), (WRITE, arrival.writes)):
@@ -610,8 +612,7 @@ class Streams:
         finally:
             self.machine.current = previous
         sent, received = (sum(map(nbytes_of, tensors)) for tensors in (arrival.reads, arrival.writes))
-        others = 1 - 1 / max(1, len(arrival.sources))
-        return (2 if collective == "all_reduce" else 1) * others * max(sent, received) * self.machine.costs.link
+        return (2 if collective == "all_reduce" else 1) * max(sent, received) * self.machine.costs.link
 
     def exchange(self, rank: int, obj: R, among: WorldRanks) -> list[R]:
         """All-gather an object on the hosts of the ranks `among`, of which `rank` is one."""

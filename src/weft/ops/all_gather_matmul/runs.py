@@ -33,7 +33,7 @@ from ...plans import (
     Plan,
     Sequential,
 )
-from ...prepared import OwnResult, Run
+from ...prepared import OwnResult, Run, made_once
 from ...transport import collectives, copy_engine, low_latency
 from ...transport.collectives import add_bias
 from ...transport.interfaces import GatherTransport
@@ -281,7 +281,7 @@ def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: 
     """Prepare one launch: some of its programs pull the peers' shards into the arena, the others compute."""
     row = call.k * call.operand_dtype.itemsize
     arena = world.arena(_scales_begin(call, plan) * row + 4 * call.rows * _scales_stride(call), row=row)
-    launches = functools.cache(functools.partial(_pulled_launch, world, call, plan, gated, arena))
+    launches = made_once(_pulled_launch, world, call, plan, gated, arena)
     reads_own_rows, scaled = _whole_tiles(call.shards, plan.tile), call.scaling is not None
     copy_of_half = _copy_of_half(world, call, plan, arena) if call.gathered else None
 
@@ -391,7 +391,7 @@ def _by_copy_engine(world: World, call: GatherCall, plan: FusedGatherByCopies, g
     concurrently find room on an SM."""
     ch, epoch, _ = _copy_channel(world, call, plan)
     flags, keep = ch.counters.split(1), call.gathered or call.shards[0] % plan.tile.block_m != 0
-    launches, ahead = functools.cache(functools.partial(_copied_launch, world, call, plan, gated)), Ahead()
+    launches, ahead = made_once(_copied_launch, world, call, plan, gated), Ahead()
     gather = copy_engine.gather_to_flags(world, sent_specs(world, call), keep, flags, epoch)
 
     def run(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:

@@ -35,7 +35,7 @@ from ...plans import (
     TwoShot,
     is_low_latency,
 )
-from ...prepared import OwnResult, Run
+from ...prepared import OwnResult, Run, made_once
 from ...transport import collectives, copy_engine, low_latency
 from ...transport.collectives import add_bias
 from ...transport.interfaces import ReduceTransport
@@ -148,7 +148,7 @@ def prepare_fused(world: World, call: ReduceCall, plan: FusedReduce) -> Run:
     tiles_m, tiles_n = _tiles(call, plan)
     tile_bytes = plan.tile.block_m * plan.tile.block_n * call.dtype.itemsize
     arena, side = world.arena(world.size * tiles_m * tiles_n * tile_bytes), world.side_stream("pull")
-    launches = functools.cache(functools.partial(_fused_launches, world, call, plan, arena))
+    launches = made_once(_fused_launches, world, call, plan, arena)
 
     def run(operands: ScaledFactors, out: torch.Tensor) -> None:
         (x, weight, bias, x_scale, weight_scale), stream = operands, world.current_stream()
