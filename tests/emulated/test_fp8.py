@@ -17,9 +17,10 @@ from tests.gates import some
 from weft.backends.emulated import EmulatedBackend
 from weft.chooser import CallTime, Choice, Chooser
 from weft.lang.mapping import balanced_rows
-from weft.op import REGISTRY, Op
+from weft.op import REGISTRY
 from weft.ops.recipes import ScaledFactors, block_rows, with_scaled_tiles
 from weft.plans import FusedGather, FusedGatherByCopies, FusedReduceScatter, GemmTile, Persistent, Plan
+from weft.prepared import Prepared
 from weft.scale import SMALL_TILE
 from weft.scaled_tensor import E4M3, ScaledTensor, Scaling
 
@@ -392,7 +393,7 @@ def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Chooser, "time", time)
     monkeypatch.setattr(EmulatedBackend, "clock", staticmethod(lambda *_: pytest.fail("really timed")))
-    monkeypatch.setattr(Op, "execute", lambda self, world, call, plan, operands, out: plan)
+    monkeypatch.setattr(Prepared, "__call__", lambda self, operands, out: self.plan)
 
     def rank(world: weft.World) -> Any:
         world.backend.name = "cuda"

@@ -17,6 +17,11 @@ def test_nothing_is_found_in_random_calls_on_several_streams(first_seed: int) ->
         run(seed)
 
 
+def test_tiles_beyond_a_shard_load_nothing_that_the_next_call_writes() -> None:
+    """The last tile of 5 gathered rows reaches beyond them, and the next operator on the arena fills the other half."""
+    run(1423)
+
+
 def test_the_seeds_of_the_gate_take_every_pair_of_operators_and_every_plan() -> None:
     sequences = [drawn(seed) for seed in range(400)]
     pairs = {tuple(call.op for call in sequence.calls[:2]) for sequence in sequences[::2]}
