@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from bench.pages import one_gpu_page, vllm_page
+from bench.pages import one_gpu_page
 from bench.pages.report import FEW, MODES, cases, load, mean, measured
 
 Row = dict
@@ -141,16 +141,13 @@ def one_gpu(results: Path) -> str:
 
 
 def vllm(results: Path) -> str:
-    """Return the sentence on vLLM's requests, by the fastest repeats with the plugin and without."""
-    rows = [json.loads(text) for text in (results / "nvidia-h100-x2/vllm_serving.jsonl").read_text().splitlines()]
-    day = max(row["date"] for row in rows)
-    by_mix = vllm_page.seconds_by_mix([row for row in rows if row["date"] == day])
-    ratios = {mix: min(seconds["stock"]) / min(seconds["weft"]) for (_, mix), seconds in by_mix.items()}
-    decode, others = ratios.pop("decode"), ratios.values()
-    return (
-        f"vLLM, on two H100s: **{min(others):.2f}x to {max(others):.2f}x**, decoding **{decode:.2f}x**"
-        " ([why](docs/vllm.md#what-ran))."
-    )
+    """Return the sentence on vLLM's requests, by the median repeats of engines that took turns, on most GPUs."""
+    path = max(results.glob("*/vllm_serving.jsonl"), key=lambda path: int(path.parent.name.rpartition("x")[2]))
+    rows = {(row["model"], row["mix"]): row for row in map(json.loads, path.read_text().splitlines())}
+    (model,) = {model for model, _ in rows}
+    mixes = ", ".join(f"{mix} **{row['ratio']:.2f}x**" for (_, mix), row in rows.items())
+    slowest = min(row["ratio_range"][0] for row in rows.values())
+    return f"vLLM, {model}'s layers on {path.parent.name}: {mixes}, slowest repeat {slowest:.2f}x ([why](docs/vllm.md#what-ran))."
 
 
 def line(results: Path) -> str:
