@@ -280,7 +280,8 @@ def _pulled_launch(
 def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: int) -> Run:
     """Prepare one launch: some of its programs pull the peers' shards into the arena, the others compute."""
     row = call.k * call.operand_dtype.itemsize
-    arena = world.arena(_loaded_rows(call, plan) * row + 4 * call.rows * _scales_stride(call), row=row)
+    stored = _scales_begin(call, plan) * row + 4 * call.rows * _scales_stride(call)
+    arena = world.arena(max(stored, _loaded_rows(call, plan) * row), row=row)
     launches = made_once(_pulled_launch, world, call, plan, gated, arena)
     reads_own_rows, scaled = _whole_tiles(call.shards, plan.tile), call.scaling is not None
     copy_of_half = _copy_of_half(world, call, plan, arena) if call.gathered else None
@@ -302,9 +303,15 @@ def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: 
 
 
 def _loaded_rows(call: GatherCall, plan: FusedGather) -> int:
-    """Return the rows of an arena's half that tiles may load, behind which scales begin: the last tile of a shard that
-    is not whole tiles reaches beyond it. Another op's call may already write the other half then."""
+    """Return the rows of an arena's half that tiles may load: the last tile of a shard that is not whole tiles reaches
+    beyond it. Another op's call may already write the other half then."""
     return call.rows + (0 if _whole_tiles(call.shards, plan.tile) else plan.tile.block_m - 1)
+
+
+def _scales_begin(call: GatherCall, plan: FusedGather) -> int:
+    """Return the row of an arena's half at which scales begin (`kernels.gathered_scales`)."""
+    bm = plan.tile.block_m
+    return -(-call.rows // bm) * bm if call.scales_in_row else call.rows
 
 
 def _scales_stride(call: GatherCall) -> int:
@@ -318,7 +325,7 @@ def _copy_of_half(
     """Return a function that copies the arena's half that call number `epoch` filled. Its rows are selected on the
     device, since the host does not know the epoch of a call in a CUDA graph."""
     m, k, dtype, columns = call.rows, call.k, call.operand_dtype, call.scales_in_row
-    half_rows, memory, begin = half_elements(arena.half, k, dtype) // k, arena.memory.local, _loaded_rows(call, plan)
+    half_rows, memory, begin = half_elements(arena.half, k, dtype) // k, arena.memory.local, _scales_begin(call, plan)
     half_words = k * dtype.itemsize // 2  # 16-bit words, a dtype in which torch can select rows
     rows = torch.as_strided(memory.view(torch.int16), (half_rows + m, half_words), (half_words, 1))
     numbers = world.cached(("numbers", m), lambda: world.tensor(list(range(m)), torch.int64))
