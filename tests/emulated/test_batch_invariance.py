@@ -293,6 +293,21 @@ def test_an_op_or_a_world_without_the_promise_is_refused(monkeypatch: pytest.Mon
         weft.spmd(main, 2, backend="emulated", nodes=2)
 
 
+def test_ranks_without_peer_access_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name: there decomposed plans run by cuBLAS and NCCL."""
+
+    def main(world: weft.World) -> None:
+        world.backend.symmetric_unsupported = world.backend.peers_unsupported = "no peer access"
+        x, w = draw(1, 6, K), draw(2, N, K)
+        with pytest.raises(weft.Unsupported, match="matmul_reduce_scatter.*batch-invariant World"):
+            weft.matmul_reduce_scatter(x, w, world=world)
+        with pytest.raises(weft.Unsupported, match="cuBLAS multiplies"):
+            weft.all_gather_matmul(x, w, world=world, plan="decomposed")
+
+    monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
+    weft.spmd(main, 2, backend="emulated")
+
+
 def test_auto_times_the_plans_that_keep_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those of low-latency rows where they would take much memory; and a product, of which each rank times its tiles, is no
     choice that ranks make together."""

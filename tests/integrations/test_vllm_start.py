@@ -286,17 +286,19 @@ def test_a_later_start_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_other_sources_are_compared_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A commit changes kernels without a new version, and a file may keep its size and date."""
+    """A commit changes kernels without a new version, and a file may keep its size and date. What Python compiles beside the sources
+    is none of them, nor the files that it has not renamed yet."""
     monkeypatch.setattr(compare, "stored_at", STORED_AT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(plugin, "SOURCES", tmp_path / "weft")
     timed = times_of(monkeypatch, lambda tokens, form: 1.5)
     kernel = tmp_path / "weft" / "ops" / "kernels.py"
-    kernel.parent.mkdir(parents=True)
+    (kernel.parent / "__pycache__").mkdir(parents=True)
     counts = []
     for source in ("x = 1", "x = 1", "x = 2"):
         kernel.write_text(source)
         os.utime(kernel, (0, 0))
+        (kernel.parent / f"__pycache__/kernels.cpython-312.pyc.{len(counts)}").write_text("")
         plugin.hash_of_sources.cache_clear()
         standin.run(started)
         counts.append(len(timed))

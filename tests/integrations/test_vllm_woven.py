@@ -318,6 +318,24 @@ def test_an_engine_whose_batches_cannot_be_split_says_why(
     standin.run(main)
 
 
+def test_no_rank_weaves_if_one_cannot() -> None:
+    """Whatever vLLM's constructors raise there: passes are compared by all ranks together."""
+
+    def main(world: weft.World) -> None:
+        _, passes = loaded(MODELS["dense"])
+        assert passes is not None and passes.woven is not None
+
+        def attach(runner: object) -> None:
+            if world.rank == 1:
+                raise AssertionError("Current vLLM config is not set.")
+
+        passes.woven.attach = attach  # type: ignore[method-assign]
+        start.attach(plugin.models[-1], SimpleNamespace())
+        assert passes.woven is None and passes.unwoven is not None and "config is not set" in passes.unwoven
+
+    standin.run(main)
+
+
 def test_nothing_is_made_during_requests() -> None:
     """No compile, trial, decision or upload in woven passes of random sizes, after one of each size."""
 

@@ -130,6 +130,8 @@ class MatmulOp(Op[M]):
         first to the last."""
         if call.scaling is not None:
             return "libraries multiply 8-bit operands"
+        if isinstance(plan, Decomposed) and world.size > 1 and world.symmetric_unsupported is not None:
+            return f"cuBLAS multiplies and NCCL sums: {world.symmetric_unsupported}"
         k_step, tile = usual_tile(world).block_k, getattr(plan, "tile", None)
         if tile is not None and tile.block_k != k_step:
             return f"its GEMM adds K in steps of {tile.block_k}, other plans in steps of {k_step}"

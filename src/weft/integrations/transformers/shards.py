@@ -104,7 +104,7 @@ def _linear(
     world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
     if world.batch_invariant:
-        y = matmul(x.flatten(0, -2), weight, bias, world=world).view(*x.shape[:-1], -1)
+        y = matmul(x.flatten(0, -2), weight, bias, world=world).view(*x.shape[:-1], len(weight))
         if out is None:
             return y
         world.call(lambda: out.copy_(y), [y], [out], world.current_stream())

@@ -9,6 +9,8 @@ its workspace. The kernels are those of its backend "trtllm", in one and two sho
 from __future__ import annotations
 
 import importlib
+import os
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -86,15 +88,21 @@ def prepare(world: World, h: int, dtype: torch.dtype, tokens: int, gather: Gathe
 
 def make_workspace(world: World, h: int, dtype: torch.dtype, tokens: int) -> None:
     comm: VllmObject = importlib.import_module("flashinfer.comm")
-    memory = comm.create_allreduce_fusion_workspace(
-        backend="trtllm",
-        world_size=world.size,
-        rank=world.rank,
-        max_token_num=tokens,
-        hidden_dim=h,
-        dtype=dtype,
-        group=world.group,
-    )
+    # As in vLLM: engines with one seed on a host would draw the same names for the exchange of handles.
+    state = random.getstate()
+    random.seed(os.urandom(16))
+    try:
+        memory = comm.create_allreduce_fusion_workspace(
+            backend="trtllm",
+            world_size=world.size,
+            rank=world.rank,
+            max_token_num=tokens,
+            hidden_dim=h,
+            dtype=dtype,
+            group=world.group,
+        )
+    finally:
+        random.setstate(state)
     workspaces(world)[h, dtype] = FlashInferWorkspace(comm, memory)
 
 

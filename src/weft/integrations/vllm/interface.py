@@ -39,6 +39,7 @@ OPTIONAL = {
         ("self", "compile_prefix", "is_encoder"),
     ),
     "custom_op": ("vllm.model_executor.custom_op:CustomOp.forward_cuda", ("self", "args", "kwargs")),
+    "current_config": ("vllm.config:set_current_vllm_config", ("vllm_config",)),
     "entered": ("vllm.forward_context:override_forward_context", ("forward_context",)),
     "split_metadata": (
         "vllm.v1.worker.ubatch_utils:split_attn_metadata",

@@ -67,7 +67,8 @@ def versions(interface: Interface) -> str:
 def hash_of_sources() -> str:
     """Return a hash of weft's files: a commit changes kernels and tables without a new version. It takes some 10 ms."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in SOURCES.rglob("*") if path.is_file() and path.suffix != ".pyc"):
+    paths = (path for path in SOURCES.rglob("*") if "__pycache__" not in path.parts and path.is_file())
+    for path in sorted(paths):
         digest.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -343,10 +344,12 @@ def passes_of(
     max_tokens = config.scheduler_config.max_num_batched_tokens
     context = interface.objects["context"]
     passes = Passes(candidates.stack, twin, world, context, max_tokens, captured_sizes(config))
+    why = ""
     try:
         passes.woven = woven_pass(candidates.stack, served_modules, world, config, classes, interface.objects)
     except Exception as error:
-        passes.unwoven = first_sentence(error)
+        why = first_sentence(error)
+    passes.weave_on_all_ranks(why, lambda reasons: gather_objects(reasons, report.group))
     return passes
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ...errors import WeftError
 from ...world import World
 from . import compare, flashinfer
+from .dataflow import first_sentence
 from .interface import VllmObject, resolve
 from .row_norm_column import WovenLayers
 from .served import ServedModel, counts, models
@@ -178,10 +179,13 @@ def attach(model: ServedModel, runner: VllmObject) -> None:
     stored = ranges is None or any(isinstance(compared.form, WovenLayers) for compared in ranges)
     if passes.woven is None or not stored:
         return
+    why = ""
     try:
         passes.woven.attach(runner)
-    except WeftError as why:
-        passes.woven, passes.unwoven = None, f"{why}"
+    except Exception as error:  # vLLM's constructors raise what they like
+        why = first_sentence(error)
+    passes.weave_on_all_ranks(why, lambda reasons: gather_objects(reasons, model.group))
+    if passes.woven is None:
         model.forms = [form for form in model.forms if not isinstance(form, WovenLayers)]
 
 

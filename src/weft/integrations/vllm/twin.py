@@ -39,6 +39,7 @@ from torch.nn.functional import pad
 from ...errors import WeftError
 from ...plans import Plan
 from ...world import World
+from .flashinfer import Gather
 from .interface import VllmObject
 from .row_norm_column import WovenLayers, forms
 
@@ -159,6 +160,15 @@ class Passes:
         table = forms(self.world)
         padded_tokens = {table[size]: tokens for tokens, size in reversed(list(enumerate(self.sizes))) if size > tokens}
         return [*sorted(set(self.sizes) - {0}, reverse=True), *padded_tokens.values()]
+
+    def weave_on_all_ranks(self, why: str, gather: Gather) -> None:
+        """Do without passes in two parts over whole layers if one rank cannot run them. why: this rank's reason, or
+        "". Collective."""
+        reasons = [reason for (reason,) in gather((why,)) if reason]
+        if reasons:
+            if self.woven is not None:
+                self.woven.release()
+            self.woven, self.unwoven = None, reasons[0]
 
     def put(self, kind: type | None = None) -> None:
         """Make the stack look up the number of tokens at each pass. `kind` is the class that does it."""

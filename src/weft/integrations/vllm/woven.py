@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -141,7 +141,9 @@ class AttentionParts:
         self._batch: VllmObject = None  # the metadata that the builder returned last, and the batch that it got
         self._metadata: VllmObject = None
         arguments = builder.kv_cache_spec, builder.layer_names, config, device
-        self._parts = [type(builder)(*arguments) for _ in range(2)]
+        current_config = interface.get("current_config", nullcontext)  # in which vLLM makes builders, which read it
+        with current_config(config):
+            self._parts = [type(builder)(*arguments) for _ in range(2)]
         for part in self._parts:
             if hasattr(part, "set_workspace_buffer"):  # one for all, since attention runs on one stream
                 part.set_workspace_buffer(builder._get_workspace_buffer())
