@@ -420,7 +420,7 @@ class Op(ABC, Generic[C]):
         if not isinstance(plan, Sequential):
             world.backend.begins(self.title, self.sizes(call), self.multiply_adds(call))
         if self.waits(world, plan):
-            known.residents = world.residents.setdefault((self.name, call, plan), Residents())
+            known.residents = known.residents or Residents()
         if final:
             decision = decisions.setdefault(key, CallDecision())
             setattr(decision, "graph" if capturing else "eager", known)

@@ -86,11 +86,11 @@ class Prepared(Generic[C]):
         with outlives_call():
             run = self.op.prepare(self.world, self.call, self.plan)
         self._own_result = isinstance(run, OwnResult)
-        self._run = run.run if isinstance(run, OwnResult) else run
         # Looked up here, once.
         self._empty, self._current_stream, self._finish = self.world.empty, self.world.current_stream, self.world.finish
         self.world.prepared_calls.add(self)
-        return self._run
+        self._run = made = run.run if isinstance(run, OwnResult) else run  # last, since other threads look at it
+        return made
 
     def __call__(self, operands: Operands, out: torch.Tensor | None) -> Returned:
         """Make a call. Operands that are not dense are copied."""

@@ -42,7 +42,7 @@ from .lang.channel import STATE_WORDS, BlockChannel
 from .lang.intrinsics import GUARD_WORDS, NUMBER_BITS
 from .lang.jit import Options, check_arguments, check_launch
 from .lang.mapping import StaticMapping, TableMapping
-from .residency import Launches, Residents
+from .residency import Launches
 from .scale import Scale
 from .symmetric import check_memory, outlives_call
 
@@ -241,7 +241,6 @@ class World:
         self.prepared_calls: weakref.WeakSet[PreparedCalls] = (
             weakref.WeakSet()
         )  # those that refer to memory that calls share
-        self.residents: dict[Hashable, Residents] = {}  # by op, call and plan
         self.decided: Memo = {}  # the plan by call, once its arguments were checked and compared across ranks
         self.ran: Any = None  # the call and plan that an op ran last (`prepared.Prepared`)
         self.forward_passes: Memo = {}  # calls of compiled graphs (`torch_library.ForwardKey`), for backward passes
@@ -716,7 +715,7 @@ class World:
         return self._buffers[name]
 
     def forget_prepared(self) -> None:
-        """Drop all that was prepared for calls, since it refers to memory that has been replaced. All ranks do this in
+        """Drop all that was prepared for calls. Where it refers to memory that has been replaced, all ranks do this in
         the same call, so that their calls go on in the same memory."""
         self.prepared.clear()
         for call in list(self.prepared_calls):

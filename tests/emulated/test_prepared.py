@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from dataclasses import fields, replace
 from typing import Any
 
@@ -161,3 +163,22 @@ def test_sums_of_two_shapes_of_one_matrix_keep_their_shapes(plan: str) -> None:
             assert y.shape == shape and bool((y == world.size).all())
 
     weft.spmd(main, 2, backend="emulated")
+
+
+def test_routes_that_nobody_holds_are_freed() -> None:
+    """What calls by a Routing prepare goes with it; the World keeps what its latest call needs."""
+
+    def main(world: World) -> int:
+        x, w, routes = draw(1, 32, 64), draw(2, 64, 64), []
+        for i in range(4):
+            routing = weft.route([j // (i + 1) % 2 for j in range(32)], world=world)
+            for _ in range(2):
+                weft.matmul_all_to_all(x, w, destinations=routing, world=world)
+            routes.append(weakref.ref(routing))
+            del routing
+        weft.matmul_reduce_scatter(x, w, world=world, plan="sequential")
+        world.synchronize()
+        gc.collect()
+        return sum(route() is not None for route in routes)
+
+    assert weft.spmd(main, 2, backend="emulated") == [0, 0]
