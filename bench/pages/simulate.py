@@ -47,7 +47,7 @@ print(result)
 result.plot("mlp.png")
 ```
 
-In a shell: `weft simulate mlp 8192,8192,28672 --gpus 64 --machine nvidia-h200-x4`.
+In a shell: `weft simulate mlp 8192,8192,28672 --gpus 64 --profile nvidia-h200-x4`.
 """
 
 

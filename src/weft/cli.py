@@ -37,7 +37,7 @@ console = Console()
 Target = Annotated[str, typer.Argument(metavar="FILE[:FUNCTION]", help="A Python file that defines main(world).")]
 ProfileName = Annotated[
     str | None,
-    typer.Option(help="Whose profile: a file, or nvidia-h200-x2 or -x4, which ship with weft. Default: this machine."),
+    typer.Option(help="A file, or nvidia-h200-x2 or -x4, which ship with weft. Default: this machine's."),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="Schedules to try at each world size.")]
 
@@ -280,14 +280,14 @@ def explain_plan(
     m: Annotated[int, typer.Argument(help="Rows of all ranks.")],
     n: Annotated[int, typer.Argument(help="Columns of the GEMM on one rank.")],
     k: Annotated[int, typer.Argument(help="K of the GEMM on one rank.")],
-    machine: ProfileName = None,
+    profile: ProfileName = None,
     eager: Annotated[bool, typer.Option("--eager", help="Not in a CUDA graph.")] = False,
 ) -> None:
     """Print the plan that "auto" takes for a size, why, and the predicted times of the others."""
     from .planner.auto import explain
 
     try:
-        decision = explain(op, m, n, k, mode="eager" if eager else "graph", profile=machine)
+        decision = explain(op, m, n, k, mode="eager" if eager else "graph", profile=profile)
     except (WeftError, ValueError) as error:
         raise fail(str(error)) from None
     print_line(escape(str(decision)))
@@ -300,7 +300,7 @@ def simulate_layer(
         list[str], typer.Argument(metavar="M,H,I ..", help="Tokens, hidden, intermediate; of an op M,N,K.")
     ],
     gpus: Annotated[int, typer.Option(min=2, help="More than 8 are nodes of 8, with 50 GB/s a GPU between them.")] = 8,
-    machine: ProfileName = None,
+    profile: ProfileName = None,
 ) -> None:
     """Predict a layer on another number of GPUs than were measured."""
     from .planner.simulate import cluster, nvlink, simulate
@@ -310,7 +310,7 @@ def simulate_layer(
     except ValueError:
         raise fail(f"{' '.join(size)}: a size is three whole numbers, such as 8192,8192,28672") from None
     try:
-        result = simulate(nvlink(gpus) if gpus <= 8 else cluster(gpus), workload, sizes, profile=machine)
+        result = simulate(nvlink(gpus) if gpus <= 8 else cluster(gpus), workload, sizes, profile=profile)
     except (WeftError, ValueError) as error:
         raise fail(str(error)) from None
     print_line(escape(str(result)))

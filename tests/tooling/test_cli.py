@@ -442,12 +442,12 @@ def test_doctor_offers_to_share_one_gpu() -> None:
 
 def test_explain_and_simulate() -> None:
     """A size that was measured with its time; no size, op or machine that there is not."""
-    scatter = ("explain", "matmul_reduce_scatter", "8192", "4096", "3584", "--machine", "nvidia-h200-x4")
+    scatter = ("explain", "matmul_reduce_scatter", "8192", "4096", "3584", "--profile", "nvidia-h200-x4")
     result = weft(*scatter)
     assert result.exit_code == 0
     assert "in a CUDA graph: fused (pull_programs=64)\n  measured: 367.0 us, 1.43x as fast" in result.stdout
     assert ", eager: " in weft(*scatter, "--eager").stdout
-    layer = ("simulate", "mlp", "8192,8192,28672", "4096,4096,14336", "--machine", "nvidia-h200-x4")
+    layer = ("simulate", "mlp", "8192,8192,28672", "4096,4096,14336", "--profile", "nvidia-h200-x4")
     result = weft(*layer, "--gpus", "16")
     assert result.exit_code == 0 and result.stdout.startswith("mlp on 16 GPUs, nodes of 8, 50 GB/s a GPU")
     assert [line.split("  ")[1].strip() for line in result.stdout.splitlines()[2:]] == list(
