@@ -909,13 +909,16 @@ EQUIVALENT = [
         for description in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
     ],
     Equivalent(
-        ("MoE in one launch", "MoE in one launch with its router", "moe dispatched", EXCHANGE[0]), "remove flush_stores(...)", "flush_stores(False)",
+        ("MoE in one launch", "moe dispatched", EXCHANGE[0]), "remove flush_stores(...)", "flush_stores(False)",
         "it orders the threads of one program, of which there is one here: each has loaded the words before one of them clears them",
         "take_left_out",
     ),
     Equivalent(
+        GRADIENTS, "drop wait_event", "# as in `dispatched.prepare_dispatched`", "as the next entry, of which this is the backward pass",
+    ),
+    Equivalent(
         (*GRADIENTS, "moe dispatched", "moe dispatched, two streams"), "drop wait_event",
-        "world.wait_event(stream, world.record(side_stream(world)))",
+        "world.wait_event(stream, world.record(side))",
         "here the next call begins with a share of routes, which waits for all ranks to be in it, each behind its last sums: these have "
         "waited for all programs of this rank's side stream, whose last act is to notify them. The second half of experts in parts "
         "shares no routes: the case of one around a layer sees it",
@@ -934,7 +937,7 @@ EQUIVALENT = [
         for order in ("world.order(arena, stream)", "world.order(lock(world, NAME), stream)")
     ],
     Equivalent(
-        ("attention gradients",), "drop wait_event", "world.wait_event(stream, fetched.end)",
+        ("attention gradients",), "drop wait_event", "world.wait_event(world.current_stream(), fetched.end)",
         "keys stay as they are until the backward pass has ended, whose pushes come behind these on one stream, and are "
         "waited for",
     ),

@@ -205,6 +205,8 @@ def test_an_engine_is_left_as_it_was() -> None:
         assert passes is not None
         builder = attached(passes)
         assert "build" in vars(builder)
+        assert passes.woven is not None and passes.woven.attention is not None
+        assert [part.config for part in passes.woven.attention._parts] == [passes.woven.config] * 2
         passes.remove()
         assert "build" not in vars(builder)
 

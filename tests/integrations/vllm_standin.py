@@ -51,11 +51,22 @@ def get_tp_group() -> Any:
 
 
 _contexts: dict[int, Any] = {}
+_configs: dict[int, Any] = {}
 
 
 def get_forward_context() -> Any:
     """Return the context of the current rank's pass."""
     return _contexts.setdefault(id(current_world()), SimpleNamespace(slot_mapping={}))
+
+
+@contextmanager
+def set_current_vllm_config(vllm_config: Any) -> Iterator[None]:
+    """The configuration that constructors of the current rank read inside."""
+    _configs[id(current_world())] = vllm_config
+    try:
+        yield
+    finally:
+        del _configs[id(current_world())]
 
 
 @contextmanager
@@ -140,6 +151,7 @@ class Builder:
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         self.kv_cache_spec, self.layer_names, self.buffer = kv_cache_spec, layer_names, SimpleNamespace()
+        self.config = next(iter(_configs.values()), None)  # the ranks of a test have one
 
     def build(self, common_prefix_len: int, common_attn_metadata: Batch) -> Any:
         assert common_prefix_len == 0
@@ -475,7 +487,7 @@ def config(make: Callable[[], nn.Module], **changes: Any) -> Any:
 
 PLACES: dict[str, tuple[Any, ...]] = {
     "vllm": (),
-    "vllm.config": (),
+    "vllm.config": (set_current_vllm_config,),
     "vllm.forward_context": (get_forward_context, override_forward_context),
     "vllm.model_executor.custom_op": (CustomOp,),
     "vllm.v1.worker.ubatch_utils": (UBatchSlice, split_attn_metadata),
