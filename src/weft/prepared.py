@@ -89,8 +89,8 @@ class Prepared(Generic[C]):
         # Looked up here, once.
         self._empty, self._current_stream, self._finish = self.world.empty, self.world.current_stream, self.world.finish
         self.world.prepared_calls.add(self)
-        self._run = made = run.run if isinstance(run, OwnResult) else run  # last, since other threads look at it
-        return made
+        self._run = prepared_run = run.run if isinstance(run, OwnResult) else run  # last: other threads look at it
+        return prepared_run
 
     def __call__(self, operands: Operands, out: torch.Tensor | None) -> Returned:
         """Make a call. Operands that are not dense are copied."""
