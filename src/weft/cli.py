@@ -204,12 +204,12 @@ def trace(
     """Show how long the programs of each rank compute and wait in one emulated run, up to the error if it fails; with
     --out the timeline: JSON for ui.perfetto.dev, and a picture."""
     from .demo import layer
-    from .emulator.tasks import H200
 
     if out is not None:
         check_folder(out)
     try:
         from .check import load, run
+        from .emulator.tasks import H200
 
         main = load(target) if target else layer
     except WeftError as error:

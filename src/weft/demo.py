@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.markup import escape
@@ -24,7 +25,6 @@ from rich.table import Table
 
 from .backends.base import Backend
 from .chooser import length, span
-from .emulator.tasks import Costs
 from .launch import spmd
 from .nn import ParallelMLP
 from .planner.parts import PartTimes
@@ -33,6 +33,9 @@ from .span import Span
 from .trace.picture import draw
 from .trace.profile import profiled
 from .world import World
+
+if TYPE_CHECKING:
+    from .emulator.tasks import Costs
 
 REAL = (8192, 4096, 14336)  # M, H, I on GPUs
 NAMED = "tensor-parallel MLP, M, H, I = {:,}, {:,}, {:,}".format(*REAL)
@@ -175,6 +178,8 @@ def compared(picture: Path) -> list[str]:
 def costs_of(profile: Profile) -> Costs:
     """Return costs with which the emulated GEMMs, copies and collectives take the times that a profile has for those of
     `REAL`."""
+    from .emulator.tasks import Costs
+
     parts, (m, h, i) = PartTimes(profile), REAL
     tokens, hidden, inner = EMULATED
     ranks, gathered = EMULATED_RANKS, 2 * m * h
