@@ -74,7 +74,7 @@ def no_room_case(world: weft.World) -> None:
         operands = routed(call, world.rank, 20, layer, world.size, at_random)._replace(ids=ids)
         _, grads = gradients(world, whole_experts, model, operands, plan="dispatched", max_rows=16)
         reported = noticed(world)
-        assert reported == ({} if fits else {0: 16}), reported  # in the forward pass and in the backward pass
+        assert reported == ({} if fits else {0: 8}), reported  # by the forward pass alone
         lost = 8 if world.rank == 1 and not fits else 0
         dx, dweights = grads["x"], grads["weights"]
         assert dx is not None and dweights is not None

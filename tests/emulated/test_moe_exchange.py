@@ -348,6 +348,25 @@ def test_a_drop_is_told_once_at_the_next_wait_for_everything() -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
+@pytest.mark.parametrize("plan", ["dispatched", "sequential"])
+def test_a_backward_pass_counts_no_drop_again(plan: str) -> None:
+    """It places the rows of its forward pass, which has counted those without room on both ranks."""
+
+    def rank(world: weft.World) -> None:
+        x, _, weights = routed(world)
+        x.requires_grad_(), weights.requires_grad_()
+        ids = torch.tensor([[0, -1]] * 6, dtype=torch.int32)
+        options: dict[str, Any] = dict(experts=4, world=world, layout="masked", max_m=5, plan=plan)
+        rows, handle = moe.dispatch(x, ids, weights, **options)
+        reported = noticed(world)
+        y = moe.combine(rows * 2, handle)
+        assert reported + noticed(world) == ({0: 7} if world.rank == 0 else {0: 6})
+        y.float().sum().backward()
+        assert x.grad is not None and noticed(world) == {}
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
 # -- in a graph of torch.compile ---------------------------------------------------------------------------------------
 
 

@@ -587,8 +587,9 @@ def place_launch(world: World, state: KernelState, rows: torch.Tensor) -> BoundL
 
 
 @prepared
-def mask_launch(world: World, state: ExchangeState) -> Launch:
-    """Return the launch of `mask_rows`."""
+def mask_launch(world: World, state: ExchangeState, is_backward: bool) -> Launch:
+    """Return the launch of `mask_rows`. A backward pass counts nothing, since its forward pass has."""
+    left_out = state.dispatched.left_out if isinstance(state, KernelState) and not is_backward else None
     routes, block = state.row_order.route_rows.numel(), world.scale.routes
     programs = min(max(-(-routes // block), state.local_experts), world.sm_count)
     return Launch(
@@ -599,8 +600,8 @@ def mask_launch(world: World, state: ExchangeState) -> Launch:
         order=state.order,
         masked=state.masked,
         rank=rank_word(world),
-        guard=world.guard(),
-        left_out=state.dispatched.left_out if isinstance(state, KernelState) else None,
+        guard=None if is_backward else world.guard(),
+        left_out=left_out,
         routes=routes,
         MAX_M=state.exchange.max_m,
         max_tokens=state.exchange.layer.max_tokens_per_rank,
@@ -645,24 +646,36 @@ def final_sum_launch(
 
 
 def launch_dispatch(
-    world: World, state: ExchangeState, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor
+    world: World,
+    state: ExchangeState,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    rows: torch.Tensor,
+    is_backward: bool = False,
 ) -> None:
-    """Dispatch contiguous tensors in a free buffer, on the current stream."""
+    """Dispatch contiguous tensors in a free buffer, on the current stream. is_backward: x is a gradient."""
     world.begin(state.numbers[0])
     stream = world.current_stream()
     world.order(lock(world, f"{DISPATCH} {state.buffer_index}"), stream)
     if isinstance(state, KernelState):
-        launch_dispatch_kernels(world, state, x, ids, weights, rows)
+        launch_dispatch_kernels(world, state, x, ids, weights, rows, is_backward)
         return
     assert isinstance(state, CollectiveState)
     tokens = collectives.gather_tokens(world, state.layer, state.order, state.weights, x, ids, weights)
     if state.masked is not None:
-        mask_launch(world, state)(stream)
+        mask_launch(world, state, is_backward)(stream)
     collectives.pick_rows(world, tokens, state.sources, rows)
 
 
 def launch_dispatch_kernels(
-    world: World, state: KernelState, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor
+    world: World,
+    state: KernelState,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    rows: torch.Tensor,
+    is_backward: bool,
 ) -> None:
     """Launch the kernels of `launch_dispatch`."""
     dispatched_state, buffer_index = state.dispatched, state.buffer_index
@@ -672,11 +685,10 @@ def launch_dispatch_kernels(
     ids_all, _ = route_tables.share(world, ids, weights, max_tokens_per_rank, buffer_index=buffer_index)
     world.wait_event(side, start)
     dispatched.dispatch_launch(world, dispatched_state, x, ids, state.space(rows)).on(side)
-    route_tables.build_tables(
-        world, ids_all, dispatched_state.local_experts, max_tokens_per_rank, alignment, buffer_index=buffer_index
-    )
+    sizes = dispatched_state.local_experts, max_tokens_per_rank, alignment
+    route_tables.build_tables(world, ids_all, *sizes, buffer_index=buffer_index, is_backward=is_backward)
     if state.masked is not None:
-        mask_launch(world, state)(stream)
+        mask_launch(world, state, is_backward)(stream)
     place_launch(world, state, rows).on(stream)
     world.wait_event(stream, world.record(side))  # the caller may write x and ids again
 
@@ -703,7 +715,8 @@ def run_combine(world: World, call: ExchangeCall, plan: Plan, operands: CombineO
 
 def launch_combine(world: World, number: int, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
     """Combine a dispatch, whose buffer is free afterwards."""
-    state, stream = pending_dispatches(world)[number].state, world.current_stream()
+    pending, stream = pending_dispatches(world)[number], world.current_stream()
+    state = pending.state
     world.begin(state.numbers[1])
     world.order(lock(world, f"{DISPATCH} {state.buffer_index}"), stream)
     if isinstance(state, KernelState):
@@ -712,7 +725,7 @@ def launch_combine(world: World, number: int, y: torch.Tensor, shared: torch.Ten
     else:
         assert isinstance(state, CollectiveState)
         collectives.combine(world, state.layer, state.row_order.route_rows, state.weights, y, shared, out)
-        if state.masked is not None:
+        if state.masked is not None and pending.backward_of is None:
             collectives.tell_sources(world, state.masked.route_rows)
     del pending_dispatches(world)[number]
 
@@ -842,7 +855,7 @@ class Combine(ExchangeOp):
         assert dout is not None
         state, number = exchange_state(world, call.exchange, ctx.plan, free_buffer(world, None)), next(_numbers)
         drows = world.zeros(state.shape, dout.dtype)
-        launch_dispatch(world, state, dense(dout), ids, weights, drows)
+        launch_dispatch(world, state, dense(dout), ids, weights, drows, is_backward=True)
         task = torch._C._current_graph_task_id()
         is_held = lambda: torch._C._current_graph_task_id() == task  # noqa: E731
         pending_dispatches(world)[number] = PendingDispatch(state, len(ids), is_held, int(handle_id[0]))

@@ -341,9 +341,8 @@ def backward(
     if kept.rows is None:
         dispatched.dispatch_launch(world, state, x, ids, replace(workspace, inbox=memory.x_inbox)).on(side)
     dispatched.dispatch_launch(world, state, dy, ids, workspace).on(side)
-    tables = route_tables.build_tables(
-        world, ids_all, state.local_experts, max_tokens_per_rank, plan.tile.block_m, layer.max_rows
-    )
+    sizes = state.local_experts, max_tokens_per_rank, plan.tile.block_m, layer.max_rows
+    tables = route_tables.build_tables(world, ids_all, *sizes, is_backward=True)
 
     def gemm(a: Tensor, weight: Tensor, out: Tensor, counters: Tensor) -> BoundLaunch:
         return dispatched.grouped_gemm(world, state, tables, a, weight, None, out, counters, True, True)

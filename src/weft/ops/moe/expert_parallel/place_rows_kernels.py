@@ -111,19 +111,21 @@ def mask_rows(
     PROGRAMS: tl.constexpr,
 ):
     """Convert the tables of rows in expert order to those of the masked layout. Rows beyond MAX_M of an expert are
-    dropped and counted, and told to their tokens' ranks unless left_out is None. rank: int32 [1], this rank. routes:
-    the number of routes of all ranks."""
+    dropped; they are counted unless guard is None, and told to their tokens' ranks unless left_out is None. rank: int32
+    [1], this rank. routes: the number of routes of all ranks."""
     for expert in range(tl.program_id(0), EL, PROGRAMS):
         list_masked(order, masked, expert, MAX_M, BLOCK)
-    if tl.program_id(0) == 0:
-        experts = tl.arange(0, triton.next_power_of_2(EL))
-        received = tl.load(order.received + experts, mask=experts < EL, other=0)
-        rows_lost = tl.sum(tl.maximum(received - MAX_M, 0), 0)
-        if rows_lost > 0:
-            me = tl.load(rank)
-            count_lost(guard, me, rows_lost)
-            if left_out is not None:
-                tell_sources(left_out, me, tl.arange(0, RANK_BINS), rows_by_source(order, max_tokens, MAX_M, EL, BLOCK))
+    if guard is not None:
+        if tl.program_id(0) == 0:
+            experts = tl.arange(0, triton.next_power_of_2(EL))
+            received = tl.load(order.received + experts, mask=experts < EL, other=0)
+            rows_lost = tl.sum(tl.maximum(received - MAX_M, 0), 0)
+            if rows_lost > 0:
+                me = tl.load(rank)
+                count_lost(guard, me, rows_lost)
+                if left_out is not None:
+                    by_source = rows_by_source(order, max_tokens, MAX_M, EL, BLOCK)
+                    tell_sources(left_out, me, tl.arange(0, RANK_BINS), by_source)
     first_expert = tl.load(rank) * EL
     for block in range(tl.program_id(0), tl.cdiv(routes, BLOCK), PROGRAMS):
         route = block * BLOCK + tl.arange(0, BLOCK)

@@ -374,7 +374,8 @@ def place_routes(ids, counts, tables, rank, guard, left_out, routes_per_source, 
 
     A unit of work is one block of routes and one expert's tiles (none where TILES is 0); unit 0 also stores the totals.
     Where more rows arrive than there is room for, the last rows of the last experts are left out: their route row is
-    LEFT_OUT and they are in no tile. They are counted, and told to their tokens' ranks unless left_out is None.
+    LEFT_OUT and they are in no tile. They are counted unless guard is None, and told to their tokens' ranks unless
+    left_out is None.
     """
     place_units(ids, counts, tables, tl.load(rank), guard, left_out, routes_per_source, rows, s)
 
@@ -398,9 +399,10 @@ def place_units(ids, counts, tables, me, guard, left_out, routes_per_source, row
                 list_tiles(tables.tiles, rows_placed, unit, first_row, s)
         if unit == 0:
             store_totals(tables, rows_placed, tl.minimum(starts, rows), s)
-            rows_lost = tl.sum(rows_per_step - rows_placed, 1)
-            total_lost = tl.sum(rows_lost, 0)
-            if total_lost > 0:
-                count_lost(guard, me, total_lost)
-                if left_out is not None:
-                    tell_sources(left_out, me, (me - tl.arange(0, s.WP) + s.W) % s.W, rows_lost)
+            if guard is not None:
+                rows_lost = tl.sum(rows_per_step - rows_placed, 1)
+                total_lost = tl.sum(rows_lost, 0)
+                if total_lost > 0:
+                    count_lost(guard, me, total_lost)
+                    if left_out is not None:
+                        tell_sources(left_out, me, (me - tl.arange(0, s.WP) + s.W) % s.W, rows_lost)

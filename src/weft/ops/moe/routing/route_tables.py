@@ -96,6 +96,7 @@ class TableBuilder:
     counts: torch.Tensor  # int32 [blocks, ELP]: the routes of each block to each own expert
     count_launch: Launch
     place_launch: Launch
+    place_again_launch: Launch  # for a backward pass: what has no room was counted by the forward pass
 
 
 def share(
@@ -191,6 +192,7 @@ def build_tables(
     *,
     name: Hashable = None,
     buffer_index: int | None = None,
+    is_backward: bool = False,
 ) -> Tables:
     """Build the tables of this rank's experts after all ranks' routes have arrived, on the current stream.
 
@@ -206,6 +208,7 @@ def build_tables(
         name: calls of one name and these sizes share one set of tables and `targets`; layers with different counters
             need different names.
         buffer_index: as passed to `share`. For a `dispatch` by itself the tiles are not listed.
+        is_backward: the routes are those of a forward pass, which has counted what it left out.
 
     Routes to experts from W * El on go nowhere. Rows beyond `rows_of` are left out, the last experts' first, and
     counted (Overflow). The first call of its kind allocates memory; it cannot be captured in a CUDA graph.
@@ -227,16 +230,18 @@ def build_tables(
         raise ValueError(f"{TABLES}: ids_all {dims(ids_all)} is not what `share` returned")
     sizes = TableSizes(local_experts, max_tokens_per_rank, block_m, max_rows)
     builder, tables = _builder_and_tables(world, routes, sizes, name, buffer_index)
-    run_builder(world, builder, tables, routes.shared_weights.local)
+    run_builder(world, builder, tables, routes.shared_weights.local, is_backward)
     return tables
 
 
-def run_builder(world: World, builder: TableBuilder, tables: Tables, weights: torch.Tensor) -> None:
+def run_builder(
+    world: World, builder: TableBuilder, tables: Tables, weights: torch.Tensor, is_backward: bool = False
+) -> None:
     """Fill `tables` from the routes that were shared last, and with alternating halves also `weights`, on the current
     stream."""
     stream = world.current_stream()
     builder.count_launch(stream, weights=weights, sources=tables.sources)
-    builder.place_launch(stream, tables=tables)
+    (builder.place_again_launch if is_backward else builder.place_launch)(stream, tables=tables)
 
 
 def memory(
@@ -370,10 +375,12 @@ def make_builder(
         PROGRAMS=programs,
     )
     place_programs = min(max(blocks, sizes.local_experts), 2 * world.sm_count)
-    options = dict(num_warps=4, maxnreg=168, local=True)
-    arguments = dict(rank=rank_word(world), guard=world.guard(), left_out=routes.left_out, s=kernel_sizes)
-    place_launch = Launch(world, place_routes, place_programs, options, **common, **arguments)
-    return TableBuilder(routes, rows, kernel_sizes, counts, count_launch, place_launch)
+    options, arguments = dict(num_warps=4, maxnreg=168, local=True), dict(rank=rank_word(world), s=kernel_sizes)
+    place, place_again = (
+        Launch(world, place_routes, place_programs, options, **common, **arguments, guard=guard, left_out=left_out)
+        for guard, left_out in ((world.guard(), routes.left_out), (None, None))
+    )
+    return TableBuilder(routes, rows, kernel_sizes, counts, count_launch, place, place_again)
 
 
 def table_kernel_sizes(
