@@ -143,7 +143,7 @@ def trained_in_a_graph(world: weft.World, shape: Shape) -> float:
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     size = world.size
     mha, gqa = Shape((512,) * size, 8, 8, 64), Shape((320,) * size, 64, 8, 128)
-    uneven = tuple([333, 70, 512, 0][:size])
+    uneven = tuple([333, 70, 512, 0, 1, 128, 256, 65][:size])
     for name, plan in PLANS.items():
         for mask, options in MASKS.items():
             shape = replace(mha if mask == "causal" else gqa, **options)
