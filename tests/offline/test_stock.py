@@ -41,12 +41,12 @@ def test_assembly_only_orders_bulk_accesses(name: str) -> None:
         assert texts <= {*ORDERS}, name
 
 
-def test_gsan_instruments_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gsan_instruments_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 227 * 1024})
     monkeypatch.setattr(offline.OfflineDriver, "utils", utils, raising=False)
     monkeypatch.setattr(offline, "names_own_files", lambda kernel, ptx: True)  # GSan's own files are there too
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.instrumentation_mode = "gsan"
-        (launch,) = launches_of("World.barrier")
+        (launch,) = launches_of("wait_word")
         compiled = offline.compile_kernel(launch.kernel, launch.args, launch.options)
     assert "__triton_gsan_atomic_begin_scalar" in compiled.ptx
