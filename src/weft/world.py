@@ -618,7 +618,7 @@ class World:
         return f"address {address:#x}"
 
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a small device tensor holding `values`. The host may wait until the stream has taken them."""
+        """Return a small device tensor holding `values`. The host does not wait for the device."""
         self.uploads += 1
         return self.backend.tensor(values, dtype)
 
