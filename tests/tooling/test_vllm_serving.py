@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -106,6 +107,27 @@ def test_the_time_to_the_first_token_counts_from_the_arrival() -> None:
     served = vllm_engine.serve(EngineOfOneTokenAStep(0.005), load, [None] * 6, [2] * 6)
     assert load.arrivals() == sorted(load.arrivals()) and load.arrivals()[0] > 0
     assert served.first_token[-1] > 0.03 and min(served.between_tokens) >= 0.005
+
+
+class AllReduceFusionPass:
+    """As vLLM's: the pass object has the number of matches in the graph that it compiled last."""
+
+    def __init__(self, matches: int) -> None:
+        self.matched_count = matches
+
+
+def test_matches_are_those_of_the_passes_that_live() -> None:
+    """The passes of two compilations count, also if the worker has frozen its objects, which stay frozen."""
+    passes = [AllReduceFusionPass(30), AllReduceFusionPass(2)]
+    gc.freeze()
+    try:
+        assert vllm_engine.replaced_matches("AllReduceFusionPass") == 32
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+    del passes
+    gc.collect()
+    assert vllm_engine.replaced_matches("AllReduceFusionPass") == 0
 
 
 def test_the_page_shows_what_the_two_turns_of_stock_differ_by() -> None:
