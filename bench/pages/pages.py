@@ -88,6 +88,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/measurements.md": measurements,
     "docs/planner.md": planner,
     predict.TABLES: predictions,
+    "docs/batch-invariance.md": lambda: filled("docs/batch-invariance.md", ways.batch_invariance(RESULTS)),
     "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
     moe_page.TABLES: lambda: moe_page.chapter(RESULTS),
     "docs/fp8.md": lambda: marked("docs/fp8.md", *fp8_page.TABLES),

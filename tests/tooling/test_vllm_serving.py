@@ -144,5 +144,5 @@ def test_the_page_shows_what_the_two_turns_of_stock_differ_by() -> None:
 
     page = vllm_page.serving([row(1.5), row(1.02)])
     assert "(trtllm)" in page and "1.50x" not in page
-    cells = "| Llama-8B | decode: 8 of 128 + 64 | weft | **1.02x** | 0.99 to 1.04 | 0.98 to 1.01 | 10.0, 20.0 / 10.0, 20.0 |"
+    cells = "| Llama-8B | decode: 8 of 128 + 64 | weft | **1.02x** | 0.99–1.04 | 0.98–1.01 | 10.0, 20.0 / 10.0, 20.0 |"
     assert cells in page
