@@ -1,5 +1,5 @@
-"""Which tiles a plan gets: the rule against what was measured of GEMMs alone (bench/measure/gemm.py) and of whole ops on two GPUs
-(bench/measure/tiles.py), and which plans it touches."""
+"""Which tiles a plan gets: the rule against stored times of GEMMs alone (H200, 2026-11) and of whole ops on two
+GPUs, and which plans it touches."""
 
 from __future__ import annotations
 
