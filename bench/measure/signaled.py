@@ -197,7 +197,7 @@ class Bench:
         world = self.world
         sizes = [1 << b for b in range(16, 29)] if not self.a.quick else [1 << b for b in (18, 22, 26)]
         for ctas in self.unfinished({f"NCCL, {ctas} CTAs": ctas for ctas in (0, 2, *CTAS)}):
-            on = world.communicator(ctas) if ctas else None
+            on = world.backend.communicator(ctas) if ctas else None
             took = {}
             for op, nbytes in ((o, s) for o in ("all_reduce", "reduce_scatter", "all_to_all") for s in sizes):
                 fn = self.collective(op, nbytes, on)
@@ -218,7 +218,7 @@ class Bench:
             part = torch.empty(x.numel() // size, device="cuda", dtype=BF)
             return lambda: world.reduce_scatter(part, x, world.current_stream(), on)
         outs, parts = (t.split(x.numel() // size) for t in (torch.empty_like(x), x))
-        return lambda: world.all_to_all(outs, parts, world.current_stream(), on)
+        return lambda: world.backend.all_to_all(outs, parts, world.current_stream(), on)
 
     def grid(self, fn: Callable[[], object]) -> int | None:
         """Return the number of CTAs of the NCCL kernel that `fn` launches."""
@@ -356,7 +356,7 @@ class Bench:
             received = [counts[world.rank] for counts in routing.counts]
             outs = torch.empty(sum(received), n, device="cuda", dtype=BF).split(received)
             parts = y.split(routing.counts[world.rank])
-            comm: Callable[[], object] = lambda: world.all_to_all(outs, parts, world.current_stream())  # noqa: E731
+            comm: Callable[[], object] = lambda: world.backend.all_to_all(outs, parts, world.current_stream())  # noqa: E731
         else:
             run = lambda plan: getattr(weft, op)(x, w, world=world, plan=plan)  # noqa: E731
             seq = peers.cublas_nccl(op, x, w, size)  # type: ignore[assignment]

@@ -153,9 +153,9 @@ def test_woven_is_bit_for_bit_its_two_halves(kind: str, parallel: str) -> None:
 def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's GEMMs and attention, whose sums depend on how many rows there are, by definitions whose do not."""
 
-    def linear(world: weft.World, x: torch.Tensor, w: torch.Tensor, bias: None, stream: Any, out: Any = None) -> Any:
-        out = world.empty((x.shape[0], w.shape[0]), x.dtype) if out is None else out
-        world.call(lambda: out.copy_(x.double() @ w.double().t()), [x, w], [out], stream)
+    def linear(backend: Any, x: torch.Tensor, w: torch.Tensor, bias: None, stream: Any, out: Any = None) -> Any:
+        out = backend.empty((x.shape[0], w.shape[0]), x.dtype) if out is None else out
+        backend.call(lambda: out.copy_(x.double() @ w.double().t()), [x, w], [out], stream)
         return out
 
     def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, enable_gqa: bool = False) -> torch.Tensor:
@@ -164,7 +164,7 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.cat(list(row_outputs), 2).to(q.dtype)
 
     sdpa = F.scaled_dot_product_attention
-    monkeypatch.setattr("weft.world.World.linear", linear)
+    monkeypatch.setattr("weft.backends.base.Backend.linear", linear)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
 
 

@@ -40,7 +40,7 @@ def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperand
 
     def experts() -> None:
         outputs = grouped(
-            received_rows[expert_order], recv_table.sum(0).tolist(), w, layer.activation, world.scale.interleave
+            received_rows[expert_order], recv_table.sum(0).tolist(), w, layer.activation, world.backend.scale.interleave
         )
         y.index_copy_(0, expert_order, outputs.to(y.dtype))
 
@@ -92,7 +92,7 @@ def backward(
     def gradients() -> None:
         rows, dout, weight = (t[expert_order] for t in received_rows)
         dots, dx, expert_gradients = grouped_gradients(
-            rows, dout, weight, recv_table.sum(0).tolist(), w, layer.activation, world.scale.interleave
+            rows, dout, weight, recv_table.sum(0).tolist(), w, layer.activation, world.backend.scale.interleave
         )
         results[0].index_copy_(0, expert_order, dx)
         results[1].index_copy_(0, expert_order, dots)
@@ -116,7 +116,7 @@ def backward(
 
 def check_capture(world: World) -> None:
     """Raise WeftError inside a CUDA graph capture."""
-    if world.capturing():
+    if world.backend.capturing():
         raise WeftError(f"{NAME}: a sequential call reads counts on the host, which a CUDA graph cannot hold")
 
 
@@ -146,7 +146,7 @@ def exchanged(world: World, rows: Tensor, send_counts: list[int], recv_counts: l
     if world.size == 1:
         return rows
     received_rows = world.empty((sum(recv_counts), rows.shape[1]), rows.dtype)
-    world.all_to_all(received_rows.split(recv_counts), rows.split(send_counts), world.current_stream())
+    world.backend.all_to_all(received_rows.split(recv_counts), rows.split(send_counts), world.current_stream())
     return received_rows
 
 
