@@ -546,4 +546,3 @@ def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
 
 # Two programs on an SM: one's epilogue runs under the other's main loop.
 TWO_AN_SM = FusedGather(tile=NARROW, per_sm=2, pull_stages=6, pull_programs=8)
-TWO_AN_SM_BY_COPIES = FusedGatherByCopies(tile=NARROW, per_sm=2)
