@@ -14,6 +14,7 @@ POWERS_OF_TWO = (
 
 KINDS: dict[str, type[Plan]] = {}  # of each kind, its class or the base of its classes
 RENAMED_KINDS = {"awaiting": "flag_gated"}  # old names, which are still read
+REMOVED_FIELDS = {"push_programs": 0}  # old fields, which are still read, and the value of each that all plans have now
 CLASSES: dict[str, type[Plan]] = {}  # of each class name, the class
 
 
@@ -119,7 +120,7 @@ class Plan:
     def from_json(text: str) -> Plan:
         """Read a plan; absent fields have their defaults. Raises ValueError for text that is not a plan."""
         try:
-            stored = json.loads(text)
+            stored = dict(field for field in json.loads(text).items() if field not in REMOVED_FIELDS.items())
             plan = _class_of(stored.pop("kind", None), stored.pop("class", None))
             return plan(**{name: _value_of(plan, name, value) for name, value in stored.items()})
         except (TypeError, AttributeError, ValueError) as e:
@@ -479,13 +480,11 @@ class Segmented(Plan):
     then over those in a few calls, and one kernel merges the results (ops/attention).
 
     calls: library calls, at most, for the other ranks' keys that the same queries see; each starts when its keys have
-    arrived. push_programs: programs that push keys to their readers; 0: a copy engine does.
+    arrived.
     """
 
     kind: ClassVar[str] = "segmented"
-    may_be_0 = ("push_programs",)
     calls: int = 2
-    push_programs: int = 0
 
 
 @dataclass(frozen=True)
