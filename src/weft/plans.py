@@ -14,7 +14,7 @@ POWERS_OF_TWO = (
 
 KINDS: dict[str, type[Plan]] = {}  # of each kind, its class or the base of its classes
 RENAMED_KINDS = {"awaiting": "flag_gated"}  # old names, which are still read
-REMOVED_FIELDS = {"push_programs": 0}  # old fields, which are still read, and the value of each that all plans have now
+REMOVED_FIELDS = {"push_programs": 0, "batch": 1}  # old fields, still read with the value that all plans have now
 CLASSES: dict[str, type[Plan]] = {}  # of each class name, the class
 
 
@@ -239,9 +239,7 @@ class FusedReduce(Fused):
 
 @dataclass(frozen=True)
 class FusedReduceScatter(FusedReduce):
-    """GEMM + reduce-scatter. batch: half tiles that a program takes at once to sum."""
-
-    batch: int = 1
+    """GEMM + reduce-scatter. A program takes one half tile after the other to sum."""
 
 
 @dataclass(frozen=True)

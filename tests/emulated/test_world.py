@@ -464,7 +464,7 @@ plans = st.one_of(
     st.builds(Decomposed, st.lists(st.sampled_from([1, 2, 4]), max_size=4).map(tuple)),
     st.builds(FusedGather, tile=tiles, pull_programs=st.integers(1, 32), flatten=st.booleans(), split=st.integers(1, 4)),
     st.builds(FusedGatherByCopies, tile=tiles, per_sm=st.integers(1, 2)),
-    st.builds(FusedReduceScatter, pull_programs=st.integers(0, 32), batch=st.integers(1, 8)),
+    st.builds(FusedReduceScatter, pull_programs=st.integers(0, 32), pull_rows=st.sampled_from([8, 64])),
     st.builds(FusedAllReduce, tile=tiles, lag=st.integers(0, 8)),
     st.builds(FusedMoe, tile=tiles, copy_rows=st.sampled_from([1, 8])),
     st.builds(TwoShotPush, spread=st.booleans(), stages=st.sampled_from([2, 9])),

@@ -80,7 +80,7 @@ BF16 = 5e-3
 GATHER, SCATTER, ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 SECOND = {  # fused ways other than the default: a copy engine pulls; other programs do
     GATHER: FusedGatherByCopies(),
-    SCATTER: FusedReduceScatter(pull_programs=64, forward_programs=2, batch=3),
+    SCATTER: FusedReduceScatter(pull_programs=64, forward_programs=2),
     ALL: FusedAllReduce(pull_programs=32, forward_programs=4, lag=3),
 }
 
