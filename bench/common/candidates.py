@@ -8,7 +8,7 @@ import torch
 
 import weft
 from bench.common.timing import RIGHT, error_of
-from weft.backends import library_gemm
+from weft.integrations import quack
 from weft.op import REGISTRY
 from weft.planner.parts import SHOTS
 from weft.planner.probes.calls import most_low_latency_bytes
@@ -22,7 +22,7 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
-        out += [FlagGated(*form) for form in library_gemm.FORMS] if library_gemm.lacks() is None else []
+        out += [FlagGated(*form) for form in quack.FORMS] if quack.lacks() is None else []
     elif op == "matmul_reduce_scatter":
         out += [Decomposed((1,) * world, pieces=2)]
     out += REGISTRY[op].variants

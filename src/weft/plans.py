@@ -293,7 +293,7 @@ class Persistent(Plan):
 @dataclass(frozen=True)
 class FlagGated(Plan):
     """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls
-    (`library_gemm.flag_gated`). That wait has no timeout; it ends because the copies come behind a bounded
+    (`integrations.quack.flag_gated`). That wait has no timeout; it ends because the copies come behind a bounded
     barrier and wait for no other rank. Needs weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
 
     tile_m, tile_n, cluster_m, pingpong: of the GEMM (`library_gemm.Form`).
