@@ -22,7 +22,7 @@ from ..scaled_tensor import Scaling
 from ..world import World
 from .recipes import block_rows, scaled_tile
 
-# The first call of a size times these beside cuBLAS and takes the fastest. With scales by row, tiles of 128 x 128 with 5
+# The first call of a size times these beside cuBLAS and takes the fastest. With scales by row, tiles of 128 x 128 and 5
 # stages took at least 1.07 times as long as the fastest product at each of 45 sizes (H200, 2026-11).
 WIDE = (Persistent(tile=GemmTile(block_k=128, stages=4)),)
 PROMOTED = (Persistent(tile=GemmTile(block_n=128, block_k=128, warps=4, stages=3), per_sm=2, flatten=False),)

@@ -172,8 +172,7 @@ def _prepare_push(
     """Return a function that pushes local keys and values into the buffers of the ranks that read them, and returns the
     keys and values that the other ranks push into this rank's buffer.
 
-    Copy engines push. 16 programs instead took 1.02 to 1.10 times as long for 8,192 to 65,536 tokens (2 H200, 2026-11:
-    bench/results/nvidia-h200-x2/experiments/attention-early.jsonl).
+    Copy engines push. 16 programs instead took 1.02 to 1.10 times as long for 8,192 to 65,536 tokens (2 H200, 2026-11).
     """
     me, total = world.rank, sum(config.shards)
     memory = workspace(world, KEYS, (2, total, config.kv_heads, config.dim), config.dtype)
