@@ -28,7 +28,7 @@ from ..routing import route_tables
 from ..routing.route_tables import Tables
 from . import dispatched
 from .backward_kernels import GradientSizes, activation_gradient, grouped_wgrad, row_sums, take_gradients
-from .dispatched import COMBINE_REGISTERS, DispatchedState, LayerWorkspace, scratch
+from .dispatched import COMBINE_REGISTERS, DispatchedState, LayerWorkspace, Product, scratch
 from .kernels import RoutedRows
 from .place_rows import order_of, place_rows_launch
 
@@ -354,12 +354,12 @@ def pass_launches(
         memory = replace(memory, preactivation=kept.preactivation)
 
     def gemm(a: Tensor, weight: Tensor, out: Tensor, counters: Tensor) -> BoundLaunch:
-        return dispatched.grouped_gemm(world, state, tables, a, weight, None, out, counters, True, True)
+        return dispatched.grouped_gemm(world, state, tables, Product(a, weight), out, counters, True, True)
 
     def place(inbox: Tensor, rows: Tensor, arrivals: int) -> BoundLaunch:
         return place_rows_launch(world, state, inbox, rows, order_of(tables, builder.routes.ids), arrivals)
 
-    arrivals, unused = state.dispatch_programs, memory.unused_counters
+    arrivals, unused, recomputed = state.dispatch_programs, memory.unused_counters, Product(memory.x, w.w13, w.b13)
     sent_x = dispatched.dispatch_launch(world, state, x, ids, replace(space, inbox=memory.x_inbox))
     rows = RoutedRows(space.y, tables.route_rows, memory.ones)
     b13, w13 = expert_gradient_launches(
@@ -372,9 +372,7 @@ def pass_launches(
         sent_x,
         dispatched.dispatch_launch(world, state, dy, ids, space),
         place(memory.x_inbox.local, memory.x, arrivals) if kept.rows is None else place(kept.rows, memory.x, 0),
-        dispatched.grouped_gemm(
-            world, state, tables, memory.x, w.w13, w.b13, memory.preactivation, unused, with_dispatch=True
-        ),
+        dispatched.grouped_gemm(world, state, tables, recomputed, memory.preactivation, unused, False, True),
         place(space.inbox.local, memory.dy, arrivals),
         gemm(memory.dy, w.w2, space.hidden, unused),
         activation_gradient_launch(world, state, tables, builder.routes.shared_weights.local, w, memory),

@@ -367,21 +367,27 @@ def _first_gemm(
     )
 
 
+class Product(NamedTuple):
+    """Rows [rows, K] that are multiplied by the matrices of their experts, and biases [El, N] or None."""
+
+    a: torch.Tensor
+    w: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
 def grouped_gemm(
     world: World,
     state: DispatchedState,
     tables: Tables,
-    a: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
+    product: Product,
     out: torch.Tensor,
     counters: torch.Tensor,
     kn_weight: bool = False,
     with_dispatch: bool = False,
 ) -> BoundLaunch:
-    """Return the launch of out [rows, N] = a [rows, K] @ w + bias [El, N], whose tiles are counted by source step. w is
-    [El, N, K], transposed in the product, or with kn_weight [El, K, N]. with_dispatch: dispatch programs run on the
-    same SMs."""
+    """Return the launch of out [rows, N] = a @ w + bias, whose tiles are counted by source step. w is [El, N, K],
+    transposed in the product, or with kn_weight [El, K, N]. with_dispatch: dispatch programs run on the same SMs."""
+    a, w, bias = product
     moving: dict[str, Moved] = dict(
         hidden_desc=a,
         w_desc=w,

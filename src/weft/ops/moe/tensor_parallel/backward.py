@@ -24,7 +24,7 @@ from ..expert_parallel.backward import (
     unused_counters,
 )
 from ..expert_parallel.backward_kernels import IDENTITY
-from ..expert_parallel.dispatched import DispatchedState, grouped_gemm, scratch
+from ..expert_parallel.dispatched import DispatchedState, Product, grouped_gemm, scratch
 from ..expert_parallel.place_rows import order_of, place_rows_launch
 from ..routing.route_tables import Tables
 from .backward_kernels import activation_backward
@@ -103,7 +103,7 @@ def second_half(
     dhidden, droutes = world.empty(hidden.shape, hidden.dtype), world.zeros(routes.shape, torch.float32)
     dw2, db2 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w2, b2))
     gather_rows(world, state, dy, tables, dy_rows)  # the first use of scratch memory, behind its lock
-    gemm = grouped_gemm(world, state, tables, dy_rows, w2, None, g, unused_counters(world), True, True)
+    gemm = grouped_gemm(world, state, tables, Product(dy_rows, w2), g, unused_counters(world), True, True)
     # From g = dy @ w2: g times the routing weights, the weights' gradients, and, in place of g, hidden times the
     # weights. With a b2 also the weights by row.
     moving: dict[str, Moved] = dict(
@@ -163,7 +163,8 @@ def first_half(
         steps.append(place_rows_launch(world, state, kept.rows, x_rows, order, 0))
     if kept.preactivation is None:
         counters = unused_counters(world)
-        steps.append(grouped_gemm(world, state, tables, x_rows, w13, b13, preactivation, counters, False, True))
+        product = Product(x_rows, w13, b13)
+        steps.append(grouped_gemm(world, state, tables, product, preactivation, counters, False, True))
     steps.append(activation_gradient_launch(world, state, tables, preactivation, dhidden, dpreactivation))
     bias_gradients, wgrad = expert_gradient_launches(world, state, tables, (dpreactivation, x_rows, dw13), (None, db13))
     steps += bias_gradients
@@ -176,7 +177,7 @@ def first_half(
         return None, dw13, db13
     dx, size = world.empty(x.shape, x.dtype), world.size * layer.max_tokens_per_rank * layer.k
     ones = world.cached((NAME, "ones of routes", size), lambda: world.tensor([1] * size, torch.float32))
-    reduce_rows(world, state, tables, ones, (dpreactivation, w13, None), ids, None, dx, wgrad)
+    reduce_rows(world, state, tables, ones, Product(dpreactivation, w13), ids, None, dx, wgrad)
     return dx, dw13, db13
 
 

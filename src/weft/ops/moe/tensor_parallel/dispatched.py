@@ -19,6 +19,7 @@ from ..expert_parallel.dispatched import (
     DispatchedState,
     FinalSumOptions,
     LayerWorkspace,
+    Product,
     make_state,
 )
 from ..expert_parallel.kernels import RoutedRows
@@ -185,7 +186,7 @@ def run_scatter(
     hidden, routes, ids, w2, b2, shared = operands
     parts = route_parts(world, call.layer, routes)
     state, tables = plan_state(world, call.layer, plan), tables_of(parts)
-    reduce_rows(world, state, tables, parts.weights, (hidden, w2, b2), ids, shared, out)
+    reduce_rows(world, state, tables, parts.weights, Product(hidden, w2, b2), ids, shared, out)
 
 
 def reduce_rows(
@@ -193,22 +194,22 @@ def reduce_rows(
     state: DispatchedState,
     tables: route_tables.Tables,
     weights: torch.Tensor,
-    product: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    product: Product,
     ids: torch.Tensor,
     shared: torch.Tensor | None,
     out: torch.Tensor,
     concurrent: Sequence[BoundLaunch] | None = None,
 ) -> None:
-    """out [T, H] = the weighted sum of a token's rows over the ranks, + shared, on the current stream. product: the
-    rows a, the matrices w and a bias, in a @ w + bias. concurrent: None in a forward pass; in a backward pass, which
-    multiplies by the transposed w, the launches that run at the same time as the transfer."""
-    (a, w, bias), layer, is_backward = product, state.layer, concurrent is not None
+    """out [T, H] = the weighted sum of a token's rows over the ranks, + shared, on the current stream. The
+    rows are those of the product. concurrent: None in a forward pass; in a backward pass, which multiplies by the
+    transposed w, the launches that run at the same time as the transfer."""
+    layer, is_backward = state.layer, concurrent is not None
     assert isinstance(layer, Split)
     arena, stream, side = acquire_arena(world, layer), world.current_stream(), world.side_stream(NAME)
     y = dispatched.scratch(world, "y", state.rows, layer.hidden, layer.dtype)
-    workspace, rows = arena_workspace(arena, layer.dtype, a, y), RoutedRows(y, tables.route_rows, weights)
+    workspace, rows = arena_workspace(arena, layer.dtype, product.a, y), RoutedRows(y, tables.route_rows, weights)
     counters = world.channel(f"{NAME}, tiles of column shards by source step", world.size, None).counters
-    gemm = dispatched.grouped_gemm(world, state, tables, a, w, bias, y, counters, is_backward, is_backward)
+    gemm = dispatched.grouped_gemm(world, state, tables, product, y, counters, is_backward, is_backward)
     combine = dispatched.combine_launch(world, state, rows, tables.targets, counters, workspace)
     sum_options = FinalSumOptions(layer.tp_size)
     final_sum = dispatched.final_sum_launch(
@@ -217,7 +218,7 @@ def reduce_rows(
     further = concurrent or ()
     pairs = [part for step in (gemm, *further) for part in (combine, step)]
     variant = "sums", is_backward, len(further)
-    state.ahead((a, w, bias, ids, shared, out), lambda: (*pairs, final_sum), variant)
+    state.ahead((*product, ids, shared, out), lambda: (*pairs, final_sum), variant)
     start = world.record(stream)
     gemm.on(stream)
     world.wait_event(side, start)
