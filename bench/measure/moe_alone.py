@@ -54,7 +54,7 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     hidden, y = (inbox.new_empty(state.rows, cols) for cols in (kind.inner, kind.hidden))
     workspace = dispatched.LayerWorkspace(SimpleNamespace(local=inbox), None, hidden, y)
     counters = torch.zeros(32, dtype=torch.int32, device=x.device)
-    product = dispatched.Product(workspace.hidden, w.w2, w.b2)
+    product = dispatched.GroupedProduct(workspace.hidden, w.w2, w.b2)
     launches = dict(
         first=dispatched.first_gemm(world, state, w, tables, workspace),
         second=dispatched.grouped_gemm(world, state, tables, product, workspace.y, counters),

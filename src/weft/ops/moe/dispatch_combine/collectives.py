@@ -65,7 +65,7 @@ def combine(
     # are.
     world.call(add, [route_rows, weights], [rank_sums], stream)
     if world.size > 1:
-        world.all_to_all(list(received), list(rank_sums), stream)
+        world.backend.all_to_all(list(received), list(rank_sums), stream)
     else:
         received = rank_sums
 
@@ -91,11 +91,11 @@ def tell_sources(world: World, route_rows: Tensor) -> None:
         lost[world.rank].zero_()  # this rank has counted all that it left out
 
     world.call(count, [route_rows], [lost], stream)
-    world.all_to_all(list(received), list(lost), stream)
+    world.backend.all_to_all(list(received), list(lost), stream)
     _count_received(world)(stream, words=received)
 
 
 @prepared
 def _count_received(world: World) -> Launch:
     options = dict(num_warps=1, local=True)
-    return Launch(world, count_received, 1, options, guard=world.guard(), W=world.size)
+    return Launch(world, count_received, 1, options, guard=world.backend.guard(), W=world.size)

@@ -512,7 +512,7 @@ def place_launch(world: World, state: ExchangeState, kernels: KernelState, rows:
 def mask_launch(world: World, state: ExchangeState, is_backward: bool) -> Launch:
     """Return the launch of `mask_rows`. A backward pass counts nothing, since its forward pass has."""
     left_out = None if state.kernels is None or is_backward else state.kernels.dispatched.left_out
-    routes, block = state.row_order.route_rows.numel(), world.scale.routes
+    routes, block = state.row_order.route_rows.numel(), world.backend.scale.routes
     programs = min(max(-(-routes // block), state.local_experts), world.sm_count)
     return Launch(
         world,
@@ -522,7 +522,7 @@ def mask_launch(world: World, state: ExchangeState, is_backward: bool) -> Launch
         order=state.order,
         masked=state.masked,
         rank=rank_word(world),
-        guard=None if is_backward else world.guard(),
+        guard=None if is_backward else world.backend.guard(),
         left_out=left_out,
         routes=routes,
         MAX_M=state.exchange.max_m,
@@ -650,7 +650,7 @@ class ExchangeOp(Op[ExchangeCall]):
         return Dispatched()
 
     def unsupported(self, world: World, call: ExchangeCall, plan: Plan, asked: str | Plan) -> str | None:
-        return world.symmetric_unsupported
+        return world.backend.symmetric_unsupported
 
     def check_same_on_all_ranks(self, world: World, call: ExchangeCall, plan: Plan, **details: Hashable) -> int | None:
         return None
@@ -761,7 +761,7 @@ class Combine(ExchangeOp):
         received_dots = dots
         if world.size > 1:
             received_dots = world.empty(dots.shape, torch.float32)
-            world.all_to_all(list(received_dots), list(dots), stream)
+            world.backend.all_to_all(list(received_dots), list(dots), stream)
         own_dots, dweights = received_dots[:, : weights.numel()], world.empty(weights.shape, torch.float32)
         world.call(lambda: torch.sum(own_dots, 0, out=dweights.view(-1)), [received_dots], [dweights], stream)
         if not call.dispatch_has_gradient:  # otherwise the dispatch's backward pass combines it

@@ -28,7 +28,7 @@ from ..routing import route_tables
 from ..routing.route_tables import Tables
 from . import dispatched
 from .backward_kernels import GradientSizes, activation_gradient, grouped_wgrad, row_sums, take_gradients
-from .dispatched import COMBINE_REGISTERS, DispatchedState, LayerWorkspace, Product, scratch
+from .dispatched import COMBINE_REGISTERS, DispatchedState, GroupedProduct, LayerWorkspace, scratch
 from .kernels import RoutedRows
 from .place_rows import order_of, place_rows_launch
 
@@ -107,7 +107,7 @@ def activation_gradient_launch(
     world: World, state: DispatchedState, tables: Tables, weights: Tensor, w: Weights, memory: BackwardMemory
 ) -> BoundLaunch:
     """Return the launch of `activation_gradient`. weights: float32 [W, max_tokens, k]."""
-    gate = 0 if ACTIVATIONS[state.layer.activation] == GELU.value else world.scale.interleave
+    gate = 0 if ACTIVATIONS[state.layer.activation] == GELU.value else world.backend.scale.interleave
     form = GradientForm(ACTIVATIONS[state.layer.activation], gate, w.w13.shape[1], world.size, w.b2 is not None)
     moving: dict[str, Moved] = dict(
         preactivation=memory.preactivation,
@@ -137,7 +137,7 @@ class GradientForm(NamedTuple):
 
 def gradient_sizes(world: World, state: DispatchedState, form: GradientForm) -> GradientSizes:
     """Return the sizes of the gradients' kernels."""
-    rows, cols = world.scale.gradient_block
+    rows, cols = world.backend.scale.gradient_block
     return constants(
         GradientSizes,
         W=form.ranks,
@@ -152,7 +152,7 @@ def gradient_sizes(world: World, state: DispatchedState, form: GradientForm) -> 
 
 def between_gemms(world: World) -> tuple[int, dict[str, int]]:
     """Return the number of programs of a launch between two GEMMs, as many as fit on the GPU, and its options."""
-    return world.sm_count * world.scale.programs_between_gemms, dict(num_warps=4, maxnreg=96, co_resident=True)
+    return world.sm_count * world.backend.scale.programs_between_gemms, dict(num_warps=4, maxnreg=96, co_resident=True)
 
 
 @prepared
@@ -214,7 +214,7 @@ def bias_gradient_launch(
 
 @prepared
 def _row_sums(world: World, state: DispatchedState, n: int, weighted: bool) -> Launch:
-    block, cols = world.scale.sum_block
+    block, cols = world.backend.scale.sum_block
     sizes = dict(N=n, EL=state.local_experts, ROWS=block, COLS=cols, WEIGHTED=weighted)
     return Launch(world, row_sums, world.sm_count, dict(num_warps=4, co_resident=True), **sizes)
 
@@ -231,7 +231,7 @@ def take_gradients_launch(
 
 @prepared
 def _take_gradients(world: World, experts: int, count: int) -> Launch:
-    block = world.scale.routes
+    block = world.backend.scale.routes
     programs = min(world.sm_count, max(1, -(-count // block)))
     return Launch(world, take_gradients, programs, dict(num_warps=4), num_routes=count, experts=experts, BLOCK=block)
 
@@ -354,12 +354,16 @@ def pass_launches(
         memory = replace(memory, preactivation=kept.preactivation)
 
     def gemm(a: Tensor, weight: Tensor, out: Tensor, counters: Tensor) -> BoundLaunch:
-        return dispatched.grouped_gemm(world, state, tables, Product(a, weight), out, counters, True, True)
+        return dispatched.grouped_gemm(world, state, tables, GroupedProduct(a, weight), out, counters, True, True)
 
     def place(inbox: Tensor, rows: Tensor, arrivals: int) -> BoundLaunch:
         return place_rows_launch(world, state, inbox, rows, order_of(tables, builder.routes.ids), arrivals)
 
-    arrivals, unused, recomputed = state.dispatch_programs, memory.unused_counters, Product(memory.x, w.w13, w.b13)
+    arrivals, unused, recomputed = (
+        state.dispatch_programs,
+        memory.unused_counters,
+        GroupedProduct(memory.x, w.w13, w.b13),
+    )
     sent_x = dispatched.dispatch_launch(world, state, x, ids, replace(space, inbox=memory.x_inbox))
     rows = RoutedRows(space.y, tables.route_rows, memory.ones)
     b13, w13 = expert_gradient_launches(

@@ -112,7 +112,7 @@ class SortedRoutes:
     def of_ids(cls, world: World, layer: Layer, ids: Tensor) -> SortedRoutes:
         """Return the routes of these ids. The call waits for the stream. Raises WeftError inside a CUDA graph
         capture."""
-        if world.capturing():
+        if world.backend.capturing():
             raise WeftError(f"{NAME}: a sequential call reads counts on the host, which a CUDA graph cannot hold")
         stream, experts, size = world.current_stream(), layer.experts, world.size
         order, counts = world.empty((ids.numel(),), torch.int64), world.empty((experts,), torch.int64)
@@ -149,7 +149,7 @@ class SortedRoutes:
         return [self.expert_order, self.offsets]
 
     def groups(self, layer: Layer) -> RowGroups:
-        return RowGroups(self.offsets, layer.activation, self.world.scale.interleave)
+        return RowGroups(self.offsets, layer.activation, self.world.backend.scale.interleave)
 
     def sent(self, t: Tensor, k: int) -> Tensor:
         """Return the rows that this rank's experts receive, where every rank sends row r // k of its t for route r."""
@@ -168,7 +168,7 @@ def exchanged(world: World, rows: Tensor, send_counts: list[int], recv_counts: l
     if world.size == 1:
         return rows
     received_rows = world.empty((sum(recv_counts), rows.shape[1]), rows.dtype)
-    world.all_to_all(received_rows.split(recv_counts), rows.split(send_counts), world.current_stream())
+    world.backend.all_to_all(received_rows.split(recv_counts), rows.split(send_counts), world.current_stream())
     return received_rows
 
 

@@ -66,7 +66,7 @@ def _partials(world: World, columns: int) -> Partials:
 def _loss(world: World, kernel: JITFunction, call: LossCall) -> Launch:
     """Return the launch of one of the kernels."""
     columns = power(call.e)
-    rows = max(1, world.scale.gate_block // columns)
+    rows = max(1, world.backend.scale.gate_block // columns)
     programs = min(-(-call.m // rows), world.sm_count)
     sizes = dict(rows=call.m, E=call.e, P=columns, R=rows)  # columns rounded up, rows of a block
     if kernel is balance_loss:

@@ -24,7 +24,7 @@ from ..expert_parallel.backward import (
     unused_counters,
 )
 from ..expert_parallel.backward_kernels import IDENTITY
-from ..expert_parallel.dispatched import DispatchedState, Product, grouped_gemm, scratch
+from ..expert_parallel.dispatched import DispatchedState, GroupedProduct, grouped_gemm, scratch
 from ..expert_parallel.place_rows import order_of, place_rows_launch
 from ..routing.route_tables import Tables
 from .backward_kernels import activation_backward
@@ -53,7 +53,7 @@ def activation_gradient_launch(
 @prepared
 def _activation_backward(world: World, state: DispatchedState, n: int, inner: int) -> Launch:
     act = ACTIVATIONS[state.layer.activation]
-    form = GradientForm(act, 0 if act == GELU.value else world.scale.interleave, n, 0, False)
+    form = GradientForm(act, 0 if act == GELU.value else world.backend.scale.interleave, n, 0, False)
     programs, options = between_gemms(world)
     sizes = gradient_sizes(world, state, form)
     return Launch(world, activation_backward, programs, options, N=n, inner=inner, s=sizes)
@@ -103,7 +103,7 @@ def second_half(
     dhidden, droutes = world.empty(hidden.shape, hidden.dtype), world.zeros(routes.shape, torch.float32)
     dw2, db2 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w2, b2))
     gather_rows(world, state, dy, tables, dy_rows)  # the first use of scratch memory, behind its lock
-    gemm = grouped_gemm(world, state, tables, Product(dy_rows, w2), g, unused_counters(world), True, True)
+    gemm = grouped_gemm(world, state, tables, GroupedProduct(dy_rows, w2), g, unused_counters(world), True, True)
     # From g = dy @ w2: g times the routing weights, the weights' gradients, and, in place of g, hidden times the
     # weights. With a b2 also the weights by row.
     moving: dict[str, Moved] = dict(
@@ -163,7 +163,7 @@ def first_half(
         steps.append(place_rows_launch(world, state, kept.rows, x_rows, order, 0))
     if kept.preactivation is None:
         counters = unused_counters(world)
-        product = Product(x_rows, w13, b13)
+        product = GroupedProduct(x_rows, w13, b13)
         steps.append(grouped_gemm(world, state, tables, product, preactivation, counters, False, True))
     steps.append(activation_gradient_launch(world, state, tables, preactivation, dhidden, dpreactivation))
     bias_gradients, wgrad = expert_gradient_launches(world, state, tables, (dpreactivation, x_rows, dw13), (None, db13))
@@ -177,7 +177,7 @@ def first_half(
         return None, dw13, db13
     dx, size = world.empty(x.shape, x.dtype), world.size * layer.max_tokens_per_rank * layer.k
     ones = world.cached((NAME, "ones of routes", size), lambda: world.tensor([1] * size, torch.float32))
-    reduce_rows(world, state, tables, ones, Product(dpreactivation, w13), ids, None, dx, wgrad)
+    reduce_rows(world, state, tables, ones, GroupedProduct(dpreactivation, w13), ids, None, dx, wgrad)
     return dx, dw13, db13
 
 
@@ -192,7 +192,7 @@ def reduce_dweights(world: World, layer: Split, droutes: Tensor | None, weights:
     received = sent
     if size > 1:
         received = world.empty((size, n), torch.float32)
-        world.all_to_all(list(received), list(sent), stream)
+        world.backend.all_to_all(list(received), list(sent), stream)
     world.call(
         lambda: torch.sum(received[:, : dweights.numel()], 0, out=dweights.view(-1)), [received], [dweights], stream
     )

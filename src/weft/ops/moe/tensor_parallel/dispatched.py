@@ -18,8 +18,8 @@ from ..expert_parallel.dispatched import (
     ELEMENTS_PER_THREAD,
     DispatchedState,
     FinalSumOptions,
+    GroupedProduct,
     LayerWorkspace,
-    Product,
     make_state,
 )
 from ..expert_parallel.kernels import RoutedRows
@@ -137,7 +137,7 @@ def keep_shards_launch(
 
 @prepared
 def _keep_shards(world: World, state: DispatchedState, half_size: int) -> Launch:
-    layer, block = state.layer, min(32 * 4 * ELEMENTS_PER_THREAD, world.scale.norm_block)
+    layer, block = state.layer, min(32 * 4 * ELEMENTS_PER_THREAD, world.backend.scale.norm_block)
     cols = min(power(layer.hidden), block)
     sizes = dict(
         half_size=half_size, tokens=world.size * layer.max_tokens_per_rank, H=layer.hidden, COLS=cols, K=layer.k
@@ -186,7 +186,7 @@ def run_scatter(
     hidden, routes, ids, w2, b2, shared = operands
     parts = route_parts(world, call.layer, routes)
     state, tables = plan_state(world, call.layer, plan), tables_of(parts)
-    reduce_rows(world, state, tables, parts.weights, Product(hidden, w2, b2), ids, shared, out)
+    reduce_rows(world, state, tables, parts.weights, GroupedProduct(hidden, w2, b2), ids, shared, out)
 
 
 def reduce_rows(
@@ -194,7 +194,7 @@ def reduce_rows(
     state: DispatchedState,
     tables: route_tables.Tables,
     weights: torch.Tensor,
-    product: Product,
+    product: GroupedProduct,
     ids: torch.Tensor,
     shared: torch.Tensor | None,
     out: torch.Tensor,

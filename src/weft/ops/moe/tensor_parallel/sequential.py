@@ -32,7 +32,7 @@ def run_gather(world: World, call: FirstHalfCall, plan: Plan, operands: GatherOp
     rows, all_ids, all_weights = (
         gathered(world, layer, t, fill_value) for t, fill_value in ((x, 0), (ids, -1), (weights, 0))
     )
-    parts, block = route_parts(world, layer, routes), world.scale.interleave
+    parts, block = route_parts(world, layer, routes), world.backend.scale.interleave
 
     def run() -> None:
         table = tables(all_ids.view(world.size, -1, layer.k), world.rank, layer, layer.local(world))
@@ -84,7 +84,7 @@ def gather_gradients(
     def run() -> None:
         x_rows = order.in_expert_order(rows)
         preactivation = linear(x_rows, w13, b13, order.offsets)
-        dpreactivation = activation_gradient(preactivation, dhidden, layer.activation, world.scale.interleave)
+        dpreactivation = activation_gradient(preactivation, dhidden, layer.activation, world.backend.scale.interleave)
         dpreactivation = torch.where(order.is_token, dpreactivation, 0)
         if wants_x:
             dx_rows = linear(dpreactivation, w13.transpose(1, 2), None, order.offsets)
@@ -128,7 +128,7 @@ def scatter_gradients(
 
 def check_capture(world: World, layer: Split) -> None:
     """Raise WeftError for a float16 call inside a CUDA graph capture."""
-    if world.capturing() and layer.dtype != torch.bfloat16:
+    if world.backend.capturing() and layer.dtype != torch.bfloat16:
         raise WeftError("a sequential call in float16 reads counts on the host, which a CUDA graph cannot hold")
 
 
