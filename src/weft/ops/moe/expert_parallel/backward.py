@@ -359,11 +359,8 @@ def pass_launches(
     def place(inbox: Tensor, rows: Tensor, arrivals: int) -> BoundLaunch:
         return place_rows_launch(world, state, inbox, rows, order_of(tables, builder.routes.ids), arrivals)
 
-    arrivals, unused, recomputed = (
-        state.dispatch_programs,
-        memory.unused_counters,
-        GroupedProduct(memory.x, w.w13, w.b13),
-    )
+    arrivals, unused = state.dispatch_programs, memory.unused_counters
+    recomputed = GroupedProduct(memory.x, w.w13, w.b13)
     sent_x = dispatched.dispatch_launch(world, state, x, ids, replace(space, inbox=memory.x_inbox))
     rows = RoutedRows(space.y, tables.route_rows, memory.ones)
     b13, w13 = expert_gradient_launches(
