@@ -1,4 +1,5 @@
-"""weft's own GEMM, whose last tiles programs share: against torch, over shapes and programs, and how tiles are shared."""
+"""weft's own GEMM, in which programs share the last tiles: against torch, over shapes and programs, and how tiles
+are shared."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def test_against_torch(m: int, n: int, k: int, programs: int, seed: int) -> None
 
 @pytest.mark.parametrize("programs", [5, 6])
 def test_gated(programs: int) -> None:
-    """Tiles of gate and up rows in turn, 16 of each, of which two and four are shared."""
+    """Tiles alternate 16 gate rows and 16 up rows; programs share two and four of them."""
 
     def rank(world: weft.World) -> None:
         for m in (16, 32, 48):

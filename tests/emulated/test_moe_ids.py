@@ -1,5 +1,5 @@
-"""Routings that a gate's caller may hand over by mistake: an expert twice, ids out of range, logits that are NaN, other
-numbers of experts. What they mean is defined, and alike in all plans."""
+"""Routings that a caller may pass by mistake: an expert twice, ids out of range, NaN logits, other numbers of
+experts. Their meaning is defined, and the same in all plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def local_operands(world: weft.World) -> tuple[torch.Tensor, torch.Tensor, torch
 
 @pytest.mark.parametrize("plan", REGISTRY["moe"].kinds)
 def test_an_expert_twice_and_ids_out_of_range(plan: str) -> None:
-    """Both weights count, and what is no expert's goes nowhere."""
+    """Both weights count, and a route to no expert is dropped."""
 
     def main(world: weft.World) -> float:
         model, (x, ids, weights) = Model(world, LAYER, False), local_operands(world)
@@ -81,7 +81,8 @@ def test_where_columns_are_split(plan: str) -> None:
 
 
 def test_logits_that_are_nan() -> None:
-    """A token's own: its ids are experts or none, its result may be NaN, and no other token's is."""
+    """A token with NaN logits has ids that are experts or none, and its result may be NaN; no other token is
+    affected."""
 
     def main(world: weft.World) -> None:
         model, logits = Model(world, LAYER, False), draw(3 + world.rank, T, 4, dtype=torch.float32)

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 import weft
-from bench.pages import layer_picture, notes, pages, report, table
+from bench.pages import layer_picture, pages, report, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -226,21 +226,11 @@ def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
     assert f"**{statistics.geometric_mean(over):.2f}x** as fast as cuBLAS on {len(over)} shapes" in guide
 
 
-def test_every_experiment_is_told_of() -> None:
-    """The notes' figures, and what the predictor's tests are fitted to, are made of all that is kept."""
-    makers = "".join((ROOT / "bench" / name).read_text() for name in ("pages/notes.py", "common/stored.py"))
-    notes = (ROOT / "docs/design-notes.md").read_text()
-    kept = [path for path in (ROOT / "bench/results").glob("*/experiments/*")]
-    assert kept and [path.name for path in kept if path.name not in makers + notes] == []
-
-
-def test_figures_of_the_design_notes_are_filled_in() -> None:
-    """By hand stand sizes and settings alone; and a mark that begins a line would begin a block of HTML."""
-    text = (ROOT / "docs/design-notes.md").read_text()
-    assert set(notes.MARK.findall(text)) == set(notes.FIGURES)
-    by_hand = notes.MARK.sub("", text)
-    assert not re.search(r"\d\s*(us\b|ms\b|%|MHz|TFLOP|GB/s)|\d\.\d+x|<!--", by_hand)
-    assert not re.search(r"^\s*<!--", text, re.M)
+def test_every_stored_experiment_is_read() -> None:
+    """The predictor's fit and the test of the tiles' rule read all logs of single experiments that are kept."""
+    readers = "".join((ROOT / name).read_text() for name in ("bench/common/stored.py", "tests/planner/test_tiles.py"))
+    kept = list((ROOT / "bench/results").glob("*/experiments/*"))
+    assert kept and [path.name for path in kept if path.name not in readers] == []
 
 
 @pytest.mark.parametrize("name", ["attention", "moe", "transformers", "models", "parallel", "papers"])
@@ -249,13 +239,6 @@ def test_times_stand_in_what_is_made_of_results_alone(name: str) -> None:
     by_hand = re.sub(r"<!--[^>]*made by.*?<!-- end[^>]*-->|```.*?```", "", text, flags=re.S)
     assert len(by_hand) < len(text) or "made by" not in text
     assert not re.findall(r"\d\s*(?:us|ms)\b|\d\.\d+x", by_hand)
-
-
-def test_filling_in_takes_what_is_there_away() -> None:
-    name = next(iter(notes.FIGURES))
-    assert notes.fill(f"a <!--{name}-->old<!--/-->, b") == f"a <!--{name}-->{notes.FIGURES[name]()}<!--/-->, b"
-    with pytest.raises(KeyError, match="unheard-of"):
-        notes.fill("<!--unheard-of-->1<!--/-->")
 
 
 def test_the_reference_has_every_public_module() -> None:
