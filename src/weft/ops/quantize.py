@@ -179,6 +179,14 @@ def quantize(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. x requires a gradient.
         Unsupported: the GPU has no e4m3.
+
+    Examples:
+        >>> x = torch.ones(2, 16).bfloat16()
+        >>> def rank(world):
+        ...     y = weft.quantize(x, "row", world=world)
+        ...     return tuple(y.values.shape), tuple(y.scales.shape)
+        >>> weft.spmd(rank, 1, backend="emulated")
+        [((2, 16), (2, 1))]
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{_OP}: x must be a tensor, got {type(x).__name__}")

@@ -69,6 +69,15 @@ def matmul_all_to_all_routed(
 
     Memory beside the result: symmetric, shared by all ops of the World, 2 W m N elements (fused); during the call
     (W + 1) m N elements (sequential). The sequential all-to-all sends all W m rows, also those without contents.
+
+    Examples:
+        >>> x, w = torch.ones(3, 16).bfloat16(), torch.ones(8, 16).bfloat16()
+        >>> to = torch.tensor([0, 1, -1], dtype=torch.int32)
+        >>> def rank(world):
+        ...     rows, counts = weft.matmul_all_to_all_routed(x, w, destinations=to, world=world)
+        ...     return tuple(rows.shape), counts.tolist()
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [((2, 3, 8), [1, 1]), ((2, 3, 8), [1, 1])]
     """
     operands = RoutedFactors(x, weight, bias, destinations)
     result: tuple[torch.Tensor, torch.Tensor] = MATMUL_ALL_TO_ALL_ROUTED(world, plan, operands, (), out)

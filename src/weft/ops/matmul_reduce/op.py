@@ -241,6 +241,11 @@ def matmul_reduce_scatter(
     shard for M (one shot, for few rows). All of these but fused also take [M, N] of ordinary memory during the call.
     Signaled plans take M N (1 + 1 / W), with the rows of a shard rounded up to whole tiles, of ordinary memory, or with
     `copies` as much as decomposed plans.
+
+    Examples:
+        >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
+        >>> weft.spmd(lambda world: weft.matmul_reduce_scatter(x, w, world=world).sum().item(), 2, backend="emulated")
+        [256.0, 256.0]
     """
     if removed:
         raise unexpected(GEMM_REDUCE_SCATTER, removed)
@@ -265,6 +270,14 @@ def matmul_reduce_scatter_tiles(
     The result is as the plan's communication leaves it, with a `weft.Remap` for `weft.rms_norm` or `weft.residual_add`,
     which is None for rows in ordinary order: all plans but "signaled" return these. Such a call has no gradient and is
     not compiled. Arguments and errors are those of `matmul_reduce_scatter`.
+
+    Examples:
+        >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
+        >>> def rank(world):
+        ...     tiles, remap = weft.matmul_reduce_scatter_tiles(x, w, world=world)
+        ...     return tuple(tiles.shape), remap
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [((1, 8), None), ((1, 8), None)]
     """
     check_plain(f"{GEMM_REDUCE_SCATTER}_tiles", x, weight, bias)
     operands, options = scaled_factors(GEMM_REDUCE_SCATTER, x, weight, bias, out_dtype, use_fast_accum)
@@ -305,6 +318,11 @@ def matmul_all_reduce(
     multiple of 8, otherwise M N elements, rounded up to whole tiles, of ordinary memory; with `copies` they take
     M N (1 + 1 / W), with M rounded up a little. One shot and two shots take M N of ordinary memory, and the memory of
     `weft.all_reduce`.
+
+    Examples:
+        >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
+        >>> weft.spmd(lambda world: weft.matmul_all_reduce(x, w, world=world)[0, 0].item(), 2, backend="emulated")
+        [32.0, 32.0]
     """
     if removed:
         raise unexpected(GEMM_ALL_REDUCE, removed)
@@ -325,6 +343,14 @@ def matmul_all_reduce_tiles(
     """Return `matmul_all_reduce` in tiles.
 
     Both are those of `matmul_reduce_scatter_tiles`, whose restrictions hold here too.
+
+    Examples:
+        >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
+        >>> def rank(world):
+        ...     tiles, remap = weft.matmul_all_reduce_tiles(x, w, world=world)
+        ...     return tuple(tiles.shape), remap
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [((2, 8), None), ((2, 8), None)]
     """
     check_plain(f"{GEMM_ALL_REDUCE}_tiles", x, weight, bias)
     operands, options = scaled_factors(GEMM_ALL_REDUCE, x, weight, bias, out_dtype, use_fast_accum)
