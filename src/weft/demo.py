@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .emulator.tasks import Costs
 
 REAL = (8192, 4096, 14336)  # M, H, I on GPUs
-SIZES = "{:,} tokens, hidden {:,}, inner {:,}"  # of M, H, I
+LAYER_SIZES = "{:,} tokens, hidden {:,}, inner {:,}"  # of M, H, I
 EMULATED = (128, 64, 256)  # M, H, I in the emulator
 EMULATED_RANKS, SCHEDULES = 4, 8
 SHOWN = 0  # the seed whose timeline is drawn; of the tasks that can go on, the one that is behind goes first
@@ -116,7 +116,7 @@ def layer(world: World, plan: str = "fused") -> float:
 def emulated(picture: Path, bar: Progress) -> DemoResult:
     from .check.schedules import explore
 
-    table = Table(title=f"MLP on {EMULATED_RANKS} emulated ranks: {SIZES.format(*EMULATED)}")
+    table = Table(title=f"MLP on {EMULATED_RANKS} emulated ranks: {LAYER_SIZES.format(*EMULATED)}")
     for column in ("plan", "overlaps", "schedules", "races", "deadlocks", "error"):
         table.add_column(column, justify="left" if column in ("plan", "overlaps") else "right")
     result = DemoResult(table)
@@ -159,7 +159,7 @@ def compared(picture: Path) -> list[str]:
 
         _, report = spmd_with_report(rank, EMULATED_RANKS, seed=SHOWN, sm_count=EMULATED_SMS, costs=costs_of(profile))
         lanes[title] = on_two_lanes([s for s in report.timeline if s.rank == 0])
-    sizes = f"{SIZES.format(*REAL)}, {EMULATED_RANKS} GPUs"
+    sizes = f"{LAYER_SIZES.format(*REAL)}, {EMULATED_RANKS} GPUs"
     heading = f"tensor-parallel MLP of {sizes}: emulated, in times of the profile {PROFILE}"
     draw(lanes, picture, unit="us", heading=heading)
     before, after = (max(s.end for s in spans) - min(s.start for s in spans) for spans in lanes.values())
@@ -285,7 +285,7 @@ def on_gpus(gpus: int, picture: Path, bar: Progress) -> DemoResult:
     bar.add_task(f"tensor-parallel MLP on {ranks} GPUs", total=None)
     results: list[dict[str, RankTimes]] = spmd(partial(measure_rank, shape=REAL, plans=tuple(GPU_PLANS)), ranks)
     base = results[0]["sequential"]
-    table = Table(title=f"tensor-parallel MLP on {ranks} x {torch.cuda.get_device_name(0)}: {SIZES.format(*REAL)}")
+    table = Table(title=f"tensor-parallel MLP on {ranks} x {torch.cuda.get_device_name(0)}: {LAYER_SIZES.format(*REAL)}")
     table.add_column("plan")
     for column in ("eager, us", "vs sequential", "CUDA graph, us", "vs sequential", "error against fp32"):
         table.add_column(column, justify="right")
