@@ -285,7 +285,9 @@ def on_gpus(gpus: int, picture: Path, bar: Progress) -> DemoResult:
     bar.add_task(f"tensor-parallel MLP on {ranks} GPUs", total=None)
     results: list[dict[str, RankTimes]] = spmd(partial(measure_rank, shape=REAL, plans=tuple(GPU_PLANS)), ranks)
     base = results[0]["sequential"]
-    table = Table(title=f"tensor-parallel MLP on {ranks} x {torch.cuda.get_device_name(0)}: {LAYER_SIZES.format(*REAL)}")
+    table = Table(
+        title=f"tensor-parallel MLP on {ranks} x {torch.cuda.get_device_name(0)}: {LAYER_SIZES.format(*REAL)}"
+    )
     table.add_column("plan")
     for column in ("eager, us", "vs sequential", "CUDA graph, us", "vs sequential", "error against fp32"):
         table.add_column(column, justify="right")

@@ -221,8 +221,8 @@ def all_reduce_rms_norm(
     plan: str | Plan = "auto",
     **removed: Never,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """norm(h) * weight + bias and h, for h = residual + the sum of x over ranks: the ops between a row-parallel layer
-    and the next column-parallel one (TokenWeave, section 4).
+    """Return norm(h) * weight + bias and h, for h = residual + the sum of x over ranks: the ops between a row-parallel
+    layer and the next column-parallel one (TokenWeave, section 4).
 
     Args:
         x: [M, H], this rank's part of the sum, bfloat16, float16 or float32. M is at least 1, H at most 16,384, and a
@@ -326,7 +326,7 @@ def posts_rows(world: World, m: int, h: int, dtype: torch.dtype, plan: str | Pla
 def all_reduce(
     x: torch.Tensor, *, world: World, plan: str | Plan = "auto", out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sum of x over ranks, on every rank.
+    """Return the sum of x over ranks, on every rank.
 
     Args:
         x: any shape, bfloat16, float16 or float32; contiguous or not (then it is copied).

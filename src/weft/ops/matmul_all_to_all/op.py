@@ -137,8 +137,8 @@ def matmul_all_to_all(
     Returns: [r, N]: first the rows from rank 0 in the order that they have there, then those from rank 1, and so on.
         The numbers of rows from each rank are `[counts[world.rank] for counts in routing.counts]`.
 
-    Dtypes and devices are those of `all_gather_matmul`, which also says what is raised; a wrong destination of one rank
-    raises ValueError or TypeError on all. There is no gradient. Signaled plans need an N that
+    Dtypes, devices and errors are those of `all_gather_matmul`; a wrong destination on one rank raises ValueError or
+    TypeError on all. There is no gradient. Signaled plans need an N that
     is a multiple of 8; otherwise the op runs sequentially, and logs that once. Memory during the call: [m_s, N]
     (signaled), or two times [m_s, N] (sequential). If copy engines move the groups, the op takes [m, N] of symmetric
     memory instead of [m_s, N], for the largest m_s of a rank.

@@ -223,10 +223,10 @@ def matmul_reduce_scatter(
         rows: the number of rows that each rank gets, in the order of the ranks. None: M is split as evenly as possible,
             longer shards first (`weft.lang.balanced_rows`).
         out_dtype, use_fast_accum: those of `weft.matmul`, for a `weft.ScaledTensor` x and weight. Partial sums, the
-            result and the bias have the dtype out_dtype. "signaled" takes 16-bit operands only. Such a call has no
+            result and the bias have the dtype out_dtype. "signaled" supports 16-bit operands only. Such a call has no
             gradient.
 
-    Dtypes, devices and layouts are those of `all_gather_matmul`, which also says what is raised. Sums over ranks are
+    Dtypes, devices, layouts and errors are those of `all_gather_matmul`. Sums over ranks are
     accumulated in float32, in the order of the ranks ("sequential", and "signaled" without `copies`: as NCCL does it).
 
     Returns:
@@ -303,8 +303,7 @@ def matmul_all_reduce(
 
     Args are those of `matmul_reduce_scatter` without `rows`: x [M, K], weight [N, K], bias [N] the same on all ranks,
     out [M, N], and for 8-bit operands out_dtype and use_fast_accum. plan may also be "two_shot" or, for few rows,
-    TwoShotLowLatency(). Dtypes and devices are those of `all_gather_matmul`, which also
-    says what is raised.
+    TwoShotLowLatency(). Dtypes, devices and errors are those of `all_gather_matmul`.
 
     Returns:
         [M, N], the same bits on every rank.
@@ -342,7 +341,7 @@ def matmul_all_reduce_tiles(
 ) -> tuple[torch.Tensor, Remap | None]:
     """Return `matmul_all_reduce` in tiles.
 
-    Both are those of `matmul_reduce_scatter_tiles`, whose restrictions hold here too.
+    Tiles, Remap and restrictions are those of `matmul_reduce_scatter_tiles`.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
