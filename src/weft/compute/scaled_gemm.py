@@ -13,7 +13,7 @@ beside the sums, and with two programs an SM the tensor cores work on one progra
     upper sums   | a0 b | wait, add |                   | ..
     lower sums   |                  | a1 b | wait, add  | ..
 
-docs/design-notes.md has other loops that were measured.
+Other loops that were measured stand in docs/design-notes.md.
 """
 
 from typing import NamedTuple
