@@ -283,6 +283,16 @@ def dispatch(
         Overflow: earlier calls left rows out.
         WeftError: no buffer is free, or the first call of its kind is inside a CUDA graph capture.
         Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
+
+    Examples:
+        >>> x = torch.ones(4, 16).bfloat16()
+        >>> ids, weights = torch.tensor([[0], [1], [1], [1]], dtype=torch.int32), torch.ones(4, 1)
+        >>> def rank(world):
+        ...     rows, handle = weft.moe.dispatch(x, ids, weights, experts=2, world=world)
+        ...     weft.moe.combine(rows, handle)
+        ...     return handle.counts.tolist()
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [[2], [6]]
     """
     options = plain_rows(DISPATCH, rows), experts, layout, expert_alignment, max_m, buffer_index
     detached, leaf = (weights.detach(), weights) if requires_grad(weights) else (weights, None)
@@ -319,6 +329,15 @@ def combine(
         Overflow: earlier calls left rows out.
         WeftError: the handle was combined already, is not the older one, or belongs to another World.
         Timeout: as `dispatch`.
+
+    Examples:
+        >>> x = torch.ones(4, 16).bfloat16()
+        >>> ids, weights = torch.tensor([[0], [1], [1], [1]], dtype=torch.int32), torch.ones(4, 1)
+        >>> def rank(world):
+        ...     rows, handle = weft.moe.dispatch(x, ids, weights, experts=2, world=world)
+        ...     return weft.moe.combine(2 * rows, handle)[0, 0].item()
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [2.0, 2.0]
     """
     check_handle(handle, world)
     check_sums(handle, y, shared)

@@ -156,6 +156,14 @@ def moe(
         Overflow: at a later call of an op or `World.synchronize`, on a rank that left rows out and on their tokens'
             ranks, with their number.
         WeftError: a sequential call, or the first of a shape, inside a CUDA graph capture.
+
+    Examples:
+        >>> x, w13, w2 = torch.ones(4, 16).bfloat16(), torch.ones(1, 8, 16).bfloat16(), torch.ones(1, 16, 8).bfloat16()
+        >>> ids, weights = torch.tensor([[0], [1], [1], [1]], dtype=torch.int32), torch.ones(4, 1)
+        >>> def rank(world):
+        ...     return tuple(weft.moe.moe(x, ids, weights, w13, w2, activation="gelu", world=world).shape)
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [(4, 16), (4, 16)]
     """
     named = None if rows is None else plain_rows(NAME, rows)
     options = named, activation, max_tokens, max_rows, keep, received is not None
