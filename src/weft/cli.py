@@ -361,8 +361,8 @@ def bench(
         raise typer.Exit(subprocess.run([sys.executable, "-m", "bench.pages.pages"]).returncode)
     if not context.args:
         raise fail(
-            "weft bench needs arguments: --out DIR [--ops ..] [--shapes ..] [--size M,H,I] [--modes graph eager] "
-            "[--tune] [--seconds S] measures into DIR, with at least 2 GPUs; --report writes the pages"
+            "weft bench --out DIR [--ops ..] [--shapes ..] [--size M,H,I] [--modes graph eager] [--tune] "
+            "[--seconds S] measures into DIR and needs at least 2 GPUs; --report writes the pages"
         )
     import torch
 
