@@ -28,8 +28,8 @@ from weft.plans import (
 
 
 def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
-    """Return the plans to time: decomposed plans by groups, fused ones by who pulls, signaled ones whose groups copy engines
-    move, and low-latency rows where `nbytes` that are gathered or summed are few."""
+    """Return the plans to time: decomposed plans by groups, fused plans by their pull programs, signaled plans whose groups copy
+    engines move, and low-latency plans where the `nbytes` that the op gathers or sums are few."""
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
@@ -48,7 +48,7 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
 
 
 def working(op: str, world: weft.World, x: torch.Tensor, w: torch.Tensor) -> dict[str, Any]:
-    """Return the candidates that give the right result on every rank, by their JSON."""
+    """Return the candidates whose result is right on every rank, by their JSON."""
     fn = getattr(weft, op)
     expected = fn(x, w, world=world, plan="sequential")
     todo: dict[str, Any] = {}

@@ -36,13 +36,16 @@ def commit() -> str:
 
 
 def options(
-    words: Sequence[str] | None = None, choices: Mapping[str, Collection[str]] | None = None, **defaults: Any
+    words: Sequence[str] | None = None,
+    choices: Mapping[str, Collection[str]] | None = None,
+    seconds: float = 1e9,
+    **defaults: Any,
 ) -> argparse.Namespace:
     """Return the values of --out DIR, which is made, of --seconds, after which no case begins, and of an option for each default. An
     option has the type of its default: a list accepts several words, and False becomes a switch."""
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--seconds", type=float, default=1e9)
+    p.add_argument("--seconds", type=float, default=seconds)
     for name, default in defaults.items():
         flag, allowed = f"--{name.replace('_', '-')}", (choices or {}).get(name)
         if default is False:
@@ -62,7 +65,8 @@ class Program:
     def __init__(self, a: argparse.Namespace, file: str, world: weft.World | None = None, **fixed: Any) -> None:
         self.a, self.file, self.world = a, file, world or weft.init()
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.fixed = dict(world=self.world.size, commit=commit(), date=date, **fixed)
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        self.fixed = dict(world=self.world.size, gpu=gpu, commit=commit(), date=date, **fixed)
 
     @functools.cached_property
     def link(self) -> float:

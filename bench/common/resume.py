@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def arguments_of(words: Sequence[str]) -> str:
-    """Return a program's name and arguments, but for its folder and its time."""
+    """Return a program's name and arguments without its folder and its seconds."""
     kept = [Path(words[0]).stem, *words[1:]]
     for option in {"--out", "--seconds"}.intersection(kept):
         position = kept.index(option)
@@ -25,10 +25,12 @@ def arguments_of(words: Sequence[str]) -> str:
 
 
 def unfinished(world: weft.World | None, out: Path, cases: Mapping[str, T], seconds: float = 1e9) -> Iterator[T]:
-    """Yield, by their names, the cases of this program that OUT/cases.txt does not have as ended, until `seconds` of the program are over.
+    """Yield the cases of this program that OUT/cases.txt does not list as ended, until the program has run for
+    `seconds`.
 
-    A case ends when the next one is asked for. One that began in an earlier run and did not end comes last, since it may
-    have ended that run. Prints which are left. Collective; a program of one process has no World.
+    A case ends when the caller asks for the next one. A case that began in an earlier run and did not end comes last,
+    because it may have ended that run. The names of the cases that are left are printed. Collective; a program of one
+    process has no World.
     """
     path, is_rank_0 = out / "cases.txt", world is None or world.rank == 0
 

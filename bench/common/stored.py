@@ -32,8 +32,8 @@ OLD = ("x8-2",)  # runs of kernels that have changed since, from which no figure
 
 @dataclass(frozen=True)
 class Row:
-    """One measured call; rows of one `run` and shape were interleaved. gemm, comm: the us of the GEMM and of the collective alone, where the
-    run timed them. date: in ISO form, "" in old rows of tuning runs."""
+    """One measured call. Rows of one `run` and shape were interleaved. gemm, comm: the us of the GEMM and of the
+    collective alone, if the run timed them. date: in ISO form, "" in old rows of tuning runs."""
 
     run: str
     name: str
@@ -57,7 +57,7 @@ def plan_of(text: str) -> Plan | None:
 
 
 def rows(machine: str, results: Path = RESULTS) -> list[Row]:
-    """Return all rows of one machine's folder: those of tuning runs and those of the benchmark."""
+    """Return all rows of one machine's folder, from tuning runs and from the benchmark."""
     out = []
     for path in sorted((results / machine / "tuning").glob("*.jsonl")):
         for r in map(json.loads, path.read_text().splitlines()):
@@ -131,8 +131,8 @@ def fitted(measured: Sequence[Row], world: int) -> Profile:
 
 
 def _with_copies(profile: Profile) -> Profile:
-    """Return the profile with copies, barriers and contention that make the decomposed plans' predicted times fit the measured
-    ones."""
+    """Return the profile with copies, barriers and slow-downs such that the predicted times of decomposed plans are
+    closest to the measured ones."""
     calls = [r for r in profile.calls if json.loads(r.plan)["kind"] == "decomposed"]
     bare = replace(profile, calls=())
     start = dict(copy=6.0, rate=370.0, barrier=9.0, gemm=1.08, other=1.05, sum=6.0, nccl=1.2)

@@ -12,25 +12,19 @@ several processes first.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import multiprocessing
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import triton
 
 import weft
-from bench.common.resume import keep, unfinished
+from bench.common.program import Program, options
 from bench.common.timing import time_interleaved
-from bench.measure.run import commit
 from weft.backends import library_gemm
 from weft.backends.library_gemm import ScaledOperands
 from weft.compute.scaled_gemm import Scales, scaled_matmul
@@ -73,7 +67,7 @@ def plan_label(plan: Persistent) -> str:
 def launched(
     plan: Persistent, o: ScaledOperands, out: torch.Tensor, sms: int, by_columns: bool = False
 ) -> Callable[[], object]:
-    """Return a launch of weft's own kernel without a World, for the compiling processes too."""
+    """Return a launch of weft's own kernel without a World, so that the compiling processes can use it too."""
     (x, x_scales, _), (weight, weight_scales, _), bias, _ = o
     (m, k), n, tile = x.shape, len(weight), plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
@@ -111,7 +105,7 @@ def column_major(o: ScaledOperands) -> ScaledOperands:
 
 
 def compiled(job: tuple[str, Persistent, bool]) -> str:
-    """Compile it, in a process of its own; what went wrong, if something did."""
+    """Compile a form in a process of its own, and return the error's text, or ""."""
     name, plan, by_columns = job
     try:
         o = operands(512, 512, 512, RECIPES[name])
@@ -127,7 +121,7 @@ def jobs(recipes: list[str]) -> list[tuple[str, Persistent, bool]]:
 
 
 def sizes() -> Iterator[tuple[str, int, int, int]]:
-    """Return (name, M, N, K): the layers of 4 and 8 ranks at usual numbers of tokens first."""
+    """Yield (name, M, N, K), beginning with the layers of 4 and 8 ranks at usual numbers of tokens."""
     for small in (True, False):
         for m in (4096, 8192, 1024, 16384, 2048, 512) if small else (4096, 1024, 16384, 512, 8192, 2048):
             for ranks in (4, 8, 2, 1):
@@ -231,7 +225,7 @@ def measure(size: tuple[str, int, int, int], recipes: list[str], world: weft.Wor
 
 
 def summary(row: dict[str, Any], recipes: list[str]) -> str:
-    """Return, for each recipe the best of weft's tiles, "auto", and the best of the others, in TFLOP/s."""
+    """Return the TFLOP/s of each recipe: the best of weft's tiles, "auto", and the best of the others."""
     flops, parts = 2e-6 * row["M"] * row["N"] * row["K"], []
     for recipe in recipes:
         us = {way.partition(": ")[2]: t for way, t in row["us"].items() if way.startswith(f"{recipe}: ")}
@@ -244,8 +238,8 @@ def summary(row: dict[str, Any], recipes: list[str]) -> str:
 
 
 def quantizing(m: int, h: int, inner: int, world: weft.World, rounds: int) -> dict[str, Any]:
-    """Return the us of SiLU-mul and of add + norm as they are, and ending in 8-bit rows; and of the quantization alone, of
-    the rows of both."""
+    """Return the us of SiLU-mul and of add + norm, each with and without 8-bit rows as the result, and of the
+    quantization of their rows alone."""
     x, residual = (torch.randn(m, h, device="cuda", dtype=BF) for _ in range(2))
     hidden = torch.randn(m, inner, device="cuda", dtype=BF)
     gate_up, weight, one = torch.randn(m, 2 * inner, device="cuda", dtype=BF), torch.ones(h, device="cuda", dtype=BF), torch.ones(1, device="cuda")  # fmt: skip
@@ -278,40 +272,21 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", required=True, type=Path)
-    p.add_argument("--seconds", type=float, default=1e9, help="start no further size after this many")
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--processes", type=int, default=12)
-    p.add_argument("--recipes", nargs="*", default=["row", "block", "slow", "tensor"], choices=list(RECIPES))
-    p.add_argument("--only-quantizing", action="store_true", help="time SiLU-mul and norm alone, and compile no GEMM")
-    a = p.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    start, todo = time.time(), [] if a.only_quantizing else jobs(a.recipes)
+    recipes = ["row", "block", "slow", "tensor"]
+    a = options(choices=dict(recipes=RECIPES), recipes=recipes, rounds=5, processes=12, only_quantizing=False)
+    todo = [] if a.only_quantizing else jobs(a.recipes)
     with ProcessPoolExecutor(a.processes, multiprocessing.get_context("spawn")) as pool:  # starts none for no job
         bad = {j for j, why in zip(todo, pool.map(compiled, todo), strict=True) if why and not print(j, why)}
-    print(f"{time.time() - start:.0f}s: compiled", flush=True)
-    world = weft.init()
-    fixed = dict(
-        gpu=torch.cuda.get_device_properties(0).name, commit=commit(), triton=triton.__version__, versions=versions(),
-        rounds=a.rounds, date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    )  # fmt: skip
-    for m, h, inner in unfinished(world, a.out, {f"FP8 quantizing {mhi}": mhi for mhi in QUANTIZED}):
-        row = quantizing(m, h, inner, world, a.rounds)
-        keep(world, a.out / "fp8.jsonl", [row | fixed])
-        us = row["us"]
-        ratios = [
-            f"{way} {t / us[way.partition(',')[0]]:.2f}x"
-            for way, t in us.items()
-            if not way.startswith("q") and "," in way
-        ]
-        print(f"{time.time() - start:4.0f}s quantizing {m} x {h}, {inner}: {', '.join(ratios)}", flush=True)
-    cases = {} if a.only_quantizing else {f"FP8 GEMMs {size}": size for size in sizes()}
-    for size in unfinished(world, a.out, cases, a.seconds):
-        row = measure(size, a.recipes, world, bad, a.rounds)
-        keep(world, a.out / "fp8.jsonl", [row | fixed])
-        print(f"{time.time() - start:4.0f}s {summary(row, a.recipes)}", flush=True)
-    dist.destroy_process_group()
+    run = Program(a, "fp8.jsonl", triton=triton.__version__, versions=versions(), rounds=a.rounds)
+    for m, h, inner in run.cases({f"FP8 quantizing {mhi}": mhi for mhi in QUANTIZED}):
+        (row,) = run.keep([quantizing(m, h, inner, run.world, a.rounds)])
+        us = {way: t for way, t in row["us"].items() if not way.startswith("q") and "," in way}
+        ratios = [f"{way} {t / row['us'][way.partition(',')[0]]:.2f}x" for way, t in us.items()]
+        run.log(f"quantizing {m} x {h}, {inner}: {', '.join(ratios)}")
+    for size in run.cases({} if a.only_quantizing else {f"FP8 GEMMs {size}": size for size in sizes()}):
+        (row,) = run.keep([measure(size, a.recipes, run.world, bad, a.rounds)])
+        run.log(summary(row, a.recipes))
+    run.end()
 
 
 if __name__ == "__main__":

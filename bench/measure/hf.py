@@ -45,7 +45,7 @@ def prefill(model: Any, tokens: int) -> Callable[[], torch.Tensor]:
 
 
 def decode(model: Any, batch: int, length: int) -> Callable[[], torch.Tensor]:
-    """Return a function that runs one token of each sequence, always at the same position, as a step of a server's batch does."""
+    """Return a function that runs one token of each sequence at a fixed position, like a step of a server's batch."""
     cache = transformers.StaticCache(config=model.config, max_cache_len=length + 8)
     ids = torch.randint(1000, (batch, 1), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     start = torch.randint(1000, (batch, length), device="cuda", generator=torch.Generator("cuda").manual_seed(4))

@@ -72,8 +72,8 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # config, and new
 
 
 class Picked(torch.autograd.Function):
-    """Rows order // k of x, order a permutation of k times its rows, `back` its inverse; backward without atomic additions, which
-    those of torch's `index_select` are."""
+    """Rows order // k of x, where `order` is a permutation of k times the rows of x and `back` its inverse. The
+    backward pass has no atomic additions, unlike that of torch's `index_select`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:
@@ -89,8 +89,8 @@ class Picked(torch.autograd.Function):
 def experts_here(
     world: weft.World, group: int, full: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor
 ) -> Tensor:
-    """Return this rank's part of the weighted sums [M, H] of all tokens `full`, from torch's operators, differentiable. w13, w2:
-    as `weft.moe.moe` takes them, of the group-th so many experts, all their columns or some."""
+    """Return this rank's part of the weighted sums [M, H] of all tokens `full`, computed by torch's operators,
+    differentiable. w13, w2: the operands of `weft.moe.moe` for this group's experts, with all their columns or some."""
     (local, hidden, inner), k = w2.shape, ids.shape[1]
     local_ids = ids.flatten() - group * local
     local_ids, order = local_ids.masked_fill((local_ids < 0) | (local_ids >= local), local).sort(stable=True)
@@ -143,7 +143,7 @@ def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout, collectives:
 def alone(
     partial: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: weft.World, **_: object
 ) -> tuple[Tensor, Tensor]:
-    """Do what `all_reduce_rms_norm` does, but for the all-reduce: the method "without communication"."""
+    """Do what `all_reduce_rms_norm` does without the all-reduce, for the method "without communication"."""
     return weft.rms_norm(partial, weight, eps, world=world, residual=residual)
 
 
@@ -163,7 +163,7 @@ class Bench(Program):
         super().__init__(a, "models.jsonl", world, op="models", dtype="bfloat16", mode="graph", layers=a.layers)
 
     def plans(self, model: Llama, tokens: int) -> dict[str, LayerPlan]:
-        """Return the plans by method; "auto" stands for the method that it takes, or comes last with a plan of its own."""
+        """Return the plans by method. If "auto" chooses a plan of its own, it comes last."""
         auto = model.plan("auto", tokens)
         if model.config.mixture is not None:
             return {"sequence": auto}
@@ -213,7 +213,7 @@ class Bench(Program):
     def record(
         self, name: str, tokens: int, model: Llama, times: dict[str, float], errors: dict[str, float | None], taken: str
     ) -> None:
-        """taken: the method that "auto" is."""
+        """Keep the rows. taken: the method whose plan "auto" chose."""
         c, shape = model.config, dict(N=model.config.hidden_size)
         if c.mixture is None:
             shape |= dict(K=c.intermediate_size)

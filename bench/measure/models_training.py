@@ -43,7 +43,7 @@ LIBRARIES = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.
 
 
 class Sizes(NamedTuple):
-    """Of a layer. experts 0: a gated MLP, or with `video` one with GELU."""
+    """The sizes of a layer. experts 0: a gated MLP, or with `video` an MLP with GELU."""
 
     hidden: int
     inner: int
@@ -96,7 +96,8 @@ BY_LIBRARIES = {
 
 
 class LayerOf(nn.Module):
-    """x [m_r, H] -> [m_r, H], rows of this rank; collectives: beside the libraries' GEMMs, None for weft's ops."""
+    """x [m_r, H] -> [m_r, H], the rows of this rank. collectives: NCCL's beside the libraries' GEMMs, or None for
+    weft's ops."""
 
     def __init__(self, s: Sizes, world: weft.World) -> None:
         super().__init__()
@@ -155,10 +156,12 @@ class Layers(nn.ModuleList):
 
 
 class Step:
-    """Of several layers: calls give the result, and of a training step the gradients of x and of each weight.
+    """A step of several layers: a call returns the result and, of a training step, the gradients of x and of each
+    weight.
 
-    The leaves of each call's graph are its own: those of an earlier call would be bound to the stream that it ran on, as long as
-    anything holds its graph, and no CUDA graph could be captured on another."""
+    Each call's graph has leaves of its own. Leaves of an earlier call would be bound to the stream of that call as long
+    as anything holds its graph, and no CUDA graph could be captured on another stream.
+    """
 
     def __init__(self, world: weft.World, s: Sizes, layers: int) -> None:
         torch.manual_seed(1)

@@ -34,7 +34,7 @@ def library_gemms(library: Library) -> dict[str, Callable[[], object]]:
 
 
 def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
-    """Return weft's grouped GEMMs, with the activation, as "dispatched" has them."""
+    """Return weft's grouped GEMMs with the activation, as plan "dispatched" launches them."""
     world, (x, ids, weights) = layer.world, layer.routed()
     operands = MoeOperands(x, ids, weights, packed("moe", "w13", layer.packed, 5, layer.model.activation), layer.w2)
     w, call = (
@@ -62,14 +62,14 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
 
 
 def gemms_of(layer: Layer, library: Library) -> dict[str, Callable[[], object]]:
-    """Return both libraries' GEMMs of each half, by "first torch", .., "second weft"."""
+    """Return torch's and weft's GEMM of each half, by "first torch", .., "second weft"."""
     every = {"torch": library_gemms(library), "weft": own_gemms(layer)}
     return {f"{half} {whose}": fn for whose, fns in every.items() for half, fn in fns.items()}
 
 
 def tables(layer: Layer) -> Callable[[], object]:
-    """Return a function that runs the router, shares the routes with all ranks and makes the tables. Memory alternates between
-    calls, since no rows come back that would show when a peer has read it."""
+    """Return a function that runs the router, shares the routes with all ranks and builds the tables. Calls alternate
+    between two buffers, because no rows come back to show that a peer has read one."""
     world, model, capacity = layer.world, layer.model, layer.tokens
     sizes = route_tables.TableSizes(model.experts // world.size, capacity, Dispatched.tile.block_m)
     shared = route_tables.routes_of(world, capacity, model.k, alternating=True)

@@ -31,7 +31,8 @@ Phases = tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]
 
 
 def weft_phases(layer: Layer, **options: Any) -> Phases:
-    """Return weft's dispatch and combine, for routings that change from call to call. Combine takes the arrived rows as y."""
+    """Return weft's dispatch and combine, for routings that change from call to call. The combine sums the rows that
+    arrived."""
     routed = [moe.gate(layer.logits(x), layer.model.k, world=layer.world) for x in layer.xs]
 
     def dispatch() -> Any:
@@ -59,7 +60,7 @@ def library_phases(layer: Layer) -> Phases:
 
 
 def times(phases: Phases) -> tuple[float, float]:
-    """Return the us of both on the slowest rank."""
+    """Return the us of dispatch and of combine on the slowest rank."""
     dispatch, combine = phases
     us_of_phases: tuple[list[float], list[float]] = ([], [])
     combine(dispatch())
@@ -84,7 +85,7 @@ def times(phases: Phases) -> tuple[float, float]:
 
 
 def limit(layer: Layer, link: float) -> float:
-    """Return the us of the links of the rank from which most rows leave. link: GB/s."""
+    """Return the us of the links of the rank that sends the most rows. link: GB/s."""
     world, model = layer.world, layer.model
     local, sent = model.experts // world.size, 0
     for x in layer.xs:

@@ -27,7 +27,7 @@ CLOCK = 1_000_000  # cycles by which the GPU's clock is measured
 
 
 def figures(us: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return a row's times from those of all ranks by call, of which rank `call % ranks` is late."""
+    """Return a row's figures from the times of all ranks by call, where rank `call % ranks` is late."""
     last = sorted(max(call) for call in us)
     others = [statistics.fmean(t for rank, t in enumerate(call) if rank != i % len(call)) for i, call in enumerate(us)]
     p95 = last[min(len(last) - 1, int(0.95 * len(last)))]
@@ -36,7 +36,8 @@ def figures(us: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def timed(call: Callable[[], object], cycles: int) -> float:
-    """Return the us from a beginning that all ranks have in common to the end of a call before which this GPU sleeps."""
+    """Return the us from a beginning that all ranks share to the end of a call, before which this GPU sleeps for
+    `cycles`."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.all_reduce(torch.empty(1, device="cuda"))
     begin.record()

@@ -55,7 +55,7 @@ MODELS["Flux"] = Model(8192, 8192, 32, 4, "gelu")  # its paper's size, of one ma
 
 
 class Layer:
-    """One layer's tensors on this rank, and routings that change."""
+    """One layer's tensors on this rank, with routings that change from call to call."""
 
     def __init__(self, world: weft.World, model: Model) -> None:
         self.world, self.model, device, size = world, model, world.device, world.size
@@ -96,7 +96,7 @@ class Layer:
 
 
 class Library:
-    """What one writes with torch.distributed and torch._grouped_mm, for the first of the routings."""
+    """The layer as one writes it with torch.distributed and torch._grouped_mm, for the first of the routings."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.size = layer, layer.world.size
@@ -139,8 +139,7 @@ class Library:
 
 
 def own_gemms(layer: Layer, library: Library, outputs: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
-    """Return weft's GEMMs alone, for the routing of the last call, which returned `given`: they wait for nothing and run
-    alone."""
+    """Return weft's GEMMs alone, for the routing of the call that returned `outputs`; they wait for nothing."""
     world, (hidden, routes, ids) = layer.world, outputs
     w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.model.activation)
     operands = GatherOperands(layer.x, ids, layer.routes[0][1], w13)
@@ -162,8 +161,8 @@ def own_gemms(layer: Layer, library: Library, outputs: tuple[torch.Tensor, ...])
 
 
 def tables_alone(layer: Layer, outputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:
-    """Return a function that does what comes before the first GEMM of a call: the routes shared with all ranks, and the tables
-    made of them."""
+    """Return a function that does what precedes the first GEMM of a call: it shares the routes with all ranks and
+    builds the tables."""
     world, (_, routes, ids) = layer.world, outputs
     weights, routes = layer.routes[0][1], routes.clone()
     w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.model.activation)

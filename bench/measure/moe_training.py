@@ -29,7 +29,7 @@ from weft import moe
 
 
 class Exchanged(torch.autograd.Function):
-    """all_to_all_single of rows, and back for the gradient."""
+    """The all-to-all of rows; the backward pass sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, gives: list[int], gets: list[int]) -> torch.Tensor:
@@ -47,7 +47,8 @@ class Exchanged(torch.autograd.Function):
 
 
 class Timed:
-    """A layer's operands as leaves; a step and a backward pass of it. dy: the gradient of its result."""
+    """A layer whose operands are leaves, with a training step and a backward pass to time. dy: the gradient of its
+    result."""
 
     dy: torch.Tensor
 
@@ -79,7 +80,7 @@ class Timed:
 
 
 class Trained(Timed):
-    """Of experts over ranks."""
+    """A layer whose experts are distributed over the ranks."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.library = layer, Library(layer)
@@ -108,7 +109,7 @@ class Trained(Timed):
 
 
 class InParts(Timed):
-    """Of every expert's columns over ranks."""
+    """A layer in which every rank has some columns of every expert."""
 
     def __init__(self, world: weft.World, model: Model, tokens: int) -> None:
         self.world, self.k, self.inner, device = world, model.k, model.inner // world.size, world.device

@@ -53,7 +53,7 @@ def plain_gemm(
 
 
 def plain(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, left: int) -> None:
-    """Launch `plain_gemm`. left: the SMs that it leaves free."""
+    """Launch `plain_gemm`. left: the number of SMs that it leaves free."""
     (m, k), n = x.shape, w.shape[0]
 
     _plain(world, m, n, k, left)(world.current_stream(), x_desc=x, w_desc=w, out_desc=out)
@@ -73,8 +73,8 @@ def _plain(world: weft.World, m: int, n: int, k: int, left: int) -> Launch:
 def reordered(
     world: weft.World, op: str, x: torch.Tensor, w: torch.Tensor, plan: Signaled, out: torch.Tensor | None = None
 ) -> Callable[[], object]:
-    """Return the signaled GEMM of an op alone, to tiles, or (all-reduce) in order to `out`. Its signals are its own: they run
-    ahead."""
+    """Return the signaled GEMM of an op alone, which writes tiles or (all-reduce) rows in order to `out`. It has
+    signals of its own, for which nothing waits."""
     (m, k), n = x.shape, w.shape[0]
     call = ReduceCall((m // world.size,) * world.size, n, k, x.dtype, False, m, op == AR, out is not None)
     tiling = signaled.tiling_of(world, call, plan, out is not None and op == AR and n % 8 == 0)
@@ -91,7 +91,7 @@ def reordered(
 
 class Bench(Program):
     def __init__(self, a: argparse.Namespace) -> None:
-        super().__init__(a, "signaled.jsonl", dtype="bfloat16", gpu=torch.cuda.get_device_name(0))
+        super().__init__(a, "signaled.jsonl", dtype="bfloat16")
 
     def rand(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=BF) * scale
@@ -152,7 +152,8 @@ class Bench(Program):
         return 10 if m * n * k < 1 << 37 else 3
 
     def plans(self, m: int, n: int, owners: int) -> dict[str, Signaled]:
-        """Return a few plans: groups of a plan with 8 CTAs, other numbers of CTAs of the default, and what copy engines move."""
+        """Return some plans: groups of a plan with 8 CTAs, the default groups with other numbers of CTAs, and plans
+        whose groups copy engines move."""
         plan = replace(Signaled(), ctas=8)
         out = {f"default, {ctas} CTAs": replace(plan, ctas=ctas) for ctas in CTAS}
         tiles = owners * -(-m // owners // plan.tile.block_m) * -(-n // plan.tile.block_n)

@@ -49,7 +49,8 @@ NO_MULTICAST = dict(
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine is started with; `utilization` is its share of each GPU's memory, `cache` its keys and values in bytes a rank."""
+    """The arguments of an engine. utilization: its share of each GPU's memory. cache: the bytes of its keys and values
+    on a rank."""
 
     model: str
     method: str
@@ -78,8 +79,8 @@ class Load:
 
 @dataclass
 class Served:
-    """The seconds from the first request to the last answer, from each request's arrival to its first token, and between tokens; and what
-    was seen in the engine's processes meanwhile."""
+    """The seconds from the first request to the last answer, from each request's arrival to its first token, and
+    between tokens; and what the watches saw in the engine's processes meanwhile."""
 
     seconds: float = 0.0
     first_token: list[float] = field(default_factory=list)
@@ -88,8 +89,7 @@ class Served:
 
 
 def serve(engine: Any, load: Load, prompts: list[Any], params: list[Any]) -> Served:
-    """Serve all requests by an `LLMEngine` and return the times. A request that waits for others to end arrives when it is sent, unless
-    arrivals have a rate."""
+    """Serve all requests by an `LLMEngine` and return the times. Without a rate a request arrives when it is sent."""
     arrivals, served = load.arrivals(), Served()
     last_token: dict[str, float] = {}  # of a request in flight, or its arrival
     answered: set[str] = set()
@@ -179,7 +179,8 @@ def checkpoint(model: str, folder: str) -> None:
 
 
 def start(setup: Setup) -> Any:
-    """Return the engine. Explicit bytes of cache, since vLLM's profile of the memory would count what the engines beside it allocate."""
+    """Return the engine. Its cache has explicit bytes, because vLLM's own estimate would count the memory of the
+    engines beside it."""
     from vllm import LLM
 
     passes = METHODS[setup.method]
@@ -204,7 +205,7 @@ def start(setup: Setup) -> Any:
 
 
 def facts(llm: Any, setup: Setup) -> dict[str, Any]:
-    """Return what a row says of an engine, and print weft's report."""
+    """Return the fields of a row that describe an engine, and print weft's report."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -247,7 +248,8 @@ def redirect(log: Path) -> None:
 
 
 def compile_fused_all_reduce(log: Path) -> None:
-    """Compile flashinfer's fused all-reduce by nvcc, for which each engine would wait otherwise. A compiled one is found again."""
+    """Compile flashinfer's fused all-reduce by nvcc, so that no engine waits for it. flashinfer finds an earlier build
+    again."""
     redirect(log)
     from flashinfer.jit.comm import gen_trtllm_comm_module
 
@@ -257,7 +259,8 @@ def compile_fused_all_reduce(log: Path) -> None:
 
 
 def main(setup: Setup, pipe: Connection, log: Path) -> None:
-    """Start an engine and serve what comes through the pipe, until None comes. Answers are results or a traceback's text."""
+    """Start an engine and serve the loads that arrive through the pipe, until None arrives. The pipe returns results,
+    or the text of a traceback."""
     os.setsid()  # the parent ends this process and vLLM's by their group
     redirect(log)
     os.environ |= NO_MULTICAST | {

@@ -43,7 +43,7 @@ TURN_TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Tokens:
-    """Lengths that are all `median`, or log-normal with this median and 90th percentile, `most` at most."""
+    """Lengths that are all `median`, or log-normal with this median and 90th percentile and at most `most`."""
 
     median: int
     p90: int = 0
@@ -58,7 +58,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Mix:
-    """A kind of requests, `in_flight` of them served at once."""
+    """A kind of requests, of which `in_flight` are served at once."""
 
     in_flight: int
     prompt: Tokens
@@ -82,7 +82,7 @@ MIXES = {
 
 
 class Failed(RuntimeError):
-    """An engine that did not start, or did not answer."""
+    """An engine did not start, or did not answer."""
 
 
 @dataclass
@@ -132,8 +132,8 @@ class Engine:
 
 
 def start_engines(engines: list[Engine], end: float) -> None:
-    """Start all engines at once. The plugin compares whole passes behind both of its model's compilations, when the others, which have
-    one, are idle: the logs say at which time each was done."""
+    """Start all engines at once. The plugin compares whole passes after its two compilations, when the other engines,
+    which compile once, are idle; the logs have the times."""
     for engine in engines:
         engine.start()
     for engine in engines:
@@ -154,7 +154,8 @@ def scaled(stock: Any, mix: Mix, rate: float) -> Load:
 
 
 def take_turns(engines: dict[str, Any], load: Load, repeats: int, end: float) -> dict[str, list[Served]]:
-    """Serve the load by stock, the other engines and stock again, `repeats` times or until `end`. Of a repeat stock has two results."""
+    """Let stock, the other engines and stock again serve the load, `repeats` times or until `end`. A repeat has two
+    results of stock."""
     order = [STOCK, *(method for method in engines if method != STOCK), STOCK]
     results: dict[str, list[Served]] = {method: [] for method in engines}
     for _ in range(repeats):
@@ -180,7 +181,7 @@ def quantile(values: list[float], q: float) -> float:
 
 
 def comparison(results: dict[str, list[Served]], method: str) -> dict[str, Any]:
-    """Return what the results say of a method beside stock."""
+    """Return the fields of a row that compare a method with stock."""
     seconds = [served.seconds for served in results[method]]
     stock = [served.seconds for served in results[STOCK]]
     pairs = list(zip(stock[::2], stock[1::2], strict=True))
@@ -222,7 +223,7 @@ def measure_mix(engines: dict[str, Engine], name: str, args: argparse.Namespace,
 
 
 def measure(model: str, args: argparse.Namespace, end: float) -> bool:
-    """Start the engines of a model, measure all mixes, as far as the time reaches, and return whether no engine failed."""
+    """Start the engines of a model, measure the mixes until the time is over, and return whether no engine failed."""
     share = round(MEMORY / len(args.methods), 3)
     engines = {}
     for method in args.methods:

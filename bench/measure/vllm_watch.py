@@ -52,14 +52,14 @@ class Collections:
 
 
 def watched_collections() -> Collections:
-    """Return the collections from now on."""
+    """Return a record of the collections of garbage from now on."""
     collections = Collections()
     gc.callbacks.append(collections.callback)
     return collections
 
 
 class Watch:
-    """A watch over a worker's steps. `form_of` names what runs a step of so many tokens."""
+    """A watch over a worker's steps. `form_of` returns the name of what runs a step with so many tokens."""
 
     def __init__(self, worker: Any, form_of: Callable[[int], str]) -> None:
         self.form_of, self.collections = form_of, watched_collections()
@@ -110,7 +110,7 @@ class Watch:
         return {**counts, **memory_counts()}
 
     def slowest(self) -> list[dict[str, Any]]:
-        """Return the steps that took longest beside the median of those of about as many tokens."""
+        """Return the steps that were slowest beside the median of steps with about as many tokens."""
         intervals = defaultdict(list)
         for step, following in zip(self.steps, self.steps[1:], strict=False):
             intervals[step.tokens.bit_length()].append((following.began - step.began, step))
@@ -134,7 +134,7 @@ class Watch:
 
 
 def memory_counts() -> dict[str, int]:
-    """Return the counts of torch's allocator and the MiB in use beside its memory; nothing without a GPU."""
+    """Return the counts of torch's allocator, and the MiB in use outside torch's memory; nothing without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -150,8 +150,8 @@ def memory_counts() -> dict[str, int]:
 
 
 def form_of(tokens: int) -> str:
-    """Return what runs passes of so many tokens in this process: vLLM, or a form of weft's twin. Import nothing of weft into a stock
-    engine."""
+    """Return the name of what runs passes of so many tokens in this process: vLLM, or a form of weft's twin. A stock
+    engine imports nothing of weft."""
     served = sys.modules.get("weft.integrations.vllm.served")
     passes = served.models[-1].passes if served is not None and served.models else None
     if passes is None or tokens > passes.max_tokens or not passes.sizes[tokens]:
@@ -161,7 +161,8 @@ def form_of(tokens: int) -> str:
 
 
 def of_all(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one turn's record: the greatest number of any rank, and the slowest steps of the rank that has the slowest."""
+    """Return one turn's record over all ranks: the greatest value of each number, and the slowest steps of the rank
+    with the slowest one."""
     numbers: dict[str, Any] = {}
     for rank in ranks:
         for name, value in rank.items():

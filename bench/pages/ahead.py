@@ -75,7 +75,7 @@ def errors(gpus: int, results: Path = stored.RESULTS) -> dict[tuple[str, str], l
 
 
 def section(gpus: int = GPUS, results: Path = stored.RESULTS) -> str:
-    """Return the part of a page that holds the predictions to what was measured later."""
+    """Return the part of a page that compares the predictions with what was measured later."""
     predictions = [json.loads(line) for line in path_of(gpus, results).read_text().splitlines()]
     written = f"### Ahead of the measurements\n\n{len(predictions)} times of calls on {gpus} GPUs were predicted on "
     written += f"{predictions[0]['date'][:10]}, from profiles of fewer (`bench/results/{path_of(gpus).name}`)"

@@ -57,7 +57,7 @@ def load(folder: Path) -> list[Row]:
 
 
 def cases(rows: Sequence[Row], part: str, op: str | None = None, mode: str = "graph") -> Cases:
-    """Return, by shape, the rows by method, all of the last run that has the shape."""
+    """Return, by shape, the rows by method of the last run that has the shape."""
     rows_by_size: Cases = {}
     for row in rows:
         if (row["part"], row.get("op"), row.get("mode")) == (part, op, mode):
@@ -163,7 +163,7 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
 
 
 def by_k(us: dict[Size, dict[str, float]], names: Sequence[str], base: str) -> str:
-    """Return the mean overhead by K, where more than two shapes share it."""
+    """Return the sentence on the mean overhead by K, for each K that more than two shapes share."""
     ks = sorted({size[2] for size in us})
     same = {k: [times[n] / times[base] for size, times in us.items() if size[2] == k for n in names] for k in ks}
     means = [f"{overhead(fmean(r))} at K = {k}" for k, r in same.items() if len(r) > 2 * len(names)]
@@ -172,8 +172,8 @@ def by_k(us: dict[Size, dict[str, float]], names: Sequence[str], base: str) -> s
 
 # -- ops
 def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int, tiled: bool) -> tuple[int, ...]:
-    """Return the tiles where groups end, as `ops/matmul_reduce/signaled.py` cuts them; those of an all-to-all are those of M rows
-    on each rank."""
+    """Return the tiles at which groups end, as `ops/matmul_reduce/signaled.py` divides them; for an all-to-all, those
+    of M rows on each rank."""
     owners = world if op == RS and not plan.copies else 1
     tiles_n, programs = -(-n // plan.tile.block_n), sms - plan.ctas
     tiles = owners * -(-(m // owners) // plan.tile.block_m) * tiles_n
@@ -183,14 +183,15 @@ def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int, tiled:
 
 
 def bound(gemm_us: float, comm_us: float, ends: Sequence[int], own_last: bool = False) -> float:
-    """Return the longer of the GEMM and then the last group's collective, and the first group's GEMM and then all collectives.
-    own_last: the last group stays where it is, so that the GEMM may end it."""
+    """Return the larger of two sums: the GEMM and the last group's collective; the first group's GEMM and all
+    collectives. own_last: the last group stays on its rank, so that the GEMM may end the op."""
     first_share, last_share = ends[1] / ends[-1], 0 if own_last else (ends[-1] - ends[-2]) / ends[-1]
     return max(gemm_us + last_share * comm_us, first_share * gemm_us + comm_us)
 
 
 def judged(op: str, size: Size, row: Row, sms: int) -> tuple[float, float]:
-    """Return a row's fraction of the bound of its plan's groups, and of the bound of one wave a group."""
+    """Return the fractions that a row reaches of the bound of its plan's groups, and of the bound with one wave for
+    each group."""
     plan = Plan.from_json(json.dumps(row["plan"]))
     assert isinstance(plan, Signaled)
     ends = bounds(op, *size[:2], row["world"], plan, sms, row["method"].endswith(TILES))
@@ -215,7 +216,7 @@ def fastest(by_method: dict[str, Row], copies: bool) -> Row | None:
 
 @dataclass
 class Family:
-    """Of the best plans by NCCL, or by copies, one for each shape: speedups, and fractions of the bound of their groups and of
+    """The best plans by NCCL, or by copies, for each shape: speedups, and fractions of the bound of their groups and of
     one wave's."""
 
     title: str
@@ -242,7 +243,7 @@ class Family:
         return [f"**{_x(mean(self.speedups))}**", _percent(fmean(self.fractions))] if self.speedups else ["", ""]
 
     def judgement(self, op: str, world: int) -> list[str]:
-        """Return a sentence on how the plans stand to the goal."""
+        """Return the row that compares the plans with the goal."""
         reach = "reached" if fmean(self.fractions) >= BOUND_GOAL else "missed"
         return [
             OPS[op], str(world), self.title, _percent(fmean(self.fractions)), _percent(min(self.fractions)),
@@ -252,7 +253,8 @@ class Family:
 
 
 def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: int) -> tuple[str, list[list[str]]]:
-    """Return the section of one op, a column group for each machine; and how its plans stand to the goal."""
+    """Return the section of one op with a column group for each machine, and the rows that compare its plans with the
+    goal."""
     families = {machine: [Family("NCCL", False), Family("copies", True)] for machine in machines}
     lines = []
     for size in dict.fromkeys(size for machine_cases in machines.values() for size in machine_cases):
@@ -274,7 +276,8 @@ def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: i
 
 
 def ablations(cases_by_op: CasesByOp) -> list[str]:
-    """Return the mean time with fixed groups over that with the default ones; last, over the best fixed ones of each shape."""
+    """Return the table of the mean time with fixed groups over that with the default groups, and of the best fixed
+    groups of each shape."""
     lines, usual = [], f"default, {EQUAL} CTAs"
     for (op, world), c in cases_by_op.items():
         tried = [by_method for by_method in c.values() if usual in by_method and any(n in by_method for n in FIXED)]
@@ -290,7 +293,7 @@ def ablations(cases_by_op: CasesByOp) -> list[str]:
 
 
 def plot(cases_by_op: dict[str, Cases], world: int, path: Path) -> None:
-    """Draw the speedup of the best signaled plan over K, a line for each M N and a panel for each op."""
+    """Draw the speedup of the best signaled plan over K, with a line for each M N and a panel for each op."""
     figure = Figure(figsize=(11, 3.1), layout="constrained")
     FigureCanvasSVG(figure)
     panels = figure.subplots(1, len(cases_by_op), squeeze=False, sharey=True)[0]
@@ -359,7 +362,7 @@ def against_the_goal(goals: list[list[str]]) -> list[str | list[str]]:
 
 
 def judged_and_varied(goals: list[list[str]], cases_by_op: CasesByOp) -> str:
-    """Return what follows the ops' tables."""
+    """Return the sections that follow the ops' tables."""
     text = section("Against the goal", *against_the_goal(goals), level=4)
     return text + section(
         "Fixed groups",

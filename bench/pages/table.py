@@ -26,7 +26,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def still_there(plan: str) -> bool:
-    """Whether a plan of an earlier version is one of today: sums over ranks once had other fused ways."""
+    """Return whether a plan of an earlier version still exists: sums over ranks once had other fused plans."""
     try:
         Plan.from_json(plan)
     except ValueError:
@@ -53,7 +53,8 @@ def tuned(folders: list[Path]) -> dict[tuple, dict]:
 
 
 def confirmed(folders: list[Path]) -> dict[tuple, tuple[str, float]]:
-    """Return, by shape and mode, the plan that "auto" took in the benchmark and its speed relative to torch's cuBLAS + NCCL."""
+    """Return, by shape and mode, the plan that "auto" chose in the benchmark, and its speed relative to torch's cuBLAS
+    + NCCL."""
     methods: dict[tuple, dict[str, dict]] = {}
     for path in [p for folder in folders for p in sorted(folder.glob("*.jsonl"))]:
         # Rows with other fields come from other benchmarks.

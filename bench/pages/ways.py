@@ -43,8 +43,8 @@ def way(plan: dict) -> str:
 
 
 def tuned(results: Path) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
-    """Return, by op and number of GPUs, and for every shape of the mean, the speedup of each way in the newest run that has the
-    shape."""
+    """Return, by op and number of GPUs, the speedup of each way for every shape of the mean, from the newest run that
+    has the shape."""
     best_by_name: dict[tuple[str, int], dict[str, dict[str, float]]] = defaultdict(dict)
     for row in (r for path in sorted(results.glob("*/tuning/*.jsonl")) for r in lines_of(path)):
         if row["mode"] == "graph" and row["op"] in TUNED and row["name"] in MLPS:
