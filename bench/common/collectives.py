@@ -1,5 +1,5 @@
-"""The library's all-gather and reduce-scatter of rows, as torch.autograd has them beside cuBLAS: what layers that train are
-compared with. And what the same computation takes without them, under which no overlap comes."""
+"""NCCL's all-gather and reduce-scatter of rows under torch.autograd beside cuBLAS, the baseline for layers that train, and the same
+computation without communication, which is the limit of all overlap."""
 
 from __future__ import annotations
 

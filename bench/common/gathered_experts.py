@@ -1,6 +1,6 @@
-"""An MoE layer as vLLM runs it by default with its experts over data-parallel ranks: NCCL gathers all ranks' tokens and routes in one
-launch, each rank applies its own experts to the tokens that chose them, and NCCL reduce-scatters the sums. The experts are vLLM's
-`fused_experts`, in its tuned tiles where it has some for the GPU, or quack's grouped GEMMs. The router is weft's."""
+"""An MoE layer as vLLM runs it by default with experts over data-parallel ranks: NCCL gathers all ranks' tokens and routes in one launch,
+each rank applies its own experts to the tokens that chose them, and NCCL reduce-scatters the sums. The experts are vLLM's
+`fused_experts`, with vLLM's tuned tiles for the GPU if it has any, or quack's grouped GEMMs. The router is weft's."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def installed(world: weft.World, seconds: float = 75) -> tuple[dict[str, Callabl
 def vllm_version() -> str | None:
     try:
         import vllm
-    except Exception as error:  # a library may raise anything if its dependencies do not suit it
+    except Exception as error:  # a library may raise anything if its dependencies have other versions
         print(f"vllm: {type(error).__name__}: {error}"[:300], flush=True)
         return None
     return str(vllm.__version__)

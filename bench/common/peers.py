@@ -1,5 +1,5 @@
-"""What weft is measured against: cuBLAS + NCCL, torch's own fused ops, and quack's all-gather + GEMM where it is installed. Each
-takes and gives what weft's op does."""
+"""The baselines of weft's ops: cuBLAS + NCCL, torch's own fused ops, and quack's all-gather + GEMM if it is installed. Each has the same
+operands and result as weft's op."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def without_quack(run: Run) -> Run:
 
     def alone() -> object:
         lacks, library_gemm.lacks = library_gemm.lacks, lambda: "left out"
-        knowledge, Op.table_version = Op.table_version, -1 - Op.table_version  # what "auto" decides then is kept apart
+        knowledge, Op.table_version = (
+            Op.table_version,
+            -1 - Op.table_version,
+        )  # "auto" keeps its decisions of another table version apart
         try:
             return run()
         finally:

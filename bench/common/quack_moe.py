@@ -2,7 +2,7 @@
 by an index and has the SwiGLU in its epilogue, GEMM 2 writes its rows in the order of the experts, and one kernel sums every token's rows.
 
 Router and tables are weft's (`moe.gate`, `share`, `build_tables`, with tiles of one row, so that no row is padded): four launches, cheaper
-than a sort, and nothing waits for the host. The sum is weft's too, as weft sums its own rows. What is quack's are the two GEMMs.
+than a sort, and without a wait for the host. weft's kernel also sums the rows. The two GEMMs are quack's.
 
 `python -m bench.common.quack_moe TILE_M TILE_N CLUSTER_M PINGPONG` compiles both GEMMs in one form into quack's cache and checks them; it
 exits with 0 if they are right.
@@ -32,8 +32,8 @@ from weft.kernel_launch import prepared
 from weft.ops.moe.expert_parallel.kernels import store_sums, weighted_sum
 from weft.ops.moe.routing.route_tables import build_tables, share
 
-# What quack 0.6.5 tunes on Hopper for a GEMM that gathers; and single CTAs and tiles of 64 rows, which it does not try, for experts with
-# few rows.
+# The forms that quack 0.6.5 tunes on Hopper for a GEMM that gathers and, for experts with few rows, single CTAs and tiles of 64 rows,
+# which it does not try.
 FORMS = (
     *(Form(128, n, cluster, True) for n in (128, 160, 192) for cluster in (2, 1)),
     *(Form(128, 256, cluster, False) for cluster in (2, 1)),
@@ -84,7 +84,9 @@ def interleaved(w13: torch.Tensor) -> torch.Tensor:
 def _config(form: Form) -> Any:
     from quack.gemm_config import GemmConfig
 
-    tile_m, tile_n, cluster_m, pingpong = form  # one object a form: quack keys what it has prepared by its identity
+    tile_m, tile_n, cluster_m, pingpong = (
+        form  # one object for each form, because quack prepares by the object's identity
+    )
     return GemmConfig(
         tile_m=tile_m, tile_n=tile_n, pingpong=pingpong, cluster_m=cluster_m, cluster_n=1, is_dynamic_persistent=False
     )
@@ -184,7 +186,7 @@ def fastest(fns: Mapping[Form, Callable[[], torch.Tensor]], time_of: TimeOf) -> 
         try:
             fn()
             runs[str(form)] = fn
-        except Exception as error:  # not every form takes every shape
+        except Exception as error:  # some forms support only some shapes
             reason = f"{type(error).__name__}: {error}"
     if not runs:
         raise RuntimeError(f"no form of quack's GEMM runs; the last one: {reason}")

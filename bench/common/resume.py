@@ -1,4 +1,4 @@
-"""Measurements that end in a given time, and that the next run with the same folder and arguments goes on with."""
+"""Measurements that end within a given time, and that the next run with the same folder and arguments continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import weft
 
-BEGAN = time.time()  # of the program, near enough
+BEGAN = time.time()  # about the time at which the program began
 T = TypeVar("T")
 
 

@@ -1,10 +1,9 @@
-"""Measured calls of ops, read from bench/results, and a profile fitted to them, with which the predictor can be developed and
-judged without GPUs.
+"""Measured calls of ops from bench/results, and a profile fitted to them, with which the predictor can be developed and judged without GPUs.
 
-`rows` reads the rows that bench/measure/run.py wrote (the benchmark and its tuning runs). `fitted` makes a Profile of such rows. It
-takes GEMMs and collectives as the benchmark timed them alone (a collective also as the sequential call less its GEMM), and waves of
-tiles from a log of one GPU. Copies, barriers and slow-downs of a GEMM were not timed alone: least squares fits them to the decomposed
-plans' times. The profile's `source` says that it was fitted; it is never shipped.
+`rows` reads the rows of bench/measure/run.py (the benchmark and its tuning runs). `fitted` makes a Profile of such rows. GEMMs and
+collectives are as the benchmark timed them alone (a collective also as the sequential call minus its GEMM), and waves of tiles come from
+a log of one GPU. Copies, barriers and slow-downs of a GEMM were not timed alone: least squares fits them to the decomposed plans' times.
+The profile's `source` records that it was fitted; it is never shipped.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from weft.plans import Decomposed, Plan, Sequential
 
 RESULTS = Path(__file__).parents[1] / "results"
 OPS = tuple(collectives())
-OLD = ("x8-2",)  # runs of kernels that have changed since, from which no figure is made
+OLD = ("x8-2",)  # runs of kernels that have changed since; no figure uses them
 
 
 @dataclass(frozen=True)

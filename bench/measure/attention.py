@@ -3,16 +3,16 @@
 torchrun --nproc-per-node N -m bench.measure.attention --out DIR [--shapes 32x32-16384-none ...] [--plans JSON ...] [--backward] [--torch]
          [--decoder 32768 ...] [--seconds S]
 
-Appends rows to DIR/attention.jsonl. A shape is "<heads>x<kv heads>-<S>-<none|causal|zigzag>", S the rows of all ranks or "<m>*",
-rows a rank; D is 128. `us` is a call in a CUDA graph, the slowest rank's median of interleaved rounds. "nccl+cudnn": two
-all-gathers and one call of the library; with a causal mask weft's sequential plan, since torch has no call for a part of a
-sequence. "compute alone": the library's calls that the mask needs, on keys that are there. "communication alone": the two
-all-gathers. overlap = (compute alone + communication alone - us) / communication alone. limit_us = max(FLOPs at RATE, bytes of
-the keys that a rank sees of others / the link's measured rate), of the rank that has most to do.
+The program appends rows to DIR/attention.jsonl. A shape is "<heads>x<kv heads>-<S>-<none|causal|zigzag>", where S counts the rows of all
+ranks, or is "<m>*" for m rows on each rank; D is 128. `us` is a call in a CUDA graph, the slowest rank's median of interleaved rounds.
+The method "nccl+cudnn" makes two all-gathers and one call of cuDNN; with a causal mask it is weft's sequential plan, because torch cannot
+compute a part of a sequence. "compute alone" makes the library's calls that the mask needs, on keys that have arrived. "communication
+alone" makes the two all-gathers. overlap = (compute alone + communication alone - us) / communication alone. limit_us = max(FLOPs at
+RATE, bytes of other ranks' keys that a rank reads / the link's measured rate), on the rank with the most work.
 
---decoder: context-parallel prefill of prompts of so many tokens (examples/context_parallel.py), LAYERS layers of Llama-3.1-8B's
-sizes; `op` "context_parallel_prefill", `M` tokens, `N` layers, `K` hidden size; "nccl+cudnn" is the sequential plan, and torch's
-context_parallel is there with --torch.
+--decoder times the context-parallel prefill of prompts of so many tokens (examples/context_parallel.py) through LAYERS layers of
+Llama-3.1-8B's sizes: `op` "context_parallel_prefill", `M` tokens, `N` layers, `K` hidden size; "nccl+cudnn" is the sequential plan.
+--torch adds torch's context_parallel.
 """
 
 from __future__ import annotations
@@ -158,11 +158,13 @@ class Attention:
 def context_parallel(world: weft.World, rows: int, causal: bool, rotate: str) -> Iterator[Attend]:
     """Yield torch's own context parallelism over cuDNN for `rows` rows of every rank. With a mask torch needs the
     sequence in the zigzag layout."""
-    import torch.distributed.tensor.experimental._attention as cp  # torch's private module, which may be elsewhere
+    import torch.distributed.tensor.experimental._attention as cp  # torch's private module, which another version may lack
 
     cp.set_rotate_method(rotate)
     cp._cp_options.enable_load_balance = causal
-    length = torch.empty(1, 1, rows * world.size, 1, device=world.device)  # of what is split, all that torch looks at
+    length = torch.empty(
+        1, 1, rows * world.size, 1, device=world.device
+    )  # torch reads only the length of the split buffer
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -179,7 +181,7 @@ def context_parallel(world: weft.World, rows: int, causal: bool, rotate: str) ->
 def timed(fns: dict[str, Run], world: weft.World, calls: int) -> dict[tuple[str, str], float]:
     """Return us by name and mode, in CUDA graphs if all functions can be captured."""
     for fn in fns.values():
-        fn()  # what "auto" tries is not captured
+        fn()  # "auto" times plans now, because a capture cannot
     mode = "graph" if all(world.exchange(all(map(capturable, fns.values())))) else "eager"
     return {(name, mode): us for name, us in time_interleaved(fns, mode=mode, calls=calls, rounds=5).items()}
 
@@ -195,7 +197,7 @@ def peers_of(
         try:
             with context_parallel(world, rows, causal, rotate) as attention:
                 times |= timed({method: use(attention)}, world, calls)
-        except (ImportError, AttributeError, RuntimeError, ValueError, TypeError) as e:  # alike on all ranks
+        except (ImportError, AttributeError, RuntimeError, ValueError, TypeError) as e:  # on all ranks alike
             print(f"{method}: {e}"[:300], flush=True)
     return times
 

@@ -1,21 +1,21 @@
-"""The benchmark of batch-invariant dense layers: weft's mode, vLLM's mode as it is rebuilt here, and what neither promises.
+"""The benchmark of batch-invariant dense layers: weft's mode, vLLM's mode as it is rebuilt here, and layers that promise nothing.
 
 torchrun --nproc-per-node N -m bench.measure.batch_invariance --out DIR [--models ...] [--tokens ...] [--seconds 420]
 
-A layer is the linears, sums, residual adds and norms of a Llama layer on N ranks: QKV, output, gate and up, SiLU-mul, down;
-in place of attention the output projection takes fixed rows. The methods, all in CUDA graphs, interleaved:
+A layer consists of the linears, sums, residual adds and norms of a Llama layer on N ranks: QKV, output, gate and up, SiLU-mul, down.
+The output projection reads fixed rows in place of attention's. All methods are interleaved, in CUDA graphs:
 
     weft norm        `matmul` and `all_reduce_rms_norm` on a batch-invariant World
-    weft rows        `matmul_all_reduce` and `rms_norm` there, with the sum under the GEMM
-    weft shards      `all_gather_matmul`, `matmul_reduce_scatter` and `rms_norm` of own rows there; the same bits as "weft rows"
+    weft rows        `matmul_all_reduce` and `rms_norm` on it, with the sum under the GEMM
+    weft shards      `all_gather_matmul`, `matmul_reduce_scatter` and `rms_norm` of own rows; the same bits as "weft rows"
     rebuilt          what vLLM 0.33 does with VLLM_BATCH_INVARIANT=1: a persistent Triton GEMM without TMA, a one-stage sum of
                      any size in the order of the ranks, add, and a norm of one program a row. The GEMM's tile and the sum's
                      programs are the fastest of a few for each shape, timed first: a better table than vLLM's own
-    auto             weft without the promise, the fastest of the three ways
-    libraries        cuBLAS, NCCL, add and norm in one kernel
+    auto ..          the same three ways on an ordinary World
+    libraries        cuBLAS, NCCL, and add and norm in one kernel
 
-Each method's rows are compared with float32 before it is timed; one that is wrong is left out, and says so. Rows go to
-DIR/batch_invariance.jsonl, and the ratios of "rebuilt" to each of weft's to the standard output.
+The program compares each method's rows with float32 before it times them, and prints and leaves out a method that is wrong. It appends
+rows to DIR/batch_invariance.jsonl, and prints the ratio of "rebuilt" to each of weft's ways.
 """
 
 from __future__ import annotations

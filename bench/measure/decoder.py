@@ -1,25 +1,23 @@
-"""The decoder's benchmark: layers of Llama-3.3-70B, or of another model, over all ranks, prefill, decode and request mixes,
-way by way.
+"""The decoder's benchmark: layers of Llama-3.3-70B, or of another model, over all ranks, for prefill, decode and request mixes.
 
 torchrun --nproc-per-node N -m bench.measure.decoder --out DIR [--parts prefill decode eager mixes] [--tune] [--layers 8] [--sms 116 ..]
          [--models 70B ..] [--norms auto ..] [--ways fused ..] [--seconds S]
 
-Appends rows to DIR/decoder.jsonl. All methods of one size are timed in one interleaved run, CUDA graphs of whole forward
-passes (embedding, layers, final norm; no output head); `us` is the median over rounds of the slowest rank. Methods:
+The program appends rows to DIR/decoder.jsonl. It times all methods of one size in one interleaved run of CUDA graphs of whole forward
+passes (embedding, layers, final norm; no output head); `us` is the slowest rank's median over rounds. The methods:
     sequential       cuBLAS + NCCL all-reduce, then add and norm in one kernel
     fused            all_reduce_rms_norm, not woven
     equal split      woven, half the tokens each
-    smart split      woven, the split of the measured profile of cuBLAS, or without one half of the tokens in whole tiles
-    n SMs            woven on weft's own GEMM with n programs, the split of the wave model
-    n SMs, cuBLAS    woven, smart split, cuBLAS asked to leave the other SMs
+    smart split      woven, split by the measured profile of cuBLAS; without a profile one half of the tokens is whole tiles
+    n SMs            woven on weft's own GEMM with n programs, split by the wave model
+    n SMs, cuBLAS    woven, smart split; cuBLAS is asked to leave the other SMs
     sequence         all-gather + GEMM and GEMM + reduce-scatter, plan "auto"
-    auto             what the table says: the shipped one, or with --tune the one this run has just measured
-    no communication `gemm_us` of every row: the GEMMs, attention and norms alone
-Mixes run for half a second at a time, in which the GPU's power limit holds its clock down: `sm_mhz` and `watts` are what rank 0's
-GPU had under each method.
-"eager": prefill passes that the host launches, method by method; with --tune what "auto" is outside graphs comes from these.
---tune times all of them once, measures the profile, and writes DIR/decoder-table.json, for
-src/weft/planner/tables/decoder/<gpu>.json. A method that fails is said and left out.
+    auto             the choice of the shipped table or, with --tune, of the table that this run has measured
+    no communication the GEMMs, attention and norms alone: `gemm_us` of every row
+A mix runs for half a second at a time, in which the GPU's power limit lowers its clock: `sm_mhz` and `watts` are rank 0's under each
+method. The part "eager" times prefill passes whose kernels the host launches; with --tune they decide what "auto" is outside graphs.
+--tune times all methods once, measures the profile, and writes DIR/decoder-table.json, for src/weft/planner/tables/decoder/<gpu>.json.
+A method that fails is printed and left out.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ _LLAMA_3 = dict(
         rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     ),
 )  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {  # of the vocabulary a few words: a whole output head under 8 of 80 layers would hide them
+MODELS: dict[str, dict[str, Any]] = {  # the vocabulary is small: a whole output head would take longer than 8 of 80 layers
     "70B": dict(
         _LLAMA_3, vocab_size=1024, hidden_size=8192, intermediate_size=28672, num_attention_heads=64,
         num_key_value_heads=8, head_dim=128,
@@ -176,7 +174,7 @@ class Meter(threading.Thread):
         self.running, self.on = "", True
 
     def run(self) -> None:
-        with contextlib.suppress(ModuleNotFoundError):  # torch asks nvidia-ml-py
+        with contextlib.suppress(ModuleNotFoundError):  # torch needs nvidia-ml-py for this
             while self.on:
                 self.samples[self.running].append((torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3))
                 time.sleep(0.02)
@@ -410,7 +408,7 @@ class Bench(Program):
                 llama.all_reduce_then_norm = local
             try:
                 every[method] = [graphs.prepare(i, b) for i, b in zip(ids, steps, strict=True)]
-                for run in every[method]:  # captures
+                for run in every[method]:  # the first call captures
                     run()
                 world.synchronize()
                 error = ""
@@ -435,7 +433,7 @@ class Bench(Program):
 
         fns = {q: measured(q, runs) for q, runs in every.items()}
         meter.start()
-        times = time_interleaved(fns, mode="eager", calls=1, rounds=a.rounds)  # graphs inside
+        times = time_interleaved(fns, mode="eager", calls=1, rounds=a.rounds)  # each step replays a graph
         meter.on = False
         self.log_times(f"{name}, {len(steps)} steps, {tokens} tokens", times)
         self.log(name, {q: tuple(meter.means(q).values()) for q in fns})

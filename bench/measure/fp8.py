@@ -1,13 +1,12 @@
 """GEMMs of 8-bit operands on one GPU, method by method: torchrun --nproc-per-node 1 -m bench.measure.fp8 --out DIR [--seconds S]
 
-Each size in one interleaved run, CUDA graphs: weft's own kernel in several tiles (FORMS), and "auto", which chooses at first
-use; torch._scaled_mm by tensor and by row, with and without fast accumulation; torch's product by block, DeepGEMM's and
-quack's (by tensor), where they can be imported; and cuBLAS in bfloat16. The most important sizes go first: Llama-70B,
-Qwen2.5-32B and DeepSeek-V3's dense layers as 1, 2, 4 and 8 ranks split them. Appends a row a size to DIR/fp8.jsonl: `us` by
-"recipe: method", `error` of each against a float64 product of the dequantized operands, over some rows. Recipes: tensor and row
-(fast accumulation), slow (by row, promoted), block. What fails or is wrong is printed once and left out. Rows named "quantizing" time SiLU-mul and
-add + norm with and without the 8-bit rows that they can end in. Kernels are compiled by
-several processes first.
+Each size is one interleaved run of CUDA graphs: weft's own kernel in several tiles (FORMS), and "auto", which chooses at first use;
+torch._scaled_mm by tensor and by row, with and without fast accumulation; torch's product by block, DeepGEMM's, and quack's by tensor,
+if they can be imported; and cuBLAS in bfloat16. The most important sizes are first: the dense layers of Llama-70B, Qwen2.5-32B and
+DeepSeek-V3 as 1, 2, 4 and 8 ranks split them. The program appends a row for each size to DIR/fp8.jsonl: `us` by "recipe: method", and
+`error` of each method beside a float64 product of some dequantized rows. The recipes are tensor and row (fast accumulation), slow (by
+row, promoted) and block. A method that fails or is wrong is printed once and left out. Rows named "quantizing" have the times of
+SiLU-mul and add + norm, with and without 8-bit rows as their result. Several processes compile the kernels first.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from weft.transport.memory import descriptor
 
 BF, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 RIGHT = 2e-2  # relative error of a right result
-ROWS = 128  # of the check against float64
+ROWS = 128  # rows that are compared with float64
 RECIPES = {
     "tensor": Scaling("tensor", True), "row": Scaling("row", True), "slow": Scaling("row", False), "block": Scaling("block"),
 }  # fmt: skip
@@ -46,13 +45,13 @@ def form(block_m: int, block_n: int, warps: int, stages: int, per_sm: int = 1, f
     return Persistent(GemmTile(block_m, block_n, 128, warps, stages), per_sm, flatten)
 
 
-# What "auto" chooses from; and, where sums are promoted, a tile whose halves two warp groups split by columns, as the
-# sums over ranks have it, and one of half the columns, for few tiles.
+# The candidates of "auto" and, for promoted sums, a tile whose halves two warp groups split by columns, as in the sums over
+# ranks, and a tile of half the columns, for few tiles.
 PROMOTES = [*PROMOTED, form(128, 128, 8, 4, 1, False), form(128, 64, 4, 4, 2, False)]
 FORMS = {"tensor": list(WIDE), "row": list(WIDE), "slow": PROMOTES, "block": PROMOTES}
 # M, hidden and inner size of a rank
 QUANTIZED = [(4096, 8192, 7168), (1024, 8192, 3584), (16384, 7168, 4608), (64, 8192, 7168)]
-MODELS = {  # hidden, intermediate, columns of QKV, columns of what the output projection takes
+MODELS = {  # hidden, intermediate, columns of QKV, columns of the output projection's input
     "Llama-70B": (8192, 28672, 10240, 8192), "Qwen2.5-32B": (5120, 27648, 7168, 5120),
     "DeepSeek-V3": (7168, 18432, 24576, 16384),
 }  # fmt: skip
@@ -127,7 +126,7 @@ def sizes() -> Iterator[tuple[str, int, int, int]]:
             for ranks in (4, 8, 2, 1):
                 for model, (h, i, qkv, o) in MODELS.items():
                     layers = {"gate_up": (2 * i // ranks, h), "down": (h, i // ranks)}
-                    if not small:  # DeepSeek-V3's query projection goes up from 1,536
+                    if not small:  # DeepSeek-V3's query projection has 1,536 inputs
                         layers = {"qkv": (qkv // ranks, 1536 if model == "DeepSeek-V3" else h), "o": (h, o // ranks)}
                     for layer, (n, k) in layers.items():
                         yield f"{model} {layer} x{ranks}", m, n, k
@@ -275,7 +274,9 @@ def main() -> None:
     recipes = ["row", "block", "slow", "tensor"]
     a = options(choices=dict(recipes=RECIPES), recipes=recipes, rounds=5, processes=12, only_quantizing=False)
     todo = [] if a.only_quantizing else jobs(a.recipes)
-    with ProcessPoolExecutor(a.processes, multiprocessing.get_context("spawn")) as pool:  # starts none for no job
+    with ProcessPoolExecutor(
+        a.processes, multiprocessing.get_context("spawn")
+    ) as pool:  # without jobs no process starts
         bad = {j for j, why in zip(todo, pool.map(compiled, todo), strict=True) if why and not print(j, why)}
     run = Program(a, "fp8.jsonl", triton=triton.__version__, versions=versions(), rounds=a.rounds)
     for m, h, inner in run.cases({f"FP8 quantizing {mhi}": mhi for mhi in QUANTIZED}):
@@ -290,6 +291,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from bench.measure import fp8  # by the name that the compiling processes know it by
+    from bench.measure import fp8  # the compiling processes import it by this name
 
     fp8.main()

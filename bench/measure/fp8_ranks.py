@@ -1,21 +1,21 @@
 """weft's overlapped operators of 8-bit operands beside torch's:
 torchrun --nproc-per-node N -m bench.measure.fp8_ranks --out DIR [--seconds S] [--recipes row block tensor]
 
-The MLP layers of Llama-70B, Qwen2.5-32B and DeepSeek-V3's dense part, split over the ranks: all-gather + GEMM of the
-column-parallel one, GEMM + reduce-scatter and, last, GEMM + all-reduce of the row-parallel one. All methods of a size
-and mode are timed in one interleaved run:
+The MLP layers of Llama-70B, Qwen2.5-32B and DeepSeek-V3's dense part are split over the ranks: all-gather + GEMM of the
+column-parallel linear, GEMM + reduce-scatter and, last, GEMM + all-reduce of the row-parallel one. All methods of a size and mode are
+timed in one interleaved run:
 
-    sequential         NCCL and the library's scaled GEMM, outputs by the caching allocator. The fastest form counts:
-                       the GEMM of each library, rows and scales gathered by one NCCL launch ("coalesced") or by two
+    sequential         NCCL and a library's scaled GEMM, with outputs from the caching allocator; the fastest form counts: the GEMM of
+                       each library, with rows and scales gathered by one NCCL launch ("coalesced") or by two
     torch symm_mem     torch's fused operators of scaled operands (by row and by tensor; no all-reduce)
     weft auto, weft fused, weft decomposed
     bf16 sequential, bf16 weft auto      the same values in bfloat16
-    gemm, comm         the fastest library's scaled GEMM alone, of the whole size, and the collective alone
+    gemm, comm         the fastest library's scaled GEMM of the whole size alone, and the collective alone
 
-Each result is compared with float64 products of the dequantized operands, in some rows, and as a whole with the first
-sequential form; what fails or is wrong is printed once and left out. In mode "graph" every method is in a CUDA graph;
-one that cannot be captured is in "eager" alone, beside the other methods in eager mode. Appends a row a size and mode
-to DIR/fp8_ranks.jsonl. `limit_us` is that of bench/measure/run.py.
+The program compares some rows of each result with float64 products of the dequantized operands, and the whole result with the first
+sequential form; it prints once and leaves out a method that fails or is wrong. In mode "graph" every method is in a CUDA graph; a
+method that cannot be captured is in mode "eager" alone. The program appends a row for each size and mode to DIR/fp8_ranks.jsonl.
+`limit_us` is that of bench/measure/run.py.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Layer:
         shard = size.m // world.size
         some = torch.randperm(shard, generator=torch.Generator().manual_seed(shard))[: ROWS // world.size].cuda()
         all_rows = torch.cat([some + shard * rank for rank in range(world.size)])
-        self.rows = some if size.op == SCATTER else all_rows  # of the result, which are compared
+        self.rows = some if size.op == SCATTER else all_rows  # rows of the result that are compared
         x = rows_of(self.whole_x, all_rows).dequantized().double()
         self.expected = x @ o.weight.dequantized(SCALE_BLOCK).double().t()
         if size.op != GATHER:
@@ -254,7 +254,9 @@ def methods(layer: Layer) -> tuple[dict[str, peers.Run], dict[str, float]]:
     if not gemms:
         return {}, {}
     checked.add(overlapped(layer))
-    cols = size.k // 2 if size.op == GATHER else size.k  # as many bytes in bfloat16, which random numbers are made of
+    cols = (
+        size.k // 2 if size.op == GATHER else size.k
+    )  # as many bytes in bfloat16, for which torch can draw random numbers
     comm = peers.collective(size.op, size.m, size.n, cols, layer.world.size, BF)
     return checked.runs | gemms | {"comm": comm}, checked.errors
 
@@ -268,7 +270,7 @@ def timed(layer: Layer, runs: dict[str, peers.Run], mode: str, rounds: int) -> d
                 left_out(size, f"{way} in a graph", "it cannot be captured", layer.world)
                 runs = {name: run for name, run in runs.items() if name != way}
     calls = 3 if size.m * size.n * size.k > 1 << 38 else 10
-    if mode == "eager" and size.m <= 1024:  # the host's time decides, which varies
+    if mode == "eager" and size.m <= 1024:  # the host's time decides, and it varies
         calls, rounds = 30, 3 * rounds
     us = time_interleaved(runs, mode=mode, calls=calls, rounds=rounds)
     for part in (SEQUENTIAL, "gemm"):
@@ -315,7 +317,7 @@ def measured(size: Size, world: weft.World, link: float, modes: list[str], round
     for mode in modes if runs else ():
         try:
             us = timed(layer, runs, mode, rounds)
-        except Exception:  # the same on all ranks, or the next collective waits for the one that failed
+        except Exception:  # all ranks raise it, or the next collective waits for the rank that did
             left_out(size, f"all methods in mode {mode}", traceback.format_exc(limit=-3)[-900:], world)
             continue
         limit = max(us["gemm"], size.received(world.size) / link / 1e3)

@@ -23,7 +23,7 @@ from bench.common.program import Program, gains, options
 from bench.common.timing import error_of, time_interleaved
 
 BF = torch.bfloat16
-LLAMA_70B = dict(  # of the vocabulary a few words: a whole head under 8 of 80 layers would hide them
+LLAMA_70B = dict(  # the vocabulary is small: a whole head would take longer than 8 of 80 layers
     vocab_size=1024, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
     max_position_embeddings=16384, rms_norm_eps=1e-5,
 )  # fmt: skip

@@ -1,18 +1,18 @@
-"""Layers of whole models as two papers measured them, on `weft.models`, beside torch and NCCL in the same run:
+"""Layers of whole models that two papers measured, on `weft.models`, beside torch and NCCL in the same run:
 torchrun --nproc-per-node N -m bench.measure.models --out DIR [--only LLaMA2-7B ..] [--layers 2] [--seconds S]
-Training steps and blocks of a diffusion transformer: models_training.py, whose rows go to the same file.
+models_training.py times training steps and blocks of a diffusion transformer, and writes to the same file.
 
-TileLink's eight (its Figure 11, 8 H800s): batch 4, sequence 8192, two layers of each. FlashOverlap's inference: a chunk of 16,384
-tokens of Llama-70B. GPT-3's MLPs have two matrices and GELU; here they are gated, of two thirds of the width: the same work and bytes.
-Appends rows to DIR/models.jsonl: `us` of a forward pass in a CUDA graph (embedding, layers, last norm), the slowest rank's median of
-interleaved rounds; `error`, relative, from "libraries". Methods:
-    libraries    dense: cuBLAS, NCCL's all-reduce, add and norm in one kernel; experts: NCCL's all-gather, torch's sort, index and
-                 `torch._grouped_mm` of this rank's experts, NCCL's reduce-scatter (everything on the device, as a graph needs it)
-    fused, woven, sequence    as in decoder.py, woven by copy engines; with experts sequence alone
+TileLink's Figure 11 (8 H800s) has eight models with batch 4 and sequence 8,192, two layers of each; FlashOverlap's inference has a chunk
+of 16,384 tokens of Llama-70B. GPT-3's MLPs have two matrices and GELU; here they are gated and have two thirds of the width, with the
+same work and bytes. The program appends rows to DIR/models.jsonl: `us` of a forward pass in a CUDA graph (embedding, layers, last norm),
+the slowest rank's median of interleaved rounds; `error`, relative to "libraries". The methods:
+    libraries    dense: cuBLAS, NCCL's all-reduce, and add and norm in one kernel; experts: NCCL's all-gather, torch's sort, index and
+                 `torch._grouped_mm` of this rank's experts, NCCL's reduce-scatter, all on the device, as a graph requires
+    fused, woven, sequence    the methods of decoder.py, woven by copy engines; models with experts have sequence alone
     woven own    woven, with weft's own GEMM on all SMs
-    auto         what the planner takes; a row of its own where that is none of these
-    without communication    "libraries" less its collectives: what each rank computes, under which nothing can hide more. `error`
-                 is of no meaning there, and null
+    auto         the planner's choice; it has a row of its own if it is none of these
+    without communication    "libraries" without its collectives: each rank's computation, which is the limit of all overlap. Its
+                 `error` is null
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from weft.ops.activation import silu_mul_blocks
 from weft.ops.moe.routing.router import gate
 
 Tensor = torch.Tensor
-WORDS = 1024  # of a vocabulary: a whole output head under 2 layers would hide them
+WORDS = 1024  # the vocabulary is small: a whole output head would take longer than 2 layers
 
 
 def dense(hidden: int, inner: int, heads: int, kv_heads: int = 0) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def experts_here(
     (local, hidden, inner), k = w2.shape, ids.shape[1]
     local_ids = ids.flatten() - group * local
     local_ids, order = local_ids.masked_fill((local_ids < 0) | (local_ids >= local), local).sort(stable=True)
-    is_local = (local_ids < local)[:, None]  # what the other rows hold is anything: they are of no expert here
+    is_local = (local_ids < local)[:, None]  # the other rows belong to no expert of this rank and hold anything
     last = torch.arange(local, dtype=local_ids.dtype, device=local_ids.device)
     ends = torch.searchsorted(local_ids, last, right=True, out_int32=True)
     back = order.argsort()

@@ -1,17 +1,18 @@
-"""The MoE layer on real models' sizes, beside the libraries: NCCL all-to-all and torch's grouped GEMM.
+"""The MoE layer on real models' sizes, beside NCCL's all-to-all and torch's grouped GEMM.
 
-torchrun --nproc-per-node N -m bench.measure.moe --out DIR [--models ...] [--tokens ...] [--zipf 1.0] [--plans JSON ...] [--seconds S]
+torchrun --nproc-per-node N -m bench.measure.moe --out DIR [--models ...] [--tokens ...] [--zipf 1.0] [--plans JSON ...] [--eager] [--seconds S]
 torchrun --nproc-per-node N -m bench.measure.moe --out DIR --one-launch [--seconds 100]
 torchrun --nproc-per-node N -m bench.measure.moe --out DIR --stamps [--models ...] [--tokens ...]
-torchrun --nproc-per-node N -m bench.measure.moe --out DIR --models FlashMoE-ungated-E32 --tokens 4096 8192 16384
 
-Appends rows to DIR/moe.jsonl, and with --stamps to DIR/moe_stamps.jsonl where the time of a fused call goes. `us` is a layer, gate
-included, in a CUDA graph, the slowest rank's median of interleaved rounds; the routing changes from call to call within the graph.
-"library" is captured with split sizes known in advance and no gate, the strongest that the libraries give; "library, eager" reads
-them back, with the gate, as users write it. "vllm" and "quack", where they are installed, of gated experts: theirs between NCCL's
-all-gather and reduce-scatter (bench/common/gathered_experts.py). limit_us = max(FLOPs at RATE, bytes of weights touched / MEMORY, bytes that dispatch and
-combine move each way / the link's measured rate). Of the same run: gemm_us, both grouped GEMMs alone, each by torch or weft, whichever
-is faster; tables_us, the gate and the tables alone; alone_us, what no overlapping saves: max(gemm_us, weights, bytes) + tables_us.
+The program appends rows to DIR/moe.jsonl or, with --stamps, rows with the shares of a fused call's tasks to DIR/moe_stamps.jsonl. `us` is
+a layer with its router in a CUDA graph, the slowest rank's median of interleaved rounds; the routing changes from call to call within the
+graph. --plans are plans as JSON, of Dispatched where no kind is named; --one-launch times the plans of one launch and of few tokens.
+"library" is captured with split sizes known in advance and without the router, the fastest form of the libraries; "library, eager"
+(--eager) reads the sizes back and has the router, as users write it. "vllm" and "quack", if they are installed, are their gated experts
+between NCCL's all-gather and reduce-scatter (bench/common/gathered_experts.py). limit_us = max(FLOPs at RATE, bytes of weights touched /
+MEMORY, bytes that dispatch and combine move each way / the link's measured rate). Of the same run: gemm_us, both grouped GEMMs alone, the
+faster of torch's and weft's; tables_us, the router and the tables alone; alone_us, the limit of all overlap: max(gemm_us, weights,
+bytes) + tables_us.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ BF = torch.bfloat16
 RATE = 700.0  # TFLOP/s of the best grouped GEMM known on an H200 (docs/moe.md)
 MEMORY = 4.3  # TB/s of an H200
 Way = Callable[[], torch.Tensor]
-ROUTINGS = 4  # that a graph goes through
+ROUTINGS = 4  # routings of the calls in one graph
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ MODELS = {
 }
 # FlashInfer's published size of its expert-parallel layers on 4 Hopper GPUs, without the inner size, which is assumed to be 2048.
 PUBLISHED = {"FlashInfer-EP4": Model(4096, 2048, 32, 6)}
-# FlashMoE's experts as its paper has them: GELU of two matrices, and 8 to 128 of them.
+# FlashMoE's experts in its paper: 8 to 128 of them, with GELU and two matrices.
 UNGATED = {f"FlashMoE-ungated-E{e}": Model(2048, 2048, e, 2, "gelu") for e in (8, 16, 32, 64, 128)}
 KNOWN = MODELS | PUBLISHED | UNGATED
 
@@ -207,7 +208,7 @@ def baselines(layer: Layer, installed: Mapping[str, Callable[[Layer], Experts]])
             run = layer_by(layer, experts_of(layer))
             capture(run, 1)
             runs[name] = run
-        except Exception as error:  # a library may raise anything, on all ranks alike
+        except Exception as error:  # a library may raise anything, and does so on all ranks
             print(f"{name}: {type(error).__name__}: {error}"[:400], flush=True)
     return runs
 

@@ -1,6 +1,6 @@
-"""What a layer of `moe.py` takes at least: its grouped GEMMs alone, and what stands before them, the gate and the tables.
+"""The parts of a layer of `moe.py` alone: its grouped GEMMs, and the router and tables that precede them.
 
-Functions to time, of one routing that has been; nobody waits for anybody in the GEMMs, and nothing runs beside them.
+The functions here are timed for one routing. The GEMMs wait for no rank, and nothing runs beside them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     dispatched.prepare_dispatched(world, call, plan)(operands, torch.empty_like(x))
     world.synchronize()
     _, built, _ = dispatched.tables_of(world, dispatched.plan_state(world, kind, plan))
-    tables = route_tables.Tables(*(t.clone() for t in built))  # the next call's are another routing's
+    tables = route_tables.Tables(*(t.clone() for t in built))  # the next call overwrites them for another routing
     dispatch_flags = world.channel("nobody to wait for", world.size, None)
     dispatch_flags.counters.fill_(1 << 30)
     state = replace(dispatched.plan_state(world, kind, plan), dispatch_flags=dispatch_flags)

@@ -1,12 +1,11 @@
-"""Dispatch and combine by themselves on real models' sizes, beside the library's all-to-all.
+"""Dispatch and combine alone on real models' sizes, beside NCCL's all-to-all.
 
 torchrun --nproc-per-node N -m bench.measure.moe_exchange --out DIR [--models ...] [--tokens ...] [--zipf 1.0]
 
-Appends rows to DIR/moe_exchange.jsonl, `op` "moe_dispatch" and "moe_combine". `us` is the median of calls launched ahead of the GPU,
-by events between them, on the slowest rank; a combine stands between two dispatches, so ranks meet in each. "library":
-`all_to_all_single` of sizes known in advance, with what makes rows by expert of tokens and the weighted sum of rows, as one writes
-it with torch. limit_us = bytes of the rows that leave a rank, each token once for each rank that has one of its experts / the link's
-measured rate.
+The program appends rows to DIR/moe_exchange.jsonl, `op` "moe_dispatch" and "moe_combine". `us` is the median of calls that the host
+launches ahead of the GPU, by events between them, on the slowest rank; a combine stands between two dispatches, so the ranks meet in each.
+"library" is `all_to_all_single` with sizes known in advance, with torch's ordering of the rows by expert and weighted sum. limit_us = bytes
+of the rows that leave a rank, each token once for each rank with one of its experts / the link's measured rate.
 """
 
 from __future__ import annotations

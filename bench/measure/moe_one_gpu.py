@@ -1,16 +1,16 @@
-"""The MoE layer on one GPU beside what a user would pick there: vLLM's fused experts, quack's and torch's grouped GEMMs, compiled or not.
+"""The MoE layer on one GPU beside its alternatives: vLLM's fused experts, quack's and torch's grouped GEMMs, compiled or not.
 
 torchrun --nproc-per-node 1 -m bench.measure.moe_one_gpu --out DIR [--models ...] [--tokens ...] [--zipf 0 1] [--compile TOKENS ...]
     [--methods ...] [--seconds S]
 
-Appends rows to DIR/moe_one_gpu.jsonl, size by size in the order of --zipf, --tokens and --models, and the reason to
-DIR/moe_one_gpu_failed.jsonl where a method fails at a size; started again with the same DIR it goes on behind them. `us` is a layer with
-its gate (router GEMM, softmax, top-k, weights that sum to one), in a CUDA graph in which the tokens change from call to call, the median
-of interleaved rounds. Methods: "weft", plan="auto"; "weft, one launch", the plan whose launch includes the router (uniform routing only);
-"vllm", `fused_topk` and `fused_experts` with vLLM's own table of tiles for the GPU
-where it has one (its version stands in the row); "quack", its gathering, gated grouped GEMM and its plain one, each in the fastest of
-its forms for the size (bench/common/quack_moe.py); "torch", sort, gather, `torch._grouped_mm` and sums, with all sizes on the device;
-"torch compiled", the same by torch.compile, at some numbers of tokens. A method that is not installed has no row. error: of the method's result against torch's, relative, of the norm.
+The program appends rows to DIR/moe_one_gpu.jsonl, size by size in the order of --zipf, --tokens and --models, and the reason to
+DIR/moe_one_gpu_failed.jsonl if a method fails at a size; another run with the same DIR continues after them. `us` is a layer with its
+router (GEMM, softmax, top-k, weights that sum to one), in a CUDA graph in which the tokens change from call to call, the median of
+interleaved rounds. The methods are "weft", plan="auto"; "weft, one launch", the plan whose launch includes the router (uniform routing
+only); "vllm", `fused_topk` and `fused_experts` with vLLM's own table of tiles for the GPU, if there is one; "quack", its gathering, gated
+grouped GEMM and its plain one, each in the fastest of its forms (bench/common/quack_moe.py); "torch", sort, gather, `torch._grouped_mm`
+and sums, with all sizes on the device; and "torch compiled", the same under torch.compile, at the tokens of --compile. A method that is
+not installed has no row. error: the relative error of a method's result beside torch's.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Bench(Program):
                 continue
             try:
                 rows = self.keep(self.measure(size))
-            except Exception as error:  # of all methods at once, as no memory for all graphs
+            except Exception as error:  # it concerns all methods, as if memory lacks for all graphs
                 self.fail(size, "all", error)
                 continue
             finally:

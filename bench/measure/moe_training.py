@@ -1,12 +1,13 @@
-"""Forward and backward passes of the MoE layer on real models' sizes, beside the libraries: NCCL all-to-all, or of layers whose
-columns are split over the ranks all-gather and reduce-scatter, and torch's grouped GEMM under autograd.
+"""Forward and backward passes of the MoE layer on real models' sizes, beside torch's grouped GEMM under autograd with NCCL's all-to-all
+or, for layers whose columns are split over the ranks, NCCL's all-gather and reduce-scatter.
 
-torchrun --nproc-per-node N -m bench.measure.moe_training --out DIR [--models ...] [--tokens 8192] [--parallel expert tensor] [--keep ...] [--seconds S]
+torchrun --nproc-per-node N -m bench.measure.moe_training --out DIR [--models ...] [--tokens 8192] [--parallel expert tensor] [--keep ...]
+    [--seconds S]
 
-Appends rows to DIR/moe_training.jsonl: `op` "moe_backward" (of a forward pass that was made before) and "moe_step" (forward and
-backward), us of the slowest rank, in a CUDA graph, and TFLOP/s a GPU, of three matrices an expert: 12 H I operations a row
-backward, 18 a step, what is computed again not counted. "library" is captured with split sizes known in advance; no method has
-the gate in it. The name of a layer of split columns has "tensor" in it.
+The program appends rows to DIR/moe_training.jsonl: `op` "moe_backward" (after a forward pass that is not timed) and "moe_step" (forward and
+backward), us of the slowest rank in a CUDA graph, and TFLOP/s of a GPU for three matrices an expert: 12 H I operations for each row
+backward and 18 for each step, without what is computed again. "library" is captured with split sizes known in advance; no method includes
+the router. The names of layers with split columns contain "tensor".
 """
 
 from __future__ import annotations

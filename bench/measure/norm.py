@@ -1,13 +1,14 @@
-"""The benchmark of all-reduce + residual + RMSNorm: every plan beside NCCL and torch's symmetric memory, per number of tokens.
+"""The benchmark of all-reduce + residual + RMSNorm: every plan beside NCCL and torch's symmetric memory, by number of tokens.
 
 torchrun --nproc-per-node N -m bench.measure.norm --out DIR [--tokens ...] [--hidden 8192] [--modes graph eager] [--plans TEXT ...]
 
-What is compared: x [M, H] bfloat16 partial on every rank -> normalised rows on every rank, new residual. `sequential` is
-NCCL's all-reduce in place and a torch.compile'd residual add + RMSNorm of all rows; weft's plans keep the residual sharded and
-write to symmetric memory, and `pull` plans read x from there (what a producing GEMM writes into); "private" in a method's
-name: x and the output are ordinary tensors. Every method is checked against a float32 sum before it is timed; one that fails is
-left out, and says so. Rows go to DIR/all_reduce_rms_norm.jsonl (M: tokens, N: hidden size), the times of weft's plans also to
-DIR/sweep.jsonl (for bench/pages/table.py). `limit_us`: the bytes that a rank must receive over 378 GB/s, what a copy engine sustains.
+All methods compute normalised rows on every rank and the new residual from partial sums x [M, H] in bfloat16. `sequential` is NCCL's
+all-reduce in place and a torch.compile'd residual add + RMSNorm of all rows. weft's plans shard the residual and write to symmetric
+memory, and `pull` plans read x from there, where a producing GEMM would write it; with "private" in a method's name x and the output are
+ordinary tensors. --plans selects the methods whose name contains one of the texts. The program compares every method with a float32 sum
+before it times it, and prints and leaves out a method that fails. It appends rows to DIR/all_reduce_rms_norm.jsonl (M: tokens, N: hidden
+size), and the times of weft's plans to DIR/sweep.jsonl (for bench/pages/table.py). `limit_us`: the bytes that a rank must receive over
+378 GB/s, a copy engine's rate.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def compiled_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         return out, kept
 
     torch._dynamo.config.recompile_limit = 64
-    return torch.compile(add_norm, dynamic=False)  # a kernel for every size
+    return torch.compile(add_norm, dynamic=False)  # torch compiles a kernel for every size
 
 
 class Bench(Program):

@@ -1,7 +1,7 @@
-"""Calls beside what was predicted of them: torchrun --nproc-per-node N -m bench.measure.predictions --out DIR [--profile FILE] [--seconds S]
+"""Calls beside their predictions: torchrun --nproc-per-node N -m bench.measure.predictions --out DIR [--profile FILE] [--seconds S]
 
-Runs, for each op and shape, every division of a decomposed plan, every fused variant, and the partitions of signaled plans (all, where
-they are few), and appends to DIR/predictions-xN.jsonl what was predicted and what was measured.
+For each op and shape the program runs every division of a decomposed plan, every fused variant, and the partitions of signaled plans (all
+of them if they are few), and appends the predicted and the measured times to DIR/predictions-xN.jsonl.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weft.planner.search import Planner, brief, candidates, divisions, groupings
 from weft.planner.timing import CudaTimer
 from weft.plans import KINDS, Decomposed, Plan, Signaled, partition
 
-SHAPES = {  # (M, N, K) of the GEMM on one rank; none of those that weft tune measures
+SHAPES = {  # (M, N, K) of the GEMM on one rank; weft tune measures none of these
     "all_gather_matmul": (
         (512, 4096, 6144), (6144, 5120, 4096), (384, 6144, 6144), (1280, 7168, 5120), (3072, 6144, 6144), (12288, 3072, 4096),
         (2048, 4608, 5120), (7168, 3584, 5120),
@@ -49,8 +49,8 @@ SHAPES = {  # (M, N, K) of the GEMM on one rank; none of those that weft tune me
 }  # fmt: skip
 COPIES = family(Signaled(copies=True))
 LABELS = [*KINDS, COPIES]
-FEW = 40  # partitions of one signaled GEMM that are all tried; of more, as many drawn
-CHOSEN, MISTAKEN = "chosen", "wave size mistaken"  # tags; others are "groups of g", for ablations
+FEW = 40  # so many partitions of one signaled GEMM are tried; if there are more, they are drawn
+CHOSEN, MISTAKEN = "chosen", "wave size mistaken"  # tags; the others are "groups of g"
 
 
 def partitions(waves: int, draw: random.Random) -> list[tuple[int, ...]]:

@@ -3,11 +3,11 @@
 python -m bench.measure.run [--ops ...] [--shapes ... | --size M,H,I ...] [--modes graph eager] [--tune] [--seconds S] [--out DIR]
 torchrun --nproc-per-node N -m bench.measure.run --out DIR --file FILE   the examples of the ops that FILE defines, plan by plan
 
-On all GPUs, or on those that torchrun gives. A size is M tokens over all ranks, hidden size H and intermediate size I of the whole MLP.
-Prints a line for each size, and at the end the rows of the README. Appends rows to DIR/<op>.jsonl. All methods of one shape and mode are timed in one interleaved run; `us` is the median over
-rounds of the slowest rank. `limit_us` = max(GEMM alone, bytes each rank must receive / link rate), the link rate measured
-at the start of the run with a copy engine. --tune first times the candidate plans of bench/common/candidates.py on every shape, writes
-them to DIR/sweep.jsonl (for bench/pages/table.py) and lets "auto" choose among what it just learned.
+The benchmark runs on all GPUs, or on those of torchrun's ranks. A size is M tokens over all ranks, hidden size H and intermediate size I
+of the whole MLP. The program prints a line for each size, and at the end the rows of the README, and appends rows to DIR/<op>.jsonl. All
+methods of one shape and mode are timed in one interleaved run; `us` is the slowest rank's median over rounds. `limit_us` = max(GEMM alone,
+bytes each rank must receive / link rate), where a copy engine measures the link rate at the start. --tune first times the candidate plans
+of bench/common/candidates.py on every shape, writes them to DIR/sweep.jsonl (for bench/pages/table.py), and lets "auto" choose among them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from weft.plans import FlagGated, Plan, Sequential
 
 BF = torch.bfloat16
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-NEEDED = ("sequential", "gemm", "comm")  # of every row
+NEEDED = ("sequential", "gemm", "comm")  # methods that every row needs
 
 
 def capturable(fn: peers.Run) -> bool:
@@ -62,7 +62,9 @@ class Bench(Program):
     def tune(self, op: str, shape: shapes.MLP, x: torch.Tensor, w: torch.Tensor, mnk: tuple[int, int, int]) -> None:
         """Time the candidates and teach "auto" the fastest plan of each mode."""
         todo, seq = candidates.working(op, self.world, x, w), Sequential().to_json()
-        todo[seq] = peers.cublas_nccl(op, x, w, self.world.size)  # what a plan has to beat, without weft's host time
+        todo[seq] = peers.cublas_nccl(
+            op, x, w, self.world.size
+        )  # a plan has to beat these calls, which cost no host time of weft
         for mode in self.a.modes:
             times = time_interleaved(
                 todo, mode=mode, calls=3 if mnk[0] * mnk[1] > 1 << 27 else 10, rounds=3 if mnk[0] > 1024 else 9
@@ -189,7 +191,7 @@ class Bench(Program):
                     name: run for name, run in todo.items() if name != "decomposed" and not name.startswith("quack")
                 }
             calls, rounds = 3 if m * n > 1 << 27 else 10, self.a.rounds
-            if mode == "eager" and m <= 1024:  # the host's time decides, which varies
+            if mode == "eager" and m <= 1024:  # the host's time decides, and it varies
                 calls, rounds = 30, 3 * rounds
             times = time_interleaved(todo, mode=mode, calls=calls, rounds=rounds)
             gemm, comm = times.pop("gemm"), times.pop("comm")

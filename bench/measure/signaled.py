@@ -210,7 +210,7 @@ class Bench(Program):
         plans = {name: p for name, p in plans.items() if self.right(f"{op} {name}", lambda p=p: run(p), expected)}
         fns: Fns = {"sequential": seq, "gemm": lambda: torch.mm(x, w.t(), out=y), "comm": comm}
         fns |= {name: lambda p=p: run(p) for name, p in plans.items()}
-        if op != A2A:  # what comes next reads the tiles
+        if op != A2A:  # the next kernel reads the tiles
             fns |= {
                 f"{name}, tiles": partial(getattr(weft, f"{op}_tiles"), x, w, world=world, plan=p)
                 for name, p in plans.items()

@@ -91,7 +91,7 @@ class Served:
 def serve(engine: Any, load: Load, prompts: list[Any], params: list[Any]) -> Served:
     """Serve all requests by an `LLMEngine` and return the times. Without a rate a request arrives when it is sent."""
     arrivals, served = load.arrivals(), Served()
-    last_token: dict[str, float] = {}  # of a request in flight, or its arrival
+    last_token: dict[str, float] = {}  # the time of a request's last token, or of its arrival
     answered: set[str] = set()
     sent, start = 0, time.perf_counter()
     while sent < len(prompts) or last_token:
@@ -155,7 +155,7 @@ def replaced_matches(pass_name: str) -> int:
     earlier process compiled the code. The pass keeps the number itself: vLLM's table of matches has none of AllReduceFusionPass."""
     frozen = gc.get_freeze_count()
     gc.unfreeze()  # get_objects leaves out frozen objects, and vLLM freezes all that a worker has when it starts
-    count = sum(each.matched_count for each in gc.get_objects() if type(each).__name__ == pass_name)
+    count = sum(live.matched_count for live in gc.get_objects() if type(live).__name__ == pass_name)
     if frozen:
         gc.freeze()
     return count
@@ -261,7 +261,7 @@ def compile_fused_all_reduce(log: Path) -> None:
 def main(setup: Setup, pipe: Connection, log: Path) -> None:
     """Start an engine and serve the loads that arrive through the pipe, until None arrives. The pipe returns results,
     or the text of a traceback."""
-    os.setsid()  # the parent ends this process and vLLM's by their group
+    os.setsid()  # the parent kills this process group, with vLLM's processes
     redirect(log)
     os.environ |= NO_MULTICAST | {
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, setup.gpus)),
@@ -274,7 +274,7 @@ def main(setup: Setup, pipe: Connection, log: Path) -> None:
         pipe.send(facts(llm, setup))
         llm.collective_rpc("watch_turns")
         gc.collect()
-        gc.freeze()  # as vLLM does in its server and its workers, but not here: a collection of all objects would delay requests
+        gc.freeze()  # vLLM does so in its server and its workers: a collection of all objects would delay requests
         collections = watched_collections()
         while (load := pipe.recv()) is not None:
             pipe.send(serve_watched(llm, load, collections))

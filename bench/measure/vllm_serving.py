@@ -2,18 +2,18 @@
 
 python -m bench.measure.vllm_serving --out DIR [--gpus 0 1] [--models ..] [--methods ..] [--mixes ..] [--rate R] [--seconds S]
 
-All engines of a model live on the same GPUs at the same time, one process each (vllm_engine.py), and take turns while the others are
-idle: a repeat is stock, the other methods, stock. So a drift of the machine falls on all of them, and the two turns of stock in each repeat
-show how much a ratio is worth. "stock" is vLLM as it is installed, with flashinfer's fused all-reduce + norm; "stock unfused" is without
-that; "async tp" has vLLM's own sequence parallelism. Models have random weights, their published layer sizes and 16 layers, so that an
-engine starts within two minutes; CUDA graphs and compiled code as vLLM has them by default, no prefix caching.
+All engines of a model share the same GPUs at the same time, one process each (vllm_engine.py), and serve in turns while the others are
+idle: a repeat is stock, the other methods, stock. A drift of the machine therefore affects all of them, and the difference between the two
+turns of stock in a repeat bounds the meaning of a ratio. "stock" is vLLM as it is installed, with flashinfer's fused all-reduce + norm;
+"stock unfused" is without it; "async tp" has vLLM's own sequence parallelism. Models have random weights, their published layer sizes and
+16 layers, so that an engine starts within two minutes, with vLLM's default CUDA graphs and compiled code and without prefix caching.
 
-A row of DIR/vllm_serving.jsonl is a mix and a method beside stock: `seconds` of each repeat and `baseline_seconds` of the two turns of
+A row of DIR/vllm_serving.jsonl compares a method with stock for one mix: `seconds` of each repeat and `baseline_seconds` of the two turns of
 stock around it; `ratio`, the median of stock's mean over the method's; `ratio_range`; `null_range`, of the ratio of stock's two turns;
-`first`, the seconds of the method's first turn of this mix behind its start; [median, 99th percentile] in milliseconds of the time from
-a request's arrival to its first token and between tokens; `watched`, of each turn, what may have delayed it and its slowest steps
-(vllm_watch.py); "fused all-reduce": whether an engine was asked for it, which backend its workers have and how many matches of the compiled
-model it replaces. Rows are written mix by mix. The engines' logs lie beside them.
+`first`, the seconds of the method's first turn of this mix; [median, 99th percentile] in milliseconds of the time from a request's arrival
+to its first token and between tokens; `watched`, for each turn its slowest steps and possible causes of a delay (vllm_watch.py); "fused
+all-reduce": whether the engine was asked for it, its workers' backend, and the matches in the compiled model that it replaced. The program
+writes rows mix by mix, and the engines' logs to the same folder.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What happens in a worker of vLLM while it serves a load: to show why one turn of many was slow.
+"""What happens in a worker of vLLM while it serves a load, to find why one turn of many was slow.
 
-A watch costs two readings of the clock a step. It sees, of one process,
-    steps         which took longest beside others of as many tokens, from one start to the next; with the host's part, and the
-                  collections of garbage in it
-    memory        calls of cudaMalloc and cudaFree by torch's allocator, its retries after a failed cudaMalloc, which wait for the
-                  GPU; calls of cudaHostAlloc; and the growth of what the GPU has in use beside torch's memory: kernels that CUDA
-                  loads at their first launch, NCCL's connections, other processes
-    kernels       that Triton loads
+A watch reads the clock twice for each step. It records, of one process,
+    steps         the slowest steps beside others with as many tokens, from one start to the next, with the host's part and the
+                  collections of garbage in them
+    memory        calls of cudaMalloc and cudaFree by torch's allocator, and its retries after a failed cudaMalloc, which wait for the
+                  GPU; calls of cudaHostAlloc; and the growth of the memory in use outside torch's: kernels that CUDA loads at their
+                  first launch, NCCL's connections, other processes
+    kernels       kernels that Triton loads
     host          switches to other processes, and page faults that read a disk
 """
 

@@ -2,8 +2,8 @@
 
 python -m bench.pages.ahead [--gpus 8] [--profiles nvidia-h200-x2 nvidia-h200-x4]
 
-Writes bench/results/predictions-<gpus>.jsonl anew: for every op and shape of bench/measure/run.py the plans that it
-times with --tune, in a CUDA graph, and the plan that the planner takes, which is `chosen`. `errors` reads the rows that were measured later.
+The program writes bench/results/predictions-<gpus>.jsonl anew: for every op and shape of bench/measure/run.py the plans that --tune times
+in a CUDA graph, and the plan that the planner chooses, which is `chosen`. `errors` reads the rows that were measured later.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The tables of docs/fp8.md, from bench/results/<machine>: GEMMs of 8-bit operands on one GPU, and what quantizing inside SiLU-mul
-and norm costs (fp8.jsonl, of bench/measure/fp8.py); operators over several ranks (fp8_ranks.jsonl, of bench/measure/fp8_ranks.py).
+"""The tables of docs/fp8.md, from bench/results/<machine>: GEMMs of 8-bit operands on one GPU, and the cost of quantizing inside SiLU-mul
+and norm (fp8.jsonl, of bench/measure/fp8.py); operators over several ranks (fp8_ranks.jsonl, of bench/measure/fp8_ranks.py).
 
-Of the lines of one size the newest counts, which is the last in the file. What was not measured is left out: a recipe's row, or the
-whole table, which is then "".
+The newest row of a size counts, which is the last in the file. A recipe that was not measured has no row, and a table without rows is "".
 """
 
 from __future__ import annotations

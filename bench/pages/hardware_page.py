@@ -1,6 +1,6 @@
-"""The table of docs/tested.md: how checks ended on GPUs, from tests/gpu_record.json. The tables of docs/hardware.md: what was compiled
-for which GPU, from tests/architectures.json; which checks passed on a Hopper GPU that ran the code of an older one, from
-tests/gpu_record.json; and what signals cost there, from bench/results."""
+"""The tables of docs/tested.md and docs/hardware.md: how checks ended on GPUs, and which checks passed on a Hopper GPU that ran the code of an
+older one, from tests/gpu_record.json; what was compiled for which GPU, from tests/architectures.json; and the cost of signals in such
+code, from bench/results."""
 
 from __future__ import annotations
 

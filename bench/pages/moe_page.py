@@ -1,6 +1,6 @@
 """The tables of docs/moe.md, and every size in bench/results/moe.md, from bench/results/<machine>/moe*.jsonl, and of memory from the code.
 
-Of the lines of one (name, world, method, routing) the newest counts, which is the last in the file.
+The newest row of a name, world, method and routing counts, which is the last in the file.
 """
 
 from __future__ import annotations

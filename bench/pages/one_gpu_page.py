@@ -2,7 +2,7 @@
 moe_launches.jsonl and sm_active.jsonl in bench/results/<machine>. torch.profiler counted the launches, and NVIDIA's profiler the SMs'
 active cycles, by scripts of the commits that the rows name.
 
-Of the rows of one (name, method, routing) the newest counts, which is the last in the file.
+The newest row of a name, method and routing counts, which is the last in the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ONE_LAUNCH = "weft, one launch"
 LIBRARIES = ("torch", "torch compiled", "vllm", "quack")
 METHODS = (*LIBRARIES, "weft", ONE_LAUNCH)
 TITLES = {"vllm": "vLLM", "quack": "quack"}
-BELOW = 0.995  # what is less is shown as 0.99x
+BELOW = 0.995  # a smaller ratio is shown as 0.99x or less
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -193,7 +193,7 @@ def one_gpu_rows(lines: list[dict]) -> str:
     return "\n".join(rows)
 
 
-# The methods of moe_launches.jsonl, of sm_active.jsonl and of moe_one_gpu.jsonl, by the title of the row.
+# By the title of the row: its method in moe_launches.jsonl, in sm_active.jsonl and in moe_one_gpu.jsonl.
 LAUNCHES = {
     "one launch": (ONE_LAUNCH, "one launch", ONE_LAUNCH),
     "`FusedMoe()`": ("weft fused", "fused", ""),

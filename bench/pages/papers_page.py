@@ -1,4 +1,4 @@
-"""The table of docs/papers.md: what the authors report, quoted, beside weft's own figures, which are computed from bench/results."""
+"""The table of docs/papers.md: the authors' figures, quoted, beside weft's own, which are computed from bench/results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """How well the planner predicts: a chapter of docs/planner.md, its plots and the tables beside the results, from the calls that
-bench/measure/predictions.py wrote with what was predicted of them from a tuned profile before they ran."""
+bench/measure/predictions.py timed after a tuned profile had predicted them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 bench/results/<machine>/quack/gemms.jsonl (a script of the commit that its rows name), and all-gather + GEMM, from
 all_gather_matmul.jsonl there (bench/measure/run.py --ops all_gather_matmul --methods auto flag_gated quack).
 
-Of the lines of one shape, or one (op, name, mode, method), the newest counts, which is the last in the file.
+The newest line of a shape, or of an op, name, mode and method, counts, which is the last in the file.
 """
 
 from __future__ import annotations

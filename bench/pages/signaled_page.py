@@ -1,8 +1,8 @@
-"""What the signaled plan costs and gives: tables beside the results, and a chapter of docs/measurements.md, from the rows of
+"""The cost and gain of signaled plans: tables beside the results, and a chapter of docs/measurements.md, from the rows of
 bench/measure/signaled.py.
 
-Every figure is computed from bench/results/<machine>/signaled/*.jsonl, but for the goals and the paper's. Ops are shown for each
-machine, every other part from the machine that ran it last.
+Every figure is computed from bench/results/<machine>/signaled/*.jsonl, except the goals and the paper's figures. The page shows the ops of
+each machine, and the GEMM alone of the machine that ran it last.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EQUAL = 8  # CTAs of the plans that differ in nothing but their groups
 TILES = ", tiles"
 SHADES = ("#b9c0ca", "#8fa9cc", "#3b6fb6", "#1d3a63")
 
-EARLIER = {  # by machine: what has changed since its rows of ops
+EARLIER = {  # by machine: changes since its rows of ops
     "nvidia-h200-x4": "On 4 GPUs two plans moved by copies have [changed since](../../docs/design-notes.md#signals): all-reduce and all-to-all."
 }
 

@@ -1,4 +1,4 @@
-"""What `weft.simulate` says of machines that nobody here has, and how far it is from those that were measured: a chapter of
+"""The predictions of `weft.simulate` for machines without measurements, and their errors on machines with some: a chapter of
 docs/planner.md."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The table of bench/results/torch_suites.md: torch's own tests of its fused operators, from bench/results/<machine>/torch_suites.jsonl
 (tests/gpu/gpu_torch_suites.py).
 
-Of the lines of one (suite, test, way, number of ranks) the newest counts, which is the last in the file.
+The newest line of a suite, test, way and number of ranks counts, which is the last in the file.
 """
 
 from __future__ import annotations

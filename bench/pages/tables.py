@@ -1,7 +1,7 @@
 """The tables of bench/results/attention.md, bench/results/transformers.md and bench/results/models.md, from
 bench/results/<machine>/{attention,hf,hf_moe,models}.jsonl.
 
-Of the lines of one (name, mode, method) the newest counts, which is the last in the file.
+The newest line of a name, mode and method counts, which is the last in the file.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def chapter(results: Path) -> str:
 def answers(results: Path) -> str:
     """Return the table with a line for each model, number of ranks and form, of all machines whose ranks share one GPU; of
     the lines of one the newest counts."""
-    paths = sorted(results.glob("*-x1/vllm.jsonl"), reverse=True)  # H200, which was first, and H100
+    paths = sorted(results.glob("*-x1/vllm.jsonl"), reverse=True)  # H200, then H100
     lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     newest = {(r["model"], r["ranks"], r["form"], r["mode"]): r for r in lines}
     table = []
