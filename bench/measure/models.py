@@ -102,7 +102,9 @@ def experts_here(
     if rows.requires_grad:
         rows = torch.where(is_local, rows, 0)
     gate_up = torch._grouped_mm(rows, w13.flatten(1, 3).transpose(1, 2), offs=ends)
-    y = torch._grouped_mm(silu_mul_blocks(gate_up, inner, world.scale.interleave, world), w2.transpose(1, 2), offs=ends)
+    y = torch._grouped_mm(
+        silu_mul_blocks(gate_up, inner, world.backend.scale.interleave, world), w2.transpose(1, 2), offs=ends
+    )
     y = torch.where(is_local, y, 0) * weights.flatten()[order, None].to(y.dtype)
     return Picked.apply(y, back, order, 1).view(-1, k, hidden).sum(1)
 

@@ -200,7 +200,7 @@ class Bench(Program):
             received = [counts[world.rank] for counts in routing.counts]
             outs = torch.empty(sum(received), n, device="cuda", dtype=BF).split(received)
             parts = y.split(routing.counts[world.rank])
-            comm: Callable[[], object] = lambda: world.all_to_all(outs, parts, world.current_stream())  # noqa: E731
+            comm: Callable[[], object] = lambda: world.backend.all_to_all(outs, parts, world.current_stream())  # noqa: E731
         else:
             run = lambda plan: getattr(weft, op)(x, w, world=world, plan=plan)  # noqa: E731
             seq = peers.cublas_nccl(op, x, w, size)  # type: ignore[assignment]

@@ -225,7 +225,7 @@ def test_experts_over_two_groups_of_two_ranks_train_as_the_whole_layer_in_float6
         routing = torch.zeros(len(x), layer_sizes.experts, dtype=torch.float64)
         routing = routing.scatter(1, top.indices, top.values / top.values.sum(1, keepdim=True)).chunk(2, 1)
         parts = zip(named["mlp.w13"], named["mlp.w2"], strict=True)
-        block = world.scale.interleave
+        block = world.backend.scale.interleave
         x = x + sum(experts_in_float64(y, routing[r // 2], *w, block) for r, w in enumerate(parts))
         wanted = [t[me] for t in (xs, *weights)]
         return [x.chunk(ranks)[me].detach(), *torch.autograd.grad(x, wanted, torch.cat(dys).detach())]

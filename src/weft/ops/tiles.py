@@ -45,7 +45,7 @@ def with_architecture_tiles(plan: P, capability: int) -> P:
 
 def usual_tile(world: World) -> GemmTile:
     """Return the tile of a GEMM that nothing else was chosen for."""
-    return with_architecture_tiles(world.scale.plan(FusedGather), world.capability).tile
+    return with_architecture_tiles(world.backend.scale.plan(FusedGather), world.backend.capability).tile
 
 
 def with_shape_tiles(plan: Plan, shards: Sequence[int], n: int, sms: int, capability: int = HOPPER) -> Plan:
