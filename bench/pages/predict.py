@@ -12,6 +12,7 @@ from statistics import fmean
 
 from bench.common import stored
 from bench.measure.predictions import COPIES, LABELS, SHAPES
+from bench.pages import svg
 from weft.planner.probes.common import SIZES
 from weft.planner.search import brief
 from weft.planner.table import GAIN
@@ -164,13 +165,8 @@ def choices(points: Sequence[Point]) -> str:
 
 def plot(points: Sequence[Point], path: Path) -> None:
     """Draw the distribution of the errors, a panel for each kind."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
     kinds = [k for k in LABELS if any(p.kind == k for p in points)]
-    figure = Figure(figsize=(3.1 * len(kinds), 2.7), layout="constrained")
-    FigureCanvasSVG(figure)
+    figure = svg.figure(3.1 * len(kinds), 2.7)
     edges = [i / 100 for i in range(-21, 22, 2)]
     for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         e = [min(max(p.error, edges[0]), edges[-1]) for p in points if p.kind == kind]
@@ -181,9 +177,7 @@ def plot(points: Sequence[Point], path: Path) -> None:
         axes.tick_params(axis="y", labelsize=7.5)
         axes.set_xlabel("predicted / measured - 1", fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
+    svg.save(figure, path)
 
 
 def summary(runs: dict[str, list[Point]]) -> str:

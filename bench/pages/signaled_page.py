@@ -15,10 +15,7 @@ from statistics import fmean
 from textwrap import fill
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-
+from bench.pages import svg
 from bench.pages.report import OPS, _percent, _table, _us, _x, mean
 from weft.planner.profile import shipped
 from weft.plans import Plan, Signaled
@@ -294,8 +291,7 @@ def ablations(cases_by_op: CasesByOp) -> list[str]:
 
 def plot(cases_by_op: dict[str, Cases], world: int, path: Path) -> None:
     """Draw the speedup of the best signaled plan over K, with a line for each M N and a panel for each op."""
-    figure = Figure(figsize=(11, 3.1), layout="constrained")
-    FigureCanvasSVG(figure)
+    figure = svg.figure(11, 3.1)
     panels = figure.subplots(1, len(cases_by_op), squeeze=False, sharey=True)[0]
     for axes, (op, c) in zip(panels, cases_by_op.items(), strict=True):
         lines: dict[int, list[tuple[int, float]]] = {}
@@ -315,9 +311,7 @@ def plot(cases_by_op: dict[str, Cases], world: int, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("times as fast", fontsize=9)
     panels[0].legend(title="M N", title_fontsize=8, fontsize=8, frameon=False, loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
+    svg.save(figure, path)
 
 
 def explained() -> str:

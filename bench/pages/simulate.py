@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from bench.common import stored
-from bench.pages import ahead
+from bench.pages import ahead, svg
 from bench.pages.predict import TABLES, percent, table
 from weft.planner.auto import profile_for
 from weft.planner.parts import NotMeasured
@@ -47,12 +47,7 @@ In a shell: `weft simulate mlp 8192,8192,28672 --gpus 64 --profile nvidia-h200-x
 
 def plot(groups: dict[str, list[Simulation]], path: Path) -> None:
     """Draw the layer's time and speedup over the number of GPUs, with a line for each kind of link."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    FigureCanvasSVG(figure)
+    figure = svg.figure(9, 3.4)
     left, right = figure.subplots(1, 2)
     for name, simulations in groups.items():
         gpus = [s.topology.gpus for s in simulations]
@@ -66,9 +61,7 @@ def plot(groups: dict[str, list[Simulation]], path: Path) -> None:
         axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
     left.legend(fontsize=7.5, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
+    svg.save(figure, path)
 
 
 Errors = dict[tuple[int, str, str], list[float]]  # by number of GPUs, op and kind of plan

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.pages.one_gpu_page import lines_of
 from bench.pages.report import OPS, _table, _us, _x, mean, measured
 
 TUNED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -30,10 +31,6 @@ MOE_TEXT = """## Mixture of experts
 A layer's forward pass of balanced routing, gate included, over NCCL's all-to-all and `torch._grouped_mm`, in CUDA graphs ([every size](../bench/results/moe.md)).
 vLLM's fused experts, which run on one GPU, are faster than torch's: [beside them](moe.md#what-it-reaches).
 """
-
-
-def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def way(plan: dict) -> str:
