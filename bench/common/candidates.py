@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 import weft
+from bench.common.program import worst_error
 from bench.common.timing import RIGHT, error_of
 from weft.backends import library_gemm
 from weft.planner.parts import SHOTS
@@ -54,16 +56,7 @@ def working(op: str, world: weft.World, x: torch.Tensor, w: torch.Tensor) -> dic
     todo: dict[str, Any] = {}
     moved = x.numel() * world.size if op == "all_gather_matmul" else x.shape[0] * w.shape[0]
     for plan in [Sequential(), *candidates(op, world.size, moved * x.element_size())]:
-        err, reason = 0.0, ""
-        try:
-            for _ in range(2):
-                err = max(err, error_of(fn(x, w, world=world, plan=plan), expected))
-            world.synchronize()
-        except weft.Unsupported as e:
-            err, reason = float("inf"), str(e)
-        bad = max(world.exchange(err))
-        if bad < RIGHT:
-            todo[plan.to_json()] = lambda plan=plan: fn(x, w, world=world, plan=plan)
-        elif world.rank == 0:
-            print("left out:", op, plan, bad, reason, flush=True)
+        call = partial(fn, x, w, world=world, plan=plan)
+        if worst_error(world, f"{op} {plan}", call, lambda y: error_of(y, expected)) < RIGHT:
+            todo[plan.to_json()] = call
     return todo

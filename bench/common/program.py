@@ -7,10 +7,11 @@ import contextlib
 import datetime
 import functools
 import gc
+import math
 import os
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import weft
 from bench.common import peers
 from bench.common.resume import BEGAN, keep, unfinished
+from bench.common.timing import RIGHT
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -109,3 +111,21 @@ class Program:
 def gains(times: Mapping[str, float], base: str) -> str:
     """Return each method's us, and how many times as fast as the base it was."""
     return " | ".join(f"{name} {us:.0f} ({times[base] / us:.2f}x)" for name, us in times.items())
+
+
+def worst_error(
+    world: weft.World, name: str, call: Callable[[], Any], error: Callable[[Any], float] = lambda result: 0.0
+) -> float:
+    """Return the largest error of two calls on any rank, infinity if a rank raises an exception. A method whose error is not below RIGHT
+    is printed, and the caller leaves it out. Collective."""
+    largest, reason = 0.0, ""
+    try:
+        for _ in range(2):
+            largest = max(largest, error(call()))
+        world.synchronize()
+    except Exception as e:
+        largest, reason = math.inf, repr(e)[:300]
+    largest, reason = max(world.exchange((largest, reason)))
+    if not largest < RIGHT and world.rank == 0:
+        print(f"left out: {name}: {largest} {reason}", flush=True)
+    return largest

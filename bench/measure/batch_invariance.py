@@ -29,7 +29,7 @@ import torch
 import triton.language as tl
 
 import weft
-from bench.common.program import Program, options
+from bench.common.program import Program, options, worst_error
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from weft.lang.channel import address_of, calls_of, end_call
 from weft.lang.intrinsics import wait_until
@@ -359,20 +359,9 @@ class Bench:
             "libraries": Rows(ordinary, "sequential"),
         }
 
-    def log(self, *text: object) -> None:
-        if self.world.rank == 0:
-            print(*text, flush=True)
-
     def fastest(self, calls: dict[Any, Callable[[], object]]) -> Any:
-        """Return the name of the fastest call, the same on all ranks; one that cannot run is left out."""
-        good = {}
-        for name, call in calls.items():
-            try:
-                call()
-                self.world.synchronize()
-                good[name] = call
-            except Exception as e:
-                self.log("left out:", name, repr(e)[:200])
+        """Return the name of the fastest call, the same on all ranks, among the calls that can run."""
+        good = {name: call for name, call in calls.items() if worst_error(self.world, str(name), call) == 0}
         us = time_interleaved(good, mode="graph", calls=4, rounds=3)
         return min(us, key=us.__getitem__)
 
@@ -382,20 +371,10 @@ class Bench:
         rows, calls, errors = expected(batch, weights, self.world), {}, {}
         self.rebuilt.tune(batch, weights, self.fastest)
         for name, method in self.methods.items():
-            error, message = 0.0, ""
-            try:
-                call = method.layer(batch, weights)
-                for _ in range(2):
-                    y = call()
-                method.world.synchronize()
-                error = error_of(method.whole(y), rows)
-            except Exception as e:
-                error, message = float("inf"), repr(e)[:300]
-            errors[name] = max(self.world.exchange(error))
-            if errors[name] < RIGHT:
-                calls[name] = call
-            else:
-                self.log("left out:", name, errors[name], message)
+            call = method.layer(batch, weights)
+            error = worst_error(method.world, name, call, lambda y, method=method: error_of(method.whole(y), rows))
+            if error < RIGHT:
+                calls[name], errors[name] = call, error
         us = time_interleaved(calls, mode="graph", calls=10 if m <= 512 else 4, rounds=self.rounds)
         return {name: (us[name], errors[name]) for name in calls}
 

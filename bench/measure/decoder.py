@@ -31,7 +31,6 @@ import random
 import statistics
 import threading
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -41,7 +40,7 @@ from typing import Any
 import torch
 
 import weft
-from bench.common.program import Program, gains, options
+from bench.common.program import Program, gains, options, worst_error
 from bench.common.timing import time_interleaved
 from weft.models import Batch, Cache, Graphs, Llama, llama
 from weft.nn import weave
@@ -246,21 +245,7 @@ class Bench(Program):
 
     def working(self, todo: dict[str, Run]) -> dict[str, Run]:
         """Return the methods that run on every rank."""
-        out = {}
-        for name, run in todo.items():
-            try:
-                run()
-                self.world.synchronize()
-                error = ""
-            except Exception as e:
-                error = repr(e)[:300]
-                if self.world.rank == 0:
-                    traceback.print_exc()
-            if any(errors := self.world.exchange(error)):
-                self.log(f"left out: {name}: {next(e for e in errors if e)}")
-            else:
-                out[name] = run
-        return out
+        return {name: run for name, run in todo.items() if worst_error(self.world, name, run) == 0}
 
     def time(self, todo: dict[str, Run], us_guess: float, rounds: int) -> dict[str, float]:
         calls = max(1, min(10, int(20000 / us_guess)))
@@ -407,27 +392,18 @@ class Bench(Program):
             if method == "no communication":
                 llama.all_reduce_then_norm = local
             try:
-                every[method] = [graphs.prepare(i, b) for i, b in zip(ids, steps, strict=True)]
-                for run in every[method]:  # the first call captures
-                    run()
-                world.synchronize()
-                error = ""
-            except Exception as e:
-                error = repr(e)[:300]
-                if world.rank == 0:
-                    traceback.print_exc()
-            llama.all_reduce_then_norm = summing
-            if any(errors := world.exchange(error)):
-                self.log(f"left out: {name} {method}: {next(e for e in errors if e)}")
-                every.pop(method, None)
+                runs = [graphs.prepare(i, b) for i, b in zip(ids, steps, strict=True)]
+                if worst_error(world, f"{name} {method}", partial(run_all, runs)) == 0:  # the first calls capture
+                    every[method] = runs
+            finally:
+                llama.all_reduce_then_norm = summing
         tokens = sum(b.tokens for b in steps)
         meter = Meter()
 
         def measured(q: str, runs: list[Run]) -> Run:
             def run() -> None:
                 meter.running = q
-                for step in runs:
-                    step()
+                run_all(runs)
 
             return run
 
@@ -470,6 +446,11 @@ class Bench(Program):
             print(
                 f"table -> {path}, for src/weft/planner/tables/decoder/{gpu_model(self.world.device)}.json", flush=True
             )
+
+
+def run_all(runs: list[Run]) -> None:
+    for run in runs:
+        run()
 
 
 def _runs(best: dict[int, LayerPlan]) -> weave.Choices:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm
 
 import weft
-from bench.common.program import Program, options
+from bench.common.program import Program, options, worst_error
 from bench.common.resume import keep
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from weft.lang.mapping import balanced_rows
@@ -92,21 +92,7 @@ class Bench(Program):
         total += residual.float()
         expected = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * weight.float()
         methods = self.methods(m, h, x, residual, residual_shard, weight)
-        calls: dict[str, Callable[[], Any]] = {}
-        for name, (call, result) in methods.items():
-            error, message = 0.0, ""
-            try:
-                for _ in range(2):
-                    call()
-                world.synchronize()
-                error = error_of(result(), expected)
-            except Exception as e:
-                error, message = float("inf"), repr(e)[:300]
-            error = max(world.exchange(error))
-            if error < RIGHT:
-                calls[name] = call
-            else:
-                self.log("left out:", name, error, message)
+        calls = self.right(methods, expected)
         del total, expected
         buffer = torch.zeros_like(x)
         out, kept = torch.empty_like(x), torch.empty_like(x)
@@ -114,6 +100,15 @@ class Bench(Program):
         calls["norm alone"] = lambda: self.norm(x, residual, weight, out, kept)
         for mode in modes:
             self.measure(m, h, mode, calls)
+
+    def right(self, methods: dict[str, Method], expected: torch.Tensor) -> dict[str, Callable[[], Any]]:
+        """Return the calls of the methods that give the right result on every rank."""
+
+        def error(name: str) -> float:
+            call, result = methods[name]
+            return worst_error(self.world, name, call, lambda _: error_of(result(), expected))
+
+        return {name: call for name, (call, _) in methods.items() if error(name) < RIGHT}
 
     def methods(
         self,

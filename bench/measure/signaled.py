@@ -24,7 +24,7 @@ import triton.language as tl
 
 import weft
 from bench.common import peers, shapes
-from bench.common.program import Program, gains, options
+from bench.common.program import Program, gains, options, worst_error
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
 from weft.kernel_launch import Launch, Matrix, prepared
@@ -103,17 +103,7 @@ class Bench(Program):
 
     def right(self, name: str, fn: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool:
         """Return whether two calls are right on every rank."""
-        worst, message = 0.0, ""
-        try:
-            for _ in range(2):
-                worst = max(worst, error_of(fn(), expected))
-            self.world.synchronize()
-        except weft.Unsupported as e:
-            worst, message = float("inf"), str(e)
-        worst = max(self.world.exchange(worst))
-        if worst > RIGHT:
-            self.log(f"left out: {name}: {worst} {message}")
-        return worst <= RIGHT
+        return worst_error(self.world, name, fn, lambda y: error_of(y, expected)) < RIGHT
 
     # -- parts
     def gemm(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import weft
-from bench.common.program import Program, gains, options
+from bench.common.program import Program, gains, options, worst_error
 
 
 def test_options_have_the_types_of_their_defaults(tmp_path: Path) -> None:
@@ -49,3 +49,20 @@ def test_a_case_that_fails_leaves_the_others(tmp_path: Path, capsys: pytest.Capt
 
 def test_gains_are_over_the_base() -> None:
     assert gains({"sequential": 30.0, "auto": 20.0}, "sequential") == "sequential 30 (1.00x) | auto 20 (1.50x)"
+
+
+def test_the_worst_error_is_of_all_ranks_and_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that raises makes it infinite everywhere, and rank 0 prints the reason."""
+
+    def main(world: weft.World) -> list[float]:
+        results = iter([1.0e-3, 2.0e-3])
+        error = worst_error(world, "good", lambda: next(results) * (1 + world.rank), float)
+
+        def fails() -> None:
+            if world.rank == 1:
+                raise ValueError("no such plan")
+
+        return [error, worst_error(world, "bad", fails)]
+
+    assert weft.spmd(main, 2, backend="emulated") == [[4.0e-3, float("inf")]] * 2
+    assert capsys.readouterr().out == "left out: bad: inf ValueError('no such plan')\n"
