@@ -34,8 +34,8 @@ from bench.common.resume import BEGAN
 from bench.common.timing import capture, error_of, time_interleaved
 from bench.measure import moe
 from bench.measure.moe import MODELS, ROUTINGS, Layer, Model
-from weft.backends import library_gemm
 from weft.backends.library_gemm import Form
+from weft.integrations import quack
 from weft.plans import Plan
 
 KNOWN = MODELS | {"DeepSeek-V3": Model(7168, 2048, 256, 8)}
@@ -124,10 +124,10 @@ class Bench(Program):
             self.methods.append("vllm")
             self.versions["vllm"] = version
         self.forms: list[Form] = []
-        lacks = library_gemm.lacks()
+        lacks = quack.lacks()
         if "quack" in a.methods and "quack" not in lost and lacks is None:
             self.forms = usable(a.compile_seconds)
-            self.versions["quack"] = str(library_gemm.installed())
+            self.versions["quack"] = str(quack.installed())
         self.log(f"quack: {lacks or f'{len(self.forms)} forms'}")
         if self.forms:
             self.methods.append("quack")
