@@ -228,6 +228,11 @@ def all_gather_matmul(
         Mismatch: ranks disagree on shapes, dtype or plan, or make different calls.
         Timeout: a peer did not arrive; see the guide.
         WeftError: the first call of a shape is inside a CUDA graph capture.
+
+    Examples:
+        >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
+        >>> weft.spmd(lambda world: weft.all_gather_matmul(x, w, world=world).sum().item(), 2, backend="emulated")
+        [512.0, 512.0]
     """
     if removed:
         raise unexpected(GATHER_GEMM, removed)
@@ -253,6 +258,14 @@ def all_gather_matmul_with_gathered(
     The gathered activation [M, K], a `weft.ScaledTensor` if x_shard is one, has memory of its own. It is
     differentiable, and saved for the backward pass, which then does not gather again. Arguments and errors are those of
     `all_gather_matmul`.
+
+    Examples:
+        >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
+        >>> def shapes(world):
+        ...     y, gathered = weft.all_gather_matmul_with_gathered(x, w, world=world)
+        ...     return tuple(y.shape), tuple(gathered.shape)
+        >>> weft.spmd(shapes, 2, backend="emulated")
+        [((4, 8), (4, 16)), ((4, 8), (4, 16))]
     """
     options: CallOptions
     operands, options = scaled_factors(GATHER_GEMM, x_shard, weight, bias, out_dtype, use_fast_accum)

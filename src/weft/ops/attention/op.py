@@ -366,6 +366,11 @@ def gathered_attention(
             packed sequences in the zigzag layout; `out` with a batch above 1.
         Mismatch, Timeout: as for `all_gather_matmul`.
         WeftError: the first call of a shape is inside a CUDA graph capture.
+
+    Examples:
+        >>> q = k = v = torch.ones(4, 2, 16).bfloat16()
+        >>> weft.spmd(lambda world: tuple(weft.gathered_attention(q, k, v, world=world).shape), 2, backend="emulated")
+        [(4, 2, 16), (4, 2, 16)]
     """
     if window is not None and window < 1:
         raise ValueError(f"{_NAME}: window {window} must be at least 1, or None")
