@@ -1,4 +1,4 @@
-"""The driver of the GPU checks itself, on checks made up here."""
+"""The driver of the GPU checks itself, on invented checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Check = tuple[str, float, Callable[[], float]]
 
 
 class Alone:
-    """What the driver asks of a World of one rank."""
+    """The part of a World of one rank that the driver uses."""
 
     rank, size, device = 0, 1, torch.device("cpu")
 
@@ -36,7 +36,7 @@ def run_checks(
     world: Any = None,
     seconds: float = 100,
 ) -> tuple[bool, dict[str, dict[str, Any]]]:
-    """Whether the ranks met to the end, and the rows by check."""
+    """Return whether the ranks met to the end, and the rows by check."""
     world = world or Alone()
     monkeypatch.setattr(gpu_main, "checks", checks)
     monkeypatch.setattr(gpu_queue, "RECORD", tmp_path / "none")

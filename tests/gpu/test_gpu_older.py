@@ -1,4 +1,4 @@
-"""The switches that make this GPU an older one, and the checks that run behind them."""
+"""The switches that make this GPU an older one, and the checks that use them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_rows_of_a_switch_have_a_place_of_their_own() -> None:
 
 
 def test_what_is_timed_multiplies() -> None:
-    """Each way, twice."""
+    """Each way is checked twice."""
 
     def main(world: weft.World) -> dict[str, float]:
         x, w = draw(1, 256, 128), draw(2, 512, 128)

@@ -1,5 +1,5 @@
-"""What starts the GPU checks (gpu_run.py), shares them between processes (gpu_queue.py) and keeps what came of them (gpu_record.py), with
-stand-ins for the checks."""
+"""gpu_run.py starts the GPU checks, gpu_queue.py shares them between processes, and gpu_record.py keeps their
+results; here with stand-ins for the checks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ queue.release(who)
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Of a machine with one GPU, whose groups have two seconds at a check."""
+    """Run on a machine with one GPU, whose groups have two seconds for a check."""
     monkeypatch.setattr(gpu_run, "STILL", 2)
     monkeypatch.setattr(gpu_run, "ENDING", 0.1)
     monkeypatch.setattr(gpu_queue, "RECORD", tmp_path / "record.json")
@@ -124,7 +124,7 @@ def test_commands_pass_by_their_exit(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_why_a_check_failed_is_what_its_ranks_printed(tmp_path: Path) -> None:
-    """And not the launcher's page about it."""
+    """The launcher's page about it is left out."""
     log = tmp_path / "log"
     log.write_text(
         "W1123 torch/distributed/run.py:766] x\nrank 0: wrong by 3\nE1123 20:00 torch/distributed/elastic/multiprocessing/api.py:986] failed\n"
@@ -138,7 +138,7 @@ def test_why_a_check_failed_is_what_its_ranks_printed(tmp_path: Path) -> None:
 def test_smaller_groups_leave_room_for_the_largest(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And what the time of one call is for in any case comes first; groups more, and random calls, when nothing waits."""
+    """Checks that need the whole time of a call come first; more groups, and random calls, start when nothing waits."""
     stand_in(run, monkeypatch, [f"check {i}" for i in range(3)])
     users = [
         Command("users", f"user {i}", 2, (sys.executable, "-c", "import time; time.sleep(1)"), 30) for i in range(2)
@@ -255,7 +255,7 @@ def ran(check: str, outcome: str, ranks: int = 4, gpus: int = 1) -> Row:
 
 
 def test_the_next_run_goes_on_where_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the record: what passed on this tree, on as many ranks and GPUs and with this Triton, is not made again."""
+    """The record decides: what passed on this tree, on as many ranks and GPUs and with this Triton, is not repeated."""
     this_tree, monkeypatched = "c" * 40, tmp_path / "record.json"
     monkeypatch.setattr(gpu_queue, "RECORD", monkeypatched)
     monkeypatch.setattr(gpu_queue.metadata, "version", lambda package: "3.6.0")

@@ -1,4 +1,4 @@
-"""The profiler's report of one MoE layer, as bench/measure/sm_active.py reads it."""
+"""bench/measure/sm_active.py reads the profiler's report of one MoE layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def report(*kernels: tuple[str, dict[str, str]]) -> list[str]:
 
 
 def test_kernels_are_read_in_their_order() -> None:
-    """Two launches of one kernel stay two."""
+    """Two launches of one kernel remain two."""
     kernels = [
         ("gate, of 8", {ACTIVE: "50.5", DURATION: "1,000"}),
         ("experts", {DURATION: "3000", ACTIVE: "90"}),
