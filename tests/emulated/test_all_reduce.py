@@ -414,7 +414,7 @@ def test_sizes_that_are_no_words_are_sequential(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_schedules(name: str, seed: int) -> None:
     """Calls of two shapes alternate under frequent preemption, with more and with fewer programs than rows."""
     plan = PLANS[name]
@@ -430,7 +430,7 @@ def test_schedules(name: str, seed: int) -> None:
     assert max(emulate(main, 3, seed, preempt=0.2)) < BF16
 
 
-@pytest.mark.parametrize("seed", some(range(6), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_plans_in_turn(seed: int) -> None:
     """Successive calls of all plans, shapes and dtypes share the workspaces."""
 

@@ -59,7 +59,7 @@ def test_by_heads(causal: bool, layout: str) -> None:
     assert max(errors(Shape((5,) * 3, 4, 2, causal=causal, layout=layout), HeadParallel())) < RIGHT
 
 
-@pytest.mark.parametrize("seed", some(range(8), 3))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_sizes_in_turn_by_heads(seed: int) -> None:
     """The results of one size are stored where the queries of another arrive."""
 
@@ -120,7 +120,7 @@ def test_shapes(name: str) -> None:
         assert max(errors(SHAPES[name], plan)) < RIGHT
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_schedules(seed: int) -> None:
     for plan in (Segmented(), PUSHED, ONCE):
         layout, rows = (("contiguous", (7, 4, 5)), ("zigzag", (5, 5, 6)))[seed % 2]
@@ -128,7 +128,7 @@ def test_schedules(seed: int) -> None:
         assert max(errors(shape, plan, seed, 0.2, calls=4, into=True)) < RIGHT
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_calls_on_two_streams(seed: int) -> None:
     assert max(errors(Shape((6, 6)), "segmented", seed, 0.2, calls=4, streams=("first", "second"))) < RIGHT
 

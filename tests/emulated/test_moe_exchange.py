@@ -80,13 +80,13 @@ def test_alignments(alignment: int) -> None:
     assert wrong(2, alignment=alignment, hidden=72, tokens=(20, 3), calls=1, flight=1) == 0
 
 
-@pytest.mark.parametrize("seed", some(range(6), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 def test_two_under_way_on_two_streams(layout: str, seed: int) -> None:
     assert wrong(3, seed, 0.2, streams=STREAMS, experts=6, tokens=(9, 0, 12), ids_of=in_turn, layout=layout) == 0
 
 
-@pytest.mark.parametrize("seed", some(range(4), 1))
+@pytest.mark.parametrize("seed", some(range(4)))
 def test_a_slot_on_changing_streams(seed: int) -> None:
     """Successive calls alternate between streams: those that share a buffer are ordered on any streams."""
     assert wrong(2, seed, 0.2, calls=4, flight=1, streams=STREAMS, ids_of=in_turn) == 0
@@ -215,7 +215,7 @@ def test_handles_outlive_a_mismatch_that_is_caught() -> None:
     rank_calls(rank)
 
 
-@pytest.mark.parametrize("seed", some(range(3), 1))
+@pytest.mark.parametrize("seed", some(range(3)))
 @pytest.mark.parametrize("layout", op.ROW_LAYOUTS)
 def test_what_is_cancelled_or_dropped_gives_its_slot_back(layout: str, seed: int) -> None:
     """Slots are returned in the order of the dispatches, and another dispatch's rows stay."""

@@ -43,16 +43,17 @@ SIZES = {
 }
 
 
-# Steps over four ranks are those of the other names; what differs here is within a rank.
+# Steps over four ranks are those of the other names; what differs here is within a rank, and 72 experts fill any rank.
 @covered("(plain|biases|not renormalised|float16, gelu)-4", covering=r"[\1-2]")
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(name, ranks) for name in SIZES for ranks in ((2,) if name == "many experts" else (1, 2, 4))]
+)
 def test_routes_and_results(name: str, ranks: int) -> None:
     for seed in range(2):
         weft.spmd(router_calls(SIZES[name]), ranks, backend="emulated", seed=seed)
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_among_other_plans(seed: int) -> None:
     """Layers of other sizes and plans share memory with it, on alternating streams; nothing synchronises between
     them."""
@@ -123,7 +124,7 @@ def test_the_bits_of_a_layer_behind_its_router(ranks: int) -> None:
             world.synchronize()
             assert into is out and torch.equal(out, y)
 
-    for seed in range(4):
+    for seed in range(2):
         weft.spmd(main, ranks, backend="emulated", seed=seed)
 
 

@@ -160,7 +160,7 @@ def test_plan_parameters(name: str, plan: Plan) -> None:
     assert right(WAYS[name], 2, hidden=72, tokens=(40, 31), calls=2, plan=plan, **sizes)
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize("name", WAYS)
 def test_schedules(name: str, seed: int) -> None:
     tokens = (3, 0, 2) if name == "low latency" else (13, 0, 20)
@@ -181,7 +181,7 @@ def test_calls_on_two_streams(name: str, seed: int) -> None:
     assert right(WAYS[name], 2, seed, 0.2, calls=4, layers=1 + (name == "low latency"), streams=("first", "second"))
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_layers_of_other_sizes_by_all_plans_in_turn(seed: int) -> None:
     plans = (F, D, L, F, L, D, F)
     case = dict(experts=6, k=2, layers=3, calls=5, tokens=(9, 2, 6), ids_of=some_nowhere, plan=plans)
@@ -195,8 +195,7 @@ def test_waves_of_four_ranks(tokens: tuple[int, ...]) -> None:
     assert right(WAYS["fused"], 4, 1, 0.2, experts=4, k=2, tokens=tokens, calls=2)
 
 
-@covered(r"(\w+)-1", covering=r"[\1-0]")
-@pytest.mark.parametrize("seed", some(range(4), 2))
+@pytest.mark.parametrize("seed", some(range(4)))
 @pytest.mark.parametrize("preceding_plan", [D, L], ids=lambda plan: plan.kind)
 def test_a_smaller_layer_behind_it_by_another_plan(preceding_plan: Plan, seed: int) -> None:
     """A rank may send the smaller layer's rows while others still read those of the larger one: in a shared inbox

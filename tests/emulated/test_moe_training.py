@@ -58,7 +58,7 @@ def test_against_float64(way: str, ranks: int, changes: dict[str, Any], plan: st
 
 @covered(
     "(?:whole|columns)-(?:to few|some nowhere)-sequential",
-    covering="emulated/test_gloo.py::test_every_op_against_torch[2]",
+    covering="emulated/test_gloo.py::test_every_op_against_torch_and_its_errors",
 )
 @covered("columns-(gelu|nowhere|uneven)-sequential", covering=r"[whole-\1-sequential]")
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
