@@ -209,7 +209,7 @@ def test_operands_that_are_not_contiguous() -> None:
     assert max(weft.spmd(main, 2, backend="emulated")) < RIGHT
 
 
-def test_what_no_query_sees_does_not_travel() -> None:
+def test_unseen_keys_are_not_sent() -> None:
     """A rank pushes only those rows of keys that some query of the receiver sees."""
 
     def main(world: weft.World, shape: Shape) -> int:
@@ -575,7 +575,7 @@ def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: 
     assert len(seen) >= 20 and all(seen)
 
 
-def test_gradients_that_nobody_asks_for_and_that_there_are_not() -> None:
+def test_unrequested_and_missing_gradients() -> None:
     def main(world: weft.World) -> None:
         inputs = Inputs(world, Shape((6, 6), causal=True), 3)
         q, k, v = inputs.local_qkv()

@@ -337,7 +337,7 @@ def test_ranks_that_do_not_all_promise_disagree(monkeypatch: pytest.MonkeyPatch)
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_an_mlp_takes_the_promise_from_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mlp_is_batch_invariant_by_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
 
     def main(world: weft.World) -> list[torch.Tensor]:

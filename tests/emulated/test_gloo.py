@@ -252,7 +252,7 @@ def stays_away(rank: int, store: str, out: str) -> None:
     os._exit(0)  # at an ordinary end gloo's threads, one of which still waits, now and then abort the process
 
 
-def test_a_rank_that_stays_away_is_a_timeout(tmp_path: Path) -> None:
+def test_a_missing_rank_is_a_timeout(tmp_path: Path) -> None:
     mp.spawn(stays_away, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
     assert (tmp_path / "0").read_text().startswith("Timeout: rank 0: not every rank joined within 2 s: ")
 
@@ -268,7 +268,7 @@ if __name__ == "__main__":
 """
 
 
-def test_what_a_rank_raises_ends_the_others(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_the_others(tmp_path: Path) -> None:
     file = tmp_path / "fails.py"
     file.write_text(FAILS)
     done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=120)

@@ -109,7 +109,7 @@ def same_as_router_before(arguments: dict[str, Any], **options: Any) -> torch.Te
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_bits_of_a_layer_behind_its_router(ranks: int) -> None:
+def test_the_bits_of_a_layer_after_its_router(ranks: int) -> None:
     def main(world: weft.World) -> None:
         tokens = (9, 0, 21, 4)[world.rank]
         for sizes in (dict(), dict(router_bias=True, biases=True, activation="gpt_oss", scoring="sigmoid", scale=0.5)):
@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Excep
     weft.spmd(main, 1, backend="emulated")
 
 
-def test_what_no_router_takes_is_refused() -> None:
+def test_unsupported_router_options_are_refused() -> None:
     with pytest.raises(ValueError, match="k must be from 1 to 16, got 17"):
         moe.TopKRouter(torch.zeros(32, 8), 17)
 

@@ -62,7 +62,7 @@ def test_rows_without_room_are_left_out(max_rows: int) -> None:
     check(Layer(2, 3, 1, 20, max_rows=max_rows), lambda n: [[[n]] * 20, [[2 - n]] * 20])
 
 
-def test_nobody_has_a_token() -> None:
+def test_no_rank_has_a_token() -> None:
     layer = Layer(3, 2, 2, 4)
     check(layer, lambda n: drawn(layer, n, [0, 0, 0] if n != 1 else [0, 4, 1]))
 

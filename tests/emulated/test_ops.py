@@ -302,7 +302,7 @@ def test_copies_of_shards_of_different_lengths_fall_back_once(op: str, plan: Any
 
 
 @pytest.mark.parametrize("seed", some(range(6)))
-def test_the_librarys_gemm_behind_shards_that_copies_bring(seed: int) -> None:
+def test_a_librarys_gemm_after_copied_shards(seed: int) -> None:
     """Flags follow the rows of each shard, and the call's number follows the GEMM. Here the GEMM waits shard by
     shard."""
     plan = FlagGated(tile_m=8, cluster_m=2)
@@ -413,7 +413,7 @@ def test_out_at_an_odd_address() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("plan", ["auto", "sequential"])
-def test_views_again_and_again(op: str, plan: str) -> None:
+def test_repeated_calls_with_views(op: str, plan: str) -> None:
     """The decision for a sequential call is kept for the next one, which passes the view unchanged."""
     assert max(errors(op, (8, 8), 24, 16, plan, views=True, calls=3)) < 5e-3
 

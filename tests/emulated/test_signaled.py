@@ -197,7 +197,7 @@ def test_random_shapes(
     compare(op, rows, n, 8 * k, plan, run, bias=bias, seed=run, calls=2)
 
 
-def test_copies_move_what_they_can_and_the_rest_is_sequential(caplog: Any) -> None:
+def test_unsupported_copies_are_sequential(caplog: Any) -> None:
     """Reduce-scatter needs equal shards of whole tiles; both ops need rows of whole 16-byte words. The reason is
     logged once, and is the same on every rank."""
     plan = replace(S, copies=True)
@@ -445,7 +445,7 @@ def test_errors_quote_what_was_given() -> None:
     emulate(main, 2)
 
 
-def test_what_cannot_be_signaled_is_sequential_and_said_once(caplog: Any) -> None:
+def test_unsupported_signaled_calls_are_sequential_with_one_warning(caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "weft"):
         assert max(emulate(lambda w: case(w, "matmul_all_reduce", [8, 8], 16, 20, "signaled", calls=3), 2)) < 5e-3
     lines = [r.getMessage() for r in caplog.records if "sequential instead of signaled" in r.getMessage()]

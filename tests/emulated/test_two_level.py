@@ -63,7 +63,7 @@ def test_gemms(nodes: int, ranks: int, piece_count: int) -> None:
     over_nodes(main, nodes, ranks, seed=piece_count)
 
 
-def test_what_is_sent_is_kept_until_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sent_tensors_are_kept_until_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's allocator reuses the memory of a released tensor for the next one of the same stream, whatever another
     stream still reads."""
     sent: list[list[weakref.ref[torch.Tensor]]] = [[] for _ in range(6)]  # by rank
@@ -255,7 +255,7 @@ def test_levels() -> None:
     over_nodes(main, 3, 6)
 
 
-def test_what_expires_on_a_node_is_raised_by_the_whole_world() -> None:
+def test_a_timeout_on_one_node_is_raised_by_all_ranks() -> None:
     def main(world: World) -> None:
         node = world.levels.node
         with mock.patch.object(node.backend, "check", side_effect=weft.Timeout("rank 1: a wait")):
@@ -359,7 +359,7 @@ def test_scales_do_not_go_between_nodes(plan: str, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize(("us", "plan"), [(80.0, TwoLevel(2)), (100.0, Sequential())])
-def test_auto_takes_what_was_measured_faster(us: float, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_the_plan_measured_faster(us: float, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library over all ranks takes 100 us, two levels in one piece 120."""
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, *rest: Any) -> CallTime:

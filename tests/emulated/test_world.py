@@ -207,7 +207,7 @@ def test_memory_has_a_shape_and_a_dtype() -> None:
     emulate(main)
 
 
-def test_a_name_that_comes_twice_is_two_tensors() -> None:
+def test_a_repeated_name_is_two_tensors() -> None:
     """As docs/writing-kernels.md says: of symmetric memory; of a channel it is the same."""
 
     def main(world: weft.World) -> None:
@@ -474,7 +474,7 @@ plans = st.one_of(
 )  # fmt: skip
 
 
-def test_a_plan_stored_under_the_old_name_of_its_kind_is_read() -> None:
+def test_a_plan_stored_under_an_old_kind_is_read() -> None:
     assert Plan.from_json('{"kind": "awaiting", "tile_m": 8}') == FlagGated(tile_m=8)
 
 
@@ -625,7 +625,7 @@ def test_ranks_are_given_a_port_that_is_taken_for_them(monkeypatch: pytest.Monke
         processes.spmd(weft.init, repr, 2, (), {}, False)
 
 
-def test_a_world_takes_no_option_that_it_does_not_know() -> None:
+def test_an_unknown_option_of_a_world_is_refused() -> None:
     with pytest.raises(TypeError, match="sm_counts"):
         weft.spmd(lambda world: None, 2, backend="emulated", sm_counts=8)
     with pytest.raises(ValueError, match="a world of 0 ranks"):
@@ -718,7 +718,7 @@ def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -
 # -- workspaces --------------------------------------------------------------------------------------------------------
 
 
-def test_a_graph_keeps_the_turn_of_the_arena_that_it_was_captured_with() -> None:
+def test_a_graph_keeps_the_arena_half_of_its_capture() -> None:
     def main(world: weft.World) -> bool:
         epoch = weakref.ref(world.arena(64).epoch)
         assert world.arena(4096).epoch is not epoch()
@@ -728,7 +728,7 @@ def test_a_graph_keeps_the_turn_of_the_arena_that_it_was_captured_with() -> None
     assert all(emulate(main))
 
 
-def test_batches_that_grow_row_by_row_do_not_keep_a_workspace_each() -> None:
+def test_growing_batches_share_a_workspace() -> None:
     def main(world: weft.World) -> list[tuple[str, int]]:
         backend: Any = world.backend
         allocations, symmetric = [], backend.symmetric
@@ -815,7 +815,7 @@ def test_streams_of_ranks_can_be_ordered(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", some(range(3)))
-def test_launches_that_come_again_compute_what_they_should(seed: int) -> None:
+def test_repeated_launches_compute_correctly(seed: int) -> None:
     """Calls of a few sizes in random order, whose tensors lie elsewhere each time, while memory that they share grows."""
 
     def main(world: weft.World) -> tuple[int, float]:
@@ -1039,7 +1039,7 @@ def test_without_a_gpu_init_says_what_to_use() -> None:
         weft.spmd(repr, 2)
 
 
-def test_symmetric_memory_of_a_world_that_ends_during_a_capture_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_memory_outlives_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch ends the process where such memory is released while a stream captures; a collection of garbage may do so."""
 
     class Memory:
@@ -1072,7 +1072,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_ranks_that_share_a_gpu_tell_nccl_before_it_starts(one_gpu: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_a_gpu_configure_nccl_before_it_starts(one_gpu: pytest.MonkeyPatch) -> None:
     one_gpu.setenv("NCCL_SOCKET_IFNAME", "eth0")
     one_gpu.setenv("LOCAL_RANK", "1")
     shared_gpu.prepare()
@@ -1088,14 +1088,14 @@ def test_ranks_on_several_hosts_that_share_gpus_do_not_talk_by_loopback(one_gpu:
 
 
 @pytest.mark.parametrize("changed", [dict(WEFT_SHARE_GPU="0"), dict(LOCAL_WORLD_SIZE="1"), dict(WORLD_SIZE="1")])
-def test_ranks_that_have_a_gpu_each_tell_nccl_nothing(one_gpu: pytest.MonkeyPatch, changed: dict[str, str]) -> None:
+def test_ranks_with_their_own_gpus_leave_nccl_unset(one_gpu: pytest.MonkeyPatch, changed: dict[str, str]) -> None:
     for name, value in changed.items():
         one_gpu.setenv(name, value)
     shared_gpu.prepare()
     assert "NCCL_HOSTID" not in os.environ
 
 
-def test_sharing_a_gpu_after_torch_distributed_has_started_says_what_to_set(one_gpu: pytest.MonkeyPatch) -> None:
+def test_sharing_a_gpu_after_init_process_group_raises_advice(one_gpu: pytest.MonkeyPatch) -> None:
     for name, value in dict(is_initialized=True, get_rank=3, get_world_size=4).items():
         one_gpu.setattr(dist, name, lambda value=value: value)
     one_gpu.setenv("NCCL_NET", "Socket")
@@ -1107,7 +1107,7 @@ def test_sharing_a_gpu_after_torch_distributed_has_started_says_what_to_set(one_
     shared_gpu.prepare()
 
 
-def test_a_wish_to_share_that_is_neither_yes_nor_no_is_refused(one_gpu: pytest.MonkeyPatch) -> None:
+def test_an_unknown_value_of_weft_share_gpu_is_refused(one_gpu: pytest.MonkeyPatch) -> None:
     one_gpu.setenv("WEFT_SHARE_GPU", "yes")
     with pytest.raises(ValueError, match="WEFT_SHARE_GPU='yes' must be 1"):
         shared_gpu.prepare()
@@ -1314,7 +1314,7 @@ def test_why_ranks_cannot_address_each_other(
     assert reason is None if says is None else says in str(reason), reason
 
 
-def test_every_rank_says_once_what_it_has() -> None:
+def test_every_rank_exchanges_its_reasons_once() -> None:
     """Also where only one of them has a reason of its own: two generations of GPUs in a machine."""
     count, barrier, slots, outcomes = 2, threading.Barrier(2, timeout=10), [None, None], {}
 
@@ -1390,7 +1390,7 @@ def test_spmd_gives_the_function_its_arguments() -> None:
     assert weft.spmd(main, 2, backend="emulated", args=(3,), kwargs={"y": 4}, seed=1) == [(0, 3, 4), (1, 3, 4)]
 
 
-def test_spmd_takes_no_function_of_which_a_call_runs_nothing() -> None:
+def test_spmd_refuses_coroutines_and_generators() -> None:
     async def coroutine(world: weft.World) -> None: ...
 
     def generator(world: weft.World) -> Iterator[None]:
@@ -1434,7 +1434,7 @@ def test_collectives_of_one_rank_ask_no_group(monkeypatch: pytest.MonkeyPatch) -
     assert (out == x).all()
 
 
-def test_symmetric_memory_takes_what_the_allocator_only_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_memory_frees_the_allocators_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's cache may hold all of a GPU though nobody uses it; another error is not tried again."""
     from torch.distributed import _symmetric_memory as symm
 

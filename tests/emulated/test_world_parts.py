@@ -68,7 +68,7 @@ def test_a_part_that_stands_still_names_its_channel() -> None:
         weft.spmd(main, 4, backend="emulated")
 
 
-def test_a_part_that_does_not_come() -> None:
+def test_a_rank_missing_from_a_part_is_a_deadlock() -> None:
     def main(world: weft.World) -> None:
         part = world.split(world.rank // 2)
         if world.rank != 2:

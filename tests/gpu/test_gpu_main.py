@@ -81,7 +81,7 @@ def test_ranks_that_cannot_meet_again_leave_the_rest(tmp_path: Path, monkeypatch
     assert Queue(tmp_path / "queue.json").left() == 2
 
 
-def test_ranks_that_do_not_meet_behind_a_check_have_failed_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_meet_after_a_check_fail_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Lost(Alone):
         def exchange(self, obj: Any) -> list[Any]:
             if isinstance(obj, tuple):
@@ -102,7 +102,7 @@ def test_no_check_begins_when_the_time_is_over(tmp_path: Path, monkeypatch: pyte
     assert in_step and not rows and Queue(tmp_path / "queue.json").left() == 4
 
 
-def test_what_a_killed_run_was_at_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_runs_check_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed() -> float:
         raise KeyboardInterrupt
 

@@ -50,7 +50,7 @@ def test_code_for_an_older_gpu_is_assembled_for_the_one_at_hand(monkeypatch: pyt
     assert 90 in (flags & 0xFF, flags >> 8 & 0xFF), hex(flags)  # where ELF's version has the architecture
 
 
-def test_without_peers_nobody_gets_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peer_access_there_is_no_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def full_access(backend: Any) -> None:
         backend.peers_unsupported = backend.symmetric_unsupported = None
 

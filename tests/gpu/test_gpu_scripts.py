@@ -113,7 +113,7 @@ def test_every_step_is_taken_by_its_program_once(tmp_path: Path, monkeypatch: py
     assert run(tmp_path / "tree", tmp_path / "out", **parts)[::2] == (0, [])
 
 
-def test_what_was_cut_goes_on_and_what_failed_comes_last(tmp_path: Path) -> None:
+def test_interrupted_steps_continue_and_failed_ones_come_last(tmp_path: Path) -> None:
     tree, out, parts = tmp_path / "tree", tmp_path / "out", dict(PARTS="norm columns fp8")
     assert run(tree, out, **parts, ENDS="bench.measure.norm exit 3")[0] == 1
     (out / "state/columns").unlink()
@@ -136,7 +136,7 @@ def test_what_is_one_run_begins_again(tmp_path: Path) -> None:
     assert not kept.exists()
 
 
-def test_eight_checks_first_and_goes_on(tmp_path: Path) -> None:
+def test_eight_checks_first_and_continues(tmp_path: Path) -> None:
     """One call runs everything on two GPUs; the next call finds the checks' results in the record, and nothing left."""
     tree, out = tmp_path / "tree", tmp_path / "out"
     code, printed, asked = run(tree, out, "eight.sh", MINUTES="30")
@@ -148,7 +148,7 @@ def test_eight_checks_first_and_goes_on(tmp_path: Path) -> None:
     assert run(tree, out, "eight.sh", MINUTES="30")[::2] == (0, [])
 
 
-def test_eight_names_what_it_has_no_time_for(tmp_path: Path) -> None:
+def test_eight_names_skipped_steps(tmp_path: Path) -> None:
     code, printed, asked = run(tmp_path / "tree", tmp_path / "out", "eight.sh", MINUTES="1")
     assert (code, asked) == (1, []) and printed.splitlines() == [
         "left: checks", "left: measure", "left: fuzz", "left: vllm",
@@ -206,7 +206,7 @@ def names_of_checks(world: weft.World) -> list[str]:
     return [name for name, _, _ in gpu_main.checks(world)]
 
 
-def test_what_goes_elsewhere_is_kept_apart(tmp_path: Path) -> None:
+def test_results_and_tuning_are_kept_apart(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(tmp_path / "tree", out, PARTS="ops")
     assert [p.name for p in (out / "results").iterdir()] == ["matmul_all_reduce.jsonl"]  # what the report reads
@@ -248,5 +248,5 @@ def test_only_experts_see_the_libraries_beside_them(tmp_path: Path) -> None:
     assert "/there" not in (tmp_path / "out/norm").read_text()
 
 
-def test_a_part_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_an_unknown_part_is_an_error(tmp_path: Path) -> None:
     assert run(tmp_path / "tree", tmp_path / "out", PARTS="norms")[0] == 1

@@ -144,7 +144,7 @@ def test_sums_that_something_else_reads_stay(modules: Any) -> None:
         dict(_fused_output_is_reduced=True), dict(moe_config=SimpleNamespace(skip_final_all_reduce=False)),
     ],
 )  # fmt: skip
-def test_experts_whose_sum_something_else_takes_stay(modules: Any, attributes: dict[str, Any]) -> None:
+def test_experts_whose_sum_another_reader_needs_stay(modules: Any, attributes: dict[str, Any]) -> None:
     class Other(standin.MoERunner):
         def __init__(self, seed: int) -> None:
             super().__init__(seed)

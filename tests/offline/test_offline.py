@@ -572,7 +572,7 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "multicast" in n])
-def test_the_switch_is_given_whole_vectors_and_told_of_in_order(name: str) -> None:
+def test_the_switch_receives_whole_vectors(name: str) -> None:
     """Sums in fp32; stores through a multicast address are fenced from ordinary addresses before they are released."""
     for launch, k in compiled(name):
         if launch.kernel is not multicast_shot:
@@ -736,7 +736,7 @@ def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
     assert any(line.startswith(says) for line in broken), broken
 
 
-def test_a_wait_behind_the_first_load_is_found() -> None:
+def test_a_wait_after_the_first_load_is_found() -> None:
     """The loads of the first stages are issued before any wait."""
     ((launch, k),) = compiled(f"{AG} x8 gated")
     lines = k.ptx.splitlines()

@@ -195,7 +195,7 @@ def experts_in_float64(
     return total
 
 
-def test_experts_over_two_groups_of_two_ranks_train_as_the_whole_layer_in_float64() -> None:
+def test_experts_over_two_groups_train_as_the_whole_layer() -> None:
     """EP 2 x TP 2 on four ranks gives the result and the gradients of x and of every weight, on both sides of the
     benchmark."""
     ranks, layer_sizes = 4, training.LAYERS["Mixtral training"]

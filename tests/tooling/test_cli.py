@@ -224,7 +224,7 @@ def test_check_says_where_a_file_fails(tmp_path: Path) -> None:
     assert failed.exit_code == 1 and "broken.py:3: ValueError: no such thing" in " ".join(failed.output.split())
 
 
-def test_check_does_not_pass_what_was_not_run(tmp_path: Path) -> None:
+def test_check_fails_without_a_kernel_run(tmp_path: Path) -> None:
     """These are a file or a rank that ends the process, functions that only make a coroutine, and a file without a
     kernel."""
     for text, says in (
@@ -322,7 +322,7 @@ def test_demo_asks_for_its_folder_first(tmp_path: Path, monkeypatch: pytest.Monk
     assert result.exit_code == 1 and "no such folder" in result.output
 
 
-def test_a_tool_that_hangs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_tool_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(*a: object, **options: object) -> None:
         raise subprocess.TimeoutExpired("nvidia-smi", 60)
 
@@ -331,7 +331,7 @@ def test_a_tool_that_hangs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert doctor._ask("nvidia-smi") == ""
 
 
-def test_bench_without_arguments_says_what_it_takes() -> None:
+def test_bench_without_arguments_prints_usage() -> None:
     result = weft("bench")
     assert result.exit_code == 1 and "weft bench --out DIR [--ops ..]" in result.output
 

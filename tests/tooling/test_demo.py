@@ -147,7 +147,7 @@ def test_lanes_say_what_is_done_and_stages_have_names() -> None:
     }
 
 
-def test_copies_behind_the_first_half_are_of_the_reduce_scatter() -> None:
+def test_later_copies_belong_to_the_reduce_scatter() -> None:
     events = [
         *before(0, 3), event("all_gather_gemm", 1, 10), event(DOWN, 12, 10), event(PUSH, 23, 5),
         event("sum_staged", 29, 2),
@@ -188,7 +188,7 @@ def test_a_library_gemm_is_a_gemm(name: str) -> None:
     assert (span.track, span.name, span.kind) == ("compute", "GEMM", "compute")
 
 
-def test_the_picture_is_cut_to_the_call_and_says_what_was_saved() -> None:
+def test_the_picture_is_cut_to_the_call_and_has_the_gain() -> None:
     figure = render(panels(results()), unit="us")
     above, below = figure.axes
     assert above.get_xlim() == below.get_xlim() == pytest.approx((0, 1.005 * 2497))
@@ -216,7 +216,7 @@ def test_time_lost_is_called_lost() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_no_text_lies_over_another_or_leaves_the_page(ranks: int) -> None:
+def test_texts_do_not_overlap_or_leave_the_page(ranks: int) -> None:
     figure = render(
         panels(results(ranks)), unit="us", heading="tensor-parallel MLP, 8 x a GPU with a long name, and sizes"
     )
@@ -265,7 +265,7 @@ def test_the_demo_on_gpus_writes_its_picture_if_anything_was_recorded(
     assert "2487 us with cuBLAS + NCCL, 2231 us with weft, 2000 us without" in result.notes[-1]
 
 
-def test_the_emulated_layer_takes_the_profile_times_and_ends_earlier_with_weft(tmp_path: Path) -> None:
+def test_the_emulated_layer_ends_earlier_with_weft(tmp_path: Path) -> None:
     """In the sequential plan every stage takes its time alone; weft's collectives run beside its GEMMs."""
     drawn: dict[str, list[Span]] = {}
 

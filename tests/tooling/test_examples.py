@@ -60,7 +60,7 @@ def test_example_on_other_numbers_of_ranks(name: str) -> None:
 # Each example's own output is what test_example runs; what it says without arguments is one function of all.
 @covered("(?!all_gather_rowwise).*", covering="[all_gather_rowwise]")
 @pytest.mark.parametrize("name", some([name for name in NAMES if name != "own_op"], 3))  # a definition, and no script
-def test_an_example_says_what_it_did_and_without_arguments_what_it_takes(name: str) -> None:
+def test_an_example_prints_its_result_or_its_usage(name: str) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {key: value for key, value in os.environ.items() if key != "RANK"}
         command = [sys.executable, EXAMPLES / f"{name}.py", *arguments]

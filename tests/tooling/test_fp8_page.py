@@ -35,7 +35,7 @@ def everything(torch: float) -> dict:
     return row(10, **us)
 
 
-def test_rows_of_another_kernel_are_said_to_be() -> None:
+def test_rows_of_another_kernel_are_marked() -> None:
     us = {"block: weft 64x128 w4 s4 x2 nested": 20.0, "block: weft auto": 10.0, "block: deep_gemm": 10.0}
     assert fp8_page.recipe_row("block", [row(10, **us)])[:3] == ["by block, an earlier kernel", "1", "0.50x"]
     us |= {f"block: {fp8.plan_label(PROMOTED[0])} columns": 12.5}
@@ -51,7 +51,7 @@ def quantized(m: int, **us: float) -> dict:
     return dict(name="quantizing", M=m, N=1000, K=500, us=us)
 
 
-def test_the_cost_of_quantizing_is_beside_the_kernel_and_beside_two_kernels() -> None:
+def test_the_cost_of_quantizing_is_compared_with_one_and_two_kernels() -> None:
     """Means are geometric; of the lines of one size the newest counts; a recipe that was not measured is missing."""
     with_row = {
         "silu_mul, row": 12.0,

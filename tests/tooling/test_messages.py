@@ -71,7 +71,7 @@ def test_errors_of_training_name_the_function_that_was_called() -> None:
     assert error_text(lambda world: call(world, plan="x"), ValueError).startswith("moe: plan 'x'")
 
 
-def test_a_rank_with_and_one_without_gradients_are_told_by_the_functions_name() -> None:
+def test_a_rank_without_gradients_raises_the_functions_name() -> None:
     def main(world: weft.World) -> None:
         x = X.clone().requires_grad_(world.rank == 0)
         moe.moe(x, IDS, WEIGHTS, W13, W2, world=world, plan="dispatched")

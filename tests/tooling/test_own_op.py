@@ -134,9 +134,7 @@ def kept_norm(own_op: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_a_run_keeps_and_what_the_forward_pass_ran_reach_the_backward_pass(
-    own_op: dict[str, Any], compiled: bool
-) -> None:
+def test_saved_tensors_and_the_chosen_plan_reach_the_backward_pass(own_op: dict[str, Any], compiled: bool) -> None:
     """The backward pass receives the call and the plan that was chosen, whatever was requested; without a gradient
     nothing is saved."""
     backwards: list[tuple[Any, ...]] = []
@@ -188,7 +186,7 @@ def test_its_plan_travels_as_any_other(own_op: dict[str, Any]) -> None:
     assert text_of(plan) == "Pushed;rows=8"
 
 
-def test_auto_takes_what_was_fastest(own_op: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_the_fastest_plan(own_op: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The slowest rank counts. A gain below MIN_SPEEDUP over sequential, or over a plan that the op names earlier,
     does not."""
     op, plans = own_op["GATHER_NORM"], (own_op["Pushed"](), own_op["Pushed"](rows=1))
@@ -238,7 +236,7 @@ def test_a_trial_of_long_calls_has_as_many_rounds(own_op: dict[str, Any], monkey
     assert asked == {2: [1, *[10] * 5], 4: [1, *[2] * 5], 6: [1, *[1] * 5]}
 
 
-def test_a_file_that_is_loaded_again_leaves_what_was_loaded_before() -> None:
+def test_a_reloaded_file_leaves_earlier_plans_registered() -> None:
     """Ranks exchange plans by the name of their class."""
     mains = [weft.check.load(str(FILE)) for _ in range(2)]
     for main in mains:

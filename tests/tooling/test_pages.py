@@ -207,7 +207,7 @@ def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
     assert f"**{statistics.geometric_mean(over):.2f}x** as fast as cuBLAS on {len(over)} shapes" in guide
 
 
-def test_every_experiment_is_told_of() -> None:
+def test_every_experiment_is_used() -> None:
     """Everything that is kept goes into the notes' figures, or into what the predictor's tests are fitted to."""
     makers = "".join((ROOT / "bench" / name).read_text() for name in ("pages/notes.py", "common/stored.py"))
     notes = (ROOT / "docs/design-notes.md").read_text()
@@ -232,7 +232,7 @@ def test_times_stand_in_what_is_made_of_results_alone(name: str) -> None:
     assert not re.findall(r"\d\s*(?:us|ms)\b|\d\.\d+x", by_hand)
 
 
-def test_filling_in_takes_what_is_there_away() -> None:
+def test_filling_in_replaces_old_text() -> None:
     name = next(iter(notes.FIGURES))
     assert notes.fill(f"a <!--{name}-->old<!--/-->, b") == f"a <!--{name}-->{notes.FIGURES[name]()}<!--/-->, b"
     with pytest.raises(KeyError, match="unheard-of"):

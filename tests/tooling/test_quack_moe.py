@@ -110,7 +110,7 @@ def test_each_form_is_tried_once(monkeypatch: Any, tmp_path: Any) -> None:
     assert asked == [[*FORMS[:3]], [FORMS[2]], []]
 
 
-def test_quack_takes_these_arguments() -> None:
+def test_quacks_signatures_have_these_arguments() -> None:
     """Where quack is installed, its own signatures have these names."""
     interface, plain = pytest.importorskip("quack.gemm_interface"), pytest.importorskip("quack.gemm")
     assert inspect.signature(gemm_gated).parameters.keys() <= inspect.signature(interface.gemm_gated).parameters.keys()

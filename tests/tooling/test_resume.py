@@ -13,7 +13,7 @@ from bench.common.resume import keep, unfinished
 CASES = {"one": 1, "two": 2, "three": 3}
 
 
-def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+def test_a_run_continues_where_the_last_one_ended(tmp_path: Path) -> None:
     """The first run ends within the second case, which the next run leaves to the end."""
 
     def main(world: weft.World) -> list[list[int]]:

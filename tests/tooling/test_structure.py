@@ -127,7 +127,7 @@ def test_comparisons_of_capabilities_are_found(tmp_path: Path) -> None:
     assert lines == ["1", "3", "4"]
 
 
-def test_packages_are_told_from_what_is_in_them(tmp_path: Path) -> None:
+def test_packages_are_distinguished_from_their_modules(tmp_path: Path) -> None:
     inner = {"top/__init__": "from . import a\nfrom .a import x\n", "top/a": "from .. import base\n"}
     modules = planted(tmp_path, inner, base="")
     assert modules["top"].imports == [("top.a", 1), ("top.a", 2)]

@@ -73,7 +73,7 @@ def test_waiting_is_added_up_by_pair() -> None:
     assert waited([*SPANS, WAIT]) == {(0, 1): 4.0}
 
 
-def test_programs_of_kernels_that_run_side_by_side_have_lanes_of_their_own() -> None:
+def test_concurrent_kernels_have_lanes_of_their_own() -> None:
     """The fused sum is two launches of one kernel: no bar covers another."""
 
     def main(backend: Any) -> None:

@@ -125,7 +125,7 @@ def test_a_users_file_passes(mypy: Callable[[str], str]) -> None:
     assert mypy(USER).startswith("Success")
 
 
-def test_what_cannot_be_is_refused(mypy: Callable[[str], str]) -> None:
+def test_impossible_calls_are_refused(mypy: Callable[[str], str]) -> None:
     last = "    return weft.all_reduce("
     output = mypy(USER.replace(last, "".join(f"    {line}\n" for line in WRONG) + last))
     first_line = USER[: USER.index(last)].count("\n") + 1

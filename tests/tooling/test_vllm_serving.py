@@ -30,7 +30,7 @@ class Turns:
         return Served(self.seconds.popleft(), [0.010, 0.020, 0.030], [0.001] * 98 + [0.005] * 2)
 
 
-def test_turns_are_stock_method_stock_and_a_ratio_is_of_one_repeat() -> None:
+def test_a_repeat_is_stock_method_stock() -> None:
     """The machine slows down by half in the second repeat: the ratio stays, and the null shows the noise of the last
     repeat."""
     order: list[str] = []
