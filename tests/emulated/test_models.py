@@ -150,8 +150,8 @@ def test_long_prompts_are_given_to_the_fastest_library(plan: str, monkeypatch: p
 
 
 def test_which_prompts_are_long() -> None:
-    """A long prompt is all of a part's rows but single tokens, in whole steps; a layout that is not refilled may
-    have one."""
+    """A batch has long prompts where every entry with several tokens has whole steps of them, and the layout is not
+    refilled."""
 
     def rank(world: weft.World) -> None:
         cache = Cache(TINY, world=world, slots=4, max_len=3 * LONG_PROMPT)

@@ -98,7 +98,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def awaited(step: Any) -> bool:
-    """Return the loads of what other programs or ranks write."""
+    """Return whether the step loads what other programs or ranks write."""
     return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(y +", "tl.load(outbox"))
 
 

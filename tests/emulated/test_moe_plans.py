@@ -190,8 +190,8 @@ def test_layers_of_other_sizes_by_all_plans_in_turn(seed: int) -> None:
 
 @pytest.mark.parametrize("tokens", [(3, 2, 4, 1), (40, 40, 40, 40)], ids=["in one tile", "in many tiles"])
 def test_waves_of_four_ranks(tokens: tuple[int, ...]) -> None:
-    """One launch has a tile with rows from all source ranks, which are summed only after the last of them, and has
-    tiles with rows from a single one."""
+    """In one launch, a tile has rows from all source ranks, and is summed only after the last of them; or each
+    source rank has tiles of its own."""
     assert right(WAYS["fused"], 4, 1, 0.2, experts=4, k=2, tokens=tokens, calls=2)
 
 

@@ -284,7 +284,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def awaited(name: str) -> Callable[[Any], bool]:
-    """Return the loads of what other programs or ranks write."""
+    """Return a function that finds the loads of what other programs or ranks write."""
     text = {"place_rows": "tl.load(inbox", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox"}.get(name)
     return lambda step: text is not None and text in step.source
 

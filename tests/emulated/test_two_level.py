@@ -280,7 +280,7 @@ def test_a_timeout_on_one_node_is_raised_by_all_ranks() -> None:
     ],
 )
 def test_no_levels(nodes: Any, says: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The library does all, and the reason is said once."""
+    """cuBLAS and NCCL run everything, and the reason is logged once."""
 
     def main(world: World) -> None:
         with pytest.raises(Unsupported, match=f"no two levels: {says}"):
@@ -306,8 +306,8 @@ def test_interleaved_nodes_have_no_levels() -> None:
 
 # -- the choice --------------------------------------------------------------------------------------------------------
 def test_what_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
-    """A plan of one node is the library's here, as is "auto" where nothing was timed and ranks have many programs; a
-    trial's finding stands. Ops without two levels say so."""
+    """A single node's plan runs as sequential here, and so does "auto" where nothing was timed and ranks have many
+    programs; the result of a trial stands. Ops without two levels say so."""
 
     def main(world: World) -> None:
         op = REGISTRY["all_gather_matmul"]
@@ -338,7 +338,7 @@ def test_what_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("plan", ["auto", "two_level"])
 def test_scales_do_not_go_between_nodes(plan: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Calls of 8-bit operands, and norms that return scales, are the library's there."""
+    """Calls with 8-bit operands, and norms that return scales, run as sequential between nodes."""
 
     def main(world: World) -> None:
         for op in OPS[:3]:
@@ -360,7 +360,7 @@ def test_scales_do_not_go_between_nodes(plan: str, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize(("us", "plan"), [(80.0, TwoLevel(2)), (100.0, Sequential())])
 def test_auto_chooses_the_plan_measured_faster(us: float, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library over all ranks takes 100 us, two levels in one piece 120."""
+    """NCCL over all ranks takes 100 us, two levels in one piece 120."""
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, *rest: Any) -> CallTime:
         world: Any = self.ranks
@@ -421,8 +421,8 @@ def test_memory_of_another_node_is_out_of_reach(how: str) -> None:
 
 
 def test_collectives_between_nodes_are_events() -> None:
-    """What a rank sent is read when the others have it, and ordered by nothing else: a rank that does not wait for the
-    transfer is found out."""
+    """A rank's data may be read when the others have it, and nothing else orders it: a rank that does not wait for
+    the transfer is found."""
 
     def main(world: World, wait: bool) -> None:
         across, stream, side = world.levels.across, world.current_stream(), world.side_stream("side")
@@ -453,7 +453,8 @@ BARRIERS = [
 
 
 def everything(world: World) -> None:
-    """Every op that has barriers of its own, several times over the same memory, by ranks that go on at once."""
+    """Call every op that has barriers of its own several times over the same memory, with ranks that continue at
+    once."""
     caller = Caller(world)
     for i in range(3):
         caller.reduce(i, 9, 16, 32, TwoLevel(2), True)
@@ -464,7 +465,7 @@ def everything(world: World) -> None:
 
 
 def without_barrier(place: tuple[str, int] | None, seed: int) -> None:
-    """`everything`, where the barrier in that line of a file does nothing."""
+    """Run `everything` without the barrier in that line of a file."""
 
     def main(world: World) -> None:
         node = world.levels.node
@@ -485,7 +486,7 @@ def without_barrier(place: tuple[str, int] | None, seed: int) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("place", [None, *BARRIERS])
 def test_every_barrier_is_needed(place: tuple[str, int] | None) -> None:
-    """The whole without any such fault ends well."""
+    """Without such a fault the whole run ends well."""
     if place is None:
         assert len(BARRIERS) == 5
         for seed in range(4):

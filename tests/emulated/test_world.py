@@ -1,4 +1,4 @@
-"""The World around the ops: input that is refused, ranks that disagree, plans as JSON, workspaces, and expired waits."""
+"""The World around the ops: refused input, ranks that disagree, plans as JSON, workspaces, and expired waits."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def emulate(fn: Callable[[weft.World], Any], ranks: int = 2, seed: int = 0, **op
 
 
 def call(world: weft.World, op: str, x: Any = None, w: Any = None, bias: Any = None, **options: Any) -> Any:
-    """`op` with x [8, 16] and weight [16, 16] unless given."""
+    """Call `op` with x [8, 16] and weight [16, 16] unless they are given."""
     x = draw(world.rank, 8, 16) if x is None else x
     w = draw(9, 16, 16) if w is None else w
     return getattr(weft, op)(x, w, bias, world=world, **{"plan": "fused", **options})
@@ -130,7 +130,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 def test_bad_input_is_refused_and_nothing_is_lost(
     op: str, arguments: dict[str, Any], error: type[Exception], says: str
 ) -> None:
-    """The message quotes what was given; the next call works."""
+    """The message quotes the arguments, and the next call works."""
 
     def main(world: weft.World) -> Exception | None:
         bad = dict(arguments)
@@ -208,7 +208,8 @@ def test_memory_has_a_shape_and_a_dtype() -> None:
 
 
 def test_a_repeated_name_is_two_tensors() -> None:
-    """As docs/writing-kernels.md says: of symmetric memory; of a channel it is the same."""
+    """Symmetric memory of one name is allocated twice, as docs/writing-kernels.md says; a channel of one name is the
+    same."""
 
     def main(world: weft.World) -> None:
         a, b = (world.symmetric((4,), torch.float32, "x") for _ in range(2))
@@ -262,7 +263,8 @@ CANNOT = [
 
 @pytest.mark.parametrize(("op", "change"), CANNOT, ids=str)
 def test_plans_that_cannot_run_are_refused(op: str, change: dict[str, int]) -> None:
-    """No program left for the GEMM, none to pull, some that a chunk cannot be shared by, blocks of no power of two."""
+    """No program is left for the GEMM, or none pulls, or a chunk cannot be shared by their number, or a block is no
+    power of two."""
 
     def main(world: weft.World) -> Exception | None:
         return caught(lambda: call(world, op, plan=changed(SMALL_FUSED[op], **change)))
@@ -336,7 +338,7 @@ DISAGREE: dict[str, Callable[[weft.World, str], Any]] = {
 @pytest.mark.parametrize("difference", DISAGREE)
 @pytest.mark.parametrize("op", OPS)
 def test_a_disagreement_raises_on_every_rank(op: str, difference: str, seed: int) -> None:
-    """Before anything is launched: the message holds every rank's call, and the next call works."""
+    """The error comes before anything is launched, and holds every rank's call; the next call works."""
 
     def main(world: weft.World) -> Exception | None:
         exception = caught(lambda: DISAGREE[difference](world, op))
@@ -380,7 +382,7 @@ def test_plans_that_disagree_are_named_by_what_differs() -> None:
 
 
 def test_ranks_at_different_calls_are_named_in_short() -> None:
-    """Also where one names its channel by a plan, routes rows, or exchanges something of the caller's."""
+    """Other ranks may name their channel by a plan, route rows, or exchange an object of the caller's."""
 
     def main(world: weft.World) -> list[str]:
         op = functools.partial(call, world, "all_gather_matmul", plan=SMALL_GATHER)
@@ -542,7 +544,7 @@ def test_no_rows_are_the_librarys_also_where_shapes_were_measured(op: str) -> No
 
 
 def test_a_plan_that_was_learned_later_is_prepared_for_graphs_too() -> None:
-    """Each eager call runs what a capture would take, once."""
+    """Each eager call runs the plan that a capture would run, once."""
 
     def main(world: weft.World) -> None:
         backend: Any = world.backend
@@ -559,8 +561,8 @@ def test_a_plan_that_was_learned_later_is_prepared_for_graphs_too() -> None:
 
 
 def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureFixture) -> None:
-    """A capture after one call takes the plan of eager calls, and says so; after two, that of graphs. A rank whose
-    operand lies otherwise comes along."""
+    """A capture after one call runs the plan of eager calls, and logs that; after two calls it runs that of graphs.
+    A rank whose operand has another layout takes part."""
     ran: dict[int, list[str]] = {0: [], 1: []}
 
     class Noted(type(ALL_GATHER_MATMUL)):  # type: ignore[misc]
@@ -613,7 +615,8 @@ def test_ranks_that_end_without_a_result_are_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_are_given_a_port_that_is_taken_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that was only free when it was asked for may be another program's by the time that a rank listens there."""
+    """A port that was free when it was asked for may belong to another program by the time that a rank listens
+    there."""
 
     def start(fn: Any, args: Any, **_: Any) -> NoReturn:
         environment = next(value for value in args if isinstance(value, dict) and "MASTER_PORT" in value)
@@ -694,7 +697,7 @@ OTHERWISE: dict[str, Plan] = {  # fused, but not with the programs that pull by 
     ("op", "plan"), [(op, plan) for op in OPS for plan in ("auto", *KINDS, OTHERWISE[op])], ids=str
 )
 def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -> None:
-    """Then a call outside, after which a capture allocates nothing and talks to nobody."""
+    """After a call outside, a capture allocates nothing and exchanges nothing between hosts."""
 
     def main(world: weft.World) -> Exception | None:
         backend: Any = world.backend
@@ -794,7 +797,7 @@ def test_symmetric_memory_of_different_sizes_disagrees() -> None:
 
 @pytest.mark.parametrize("name", ["meet", "signal"])
 def test_streams_of_ranks_can_be_ordered(name: str) -> None:
-    """By World.barrier, and by World.signal and World.wait, of both of which an op could be made."""
+    """World.barrier orders them, and so do World.signal and World.wait, of which a user's op may consist."""
 
     def main(world: weft.World) -> None:
         box, flag = world.symmetric((4,), torch.float32), world.symmetric((1,), torch.int32)
@@ -816,7 +819,8 @@ def test_streams_of_ranks_can_be_ordered(name: str) -> None:
 
 @pytest.mark.parametrize("seed", some(range(3)))
 def test_repeated_launches_compute_correctly(seed: int) -> None:
-    """Calls of a few sizes in random order, whose tensors lie elsewhere each time, while memory that they share grows."""
+    """Calls of a few sizes come in random order, with tensors at other addresses each time, while the memory that
+    they share grows."""
 
     def main(world: weft.World) -> tuple[int, float]:
         backend: Any = world.backend
@@ -849,7 +853,7 @@ def test_repeated_launches_compute_correctly(seed: int) -> None:
 
 
 def gpu_backend(words: list[int], describe: Callable[[int], str] | None = None) -> Any:
-    """What of a GpuBackend `check` needs, with a record as a kernel writes it (lang/intrinsics.py)."""
+    """Return the part of a GpuBackend that `check` needs, with a record as a kernel writes it (lang/intrinsics.py)."""
     backend: Any = SimpleNamespace(rank=1, size=2, describe=describe, disagreement=None, _waits=None)
     backend.check = lambda: GpuBackend.check(backend)
     backend.left_out = lambda: GpuBackend.left_out(backend)
@@ -926,7 +930,7 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_another_dtype_is_another_variant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same integers: it is loaded before anything spins."""
+    """A variant for the same integers is loaded before anything spins."""
     monkeypatch.setattr(Launcher, "occupancy", lambda *_: 1)
     loaded: list[bool] = []
     compiled = SimpleNamespace(_init_handles=lambda: loaded.append(True))
@@ -956,7 +960,7 @@ def test_a_kernel_that_no_sm_can_hold_is_unsupported() -> None:
 
 
 def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the thread's current device is, and that stays."""
+    """The thread's current device does not matter, and does not change."""
     current_device, launched = [0], []
 
     @contextmanager
@@ -979,7 +983,8 @@ def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.Monkey
 
 
 def test_a_launch_is_loaded_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the thread's current device is: loaded on another, it would be loaded again while a kernel waits."""
+    """The thread's current device does not matter: a kernel loaded on another GPU would be loaded again while a
+    kernel waits."""
     current, loaded = [0], []
 
     @contextmanager
@@ -1002,7 +1007,7 @@ def emulated_word(counters): ...  # type: ignore[no-untyped-def]
 
 
 class Kernel:
-    """Stands for a JITFunction that compiles to `compiled`."""
+    """Stands in for a JITFunction that compiles to `compiled`."""
 
     def __init__(self, compiled: Any) -> None:
         self.fn, self.params, self.warmup = emulate, [], lambda grid, **values: compiled
@@ -1040,13 +1045,13 @@ def test_without_a_gpu_init_says_what_to_use() -> None:
 
 
 def test_symmetric_memory_outlives_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch ends the process where such memory is released while a stream captures; a collection of garbage may do so."""
+    """torch ends the process if such memory is released while a stream captures, which garbage collection may do."""
 
     class Memory:
         pass
 
     def left(capturing: bool) -> bool:
-        """Whether the memory of a World that ends is still there; the World is in a circle of references."""
+        """Return whether the memory of a World that ends is still there; the World is in a cycle of references."""
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         backend, memory = CudaBackend.__new__(CudaBackend), Memory()
         backend._hold_symmetric_memory()
@@ -1062,7 +1067,7 @@ def test_symmetric_memory_outlives_a_capture(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The environment of rank 1 of 4 on a host with one GPU, of which nothing is set yet."""
+    """Set the environment of rank 1 of 4 on a host with one GPU, where nothing else is set yet."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in (*shared_gpu.settings(0), "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")
@@ -1114,7 +1119,7 @@ def test_an_unknown_value_of_weft_share_gpu_is_refused(one_gpu: pytest.MonkeyPat
 
 
 def test_one_log_line_says_that_ranks_share(caplog: pytest.LogCaptureFixture) -> None:
-    """And not whether they were asked to: a World whose ranks happen to be on one GPU shares it as well."""
+    """It is logged whether or not sharing was requested: ranks that happen to be on one GPU share it too."""
     devices = [shared_gpu.RankDevice(HERE, SEEN, rank % 2, None) for rank in range(5)]
     assert shared_gpu.shared_gpus(devices) == 2 and shared_gpu.shared_gpus(devices[:2]) == 0
     shared_gpu.log_shared_gpus.cache_clear()
@@ -1129,7 +1134,7 @@ def test_one_log_line_says_that_ranks_share(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
-    """Says what to use; started processes are told to share."""
+    """The error gives advice; processes that weft starts are told to share."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WEFT_SHARE_GPU", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -1148,7 +1153,7 @@ def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, gpus: int) -> No
 
 
 def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only once the GPU is done: an exchange of tensors would give the handles of another process's GPU."""
+    """They are sent only when the GPU is done: an exchange of tensors would send handles of another process's GPU."""
     did: list[str] = []
 
     def exchange(sent: bytes) -> list[bytes]:
@@ -1166,7 +1171,7 @@ def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPa
 
 
 def test_worlds_have_the_same_names_in_each_run() -> None:
-    """What torch.compile keeps, on disk too, is found again by a World's name; Worlds of one run have different ones."""
+    """torch.compile caches by the name of a World, on disk too; Worlds of one run have different names."""
 
     def names(world: weft.World) -> tuple[str, str]:
         return world.name, world.split(0).name
@@ -1180,7 +1185,7 @@ def test_worlds_have_the_same_names_in_each_run() -> None:
 
 
 def of_group(group: Any) -> Any:
-    """What of a CudaBackend talks to the other processes."""
+    """Replace the part of a CudaBackend that communicates with the other processes."""
     backend: Any = CudaBackend.__new__(CudaBackend)
     backend.rank, backend.size = dist.get_rank(group), dist.get_world_size(group)
     if backend.size > 1:
@@ -1190,7 +1195,7 @@ def of_group(group: Any) -> Any:
 
 @contextmanager
 def of_gpus(current: int) -> Iterator[None]:
-    """As much of CUDA as making a CudaBackend asks for."""
+    """Replace as much of CUDA as making a CudaBackend needs."""
     with (
         mock.patch.multiple(cuda, Record=lambda device: None, Launcher=lambda backend: None),
         mock.patch.multiple(
@@ -1315,7 +1320,7 @@ def test_why_ranks_cannot_address_each_other(
 
 
 def test_every_rank_exchanges_its_reasons_once() -> None:
-    """Also where only one of them has a reason of its own: two generations of GPUs in a machine."""
+    """They do so even if only one has a reason of its own, as with two generations of GPUs in a machine."""
     count, barrier, slots, outcomes = 2, threading.Barrier(2, timeout=10), [None, None], {}
 
     def exchange(backend: Any, value: Any) -> list[Any]:
@@ -1435,7 +1440,8 @@ def test_collectives_of_one_rank_ask_no_group(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_symmetric_memory_frees_the_allocators_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's cache may hold all of a GPU though nobody uses it; another error is not tried again."""
+    """torch's cache may hold all of a GPU though no tensor uses it; after another error the allocation is not
+    repeated."""
     from torch.distributed import _symmetric_memory as symm
 
     from weft.backends import cuda

@@ -90,7 +90,7 @@ def overlapped(start: float, wait: float, late: float) -> Events:
 
 
 def results(ranks: int = 2, auto: Callable[..., Events] = overlapped) -> list[dict[str, RankTimes]]:
-    """What the ranks of the demo return."""
+    """Return what the ranks of the demo return."""
 
     def measured(rank: int, us: float, plan: Callable[..., Events]) -> RankTimes:
         events = plan(CLOCKS[rank % 2], 3.0 if rank else FIRST_WAIT, 4.0 * (rank % 2))
