@@ -13,6 +13,7 @@ What is stored, or else predicted, is the `expected` candidate. It is timed with
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -80,7 +81,8 @@ class Choice(Generic[T]):
     every rank. expected: returns, for "graph" or "eager", the candidate that is stored or predicted as the fastest.
     candidates: returns those to time with it, the same on every rank; none if nothing is timed. run: runs a candidate.
     prepare: is called once for each candidate before it runs. title, sizes: describe the trial. worth: how many times
-    as fast as the expected candidate another must be."""
+    as fast as the expected candidate another must be. hopeless: of a candidate whose first timed call takes so many
+    times that of the fastest one, no further calls are timed."""
 
     key: Hashable
     expected: Callable[[str], T]
@@ -90,6 +92,7 @@ class Choice(Generic[T]):
     title: str = ""
     sizes: tuple[int, ...] = ()
     worth: float = MIN_SPEEDUP
+    hopeless: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -176,14 +179,16 @@ class Chooser:
             choice.prepare(candidate)
             choice.run(candidate)
             single_calls[candidate] = self._slowest([self.time(choice, candidate, 1, LAUNCH)])[0]
-        rounds: dict[T, list[CallTime]] = {candidate: [] for candidate in single_calls}
+        limit = choice.hopeless * min(map(max, single_calls.values()))
+        hopeful = [way for way, call in single_calls.items() if max(call) <= limit or way in expected.values()]
+        rounds: dict[T, list[CallTime]] = {candidate: [] for candidate in hopeful}
         for i in range(ROUNDS):
             for candidate in random.Random(i).sample(list(rounds), len(rounds)):
                 gpu, host = single_calls[candidate]
                 times = max(1, min(TIMES, int(LONG / gpu)))
                 rounds[candidate].append(self.time(choice, candidate, times, host + times * max(host - gpu, 0.0)))
         medians = [CallTime(*map(statistics.median, zip(*samples, strict=True))) for samples in rounds.values()]
-        took = dict(zip(rounds, self._slowest(medians), strict=True))
+        took = single_calls | dict(zip(rounds, self._slowest(medians), strict=True))
         faster: dict[str, T | None] = {}
         for mode, best in expected.items():
             for candidate in candidates:

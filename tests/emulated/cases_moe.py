@@ -95,7 +95,7 @@ class Model:
     def __init__(self, world: weft.World, layer: Layer, biases: bool, seed: int = 0, tp_size: int = 1) -> None:
         e, h, i, wide = layer.experts, layer.hidden, layer.inner, 1 if layer.activation == "gelu" else 2
         self.layer, self.tp_size, self.inner = layer, tp_size, i // tp_size
-        self.ranks, self.rank, self.block = world.size, world.rank, world.scale.interleave
+        self.ranks, self.rank, self.block = world.size, world.rank, world.backend.scale.interleave
         self.w13 = draw(seed + 1, e, wide * i, h, dtype=layer.dtype) * 0.2
         self.w2 = draw(seed + 2, e, h, i, dtype=layer.dtype) * 0.2
         self.b13, self.b2 = (draw(seed + j, e, n, dtype=layer.dtype) * biases for j, n in ((3, wide * i), (4, h)))

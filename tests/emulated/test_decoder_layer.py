@@ -57,7 +57,7 @@ class Linear:
         self.widths = [self.weight.shape[0]]
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.world.linear(x, self.weight, None, self.world.current_stream(), out)
+        return self.world.backend.linear(x, self.weight, None, self.world.current_stream(), out)
 
     def gathered(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
         return weft.all_gather_matmul(x, self.weight, world=self.world, rows=shards)

@@ -164,7 +164,7 @@ def checks(world: weft.World) -> list[str]:
         raised(lambda: moe.moe(x, ids, weights, *gate, activation=("swiglu", "gpt_oss")[me], world=world)),
         raised(lambda: moe.dispatch(x, ids, weights, experts=2, expert_alignment=(1, 16)[me], world=world)),
         raised(lambda: world.all_gather(world.empty((16 + 4 * me,), x.dtype), x[0, : 8 + 2 * me], None)),
-        raised(lambda: world.all_to_all(list(x[:2].clone()), [x[0, : 8 + me], x[1, : 8 + me]], None)),
+        raised(lambda: world.backend.all_to_all(list(x[:2].clone()), [x[0, : 8 + me], x[1, : 8 + me]], None)),
         raised(lambda: world.exchange(1) if me else world.all_reduce(x.clone(), None)),
         raised(lambda: weft.all_gather_matmul(x, w[:, :32], world=world)),
         raised(lambda: weft.all_gather_matmul(x, w, world=world, plan="quick")),

@@ -16,7 +16,7 @@ from tests.emulated.cases import distance, draw
 from weft.ops.matmul import Shares, matmul
 from weft.scale import Scale
 
-H200: Any = SimpleNamespace(sm_count=132, scale=Scale())
+H200: Any = SimpleNamespace(sm_count=132, backend=SimpleNamespace(scale=Scale()))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -69,7 +69,7 @@ def test_parts_fit_the_programs_and_the_steps(tiles: int, steps: int, programs: 
         )
         assert s.shared_tiles * (s.parts - 1) <= programs, "slots"
         assert 0 < s.first_steps <= steps - (s.parts - 1), "a step for every part"
-        assert s.time >= tiles // programs * steps + s.first_steps + H200.scale.add_steps
+        assert s.time >= tiles // programs * steps + s.first_steps + H200.backend.scale.add_steps
 
 
 def test_what_is_shared() -> None:

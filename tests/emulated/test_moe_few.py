@@ -74,7 +74,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     def main(world: weft.World) -> None:
         layer = Layer(32, e, k, h, i, dtype, activation)
         assert low_latency.unsupported(world, layer, plan) is None
-        block, local = world.scale.interleave, e // ranks
+        block, local = world.backend.scale.interleave, e // ranks
         n = i if activation == "gelu" else -(-i // block) * 2 * block
         shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]
         t = 10 + world.rank

@@ -320,7 +320,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     sizes, plan, ranks = CASES[name]
 
     def main(world: weft.World) -> None:
-        layer, block = replace(sizes.layer, max_tokens_per_rank=64), world.scale.interleave
+        layer, block = replace(sizes.layer, max_tokens_per_rank=64), world.backend.scale.interleave
         h, inner, local = sizes.hidden, sizes.inner, sizes.experts // ranks
         n = inner if sizes.activation == "gelu" else -(-inner // block) * 2 * block
 

@@ -71,7 +71,7 @@ def test_where_columns_are_split(plan: str) -> None:
         half = slice(12 * world.rank, 12 * (world.rank + 1))
         w13 = torch.cat([part[:, half] for part in model.w13.chunk(2, 1)], 1)
         how: dict[str, Any] = dict(world=world, plan=plan)
-        w13 = interleaved(w13, world.scale.interleave)
+        w13 = interleaved(w13, world.backend.scale.interleave)
         hidden, routes = weft.all_gather_grouped_matmul(x, ids, weights, w13, inner=12, **how)
         y = weft.grouped_matmul_reduce_scatter(hidden, routes, ids, model.w2[:, :, half].contiguous(), **how)
         world.synchronize()

@@ -120,7 +120,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     h, i, e, k, _, activation, biases, dtype, keep = CASES[name]
 
     def main(world: weft.World) -> None:
-        block = world.scale.interleave
+        block = world.backend.scale.interleave
         n, t = i if activation == "gelu" else -(-i // block) * 2 * block, 30 + world.rank
         layer = Split(64, e, k, h, i, dtype, activation, tp_size=world.size)
 

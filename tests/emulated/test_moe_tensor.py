@@ -85,7 +85,7 @@ def test_the_code_on_the_page_runs() -> None:
     (code,) = re.findall(r"<!-- tensor-parallel experts -->\n```python\n(.*?)```", page, re.S)
 
     def main(world: weft.World) -> None:
-        model, (x, ids, weights) = one(world, inner=2 * world.scale.interleave * world.size)
+        model, (x, ids, weights) = one(world, inner=2 * world.backend.scale.interleave * world.size)
         names = dict(
             weft=weft,
             world=world,
@@ -219,7 +219,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     h, i, e, k, _, activation, biases, dtype, plan = CASES[name]
 
     def main(world: weft.World) -> None:
-        block = world.scale.interleave
+        block = world.backend.scale.interleave
         columns = (i,) if activation == "gelu" else (-(-i // block), 2, block)  # as weft.moe.pack lays them out
         t = 30 + world.rank
 

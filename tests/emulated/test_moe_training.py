@@ -267,7 +267,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
     def main(world: weft.World) -> None:
         layer = Layer(64, e, k, h, i, dtype, activation)
-        block, local, t = world.scale.interleave, e // ranks, 30 + world.rank
+        block, local, t = world.backend.scale.interleave, e // ranks, 30 + world.rank
         n = i if activation == "gelu" else -(-i // block) * 2 * block
         shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]
         expert_weights = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])

@@ -231,7 +231,7 @@ def flag_gated(world: World) -> None:
     """The kernel that waits for the flags occupies every SM, as cuBLAS's GEMM does on a GPU."""
 
     def wait(word: torch.Tensor, value: torch.Tensor, stream: Any) -> None:
-        args = dict(word=word, value=value, guard=world.guard())
+        args = dict(word=word, value=value, guard=world.backend.guard())
         world.launch(wait_on_every_sm, world.sm_count, args, dict(num_warps=1), stream)
 
     world.backend.wait = wait  # type: ignore[method-assign]

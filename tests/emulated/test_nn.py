@@ -197,8 +197,8 @@ def test_weights_are_drawn_apart_and_biases_alike() -> None:
         torch.manual_seed(0)
         row = weft.nn.RowParallelLinear(64, 32, world=world)
         mlp = weft.nn.ParallelMLP(64, 80, world=world)
-        blocks = mlp.gate_up.view(-1, 2, world.scale.interleave, 64)
-        assert not blocks[-1, :, 40 % world.scale.interleave :].any()
+        blocks = mlp.gate_up.view(-1, 2, world.backend.scale.interleave, 64)
+        assert not blocks[-1, :, 40 % world.backend.scale.interleave :].any()
         assert mlp.gate_up.abs().max() <= 64**-0.5
         return row.weight.detach(), row.bias.detach(), mlp.get_shard("up_proj.weight").detach()  # type: ignore[union-attr]
 

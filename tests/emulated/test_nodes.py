@@ -79,7 +79,8 @@ def test_emulated_nodes(seed: int, caplog: pytest.LogCaptureFixture) -> None:
             world.channel("over nodes", 4, None)
         node, across = world.split(world.node), world.split(world.rank != 1)
         assert (node.nodes, across.nodes) == [((0, 0), (0, 1)), ((0, 0), (0,)), ((0,), (0, 1))][world.rank]
-        assert node.symmetric_unsupported is None and (across.symmetric_unsupported is None) == (world.rank == 1)
+        assert node.backend.symmetric_unsupported is None
+        assert (across.backend.symmetric_unsupported is None) == (world.rank == 1)
         assert case(node, "all_gather_matmul", [8] * node.size, 32, 32, "fused") < 5e-3
         world.synchronize()
 

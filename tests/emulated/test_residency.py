@@ -179,7 +179,7 @@ def woven(world: weft.World) -> list[str]:
     w, norm = torch.ones(32, 32).bfloat16(), torch.ones(32).bfloat16()
 
     def compute(i: int, y: torch.Tensor) -> torch.Tensor:
-        return world.linear(y, w, None, world.current_stream())
+        return world.backend.linear(y, w, None, world.current_stream())
 
     def reduce(k: int, i: int, partial: torch.Tensor) -> torch.Tensor:
         return weft.all_reduce_rms_norm(partial, None, norm, 1e-6, world=world, plan=ALL)[0]

@@ -244,10 +244,10 @@ def test_transfers_run_under_the_gemm(op: str) -> None:
 def test_levels() -> None:
     def main(world: World) -> None:
         levels = world.levels
-        assert world.levels is levels and world.two_level_unsupported is None
+        assert world.levels is levels and world.backend.two_level_unsupported is None
         assert (levels.node.size, levels.node.rank, levels.node.multi_node_unsupported) == (2, world.rank % 2, None)
         assert levels.across.exchange(world.rank) == [world.rank % 2, world.rank % 2 + 2, world.rank % 2 + 4]
-        assert levels.across.rank == world.node and levels.across.symmetric_unsupported is not None
+        assert levels.across.rank == world.node and levels.across.backend.symmetric_unsupported is not None
         assert levels.node.sm_count < world.sm_count, "SMs are left to transfers"
         with pytest.raises(Unsupported, match="no two levels: its ranks are on one node"):
             _ = levels.node.levels

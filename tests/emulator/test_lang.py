@@ -183,7 +183,7 @@ def test_a_launch_beyond_every_gpus_limits_is_refused(
 def test_a_launch_is_checked_before_any_backend() -> None:
     class Elsewhere:
         rank, size, device, name, nodes = 0, 1, torch.device("cpu"), "elsewhere", (0,)
-        clock, capturing = None, Backend.capturing
+        clock, capturing, group, sm_count = None, Backend.capturing, None, 1
         name_counters = Backend.name_counters
         name_calls = Backend.name_calls
         world_numbers = Backend.world_numbers
@@ -307,7 +307,7 @@ def test_tensors_are_needed() -> None:
             lambda: world.all_gather(x, [1.0] * 4, stream),  # type: ignore[arg-type]
             lambda: world.reduce_scatter([1.0] * 4, x, stream),  # type: ignore[arg-type]
             lambda: world.all_reduce([1.0], stream),  # type: ignore[arg-type]
-            lambda: world.all_to_all([[1.0]], [x], stream),  # type: ignore[list-item]
+            lambda: world.backend.all_to_all([[1.0]], [x], stream),  # type: ignore[list-item]
             lambda: world.call(lambda: None, [[1.0]], [], stream),  # type: ignore[list-item]
             lambda: world.signal([1], x, stream),  # type: ignore[arg-type]
         ):

@@ -113,7 +113,27 @@ def test_weft_runs_where_it_wins_at_both_ends(monkeypatch: pytest.MonkeyPatch) -
         assert log == ["profile", *["profile"] * len(PASS_FORMS), "capture"]
 
 
-@pytest.mark.parametrize("gain", [0.9, 1.0, 1.009])
+def test_a_form_that_is_far_slower_is_hardly_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is timed once at the highest number of tokens, and not at lower ones, but for those that are captured. vLLM's own pass is
+    timed to the end even where it is far slower."""
+    gains = {Sequential(): 1.5, OwnRows(): 0.8, PASS_FORMS[2]: 1.3}
+    timed = times_of(monkeypatch, lambda tokens, form: 1.1 if tokens <= 4 else gains.get(form, 1.2))
+    monkeypatch.setattr(chooser, "ROUNDS", 3)
+
+    def main(world: weft.World) -> list[tuple[int, int, Plan | None]]:
+        ranges = started(world)[1].ranges
+        assert ranges is not None
+        return [(compared.low, compared.high, compared.form) for compared in ranges]
+
+    for ranges in standin.run(main):
+        assert ranges == [(1, 1, Sequential()), (2, 4, Sequential()), (5, 8, Sequential()), (9, 12, Sequential())]
+    passes = {
+        way: [timed.count((tokens, way)) // 2 for tokens in (12, 8, 4)] for way in map(str, (VLLM, *PASS_FORMS[:4]))
+    }
+    assert list(passes.values()) == [[4, 4, 4], [4, 4, 4], [1, 0, 4], [4, 4, 0], [4, 4, 0]], passes
+
+
+@pytest.mark.parametrize("gain", [0.7, 0.9, 1.0, 1.009])
 def test_a_model_in_which_weft_wins_nowhere_is_vllms(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
     """The model is as if weft were not installed, except for the report, which has the figures."""
     times_of(monkeypatch, lambda tokens, form: gain)
@@ -127,6 +147,7 @@ def test_a_model_in_which_weft_wins_nowhere_is_vllms(monkeypatch: pytest.MonkeyP
     for kinds, changed, text in standin.run(main):
         assert not any(kind.startswith("weft.") for kind in kinds) and not changed
         assert "leaves to vLLM all: no pass is 1% faster with weft" in text
+        assert ("5 to 8 tokens: vLLM (not timed: all others are far slower with more tokens)" in text) == (gain == 0.7)
         assert f"9 to 12 tokens: vLLM (12 tokens 1000 us, {gain:.3f}x by Sequential()" in text, text
 
 

@@ -166,7 +166,7 @@ def test_an_expected_moe_plan_is_the_fastest_that_was_timed() -> None:
     for row in map(json.loads, (RESULTS / f"{GPU}-x2" / "moe.jsonl").read_text().splitlines()):
         runs.setdefault((row["name"], row["commit"]), {})[row["method"]] = row
     runs_of_both = [run for run in runs.values() if {"weft low latency", "weft dispatched"} <= run.keys()]
-    world: Any = SimpleNamespace(size=2, sm_count=132, capability=90, scale=Scale())
+    world: Any = SimpleNamespace(size=2, sm_count=132, backend=SimpleNamespace(capability=90, scale=Scale()))
     assert len(runs_of_both) >= 4
     for run in runs_of_both:
         row, low_latency_us = run["weft dispatched"], run["weft low latency"]["us"]

@@ -227,7 +227,6 @@ def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatc
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: is_hopper[0])
     monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
     monkeypatch.setattr("weft.planner.auto._planner_or_unusable", lambda world: None)
-    monkeypatch.setattr(weft.World, "capturing", lambda world: False)
     monkeypatch.setattr(AllGatherMatmul, "autotune_plans", ())
     best = REGISTRY[op].variants[1]
 

@@ -159,8 +159,8 @@ class Machine:
 
     def __init__(self, planner: Planner | None, reason: str | None = None) -> None:
         self.kept: dict[Any, Any] = {"planner": planner}
-        self.symmetric_unsupported, self.messages = reason, [""]
-        self.backend = SimpleNamespace(limits_ctas=True)
+        self.messages = [""]
+        self.backend = SimpleNamespace(limits_ctas=True, symmetric_unsupported=reason)
 
     def cached(self, key: Any, make: Any) -> Any:
         return self.kept.setdefault(key, None) or self.kept.update({key: make()}) or self.kept[key]

@@ -1,5 +1,5 @@
-"""The tiles of a plan: the rule against measurements of GEMMs alone (bench/measure/gemm.py) and of whole ops on two
-GPUs (bench/measure/tiles.py), and the plans that it concerns."""
+"""The tiles of a plan: the rule against stored times of GEMMs alone (H200, 2026-11) and of whole ops on two GPUs, and the
+plans that it concerns."""
 
 from __future__ import annotations
 
