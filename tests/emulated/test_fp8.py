@@ -13,7 +13,7 @@ import weft
 from tests.emulated.cases import distance, draw
 from tests.emulated.cases_fp8 import SCALINGS, case, dequantized, factors, matmul_case, quantize_case, scaled
 from tests.emulated.cases_ops import OPS
-from tests.gates import some
+from tests.gates import covered, some
 from weft.backends.emulated import EmulatedBackend
 from weft.chooser import CallTime, Choice, Chooser
 from weft.lang.mapping import balanced_rows
@@ -312,6 +312,7 @@ def errors(op: str, rows: Any, n: int, k: int, scaling: str, plan: str | Plan, s
     )
 
 
+@covered("(.*)-(decomposed|one_shot)-tensor", covering=r"[\1-\2-row]")
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("plan", ["sequential", "decomposed", "fused", "one_shot"])
 @pytest.mark.parametrize("op", OPS)

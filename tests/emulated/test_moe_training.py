@@ -194,6 +194,8 @@ def step(layer: moe.MoE, x: torch.Tensor, call: Any = None) -> list[torch.Tensor
     return [loss.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]  # type: ignore[list-item, union-attr]
 
 
+# test_the_same_bits_whatever_is_kept_and_in_any_order compares all that may be kept, in eager calls.
+@covered("tensor-32-(?:nothing|activation)", covering="[tensor-32-rows]")
 @pytest.mark.parametrize(
     "parallel, inner, keep", [("expert", 24, "rows"), *(("tensor", 32, keep) for keep in moe.KEEPS)]
 )
