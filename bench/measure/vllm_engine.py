@@ -155,7 +155,7 @@ def replaced_matches(pass_name: str) -> int:
     earlier process compiled the code. The pass keeps the number itself: vLLM's table of matches has none of AllReduceFusionPass."""
     frozen = gc.get_freeze_count()
     gc.unfreeze()  # get_objects leaves out frozen objects, and vLLM freezes all that a worker has when it starts
-    count = sum(each.matched_count for each in gc.get_objects() if type(each).__name__ == pass_name)
+    count = sum(kept.matched_count for kept in gc.get_objects() if type(kept).__name__ == pass_name)
     if frozen:
         gc.freeze()
     return count
