@@ -73,9 +73,7 @@ SKIPS = 24  # lines that the formatter is told to leave
 WIDE = 0  # lines over COLUMNS
 COLUMNS = 120
 FRAGMENTS = 0  # docstrings that begin with a preposition, and so have no subject
-NOUN_PHRASES = 18  # functions' docstrings that begin with a noun, and so do not say what the function does
 PREPOSITIONS = frozenset("As At Behind Beside Between By For From In Of On To Under With Without".split())
-NOUNS = frozenset("A An Each How The What Whether Why".split())  # words that begin a noun phrase or a clause
 SHARED_NAMES = 0  # names that modules give to different classes, constants or types
 ALIASES = 0  # aliases of a type that another module has an alias of too
 BROKEN_TABLES = 0  # rows of docstrings' tables that were wrapped as prose
@@ -408,13 +406,6 @@ def fragments(module: Module) -> list[int]:
     return sorted(lines)
 
 
-def noun_phrases(module: Module) -> list[int]:
-    """Return the lines of functions whose docstring begins with a noun phrase: `The rows of ..` instead of `Return
-    the rows of ..`."""
-    functions = [node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return sorted(node.lineno for node in functions if (ast.get_docstring(node) or "").partition(" ")[0] in NOUNS)
-
-
 def shared_names(modules_by_name: Mapping[str, Module]) -> dict[str, list[str]]:
     """Return the modules of each name that several modules give to different things: public classes, constants and
     aliases of types, without TypeVars. Aliases of one type under one name are one thing (`shared_aliases`)."""
@@ -566,7 +557,6 @@ def broken(modules_by_name: Mapping[str, Module]) -> tuple[list[str], list[str]]
         ("lines that the formatter leaves", skipped, SKIPS),
         (f"lines over {COLUMNS} columns", wide, WIDE),
         ("docstrings that begin with a preposition", fragments, FRAGMENTS),
-        ("docstrings of functions that begin with a noun", noun_phrases, NOUN_PHRASES),
         ("rows of docstrings' tables wrapped as prose", broken_tables, BROKEN_TABLES),
     ):
         counts = Counter({str(m.path): len(lines_of(m)) for m in modules_by_name.values()})

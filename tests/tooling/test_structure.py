@@ -196,20 +196,6 @@ class C:
     assert structure.fragments(planted(tmp_path, a=text)["a"]) == [1, 2, 4]
 
 
-def test_a_functions_docstring_that_begins_with_a_noun_is_found(tmp_path: Path) -> None:
-    text = """
-    class Tile:
-        'The tiles of one owner.'
-        def rows(self):
-            'The rows of the tile.'
-    def fits(x):
-        'Whether x fits.'
-    def thesis(x):
-        'Then return x.'
-    """
-    assert structure.noun_phrases(planted(tmp_path, a=inspect.cleandoc(text))["a"]) == [3, 5]
-
-
 def test_banned_names_are_found_wherever_they_are_bound(tmp_path: Path) -> None:
     text = """
     import numpy as of
