@@ -854,7 +854,8 @@ def test_repeated_launches_compute_correctly(seed: int) -> None:
 
 def gpu_backend(words: list[int], describe: Callable[[int], str] | None = None) -> Any:
     """Return the part of a GpuBackend that `check` needs, with a record as a kernel writes it (lang/intrinsics.py)."""
-    backend: Any = SimpleNamespace(rank=1, size=2, describe=describe, disagreement=None, _waits=None)
+    uploads = SimpleNamespace(pending=[])
+    backend: Any = SimpleNamespace(rank=1, size=2, describe=describe, disagreement=None, _waits=None, uploads=uploads)
     backend.check = lambda: GpuBackend.check(backend)
     backend.left_out = lambda: GpuBackend.left_out(backend)
     backend.waits_of_all_ranks = lambda own_wait: ["", own_wait]
