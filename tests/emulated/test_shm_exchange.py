@@ -340,6 +340,7 @@ def test_a_long_message_is_not_mistaken_for_an_earlier_one() -> None:
     def main(shm: SharedMemoryExchange) -> bool:
         backend = CudaBackend.__new__(CudaBackend)
         backend.rank, backend.size, backend._shm, backend.device = shm.rank, 2, shm, torch.device("cpu")
+        backend.uploads = cuda.Uploads(backend.device)
 
         def messages(data: bytes) -> list[Any]:
             slots[shm.rank] = data
@@ -559,6 +560,7 @@ def test_every_use_raises_after_a_timeout() -> None:
         backend = CudaBackend.__new__(CudaBackend)
         backend._streams = {}
         backend.rank, backend.size, backend._shm, backend.device = shm.rank, 2, shm, torch.device("cpu")
+        backend.uploads = cuda.Uploads(backend.device)
         backend.name_counters = lambda describe: None  # type: ignore[method-assign]
         backend.capturing = lambda: False  # type: ignore[method-assign]
         record: Any = SimpleNamespace(words=[0] * 8)
@@ -600,6 +602,7 @@ def stuck(shm: SharedMemoryExchange, flag: int, words: tuple[int, int], tile: in
     """Return a rank's backend with a record of its GPU: what it waited for, and what it saw of the other rank."""
     backend = CudaBackend.__new__(CudaBackend)
     backend.rank, backend.size, backend._shm, backend._waits = shm.rank, 2, shm, None
+    backend.uploads = cuda.Uploads(torch.device("cpu"))
     record: Any = SimpleNamespace(words=[flag, 4096, *words, tile, 1 - shm.rank, 0])
     backend.record_words = record
     backend.describe = lambda address: f"channel 7 of all_gather_matmul [{4 + shm.rank}] x 8"
