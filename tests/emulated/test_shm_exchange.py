@@ -340,7 +340,7 @@ def test_a_long_message_is_not_mistaken_for_an_earlier_one() -> None:
     def main(shm: SharedMemoryExchange) -> bool:
         backend = CudaBackend.__new__(CudaBackend)
         backend.rank, backend.size, backend._shm, backend.device = shm.rank, 2, shm, torch.device("cpu")
-        backend.uploads = cuda.Uploads(backend.device)
+        backend.sm_count, backend.uploads = 1, cuda.Uploads(backend.device)
 
         def messages(data: bytes) -> list[Any]:
             slots[shm.rank] = data
@@ -560,7 +560,7 @@ def test_every_use_raises_after_a_timeout() -> None:
         backend = CudaBackend.__new__(CudaBackend)
         backend._streams = {}
         backend.rank, backend.size, backend._shm, backend.device = shm.rank, 2, shm, torch.device("cpu")
-        backend.uploads = cuda.Uploads(backend.device)
+        backend.sm_count, backend.uploads = 1, cuda.Uploads(backend.device)
         backend.name_counters = lambda describe: None  # type: ignore[method-assign]
         backend.capturing = lambda: False  # type: ignore[method-assign]
         record: Any = SimpleNamespace(words=[0] * 8)
