@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 import weft
+from bench.common.program import worst_error
 from bench.common.timing import RIGHT, error_of
 from weft.integrations import quack
 from weft.op import REGISTRY
@@ -17,8 +19,8 @@ from weft.plans import Decomposed, FlagGated, Plan, Sequential, Signaled
 
 
 def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
-    """Return the plans to time: decomposed plans by groups, the op's variants, signaled ones whose groups copy engines
-    move, and low-latency rows where `nbytes` that are gathered or summed are few."""
+    """Return the plans to time: decomposed plans by groups, the op's variants, signaled plans whose groups copy engines move,
+    and low-latency plans where the `nbytes` that the op gathers or sums are few."""
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
@@ -32,22 +34,13 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
 
 
 def working(op: str, world: weft.World, x: torch.Tensor, w: torch.Tensor) -> dict[str, Any]:
-    """Return the candidates that give the right result on every rank, by their JSON."""
+    """Return the candidates whose result is right on every rank, by their JSON."""
     fn = getattr(weft, op)
     expected = fn(x, w, world=world, plan="sequential")
     todo: dict[str, Any] = {}
     moved = x.numel() * world.size if op == "all_gather_matmul" else x.shape[0] * w.shape[0]
     for plan in [Sequential(), *candidates(op, world.size, moved * x.element_size())]:
-        err, reason = 0.0, ""
-        try:
-            for _ in range(2):
-                err = max(err, error_of(fn(x, w, world=world, plan=plan), expected))
-            world.synchronize()
-        except weft.Unsupported as e:
-            err, reason = float("inf"), str(e)
-        bad = max(world.exchange(err))
-        if bad < RIGHT:
-            todo[plan.to_json()] = lambda plan=plan: fn(x, w, world=world, plan=plan)
-        elif world.rank == 0:
-            print("left out:", op, plan, bad, reason, flush=True)
+        call = partial(fn, x, w, world=world, plan=plan)
+        if worst_error(world, f"{op} {plan}", call, lambda y: error_of(y, expected)) < RIGHT:
+            todo[plan.to_json()] = call
     return todo

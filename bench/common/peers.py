@@ -1,5 +1,5 @@
-"""What weft is measured against: cuBLAS + NCCL, torch's own fused ops, and quack's all-gather + GEMM where it is installed. Each
-takes and gives what weft's op does."""
+"""The baselines of weft's ops: cuBLAS + NCCL, torch's own fused ops, and quack's all-gather + GEMM if it is installed. Each has the same
+operands and result as weft's op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[[], object]
 
 
 def cublas_nccl(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> Run:
-    """Return a function that runs the library GEMM and the library collective, one after the other, outputs allocated by the
+    """Return a function that runs cuBLAS's GEMM and NCCL's collective one after the other, with outputs from the
     caching allocator."""
     if op == "all_gather_matmul":
 
@@ -57,7 +57,8 @@ def cublas_nccl_mlp(x: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor, wo
 
 
 def torch_fused(op: str, x: torch.Tensor, w: torch.Tensor) -> Run | None:
-    """Return a call of torch.distributed's asynchronous tensor parallelism (symmetric memory); None for an op that it lacks."""
+    """Return a call of torch.distributed's asynchronous tensor parallelism (symmetric memory), or None for an op that
+    it lacks."""
     group = dist.group.WORLD.group_name
     symm.enable_symm_mem_for_group(group)
     if op == "all_gather_matmul":
@@ -68,8 +69,8 @@ def torch_fused(op: str, x: torch.Tensor, w: torch.Tensor) -> Run | None:
 
 
 def quack_runs(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Run]:
-    """Return quack's all-gather + GEMM by name, in each form of its GEMM that weft tries; for CUDA graphs. Empty where quack
-    cannot run."""
+    """Return quack's all-gather + GEMM, by name, in each form of its GEMM that weft tries; it needs CUDA graphs. Empty
+    where quack cannot run."""
     if op != "all_gather_matmul" or quack.lacks() is not None:
         return {}
     from quack.distributed import AllGatherRunner
@@ -93,11 +94,12 @@ def quack_runs(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[st
 
 
 def without_quack(run: Run) -> Run:
-    """Return `run` as it runs where quack is not installed."""
+    """Return a function that calls `run` as if quack were not installed."""
 
     def alone() -> object:
         lacks, quack.lacks = quack.lacks, lambda: "left out"
-        knowledge, Op.table_version = Op.table_version, -1 - Op.table_version  # what "auto" decides then is kept apart
+        # "auto" keeps its decisions of another table version apart.
+        knowledge, Op.table_version = Op.table_version, -1 - Op.table_version
         try:
             return run()
         finally:
@@ -107,7 +109,7 @@ def without_quack(run: Run) -> Run:
 
 
 def collective(op: str, m: int, n: int, k: int, world: int, dtype: torch.dtype) -> Run:
-    """Return a call of the library's collective alone, on this op's sizes."""
+    """Return a call of NCCL's collective alone, on this op's sizes."""
     cols = k if op == "all_gather_matmul" else n
     full = torch.randn(m, cols, device="cuda", dtype=dtype)
     part = torch.randn(m // world, cols, device="cuda", dtype=dtype)
@@ -119,7 +121,8 @@ def collective(op: str, m: int, n: int, k: int, world: int, dtype: torch.dtype) 
 
 
 def link_rate(world: weft.World) -> float:
-    """Return the GB/s that a copy engine pulls from the next rank while every rank does the same, 64 MiB, CUDA graph."""
+    """Return the GB/s at which a copy engine pulls 64 MiB from the next rank in a CUDA graph while every rank does the
+    same."""
     from bench.common.timing import time_interleaved
 
     memory = world.symmetric((64 << 20,), torch.uint8, "link probe")

@@ -28,8 +28,8 @@ AHEAD = 40  # calls between two synchronisations: a queue that is full makes the
 
 
 def took(fns: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
-    """Return the us on the host of a call of each function. The functions alternate after AHEAD calls, because hosts are slower
-    for a while."""
+    """Return the host's us for a call of each function. The functions alternate after AHEAD calls, because a host may
+    be slow for a while."""
     us: dict[str, list[float]] = {name: [] for name in fns}
     for _ in range(calls // AHEAD + 1):
         for name, fn in fns.items():
@@ -47,7 +47,7 @@ def operands(world: weft.World, op: str, m: int, n: int, k: int) -> tuple[torch.
 
 
 def known(world: weft.World, calls: int) -> list[dict]:
-    """Time known calls: of small GEMMs, so that the host's time is what counts, and of the ops without one."""
+    """Time known calls of small GEMMs with collectives, for which the host's time decides, and of the other ops."""
     rows = []
     with torch.no_grad():
         for op, fns in others(world).items():

@@ -19,7 +19,7 @@ import triton
 from triton.experimental import gsan
 
 import weft
-from weft.plans import Fused, FusedGather, OneShot, Plan, TwoShotPush
+from weft.plans import FusedGather, FusedReduceScatter, OneShot, Plan, TwoShotPush
 
 CALLS = 3
 
@@ -39,7 +39,7 @@ CASES: dict[str, Callable[[], Callable[[weft.World], object]]] = {
     "one_shot": lambda: all_reduce(OneShot()),
     "two_shot": lambda: all_reduce(TwoShotPush()),
     "all_gather_matmul": lambda: product("all_gather_matmul", FusedGather()),
-    "matmul_reduce_scatter": lambda: product("matmul_reduce_scatter", Fused()),
+    "matmul_reduce_scatter": lambda: product("matmul_reduce_scatter", FusedReduceScatter()),
 }
 
 
