@@ -59,7 +59,7 @@ def test_by_heads(causal: bool, layout: str) -> None:
     assert max(errors(Shape((5,) * 3, 4, 2, causal=causal, layout=layout), HeadParallel())) < RIGHT
 
 
-@pytest.mark.parametrize("seed", some(range(8), 3))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_sizes_in_turn_by_heads(seed: int) -> None:
     """The results of one size are stored where the queries of another arrive."""
 
@@ -120,7 +120,7 @@ def test_shapes(name: str) -> None:
         assert max(errors(SHAPES[name], plan)) < RIGHT
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_schedules(seed: int) -> None:
     for plan in (Segmented(), IN_THREE, ONCE):
         layout, rows = (("contiguous", (7, 4, 5)), ("zigzag", (5, 5, 6)))[seed % 2]
@@ -128,7 +128,7 @@ def test_schedules(seed: int) -> None:
         assert max(errors(shape, plan, seed, 0.2, calls=4, into=True)) < RIGHT
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_calls_on_two_streams(seed: int) -> None:
     assert max(errors(Shape((6, 6)), "segmented", seed, 0.2, calls=4, streams=("first", "second"))) < RIGHT
 
@@ -209,7 +209,7 @@ def test_operands_that_are_not_contiguous() -> None:
     assert max(weft.spmd(main, 2, backend="emulated")) < RIGHT
 
 
-def test_what_no_query_sees_does_not_travel() -> None:
+def test_unseen_keys_are_not_sent() -> None:
     """A rank pushes only those rows of keys that some query of the receiver sees."""
 
     def main(world: weft.World, shape: Shape) -> int:
@@ -567,7 +567,7 @@ def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: 
     assert len(seen) >= 20 and all(seen)
 
 
-def test_gradients_that_nobody_asks_for_and_that_there_are_not() -> None:
+def test_unrequested_and_missing_gradients() -> None:
     def main(world: weft.World) -> None:
         inputs = Inputs(world, Shape((6, 6), causal=True), 3)
         q, k, v = inputs.local_qkv()

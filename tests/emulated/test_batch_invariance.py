@@ -14,6 +14,7 @@ import triton.language as tl
 import weft
 from tests.emulated.cases import changed, draw
 from tests.emulated.cases_models import TINY
+from tests.gates import some
 from tests.gpu import gpu_invariant
 from weft.backends import emulated
 from weft.compute.norm import sum_in_pairs
@@ -149,7 +150,7 @@ def check(op: Op, plans: Sequence[str | Plan], seed: int) -> None:
             assert torch.equal(bits(y), bits(expected)), f"rank {rank}: {key} is not {reference}"
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", some(range(2)))
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 def test_a_row_keeps_its_bits(op: Op, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
@@ -337,7 +338,7 @@ def test_ranks_that_do_not_all_promise_disagree(monkeypatch: pytest.MonkeyPatch)
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_an_mlp_takes_the_promise_from_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mlp_is_batch_invariant_by_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
 
     def main(world: weft.World) -> list[torch.Tensor]:

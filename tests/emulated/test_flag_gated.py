@@ -95,7 +95,7 @@ def test_one_call_of_the_library(monkeypatch: Any) -> None:
     assert gemm_args["ag"][0] is flags and gemm_args["ag"][1] is call and gemm_args["ag"][2:] == (2, 1)
 
 
-def test_a_first_call_under_inference_mode_leaves_flags_that_later_calls_may_write(monkeypatch: Any) -> None:
+def test_flags_of_a_first_call_in_inference_mode_are_writable(monkeypatch: Any) -> None:
     """torch allows no in-place write outside inference mode to tensors that were made inside it."""
     written: list[bool] = []
     plain_signal = EmulatedBackend.signal

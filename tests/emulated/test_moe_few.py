@@ -89,8 +89,8 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def awaited(step: Any) -> bool:
-    """Return the loads of what other ranks write; the first GEMM's rows are excluded, since their wait is in its
-    launch."""
+    """Return whether the step loads what other ranks write. The first GEMM's rows are excluded, since their wait is
+    in its launch."""
     return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(outbox", "tl.load(id_addresses"))
 
 

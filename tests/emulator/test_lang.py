@@ -169,7 +169,7 @@ BAD_LAUNCHES: list[tuple[Any, Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("grid, options, error, says", BAD_LAUNCHES)
-def test_a_launch_that_no_gpu_takes_is_refused(
+def test_a_launch_beyond_every_gpus_limits_is_refused(
     grid: Any, options: Any, error: type[Exception], says: str, prepared: bool
 ) -> None:
     def main(world: weft.World) -> None:
@@ -210,7 +210,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("wrong, error, says", BAD_ARGUMENTS)
-def test_an_argument_that_no_kernel_takes_is_named(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_an_unused_argument_is_named(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
     def main(world: weft.World) -> None:
         args = dict(x=torch.ones(8), out=world.zeros((8,), torch.float32), N=8) | wrong
         with pytest.raises(error, match=f"running_sum, argument {says}"):

@@ -50,7 +50,7 @@ def test_another_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> No
             use()
 
 
-def test_the_emulator_is_refused_before_it_looks_for_what_is_not_there() -> None:
+def test_an_untried_triton_is_refused_before_private_names_are_read() -> None:
     """In a process of its own: a newer Triton may lack any private name, such as its whole interpreter."""
     script = f"""
 import sys, triton
@@ -62,7 +62,7 @@ weft.spmd(lambda world: None, 2, backend="emulated")
     assert re.fullmatch(f"weft.errors.WeftError: {REFUSED}", done.stderr.splitlines()[-1]), done.stderr
 
 
-def test_commands_say_it_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_print_errors_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", NEWER)
     result = CliRunner().invoke(app, ["check", "kernel.py"])
     assert result.exit_code == 1 and re.fullmatch(REFUSED, result.output.strip())
@@ -232,7 +232,7 @@ def plain(value: Any) -> Any:
     return None if type(value).__name__ in ("HookChain", "LazyDict") else value
 
 
-def test_a_repeated_launch_hands_over_what_triton_does(recorded: RecordedDriver) -> None:
+def test_a_repeated_launch_passes_the_arguments_that_triton_passes(recorded: RecordedDriver) -> None:
     args = arguments()
     options = _triton.options(dict(num_warps=4, per_sm=2))
     compiled = everything[(5,)](**args, **options)
@@ -246,7 +246,7 @@ def test_a_repeated_launch_hands_over_what_triton_does(recorded: RecordedDriver)
     assert flat.count("'descriptor'") == 2 and str(args["out"].data_ptr()) in flat
 
 
-def test_a_repeated_launch_goes_with_the_addresses_of_the_day(recorded: RecordedDriver) -> None:
+def test_a_repeated_launch_passes_current_addresses(recorded: RecordedDriver) -> None:
     """The addresses follow a descriptor, which occupies several places; the next launch has its own again."""
     args = arguments()
     compiled = everything[(5,)](**args, **_triton.options({}))
@@ -288,7 +288,7 @@ def test_a_repeated_launch_holds_no_tensor_of_a_tuple(recorded: RecordedDriver) 
     assert gone() is None
 
 
-def test_a_repeated_launch_goes_with_other_descriptors_and_tuples(recorded: RecordedDriver) -> None:
+def test_a_repeated_launch_passes_other_descriptors_and_tuples(recorded: RecordedDriver) -> None:
     """The launch passes what Triton itself would pass for them, and then again for the first ones; an encoded
     descriptor is reused."""
     first_args, second_args = arguments(), arguments()
@@ -323,7 +323,7 @@ def prepared_launch(launcher: Launcher, **fixed: Any) -> weft.Launch:
     return weft.Launch(machine, everything, 5, {}, one=1, many=7, scale=0.5, BLOCK=16, **fixed)
 
 
-def test_a_launch_goes_with_the_tensors_of_each_call(recorded: RecordedDriver, launched_here: Launcher) -> None:
+def test_a_launch_passes_the_tensors_of_each_call(recorded: RecordedDriver, launched_here: Launcher) -> None:
     """Triton itself passes the same pointers, matrix views, and tensors of a NamedTuple."""
     matrix, stream = weft.Matrix(64, 64, (32, 64)), SimpleNamespace(cuda_stream=0)
     launch = prepared_launch(launched_here, x_desc=matrix, out_desc=matrix)
@@ -358,7 +358,7 @@ def test_another_alignment_or_dtype_is_another_variant(recorded: RecordedDriver,
     assert len(launch.variants) == 3
 
 
-def test_a_launch_takes_what_moves_and_nothing_else(launched_here: Launcher) -> None:
+def test_a_launch_moves_exactly_the_tensors(launched_here: Launcher) -> None:
     matrix, stream = weft.Matrix(64, 64, (32, 64)), SimpleNamespace(cuda_stream=0)
     with pytest.raises(TypeError, match="everything has no parameter z"):
         prepared_launch(launched_here, z=1)

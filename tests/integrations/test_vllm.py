@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import weft
+from tests.gates import covered
 from tests.integrations import vllm_standin as standin
 from tests.integrations.vllm_standin import DecoderLayer, Gemma2Layer, H, Model, ScaledLayer, SparseMlp
 from weft.integrations import vllm
@@ -66,6 +67,7 @@ def output(model: nn.Module, tokens: int = 24) -> Any:
         return model(IDS[:tokens], POSITIONS[:tokens], None)
 
 
+@covered("(?!dense)(.*)-1-0", covering=r"[\1-5-0]")
 @pytest.mark.parametrize(("tokens", "form"), [(1, 0), (5, 0), (24, 1), (21, 2), (24, 3)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_served_model_computes_what_it_did(
@@ -144,7 +146,7 @@ def test_sums_that_something_else_reads_stay(modules: Any) -> None:
         dict(_fused_output_is_reduced=True), dict(moe_config=SimpleNamespace(skip_final_all_reduce=False)),
     ],
 )  # fmt: skip
-def test_experts_whose_sum_something_else_takes_stay(modules: Any, attributes: dict[str, Any]) -> None:
+def test_experts_whose_sum_another_reader_needs_stay(modules: Any, attributes: dict[str, Any]) -> None:
     class Other(standin.MoERunner):
         def __init__(self, seed: int) -> None:
             super().__init__(seed)

@@ -137,7 +137,7 @@ def test_every_stored_shape_is_served_as_fast_as_before() -> None:
     assert compared > 150
 
 
-def test_a_shape_without_its_row_is_served_as_fast_as_by_the_nearest_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_without_a_row_is_as_fast_as_by_the_nearest_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stored shape is treated as unmeasured, on machines where the nearest row decided: those without a
     profile, and for the op without a model."""
     slower, compared, gained = [], 0, []

@@ -99,7 +99,7 @@ def taken(world: weft.World, rows: int, **options: Any) -> list[Plan]:
     return [OP.choose(world, call_of(rows, world, **options), "auto", capturing) for capturing in (False, True)]
 
 
-def test_auto_takes_what_a_trial_found_fastest(us: dict) -> None:
+def test_auto_chooses_the_fastest_of_a_trial(us: dict) -> None:
     """An eager call waits for a slow host, and one in a graph does not."""
 
     def rank(world: weft.World) -> list[Any]:
@@ -114,7 +114,7 @@ def test_auto_takes_what_a_trial_found_fastest(us: dict) -> None:
     assert emulate(rank)[1] == [Sequential()] * 2
 
 
-def test_what_was_measured_or_predicted_is_what_a_plan_has_to_beat(us: dict) -> None:
+def test_a_plan_must_beat_the_measured_or_predicted_time(us: dict) -> None:
     """Each mode has its own bound."""
     us[Decomposed()] = (70.0, 95.0)
 
@@ -222,9 +222,7 @@ def test_explain_of_a_world(us: dict) -> None:
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
-def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
-    op: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every candidate that can run there is timed; a GPU of another generation, or one with rows, keeps its plan."""
     is_hopper, known = [True], [False]
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: is_hopper[0])
@@ -271,7 +269,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: 
     timed_by(monkeypatch, time)
 
 
-def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_moe_layer_is_timed_with_max_tokens_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of the first call does not matter. Routes are random, or even where random ones might not fit."""
     ran: list[Plan] = []
     replayed(monkeypatch, {LowLatency: 50.0}, ran)
@@ -367,7 +365,7 @@ def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.M
     ]
 
 
-def test_attention_takes_the_library_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_uses_the_fastest_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """It picks among the right ones, at the first call of a size, and never in a capture."""
     slow, fast = (libraries.REFERENCE, replace(libraries.REFERENCE, name="fast"))
     took = {slow: 100.0, fast: 50.0}

@@ -43,7 +43,7 @@ def test_other_versions_are_named_and_not_used(version: str | None, says: str, m
     assert version is None or says == "Hopper" or version in reason
 
 
-def test_a_library_that_fails_at_its_import_is_named_and_not_used(monkeypatch: Any) -> None:
+def test_a_library_that_fails_to_import_is_named(monkeypatch: Any) -> None:
     monkeypatch.setattr(metadata, "version", lambda package: "0.6.5")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (9, 0))

@@ -64,7 +64,7 @@ CALLS: dict[str, tuple[Make, int]] = {
 
 
 class CallPath:
-    """Counts functions of weft that are entered, but for those that the emulator enters."""
+    """Counts the functions of weft that are entered, without those that the emulator enters."""
 
     def __init__(self) -> None:
         self.entered: Counter[str] = Counter()
@@ -82,7 +82,7 @@ class CallPath:
 
 
 def entered(make: Make) -> Counter[str]:
-    """By function, how often a known call enters it."""
+    """Return how often a known call enters each function."""
 
     def rank(world: weft.World) -> Counter[str]:
         call, path = make(world), CallPath()
