@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 import weft
+from weft.integrations.vllm.row_norm_column import OwnRows, forms
+from weft.plans import Plan, Sequential
 
 SOURCE = str(Path(weft.__file__).parent) + "/"
 EMULATOR = tuple(SOURCE + part for part in ("emulator/", "backends/emulated"))
@@ -48,6 +50,18 @@ def moe(world: weft.World) -> Callable[[], object]:
     return lambda: weft.moe.moe(x, ids, weights, w13, w2, world=world, plan="dispatched")
 
 
+def row_norm_column(form: Plan) -> Make:
+    """The operator of vLLM's compiled passes, which torch's dispatcher calls."""
+
+    def make(world: weft.World) -> Callable[[], object]:
+        x, residual, row, column = (torch.randn(64, 64).to(BF) for _ in range(4))
+        forms(world)[64], world.max_captured_rows = form, 1
+        weights = torch.ones(64).to(BF), row, None, column, *[None] * 3
+        return lambda: torch.ops.weft.row_norm_column(x, residual, *weights, 1e-6, world.name, "auto")
+
+    return make
+
+
 # By name: the call, and the most functions that it may enter.
 CALLS: dict[str, tuple[Make, int]] = {
     "all-gather + GEMM, sequential": (all_gather("sequential"), 10),
@@ -55,6 +69,8 @@ CALLS: dict[str, tuple[Make, int]] = {
     "GEMM + reduce-scatter, fused": (reduce_scatter, 14),
     "gathered attention, segmented": (attention, 31),
     "MoE, dispatched": (moe, 22),
+    "vLLM's row, norm and column, sequential": (row_norm_column(Sequential()), 46),
+    "vLLM's row, norm and column, own rows": (row_norm_column(OwnRows()), 46),
 }
 
 
