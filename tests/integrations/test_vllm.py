@@ -315,10 +315,8 @@ def test_ranks_that_hold_different_models_leave_them_to_vllm(
 
 
 def test_vllm_loads_without_the_plugin(modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Not asked for; off; a class that is missing; other parameters; an exception: none of them is vLLM's."""
+    """Off; a class that is missing; other parameters; an exception: none of them is vLLM's."""
     load_model = standin.BaseModelLoader.load_model
-    monkeypatch.delenv("WEFT_VLLM")
-    plugin.register()
     monkeypatch.setenv("WEFT_VLLM", "0")
     plugin.register()
     assert standin.BaseModelLoader.load_model is load_model
@@ -409,6 +407,18 @@ def test_the_plugin_is_loaded_twice_and_hooks_once(modules: Any) -> None:
     assert standin.WorkerBase().weft_report().count("Model, 2 ranks") == 2  # both ranks are of this process
 
 
+def test_what_cannot_be_timed_is_served_if_asked_for(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEFT_VLLM")
+    plugin.register()
+
+    def main(world: weft.World) -> str:
+        loaded(MODELS["row biases"])
+        return plugin.models[-1].text()
+
+    text = standin.run(main)[0]
+    assert "leaves to vLLM all: passes cannot be timed here; WEFT_VLLM=1 serves them all" in text, text
+
+
 def test_reports_of_an_engine_and_of_the_doctor(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def asks(answer: Any) -> Any:
         return SimpleNamespace(collective_rpc=answer)
@@ -424,8 +434,6 @@ def test_reports_of_an_engine_and_of_the_doctor(modules: Any, monkeypatch: pytes
     assert vllm.state() == "0.32.0; the plugin is off by VLLM_PLUGINS=another"
     monkeypatch.setenv("WEFT_VLLM", "0")
     assert vllm.state() == "0.32.0; the plugin is off by WEFT_VLLM=0"
-    monkeypatch.delenv("WEFT_VLLM")
-    assert vllm.state() == "0.32.0; the plugin is off without WEFT_VLLM=1"
     monkeypatch.setattr(vllm, "installed", lambda: None)
     assert vllm.state() == "not installed"
 

@@ -37,7 +37,9 @@ from .woven import woven_pass
 
 log = logging.getLogger("vllm.weft")  # vLLM shows the loggers below its own name
 SOURCES = Path(__file__).parents[2]  # weft's package
-WEFT_VLLM = "WEFT_VLLM"  # the environment variable that turns the plugin on with 1
+# The environment variable that turns the plugin off with 0. With 1 it also serves what has not been measured as never
+# slower, or cannot be timed.
+WEFT_VLLM = "WEFT_VLLM"
 
 _worlds: dict[str, World] = {}  # by the group's name
 
@@ -45,7 +47,7 @@ _worlds: dict[str, World] = {}  # by the group's name
 # -- vLLM's side -------------------------------------------------------------------------------------------------------
 def register() -> None:
     """Register the plugin. This is the entry point in the group `vllm.general_plugins`, and never raises."""
-    if os.environ.get(WEFT_VLLM) != "1":
+    if (os.environ.get(WEFT_VLLM) or "1") != "1":
         return
     try:
         interface = read_interface(fp8.asked_for())
@@ -164,6 +166,9 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
         report.give_up("no pass was 1% faster with weft at an earlier start")
         return
     report.world = world_of(group)
+    if report.world.backend.clock is None and not asked_for():
+        report.give_up(f"passes cannot be timed here; {WEFT_VLLM}=1 serves them all")
+        return
     keep_equal_products(candidates, config, classes, report.world, group)
     limit_captures(report.world, config)
     report.passes = passes_of(candidates, config, classes, interface, report)
@@ -243,6 +248,8 @@ def find_candidates(model: nn.Module, config: VllmObject, classes: Classes) -> C
     try:
         if why := reason_to_skip(config):
             return Candidates(why)
+        if has_experts(model, config, classes) and not asked_for():
+            return Candidates(f"a mixture of experts is served with {WEFT_VLLM}=1")
         if calls := calls_of(model, COMMUNICATING):
             lines = (f"{kind} calls {', '.join(sorted(names))}" for kind, names in calls.items())
             return Candidates(f"layers communicate by themselves: {'; '.join(lines)}")
@@ -260,6 +267,15 @@ def find_candidates(model: nn.Module, config: VllmObject, classes: Classes) -> C
         return Candidates(why_not, stack, flow, rows, classes.fp8.reasons)
     except Exception as error:
         return Candidates(f"{type(error).__name__}: {error}")
+
+
+def asked_for() -> bool:
+    return os.environ.get(WEFT_VLLM) == "1"
+
+
+def has_experts(model: nn.Module, config: VllmObject, classes: Classes) -> bool:
+    runs_experts = classes.runner is not None and any(isinstance(m, classes.runner) for m in model.modules())
+    return runs_experts or bool(getattr(config.model_config, "is_moe", False))
 
 
 def arguments_of_pass(stack: nn.Module) -> list[str]:

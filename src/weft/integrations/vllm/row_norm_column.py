@@ -289,7 +289,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
     def call(
         self, world: World, plan: str | Plan, operands: LayerTensors, options: CallOptions, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """A known call runs at once, without the rest of an operator's call: the operators that it calls check their
+        """Make a call. A known one runs at once, without the rest of `Op.call`: the operators that it calls check their
         operands and wait for other ranks by themselves."""
         if plan == "auto":
             plan = forms(world).get(operands[0].shape[0], PASS_FORMS[0])
