@@ -149,6 +149,23 @@ def test_experts_are_served_if_asked_for(monkeypatch: pytest.MonkeyPatch, expert
         assert ("leaves to vLLM all: a mixture of experts is served with WEFT_VLLM=1" in text) == experts
 
 
+@pytest.mark.parametrize("slow", [0, 8])
+def test_batch_invariance_needs_all_ranges(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+    """Rows of vLLM's own pass have other bits, and so have those of all other forms than the sequential one."""
+    times_of(monkeypatch, lambda tokens, form: 1.0 if tokens == slow else 2.0 if form == OwnRows() else 1.5)
+
+    def main(world: weft.World) -> tuple[list[Plan | None], str]:
+        world.batch_invariant = True
+        report = started(world)[1]
+        return [compared.form for compared in report.ranges or ()], report.text()
+
+    for forms, text in standin.run(main):
+        assert set(forms) <= {Sequential(), None} and (None in forms) == bool(slow)
+        assert ("batch invariance needs one way for all, and 5 to 8 tokens are not 1% faster" in text) == bool(slow), (
+            text
+        )
+
+
 @pytest.mark.parametrize("gain", [0.7, 0.9, 1.0, 1.009])
 def test_a_model_in_which_weft_wins_nowhere_is_vllms(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
     """As if weft were not installed, but for the report, which has the figures."""

@@ -285,6 +285,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
     results = 2
     operand_type = LayerTensors
     runs = {plan: by_operators(make) for plan, make in MAKERS.items()}
+    batch_invariant_plans = (Sequential,)
 
     def call(
         self, world: World, plan: str | Plan, operands: LayerTensors, options: CallOptions, out: Tensor | None
