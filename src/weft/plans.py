@@ -368,8 +368,7 @@ class TwoShotPull(TwoShotCounted):
     """Two shots in which owners read the partial rows from all ranks' symmetric memory.
 
     16 programs suffice beside GEMMs: with a residual and RMSNorm, 4,096 x 8,192 bfloat16 take 208 us on 16 programs,
-    206 on 132, and 401 on 8 (2 H100, 2026-11: "pull ahead" in
-    bench/results/nvidia-h100-x2/experiments/norm-programs.jsonl).
+    206 on 132, and 401 on 8 (2 H100, 2026-11).
     """
 
     pull = True

@@ -104,7 +104,7 @@ class Launch:
 
 
 def launches(fn: Callable[[World], Any], ranks: int, capability: int = HOPPER) -> list[list[Launch]]:
-    """What every rank launches in `fn`, on a GPU of that capability, which runs without doing any of its work."""
+    """Return the launches of every rank in `fn`, which runs on a GPU of that capability without doing any work."""
     out: list[list[Launch]] = [[] for _ in range(ranks)]
 
     def main(world: World) -> None:
@@ -127,7 +127,8 @@ def call(
     op: str, plan: Plan, m: int = 128, n: int = 1024, k: int = 512, *, bias: bool = False, dtype: torch.dtype = BF,
     uneven: bool = False, gated: int = 0, transposed: bool = False, scaling: str = "", fast: bool = False,
 ) -> Callable[[World], Any]:  # fmt: skip
-    """m: rows a rank. transposed: the weight lies as [K, N]. scaling: of 8-bit operands."""
+    """`m` is the number of rows of a rank. `transposed`: the weight is stored as [K, N]. `scaling` is that of 8-bit
+    operands."""
 
     def fn(world: World) -> None:
         rows = [m + 40 * (r == 0) for r in range(world.size)] if uneven else [m] * world.size
@@ -688,7 +689,7 @@ def specialised(launch: Launch) -> tuple[Any, ...]:
 
 
 def integers(value: Any, path: str) -> list[tuple[str, int]]:
-    """Every integer argument; those inside a tuple are always specialised."""
+    """Return every integer argument; those inside a tuple are always specialised."""
     if isinstance(value, TensorDescriptor):
         return [(f"{path}.shape", s) for s in value.shape]
     if isinstance(value, tuple):
@@ -727,7 +728,7 @@ BREAKS = [  # newer Tritons wait for bulk stores, and put a barrier before an at
 
 @pytest.mark.parametrize(("old", "new", "says"), BREAKS)
 def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
-    """In the all-reduce kernels' own PTX, each of the edits."""
+    """Each edit of the all-reduce kernels' own PTX is found."""
     broken = []
     for launch, k in compiled(f"{AR} x8 plan 0 one row"):
         changed = re.sub(old, new, k.ptx)
@@ -736,7 +737,7 @@ def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
 
 
 def test_a_wait_behind_the_first_load_is_found() -> None:
-    """Loads of the first stages issued before any wait."""
+    """The loads of the first stages are issued before any wait."""
     ((launch, k),) = compiled(f"{AG} x8 gated")
     lines = k.ptx.splitlines()
     load = next(i for i, line in enumerate(lines) if "cp.async.bulk.tensor.3d.shared" in line)

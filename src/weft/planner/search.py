@@ -101,15 +101,14 @@ class Decision:
 
 def gain(mode: str) -> float:
     """Return how many times as fast as sequential a plan must be predicted to be. Eager calls need EAGER_GAIN: those
-    predicted to win by less lost as often as they won (bench/measure/host.py, "auto" on 2 GPUs), since hosts differ
-    from call to call."""
+    predicted to win by less lost as often as they won (2 H200, 2026-11), since hosts differ from call to call."""
     return GAIN if mode == "graph" else EAGER_GAIN
 
 
 def host_overhead_factor(plan: Plan, mode: str) -> float:
     """Return how many times as slow as in the profile the host is assumed to be when an eager plan must be predicted to
     win. The profile has the shortest call, and hosts are often slower: 53 us there, 61 to 147 us in two runs of
-    bench/measure/host.py (sequential calls of the smallest sizes, 2 GPUs, median 100). That delays plans of few
+    (sequential calls of the smallest sizes, 2 H200, 2026-11, median 100). That delays plans of few
     launches as much as sequential; a plan on several streams launches three times as much, and must win even then."""
     return SLOW_HOST if mode == "eager" and isinstance(plan, Decomposed | Signaled) else 1.0
 
