@@ -325,8 +325,10 @@ def world_of(group: VllmObject) -> World:
     """Return the World of vLLM's tensor-parallel group. Collective the first time."""
     name = group.device_group.group_name
     world = _worlds.get(name)
-    if world is None or world.group is not group.device_group:  # a group of an earlier engine may have had this name
-        world = _worlds[name] = init(group.device_group, batch_invariant=batch_invariant() or None)
+    asked = batch_invariant() or None
+    # An earlier engine may have had a group of this name, or another mode.
+    if world is None or world.group is not group.device_group or (asked and not world.batch_invariant):
+        world = _worlds[name] = init(group.device_group, batch_invariant=asked)
     return world
 
 
