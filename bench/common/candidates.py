@@ -8,40 +8,24 @@ import torch
 
 import weft
 from bench.common.timing import RIGHT, error_of
-from weft.backends import library_gemm
+from weft.integrations import quack
+from weft.op import REGISTRY
 from weft.planner.parts import SHOTS
 from weft.planner.probes.calls import most_low_latency_bytes
 from weft.planner.search import SINGLE
-from weft.plans import (
-    TWO_AN_SM,
-    TWO_AN_SM_BY_COPIES,
-    Decomposed,
-    FlagGated,
-    FusedAllReduce,
-    FusedGather,
-    FusedGatherByCopies,
-    FusedReduceScatter,
-    Plan,
-    Sequential,
-    Signaled,
-)
+from weft.plans import Decomposed, FlagGated, Plan, Sequential, Signaled
 
 
 def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
-    """Return the plans to time: decomposed plans by groups, fused ones by who pulls, signaled ones whose groups copy engines
+    """Return the plans to time: decomposed plans by groups, the op's variants, signaled ones whose groups copy engines
     move, and low-latency rows where `nbytes` that are gathered or summed are few."""
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
-        out += [FlagGated(*form) for form in library_gemm.FORMS] if library_gemm.lacks() is None else []
-        out += [FusedGatherByCopies(), TWO_AN_SM_BY_COPIES]
-        out += [FusedGather(), FusedGather(pull_programs=12, split=4), TWO_AN_SM]
+        out += [FlagGated(*form) for form in quack.FORMS] if quack.lacks() is None else []
     elif op == "matmul_reduce_scatter":
         out += [Decomposed((1,) * world, pieces=2)]
-        programs = ((48, 16), (64, 16), (64, 4), (64, 2))
-        out += [FusedReduceScatter(pull_programs=p, forward_programs=f) for p, f in programs]
-    else:
-        out += [FusedAllReduce(pull_programs=p, forward_programs=f) for p, f in ((96, 16), (96, 4), (64, 4))]
+    out += REGISTRY[op].variants
     if op != "all_gather_matmul":
         out += [Signaled(ctas=4, copies=True), Signaled(ctas=4, copies=True, groups=SINGLE)]
     return out + [plan for plan in SHOTS if nbytes <= most_low_latency_bytes(op, plan, world)]

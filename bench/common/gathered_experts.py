@@ -14,8 +14,8 @@ import torch.distributed as dist
 import weft
 from bench.common.quack_moe import QuackExperts, local_routes, usable
 from bench.common.timing import time_interleaved
-from weft.backends import library_gemm
 from weft.backends.library_gemm import Form
+from weft.integrations import quack
 
 if TYPE_CHECKING:
     from bench.measure.moe import Layer
@@ -85,13 +85,13 @@ def installed(world: weft.World, seconds: float = 75) -> tuple[dict[str, Callabl
     versions: dict[str, str] = {}
     if version := vllm_version():
         makers["vllm"], versions["vllm"] = vllm_experts, version
-    if lacks := library_gemm.lacks():
+    if lacks := quack.lacks():
         print(f"rank {world.rank}, quack: {lacks}", flush=True)
         return makers, versions
     shared = [usable(seconds) if world.rank == 0 else None]
     dist.broadcast_object_list(shared)
     if forms := shared[0]:
-        makers["quack"], versions["quack"] = partial(quack_experts, forms=forms), str(library_gemm.installed())
+        makers["quack"], versions["quack"] = partial(quack_experts, forms=forms), str(quack.installed())
     return makers, versions
 
 

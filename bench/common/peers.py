@@ -11,6 +11,7 @@ import torch.distributed._symmetric_memory as symm
 
 import weft
 from weft.backends import library_gemm
+from weft.integrations import quack
 from weft.op import Op
 
 Run = Callable[[], object]
@@ -66,10 +67,10 @@ def torch_fused(op: str, x: torch.Tensor, w: torch.Tensor) -> Run | None:
     return None
 
 
-def quack(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Run]:
+def quack_runs(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Run]:
     """Return quack's all-gather + GEMM by name, in each form of its GEMM that weft tries; for CUDA graphs. Empty where quack
     cannot run."""
-    if op != "all_gather_matmul" or library_gemm.lacks() is not None:
+    if op != "all_gather_matmul" or quack.lacks() is not None:
         return {}
     from quack.distributed import AllGatherRunner
     from quack.gemm import gemm
@@ -87,7 +88,7 @@ def quack(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Ru
 
         return run
 
-    fit = [form for form in library_gemm.FORMS if x.shape[0] % (form.tile_m * form.cluster_m) == 0]
+    fit = [form for form in quack.FORMS if x.shape[0] % (form.tile_m * form.cluster_m) == 0]
     return {f"quack {form.tile_m}x{form.tile_n}": run_of(form) for form in fit}
 
 
@@ -95,12 +96,12 @@ def without_quack(run: Run) -> Run:
     """Return `run` as it runs where quack is not installed."""
 
     def alone() -> object:
-        lacks, library_gemm.lacks = library_gemm.lacks, lambda: "left out"
+        lacks, quack.lacks = quack.lacks, lambda: "left out"
         knowledge, Op.table_version = Op.table_version, -1 - Op.table_version  # what "auto" decides then is kept apart
         try:
             return run()
         finally:
-            library_gemm.lacks, Op.table_version = lacks, knowledge
+            quack.lacks, Op.table_version = lacks, knowledge
 
     return alone
 

@@ -54,9 +54,10 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     hidden, y = (inbox.new_empty(state.rows, cols) for cols in (kind.inner, kind.hidden))
     workspace = dispatched.LayerWorkspace(SimpleNamespace(local=inbox), None, hidden, y)
     counters = torch.zeros(32, dtype=torch.int32, device=x.device)
+    product = dispatched.GroupedProduct(workspace.hidden, w.w2, w.b2)
     launches = dict(
         first=dispatched.first_gemm(world, state, w, tables, workspace),
-        second=dispatched.grouped_gemm(world, state, tables, workspace.hidden, w.w2, w.b2, workspace.y, counters),
+        second=dispatched.grouped_gemm(world, state, tables, product, workspace.y, counters),
     )
     return {half: lambda step=step: step.on(world.current_stream()) for half, step in launches.items()}
 

@@ -38,8 +38,8 @@ from bench.common.timing import capture, error_of, time_interleaved
 from bench.measure import moe
 from bench.measure.moe import MODELS, ROUTINGS, Layer, Model
 from bench.measure.run import commit
-from weft.backends import library_gemm
 from weft.backends.library_gemm import Form
+from weft.integrations import quack
 from weft.ops.moe.expert_parallel.op import LOW_LATENCY_32, NARROW_32, NARROW_64
 from weft.plans import Dispatched, GemmTile, LowLatency, Plan, TileShape
 
@@ -140,10 +140,10 @@ class Bench:
             self.methods.append("vllm")
             self.versions["vllm"] = version
         self.forms: list[Form] = []
-        lacks = library_gemm.lacks()
+        lacks = quack.lacks()
         if "quack" in a.methods and "quack" not in lost and lacks is None:
             self.forms = usable(a.compile_seconds)
-            self.versions["quack"] = str(library_gemm.installed())
+            self.versions["quack"] = str(quack.installed())
         print(f"{self.seconds:.0f}s quack: {lacks or f'{len(self.forms)} forms'}", flush=True)
         if self.forms:
             self.methods.append("quack")

@@ -153,10 +153,10 @@ def own_gemms(layer: Layer, library: Library, outputs: tuple[torch.Tensor, ...])
     tables = state.tables(route_parts(world, call.layer, routes))
     y, full = hidden.new_empty(hidden.shape[0], layer.model.hidden), library.gathered(layer.x)
     workspace = dispatched.LayerWorkspace(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
-    w = Weights(w13, layer.w2)
+    w, product = Weights(w13, layer.w2), dispatched.GroupedProduct(hidden, layer.w2)
     launches = dict(
         first=dispatched.first_gemm(world, dispatched_state, w, tables, workspace),
-        second=dispatched.grouped_gemm(world, dispatched_state, tables, hidden, w.w2, w.b2, workspace.y, counters),
+        second=dispatched.grouped_gemm(world, dispatched_state, tables, product, workspace.y, counters),
     )
     return {name: lambda step=step: step.on(world.current_stream()) for name, step in launches.items()}
 

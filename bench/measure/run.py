@@ -32,7 +32,7 @@ from bench.common import candidates, peers, shapes
 from bench.common.resume import keep, unfinished
 from bench.common.timing import time_interleaved
 from bench.pages import report
-from weft.backends import library_gemm
+from weft.integrations import quack
 from weft.op import REGISTRY, Op
 from weft.planner.auto import auto as chosen
 from weft.planner.search import brief
@@ -114,16 +114,16 @@ class Bench:
             "gemm": lambda: torch.mm(full, w.t(), out=y),
             "comm": peers.collective(op, m, n, k, world.size, BF),
         }
-        if library_gemm.lacks() is None:
+        if quack.lacks() is None:
             fns["auto without quack"] = peers.without_quack(fns["auto"])
-        if op == OPS[0] and library_gemm.lacks() is None:
+        if op == OPS[0] and quack.lacks() is None:
             fns |= {
                 f"flag_gated {form.tile_m}x{form.tile_n}": lambda form=form: fn(
                     x, w, world=world, plan=FlagGated(*form)
                 )
-                for form in library_gemm.FORMS
+                for form in quack.FORMS
             }
-            fns |= peers.quack(op, x, w, world.size)
+            fns |= peers.quack_runs(op, x, w, world.size)
         symm_mem = peers.torch_fused(op, x, w)
         if symm_mem:
             fns["torch symm_mem"] = symm_mem

@@ -83,7 +83,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
         shared, out = x if biases else None, torch.empty_like(x)
         received = torch.zeros(local, dtype=torch.int32) if biases else None
         operands = MoeOperands(x, ids, weights, *expert_weights, shared=shared, received=received)
-        low_latency.run_low_latency(world, MoeCall(t, None, layer), plan, operands, out)
+        low_latency.prepare_low_latency(world, MoeCall(t, None, layer), plan)(operands, out)
 
     return main
 

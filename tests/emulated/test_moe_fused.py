@@ -90,9 +90,8 @@ def launching(name: str) -> Callable[[weft.World], None]:
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         expert_weights = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
         shared, out = x if biases else None, torch.empty_like(x)
-        fused.run_fused(
-            world, MoeCall(t, None, layer), plan, MoeOperands(x, ids, weights, *expert_weights, shared=shared), out
-        )
+        operands = MoeOperands(x, ids, weights, *expert_weights, shared=shared)
+        fused.prepare_fused(world, MoeCall(t, None, layer), plan)(operands, out)
 
     return main
 

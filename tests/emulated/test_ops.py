@@ -118,7 +118,7 @@ PULLS: list[dict[str, int]] = [  # of TILES
 ]  # fmt: skip
 MORE: dict[str, list[dict[str, Any]]] = {  # of TILES
     OPS[0]: [{}, dict(split=2), {}, dict(flatten=False), {}],
-    OPS[1]: [dict(forward_programs=f, batch=b) for f, b in ((2, 1), (1, 3), (2, 1), (2, 8), (2, 1))],
+    OPS[1]: [dict(forward_programs=f) for f in (2, 1, 2, 2, 2)],
     OPS[2]: [dict(forward_programs=f, lag=lag) for f, lag in ((2, 0), (1, 3), (2, 6), (2, 9), (2, 6))],
 }
 PLANS_OF: dict[str, list[Plan]] = {

@@ -61,6 +61,7 @@ from weft.plans import (
     FusedReduceScatter,
     GemmTile,
     OneShot,
+    Segmented,
     Sequential,
     Signaled,
     TileShape,
@@ -463,7 +464,7 @@ plans = st.one_of(
     st.builds(Decomposed, st.lists(st.sampled_from([1, 2, 4]), max_size=4).map(tuple)),
     st.builds(FusedGather, tile=tiles, pull_programs=st.integers(1, 32), flatten=st.booleans(), split=st.integers(1, 4)),
     st.builds(FusedGatherByCopies, tile=tiles, per_sm=st.integers(1, 2)),
-    st.builds(FusedReduceScatter, pull_programs=st.integers(0, 32), batch=st.integers(1, 8)),
+    st.builds(FusedReduceScatter, pull_programs=st.integers(0, 32), pull_rows=st.sampled_from([8, 64])),
     st.builds(FusedAllReduce, tile=tiles, lag=st.integers(0, 8)),
     st.builds(FusedMoe, tile=tiles, copy_rows=st.sampled_from([1, 8])),
     st.builds(TwoShotPush, spread=st.booleans(), stages=st.sampled_from([2, 9])),
@@ -474,8 +475,9 @@ plans = st.one_of(
 )  # fmt: skip
 
 
-def test_a_plan_stored_under_the_old_name_of_its_kind_is_read() -> None:
+def test_a_plan_stored_under_an_old_name_or_with_an_old_field_is_read() -> None:
     assert Plan.from_json('{"kind": "awaiting", "tile_m": 8}') == FlagGated(tile_m=8)
+    assert Plan.from_json('{"kind": "segmented", "calls": 1, "push_programs": 0}') == Segmented(calls=1)
 
 
 @given(plans)
@@ -509,6 +511,7 @@ def test_a_stored_plan_names_its_class_where_the_kind_has_several() -> None:
         ('{"kind": "fused", "pullers": 4}', r'"class" of kind \'fused\' must be one of .*FusedGather.*, got None'),
         ('{"kind": "fused", "class": "Signaled"}', r"must be one of .*FusedGather.*, got 'Signaled'"),
         ('{"kind": "fused", "class": "Fused"}', r"must be one of .*FusedGather.*, got 'Fused'"),
+        ('{"kind": "segmented", "push_programs": 16}', "unexpected keyword argument 'push_programs'"),
         ('{"kind": "signaled", "block_m": 128}', "unexpected keyword argument 'block_m'"),
         ('{"kind": "signaled", "tile": {"rows": 128}}', "unexpected keyword argument 'rows'"),
         ('{"kind": "signaled", "tile": {"block_m": 24}}', "block_m=24 must be a power of two"),

@@ -15,6 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import weft
 import weft.lang as wl
 from weft.backends.base import Backend
+from weft.emulator import intrinsics
+from weft.lang import stock
 
 
 @weft.jit
@@ -519,3 +521,9 @@ def test_a_notify_of_a_tile_in_two_channels_is_refused() -> None:
     weft.spmd(lambda w: main(w, 3), 2, backend="emulated")
     with pytest.raises(AssertionError, match="producer_tile_notify of a tile that lies in several channels"):
         weft.spmd(lambda w: main(w, 9), 2, backend="emulated")
+
+
+def test_every_signal_and_wait_has_a_form_in_stock_triton() -> None:
+    """What has none orders bulk accesses, or goes through multicast addresses."""
+    missing = {name for name in intrinsics.Intrinsic.emulated if not hasattr(stock, name)}
+    assert missing == {"flush_stores", "window_fence", "window_store", "window_sum"}

@@ -123,8 +123,19 @@ def added(parts, out):
 
 
 @weft.jit
-def polled(out):
-    tl.atomic_poll(out, 1)
+def passed_on(box, flag, out, SEM: tl.constexpr, LIMIT: tl.constexpr):
+    """The first program stores to the box, and the second loads it once the flag is set, or after its time limit."""
+    if tl.program_id(0) == 0:
+        tl.store(box, 7)
+        tl.debug_barrier()
+        tl.atomic_store(flag, 1, sem=SEM)
+    elif LIMIT is None:
+        tl.atomic_poll(flag, 1)
+        tl.store(out, tl.load(box) + tl.atomic_load(flag))
+    else:
+        while not tl.atomic_poll(flag, 1, timeout_ns=LIMIT):
+            pass
+        tl.store(out, tl.load(box) + tl.atomic_load(flag, sem="relaxed"))
 
 
 def interpreted(kernel: Any, **args: Any) -> list[int]:
@@ -147,11 +158,21 @@ def test_the_product_of_a_constexpr_and_a_tensor_is_a_tensor() -> None:
 
 
 @pytest.mark.skipif(not hasattr(tl, "atomic_poll"), reason="Triton has it since 3.9")
-def test_atomics_that_the_emulator_does_not_know_are_named() -> None:
-    with pytest.raises(
-        NotImplementedError, match="tl.atomic_poll does not run in the emulator: weft.lang's wait_until"
-    ):
-        interpreted(polled)
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_atomic_loads_stores_and_polls(limit: int | None) -> None:
+    def passing(sem: str, seed: int) -> list[Any]:
+        def main(world: weft.World) -> list[int]:
+            box, flag, out = (world.zeros((1,), torch.int32) for _ in range(3))
+            args = dict(box=box, flag=flag, out=out, SEM=sem, LIMIT=limit)
+            world.launch(passed_on, 2, args, {}, world.current_stream())
+            world.synchronize()
+            return out.tolist()
+
+        return weft.spmd(main, 1, backend="emulated", seed=seed)[0]
+
+    assert [passing("release", seed) for seed in range(5)] == [[8]] * 5
+    with pytest.raises(weft.Race):
+        passing("relaxed", 0)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------

@@ -16,12 +16,10 @@ from weft.plans import HeadParallel, Plan, Segmented
 
 BOUND = 8e-3  # of 16-bit results; of one pass some 3e-3, a merge adds as much at most
 GRADIENTS = 1.5e-2
-PUSHED = Segmented(push_programs=16)
 PLANS: dict[str, str | Plan] = {
     "sequential": "sequential",
     "copies": Segmented(),
     "once": Segmented(calls=1),
-    "pushed": PUSHED,
     "heads": HeadParallel(),
 }
 MASKS = {"none": {}, "causal": dict(causal=True), "zigzag": dict(causal=True, layout="zigzag")}
@@ -169,7 +167,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         for plan in ("sequential", "segmented", "head_parallel"):
             yield f"attention {plan}, {name}", BOUND, partial(attention_case, world, shape, plan, 2)
     zigzag = replace(gqa, causal=True, layout="zigzag")
-    for name in ("copies", "pushed", "heads"):
+    for name in ("copies", "heads"):
         yield f"attention {name}, in a graph", 0.0, partial(graph_replays, world, zigzag, PLANS[name])
         yield f"attention {name}, 100 calls, delays", 0.0, partial(many_calls, world, zigzag, PLANS[name], 100)
         yield f"attention {name}, no mask, 100 calls, delays", 0.0, partial(many_calls, world, mha, PLANS[name], 100)

@@ -61,6 +61,7 @@ from tests.gpu.gpu_signaled import checks as signaled_checks
 from weft.backends import library_gemm
 from weft.backends.cuda import GpuBackend
 from weft.chooser import cuda_clock
+from weft.integrations import quack
 from weft.lang.mapping import balanced_rows
 from weft.ops.matmul import matmul
 from weft.ops.moe.call import Layer
@@ -80,7 +81,7 @@ BF16 = 5e-3
 GATHER, SCATTER, ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 SECOND = {  # fused ways other than the default: a copy engine pulls; other programs do
     GATHER: FusedGatherByCopies(),
-    SCATTER: FusedReduceScatter(pull_programs=64, forward_programs=2, batch=3),
+    SCATTER: FusedReduceScatter(pull_programs=64, forward_programs=2),
     ALL: FusedAllReduce(pull_programs=32, forward_programs=4, lag=3),
 }
 
@@ -284,9 +285,9 @@ def groups_by_libraries(world: weft.World) -> float:
     starts = torch.tensor([0, *rows], device=world.device).cumsum(0).int()
     expected = torch.cat([part.float() @ m.float().t() for part, m in zip(x[: sum(rows)].split(rows), w, strict=True)])
     out, worst = world.empty((1200, 520), x.dtype), 0.0
-    for form in library_gemm.FORMS:
+    for form in quack.FORMS:
         out.fill_(7.0)
-        library_gemm.quack_form(form)(x, w, out, starts)
+        quack.product(form)(x, w, out, starts)
         behind = (out[sum(rows) :] != 7.0).any().item()
         worst = max(worst, distance(out[: sum(rows)], expected), float("inf") if behind else 0.0)
     return max(worst, distance(library_gemm.multiply_groups(x, w, starts)[: sum(rows)], expected))
@@ -360,15 +361,15 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         )
         yield f"{op} half tiles", BF16, partial(*case, 1024, 512, plan, calls=3)
         yield f"{op} half tiles delays", 0.0, partial(delays, world, op, plan)
-    if library_gemm.lacks() is None and size > 1:
-        for form in library_gemm.FORMS:
+    if quack.lacks() is None and size > 1:
+        for form in quack.FORMS:
             plan = FlagGated(*form)
             title = f"{GATHER} flag_gated {form.tile_m} x {form.tile_n}"
             yield title, BF16, partial(all_gather_case, world, [512] * size, 1032, 520, plan, True, calls=3)
             yield f"{title} delays", 0.0, partial(delays, world, GATHER, plan)
             yield f"{title} replay x100", 0.0, partial(replay, world, GATHER, plan, 100)
         yield f"{GATHER} by trial", BF16, partial(by_trial, world, 8192, 5504, 4096)
-    if library_gemm.lacks() is None:
+    if quack.lacks() is None:
         yield "groups of rows by libraries", BF16, partial(groups_by_libraries, world)
     yield "GEMM, shared tiles, replay x50", BF16, partial(shared_tiles, world, 50)
     for op in (GATHER, ALL):

@@ -67,7 +67,6 @@ from weft.ops.scaled_gemm import PROMOTED, WIDE
 from weft.ops.tiles import with_shape_tiles
 from weft.plans import (
     TWO_AN_SM,
-    TWO_AN_SM_BY_COPIES,
     Decomposed,
     Fused,
     FusedGather,
@@ -162,7 +161,7 @@ def shipped() -> list[tuple[str, int, Plan]]:
 F = FusedGather()
 AG, RS, AR = OPS
 PLANS: dict[str, set[Fused]] = {op: {FUSED[op], SECOND[op]} for op in OPS}
-PLANS[AG] |= {TWO_AN_SM, TWO_AN_SM_BY_COPIES}
+PLANS[AG].add(TWO_AN_SM)
 CASES: dict[str, tuple[Callable[[World], Any], int]] = {}
 for op in OPS:
     for i, plan in enumerate(sorted(PLANS[op], key=str)):

@@ -20,6 +20,7 @@ from weft import chooser
 from weft.backends import library_gemm
 from weft.backends.emulated import EmulatedBackend
 from weft.chooser import CallTime, Choice, Chooser
+from weft.integrations import quack
 from weft.op import REGISTRY
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL as OP
 from weft.ops.all_gather_matmul.op import AllGatherMatmul, GatherCall
@@ -62,10 +63,10 @@ def us(monkeypatch: pytest.MonkeyPatch) -> dict[Plan, tuple[float, float]]:
         return CallTime(gpu + world.rank, host)
 
     timed_by(monkeypatch, time)
-    monkeypatch.setattr(library_gemm, "FORMS", FORMS)
+    monkeypatch.setattr(quack, "FORMS", FORMS)
     monkeypatch.setattr(AllGatherMatmul, "autotune_plans", tuple(FlagGated(*form) for form in FORMS))
-    monkeypatch.setattr(library_gemm, "lacks", lambda: None)
-    monkeypatch.setattr(library_gemm, "waits", lambda form, device, dtype: form != FORMS[2])
+    monkeypatch.setattr(quack, "lacks", lambda: None)
+    monkeypatch.setattr(quack, "waits", lambda form, device, dtype: form != FORMS[2])
     return took
 
 
@@ -168,8 +169,8 @@ def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
 def test_a_rank_without_the_library_leaves_all_without_a_trial(lacking: set[int], us: dict, monkeypatch: Any) -> None:
     """The ranks exchange only once what they have."""
     ranks: dict[int, int] = {}
-    monkeypatch.setattr(library_gemm, "lacks", lambda: "no" if ranks[threading.get_ident()] in lacking else None)
-    monkeypatch.setattr(library_gemm, "waits", lambda *args: pytest.fail("compiled"))
+    monkeypatch.setattr(quack, "lacks", lambda: "no" if ranks[threading.get_ident()] in lacking else None)
+    monkeypatch.setattr(quack, "waits", lambda *args: pytest.fail("compiled"))
 
     def rank(world: weft.World) -> list[Any]:
         ranks[threading.get_ident()] = world.rank
@@ -230,7 +231,7 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
     monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
     monkeypatch.setattr("weft.planner.auto._planner_or_unusable", lambda world: None)
     monkeypatch.setattr(AllGatherMatmul, "autotune_plans", ())
-    best = REGISTRY[op].variants[1]
+    best = REGISTRY[op].variants[-1]
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
         world: Any = self.ranks

@@ -43,11 +43,14 @@ def attention(world: weft.World) -> Callable[[], object]:
     return lambda: weft.gathered_attention(q, k, v, causal=True, world=world, plan="segmented")
 
 
-def moe(world: weft.World) -> Callable[[], object]:
-    x, first_ids = torch.randn(8, 64).to(BF), torch.randint(0, 4, (8,), dtype=torch.int32)
-    ids, weights = torch.stack([first_ids, (first_ids + 1) % 4], 1), torch.rand(8, 2)
-    w13, w2 = weft.moe.pack(torch.randn(2, 64, 64).to(BF), world=world), torch.randn(2, 64, 32).to(BF)
-    return lambda: weft.moe.moe(x, ids, weights, w13, w2, world=world, plan="dispatched")
+def moe(plan: str) -> Make:
+    def make(world: weft.World) -> Callable[[], object]:
+        x, first_ids = torch.randn(8, 64).to(BF), torch.randint(0, 4, (8,), dtype=torch.int32)
+        ids, weights = torch.stack([first_ids, (first_ids + 1) % 4], 1), torch.rand(8, 2)
+        w13, w2 = weft.moe.pack(torch.randn(2, 64, 64).to(BF), world=world), torch.randn(2, 64, 32).to(BF)
+        return lambda: weft.moe.moe(x, ids, weights, w13, w2, world=world, plan=plan)
+
+    return make
 
 
 def row_norm_column(form: Plan) -> Make:
@@ -68,7 +71,9 @@ CALLS: dict[str, tuple[Make, int]] = {
     "all-gather + GEMM, fused": (all_gather("fused"), 11),
     "GEMM + reduce-scatter, fused": (reduce_scatter, 14),
     "gathered attention, segmented": (attention, 31),
-    "MoE, dispatched": (moe, 22),
+    "MoE, dispatched": (moe("dispatched"), 22),
+    "MoE, fused": (moe("fused"), 17),
+    "MoE, low latency": (moe("low_latency"), 17),
     "vLLM's row, norm and column, sequential": (row_norm_column(Sequential()), 46),
     "vLLM's row, norm and column, own rows": (row_norm_column(OwnRows()), 46),
 }

@@ -60,9 +60,10 @@ LAYERS: Sequence[Sequence[str]] = (
 )
 DOORS = {
     ("op", "planner.auto"): 'plan "auto" asks the planner, which reads the registry of ops',
+    ("backends.library_gemm", "integrations.quack"): "a product asks for quack's GEMM, which is timed against cuBLAS",
 }
 
-UP = 3  # arrows that go up: the door of `op`, and the types for which `torch_library` names `op`
+UP = 4  # arrows that go up: the doors, and the types for which `torch_library` names `op`
 LINES, KERNEL_LINES = 60, 80  # of a function, of a device function; without the docstring
 LONGER: dict[str, tuple[int, str]] = {}
 PARAMETERS = 16  # of a device function; those with more, and how many

@@ -393,7 +393,7 @@ def test_demo_is_correct_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     result = weft("demo", "--out", tmp_path / "demo.png")
     assert result.exit_code == 0, result.output
     for plan in ("sequential", "decomposed", "fused"):
-        assert re.search(rf"│ {plan} +│ +1 │ +\d+ │ +0 │ +0 │ +\d", result.output), result.output
+        assert re.search(rf"│ {plan} +│ \w+ +│ +1 │ +0 │ +0 │ +\d", result.output), result.output
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import inspect
 import re
 import subprocess
@@ -75,6 +76,21 @@ def test_an_example_prints_what_its_page_shows(code: str, shown: str, capsys: py
     """On emulated ranks."""
     exec(code, {"__name__": "example"})
     assert capsys.readouterr().out == shown
+
+
+def ops() -> dict[str, Any]:
+    """The functions of tensors on a World."""
+    functions = {name: getattr(weft, name) for name in weft.__all__ if inspect.isfunction(getattr(weft, name))}
+    of_moe = {f"moe.{name}": getattr(weft.moe, name) for name in ("moe", "dispatch", "combine")}
+    on_worlds = {name: f for name, f in functions.items() if "world" in inspect.getfullargspec(f).kwonlyargs}
+    return {name: f for name, f in (on_worlds | of_moe).items() if name not in ("explain", "prepare")}
+
+
+@pytest.mark.parametrize("name", ops())
+def test_the_example_of_an_ops_docstring_prints_what_it_shows(name: str) -> None:
+    (example,) = doctest.DocTestFinder(recurse=False).find(ops()[name], name, globs={"torch": torch, "weft": weft})
+    assert example.examples and example.examples[-1].want
+    assert not doctest.DocTestRunner().run(example).failed
 
 
 @pytest.mark.gate

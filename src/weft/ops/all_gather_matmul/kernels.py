@@ -39,6 +39,7 @@ from ...lang.descriptors import tiles_of
 from ...lang.intrinsics import flush_stores, release_fence, wait_until
 from ...lang.jit import jit
 from ...lang.primitives import consumer_tile_wait
+from ...lang.stock import AFTER_FENCE
 
 
 class Shards(NamedTuple):
@@ -163,8 +164,8 @@ def copy_own_chunks(
                 copy_own_scales(scales, all_scales, chunk, row, rows_n, K, CHUNK, tile.SCALED)
         flush_stores(False)
         release_fence("sys")
-        tl.atomic_add(ready, 1, sem="relaxed", scope="sys")
-        tl.atomic_add(ch.counters + first_channel + chunk, 1, sem="relaxed", scope="gpu")
+        tl.atomic_add(ready, 1, sem=AFTER_FENCE, scope="sys")
+        tl.atomic_add(ch.counters + first_channel + chunk, 1, sem=AFTER_FENCE, scope="gpu")
 
 
 @jit
