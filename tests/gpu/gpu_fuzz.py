@@ -284,7 +284,7 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
             if op == GATHER:
                 forms.append(FusedGatherByCopies(tile=usual.tile))
             else:
-                options = {"lag": 3} if isinstance(usual, FusedAllReduce) else {"batch": 3}
+                options = {"lag": 3} if isinstance(usual, FusedAllReduce) else {}
                 forms.append(replace(usual, forward_programs=2, **options))
         elif kind == "signaled":
             signaled: Any = REGISTRY[op].default(world, Signaled)
