@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 import weft
+from weft.integrations.vllm.row_norm_column import OwnRows, forms
+from weft.plans import Plan, Sequential
 
 SOURCE = str(Path(weft.__file__).parent) + "/"
 EMULATOR = tuple(SOURCE + part for part in ("emulator/", "backends/emulated"))
@@ -51,6 +53,18 @@ def moe(plan: str) -> Make:
     return make
 
 
+def row_norm_column(form: Plan) -> Make:
+    """The operator of vLLM's compiled passes, which torch's dispatcher calls."""
+
+    def make(world: weft.World) -> Callable[[], object]:
+        x, residual, row, column = (torch.randn(64, 64).to(BF) for _ in range(4))
+        forms(world)[64], world.max_captured_rows = form, 1
+        weights = torch.ones(64).to(BF), row, None, column, *[None] * 3
+        return lambda: torch.ops.weft.row_norm_column(x, residual, *weights, 1e-6, world.name, "auto")
+
+    return make
+
+
 # By name: the call, and the most functions that it may enter.
 CALLS: dict[str, tuple[Make, int]] = {
     "all-gather + GEMM, sequential": (all_gather("sequential"), 10),
@@ -60,6 +74,8 @@ CALLS: dict[str, tuple[Make, int]] = {
     "MoE, dispatched": (moe("dispatched"), 22),
     "MoE, fused": (moe("fused"), 17),
     "MoE, low latency": (moe("low_latency"), 17),
+    "vLLM's row, norm and column, sequential": (row_norm_column(Sequential()), 46),
+    "vLLM's row, norm and column, own rows": (row_norm_column(OwnRows()), 46),
 }
 
 
