@@ -9,9 +9,9 @@ import torch
 import weft
 from bench.common.timing import RIGHT, error_of
 from weft.backends import library_gemm
-from weft.planner.parts import SHOTS
+from weft.cost.model import SHOTS
+from weft.cost.signaled import SINGLE
 from weft.planner.probes.calls import most_low_latency_bytes
-from weft.planner.search import SINGLE
 from weft.plans import (
     TWO_AN_SM,
     TWO_AN_SM_BY_COPIES,

@@ -110,6 +110,12 @@ class Plan:
         """Return the class and the fields that differ from its defaults."""
         return _call_of(self)
 
+    @property
+    def family(self) -> str:
+        """Return the name of the plans whose measured times are fitted together: those of one kind, of one fused plan,
+        or of the signaled plans whose groups copy engines move."""
+        return self.kind
+
     def to_json(self) -> str:
         """Return all fields as JSON. "class" is included if the kind has several classes."""
         named = {} if type(self) is KINDS[self.kind] else {"class": type(self).__name__}
@@ -187,6 +193,10 @@ class Fused(Plan):
     abstract = True
     bounded = True
     tile: GemmTile = GemmTile()
+
+    @property
+    def family(self) -> str:
+        return self.to_json()
 
 
 @dataclass(frozen=True)
@@ -416,6 +426,10 @@ class Signaled(Plan):
     ctas: int = 16
     copies: bool = False
     tile: GemmTile = GemmTile()
+
+    @property
+    def family(self) -> str:
+        return f"{self.kind} by copies" if self.copies else self.kind
 
 
 @dataclass(frozen=True)

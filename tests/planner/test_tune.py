@@ -22,8 +22,9 @@ from tests.offline.test_offline import launches
 from weft.check.offline import compile_kernel
 from weft.check.ptx import broken_rules
 from weft.cli import app
+from weft.cost.model import Occupancy
 from weft.planner import tune
-from weft.planner.parts import NotMeasured, Occupancy
+from weft.planner.parts import NotMeasured
 from weft.planner.predict import Predictor
 from weft.planner.probes import calls, gemms
 from weft.planner.probes.common import SIZES, WAVES, Bench, Probe, Sizes

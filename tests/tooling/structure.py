@@ -43,6 +43,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("launch", "tensor_checks"),
     ("prepared",),
     ("torch_library",),
+    ("cost",),
     ("op",),
     ("transport", "compute"),
     ("ops",),

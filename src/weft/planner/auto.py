@@ -28,11 +28,12 @@ import torch
 
 from ..architectures import device_capability, features
 from ..chooser import LAUNCH_MODES, AnyTrial, length, span
+from ..cost.model import ITEM
 from ..op import REGISTRY, Call, Op, collectives, trial_title
 from ..ops.recipes import check_name
 from ..plans import Decomposed, OneShot, Plan, Sequential, Signaled
 from ..world import World
-from .parts import ITEM, NotMeasured
+from .parts import NotMeasured
 from .predict import Predictor
 from .profile import Profile, ProfileError, find, names, nearest_machine, read, shipped, this_machine
 from .search import Decision, Option, Planner, near
