@@ -19,7 +19,7 @@ Mixes run for half a second at a time, in which the GPU's power limit holds its 
 GPU had under each method.
 "eager": prefill passes that the host launches, method by method; with --tune what "auto" is outside graphs comes from these.
 --tune times all of them once, measures the profile, and writes DIR/decoder-table.json, for
-src/weft/planner/tables/decoder/<gpu>.json. A method that fails is said and left out.
+src/weft/planner/tables/<gpu>.json. A method that fails is said and left out.
 """
 
 from __future__ import annotations
@@ -472,12 +472,11 @@ class Bench:
         weave.learn_layers(self.name, table)
         if self.world.rank == 0:
             path = self.a.out / "decoder-table.json"
-            tables = json.loads(path.read_text()) if path.exists() else {}
-            tables[self.name] = table.to_json()
-            path.write_text(json.dumps(tables) + "\n")
-            print(
-                f"table -> {path}, for src/weft/planner/tables/decoder/{gpu_model(self.world.device)}.json", flush=True
-            )
+            size = self.world.size, c.hidden_size, c.intermediate_size
+            rows = json.loads(path.read_text()) if path.exists() else []
+            others = [r for r in rows if (r["world"], r["N"], r["K"]) != size]
+            path.write_text(json.dumps(others + table.to_rows(*size)) + "\n")
+            print(f"rows -> {path}, for src/weft/planner/tables/{gpu_model(self.world.device)}.json", flush=True)
 
 
 def _runs(best: dict[int, LayerPlan]) -> weave.Choices:
