@@ -98,7 +98,7 @@ def measure(out: Path, profile: Profile, seconds: float) -> None:
     import torch
 
     import weft
-    from weft.planner.timing import CudaTimer
+    from weft.planner.tuner import CudaTimer
 
     world = weft.init()
     timer, planner, start = CudaTimer(world), Planner(Predictor(profile)), time.monotonic()

@@ -43,8 +43,8 @@ from weft.planner.profile import (
 )
 from weft.planner.search import Planner
 from weft.planner.simulate import over_nodes
-from weft.planner.timing import exchanged
 from weft.planner.tune import measure, probes_of, start_of
+from weft.planner.tuner import exchanged
 from weft.plans import Fused, GemmTile, Plan
 from weft.scale import SMALL_SIGNALED, SMALL_TILE
 

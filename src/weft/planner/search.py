@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from ..chooser import bucket
 from ..cost.model import Conditions
 from ..op import REGISTRY
 from ..plans import (
@@ -139,8 +140,7 @@ def near(m: int, world: int) -> int:
     """Return the next M, upwards, of a grid of 16 steps an octave, for which the plan of `m` is chosen. It rounds up
     because fewer rows may take a wave less, and a plan for that wave less would leave the last tiles to a wave of their
     own."""
-    step = 1 << max(m.bit_length() - 5, 0)
-    rounded = -(-m // step) * step
+    rounded = bucket(m, 16)
     return rounded if m % world else -(-rounded // world) * world
 
 

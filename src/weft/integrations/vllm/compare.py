@@ -23,8 +23,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ...chooser import MIN_SPEEDUP, CallTime, Choice, Chooser
+from ...chooser import MIN_SPEEDUP, Choice, Chooser
 from ...plans import Plan, Sequential
+from ...timing import CallTime
 from .flashinfer import FlashInfer
 from .interface import VllmObject
 from .row_norm_column import PASS_FORMS, OwnRows, WovenLayers

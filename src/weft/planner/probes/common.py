@@ -13,7 +13,7 @@ from ...ops.tiles import with_architecture_tiles
 from ...plans import NARROW, FusedGather, GemmTile, Signaled
 from ...world import World
 from ..profile import Latency, Measurement
-from ..timing import Timer
+from ..tuner import Timer
 
 BF = torch.bfloat16
 GemmShape = tuple[int, int, int]
