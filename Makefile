@@ -10,7 +10,7 @@
 # make engines  installs vLLM for CPUs into .venv-engines, and runs the plugin in it
 # make gpu    the checks on GPUs, one or several, that have not passed with this version; in at most ten minutes, and again for the rest
 # make fuzz   random calls of every op on GPUs, counted
-# make pages  the pages and plots that are made of bench/results: measurements, predictions, the figures of the design notes
+# make pages  the pages and plots that are made of bench/results: measurements, predictions, tables
 # make docs   the documents and the API reference as a site, in site/; fails at a link or an anchor that leads nowhere
 # make wheel  builds a source archive and a wheel, checks that an index would take them, and runs the wheel in a fresh environment
 # make measure  everything that is measured on several GPUs, ten minutes at a time; once more for what is left

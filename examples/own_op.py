@@ -84,7 +84,7 @@ class GatherNorm(weft.Op):
         return [((call.rows, call.h), call.dtype)]
 
     def unsupported(self, world, call, plan, requested):
-        return world.symmetric_unsupported or (f"{call.m} rows in {plan.rows}s" if call.m % plan.rows else None)
+        return world.backend.symmetric_unsupported or (f"{call.m} rows in {plan.rows}s" if call.m % plan.rows else None)
 
     def backward(self, world, ctx):  # the norm's Jacobian is the same on every rank, so it is applied once, to the sum
         (x,), (dy,) = ctx.saved, ctx.gradients

@@ -22,7 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.fixture(autouse=True)
 def nothing_learned_stays() -> Iterator[None]:
-    """Rows that a test learns are not the next one's."""
+    """Forget the rows that a test has learned."""
     yield
     if table._learned:
         table._learned.clear()
@@ -45,15 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The collector does not look at the modules again that all tests have imported, and looks less often: a tenth of the emulator's
-    time."""
+    """Freeze the modules that all tests have imported, and collect garbage less often: it was a tenth of the
+    emulator's time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The mutation gate's kill rate by protocol, and what the offline gate compiled."""
+    """Print the mutation gate's kill rate by protocol, and what the offline gate compiled."""
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
     properties = [pair for r in reports for pair in getattr(r, "user_properties", ())]
     rows = [value for name, value in properties if name == "mutations"]

@@ -30,7 +30,7 @@ def gathered(layer: Layer) -> list[Tensor]:
     sent = [part.contiguous().view(torch.uint8) for part in parts]
     whole = [world.empty((world.size * len(part), part.shape[1]), torch.uint8) for part in sent]
     stream = world.current_stream()
-    world.all_gather_together(whole, sent, stream)
+    world.backend.all_gather_together(whole, sent, stream)
     world.finish(stream)
     return [full.view(part.dtype) for full, part in zip(whole, parts, strict=True)]
 

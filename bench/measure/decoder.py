@@ -362,7 +362,7 @@ class Bench:
 
         def gemm(w: torch.Tensor, m: int) -> Run:
             x, y = xs.view(-1)[: m * w.shape[1]].view(m, -1), out[: m * w.shape[0]].view(m, -1)
-            return lambda: world.linear(x, w, None, world.current_stream(), y)
+            return lambda: world.backend.linear(x, w, None, world.current_stream(), y)
 
         sizes = list(range(step, rows + 1, step))
         gemm_us: list[list[float]] = [[], []]

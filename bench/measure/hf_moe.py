@@ -1,33 +1,26 @@
 """A Transformers mixture of experts woven, beside Transformers' own expert parallelism of it:
-torchrun --nproc-per-node N -m bench.measure.hf_moe --out DIR [--models Qwen3-30B ..] [--tokens 2048 ..] [--batches 1 ..] [--forms]
+torchrun --nproc-per-node N -m bench.measure.hf_moe --out DIR [--models Qwen3-30B ..] [--tokens 2048 ..] [--batches 1 ..]
 
 Sizes of Mixtral-8x7B, Qwen3-30B-A3B and GPT-OSS-120B with fewer layers, random weights. Appends rows to DIR/hf_moe.jsonl: `us` of
 a forward pass, the slowest rank's median of interleaved rounds; "prefill": M tokens of one sequence, without a cache; "decode": one
 token of each of M sequences over a static cache of `length` tokens. mode "graph": captured in a CUDA graph, both ways. Methods
-"transformers" and "weft"; with --forms also both forms of a woven layer, "weft few" and "weft many", whatever the tokens.
+"transformers" and "weft".
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from transformers.distributed import DistributedConfig
 
 import weft
-from bench.common.resume import keep, unfinished
+from bench.common.program import Program, gains, options
 from bench.common.timing import error_of, time_interleaved
 from bench.measure.hf import decode, prefill
-from bench.measure.run import commit
-from weft.integrations.transformers import forwards
 
 BF = torch.bfloat16
 COMMON = dict(vocab_size=1024, max_position_embeddings=16384, rms_norm_eps=1e-5)  # a few words, as in hf.py
@@ -65,85 +58,39 @@ def loaded(name: str, layers: int, world: weft.World) -> Any:
     return model.to(world.device).eval()
 
 
-def of_form(fn: Callable[[], torch.Tensor], sharded_from: int) -> Callable[[], torch.Tensor]:
-    def run() -> torch.Tensor:
-        before, forwards.SHARDED_FROM = forwards.SHARDED_FROM, sharded_from
-        try:
-            return fn()
-        finally:
-            forwards.SHARDED_FROM = before
-
-    return run
-
-
-def ways(models: dict[str, Any], make: Callable[[Any], Callable[[], torch.Tensor]], forms: bool) -> dict[str, Any]:
-    fns = {name: make(model) for name, model in models.items()}
-    if forms:
-        fns |= {"weft few": of_form(fns["weft"], 1 << 30), "weft many": of_form(fns["weft"], 1)}
-    return fns
-
-
-def measured(name: str, phase: str, m: int, fns: dict[str, Any], world: weft.World, a: argparse.Namespace) -> None:
+def measured(run: Program, name: str, phase: str, m: int, fns: dict[str, Any]) -> None:
     error = error_of(fns["weft"](), fns["transformers"]())
-    for mode in a.modes:
-        try:
-            times = time_interleaved(fns, mode=mode, calls=4, rounds=a.rounds)
-        except Exception as e:  # what cannot be captured leaves the rest
-            print(f"{name} {phase} {m} {mode}: rank {world.rank}: {type(e).__name__}: {e}"[:500], flush=True)
-            continue
-        if world.rank:
-            continue
-        ratio = times["transformers"] / times["weft"]
-        figures = ", ".join(f"{method} {us:.0f}" for method, us in times.items())
-        print(
-            f"{time.time() - a.start:.0f}s {name} {phase} {m} {mode}: {figures} ({ratio:.3f}x), error {error:.4f}",
-            flush=True,
-        )
-        keep(world, a.out / "hf_moe.jsonl", [
-            dict(op="hf_moe", name=f"{name}-{phase}-{m}", M=m, layers=a.layers, world=world.size, mode=mode, method=method,
-                 us=round(us, 1), error=round(error, 5), length=a.length, transformers=transformers.__version__, commit=commit())
-            for method, us in times.items()
-        ])  # fmt: skip
+    for mode in run.a.modes:
+        with run.tolerating(f"{name} {phase} {m} {mode}"):
+            times = time_interleaved(fns, mode=mode, calls=4, rounds=run.a.rounds)
+            run.log(f"{name} {phase} {m} {mode}: {gains(times, 'transformers')}, error {error:.4f}")
+            fixed = dict(op="hf_moe", name=f"{name}-{phase}-{m}", M=m, mode=mode, error=round(error, 5))
+            run.keep(dict(fixed, method=method, us=round(us, 1)) for method, us in times.items())
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    p.add_argument("--tokens", nargs="*", type=int, default=[2048, 8192])
-    p.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64])
-    p.add_argument("--modes", nargs="*", default=["graph", "eager"])
-    p.add_argument("--length", type=int, default=1024)
-    p.add_argument("--layers", type=int, default=4)
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--forms", action="store_true", help="both forms of a woven layer too")
-    p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
-    a = p.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    a.start, world = time.time(), weft.init()
-    transformers.logging.set_verbosity_error()  # all that is missing from an empty checkpoint
+    sizes = dict(models=list(MODELS), tokens=[2048, 8192], batches=[1, 16, 64], length=1024, layers=4)
+    a = options(choices=dict(models=MODELS), **sizes, modes=["graph", "eager"], rounds=5)
+    fixed = dict(layers=a.layers, length=a.length, transformers=transformers.__version__)
+    run = Program(a, "hf_moe.jsonl", **fixed)
+    transformers.logging.set_verbosity_error()  # otherwise it names all that is missing from an empty checkpoint
     transformers.logging.disable_progress_bar()
     for name in a.models:
         with torch.no_grad():
-            models = {"transformers": loaded(name, a.layers, world), "weft": loaded(name, a.layers, world)}
+            models = {method: loaded(name, a.layers, run.world) for method in ("transformers", "weft")}
             for copy, parameter in zip(models["weft"].parameters(), models["transformers"].parameters(), strict=True):
                 copy.copy_(parameter)
-            weft.hf.weave(models["weft"], world)
-            if world.rank == 0:
-                print(f"{time.time() - a.start:.0f}s {name}\n{weft.hf.report(models['weft'])}", flush=True)
+            weft.hf.weave(models["weft"], run.world)
+            run.log(f"{name}\n{weft.hf.report(models['weft'])}")
             todo = [("prefill", n, functools.partial(prefill, tokens=n)) for n in a.tokens]
             todo += [("decode", n, functools.partial(decode, batch=n, length=a.length)) for n in a.batches]
-            cases = {f"{name} {phase} {m}": (phase, m, make) for phase, m, make in todo}
-            for phase, m, make in unfinished(world, a.out, cases, a.seconds):
-                try:
-                    fns = ways(models, make, a.forms and phase == "prefill")
-                    measured(name, phase, m, fns, world, a)
-                except Exception as e:  # one size that cannot be timed leaves the others
-                    print(f"{name} {phase} {m}: rank {world.rank}: {type(e).__name__}: {e}"[:500], flush=True)
+            for phase, m, make in run.cases({f"{name} {phase} {m}": (phase, m, make) for phase, m, make in todo}):
+                with run.tolerating(f"{name} {phase} {m}"):
+                    measured(run, name, phase, m, {method: make(model) for method, model in models.items()})
         models.clear()
         gc.collect()
         torch.cuda.empty_cache()
-    dist.destroy_process_group()
+    run.end()
 
 
 if __name__ == "__main__":

@@ -18,22 +18,16 @@ interleaved rounds; `error`, relative, from "libraries". Methods:
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import gc
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import weft
 from bench.common.collectives import Collectives, Elided
-from bench.common.resume import keep, unfinished
+from bench.common.program import Program, gains, options
 from bench.common.timing import error_of, time_interleaved
-from bench.measure.run import commit
 from bench.pages.tables import ALONE
 from weft.lang.mapping import balanced_rows
 from weft.models import Batch, Cache, Llama
@@ -108,7 +102,9 @@ def experts_here(
     if rows.requires_grad:
         rows = torch.where(is_local, rows, 0)
     gate_up = torch._grouped_mm(rows, w13.flatten(1, 3).transpose(1, 2), offs=ends)
-    y = torch._grouped_mm(silu_mul_blocks(gate_up, inner, world.scale.interleave, world), w2.transpose(1, 2), offs=ends)
+    y = torch._grouped_mm(
+        silu_mul_blocks(gate_up, inner, world.backend.scale.interleave, world), w2.transpose(1, 2), offs=ends
+    )
     y = torch.where(is_local, y, 0) * weights.flatten()[order, None].to(y.dtype)
     return Picked.apply(y, back, order, 1).view(-1, k, hidden).sum(1)
 
@@ -164,13 +160,9 @@ def ways(sms: int) -> dict[str, LayerPlan]:
     }
 
 
-class Bench:
-    def __init__(self, world: weft.World, a: argparse.Namespace) -> None:
-        self.world, self.a, self.start = world, a, time.time()
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.fixed = dict(
-            op="models", world=world.size, dtype="bfloat16", mode="graph", layers=a.layers, commit=commit(), date=date
-        )
+class Bench(Program):
+    def __init__(self, a: argparse.Namespace, world: weft.World | None = None) -> None:
+        super().__init__(a, "models.jsonl", world, op="models", dtype="bfloat16", mode="graph", layers=a.layers)
 
     def plans(self, model: Llama, tokens: int) -> dict[str, LayerPlan]:
         """Return the plans by method; "auto" stands for the method that it takes, or comes last with a plan of its own."""
@@ -224,44 +216,26 @@ class Bench:
         self, name: str, tokens: int, model: Llama, times: dict[str, float], errors: dict[str, float | None], taken: str
     ) -> None:
         """taken: the method that "auto" is."""
-        if self.world.rank:
-            return
-        base, c, shape = times["libraries"], model.config, dict(N=model.config.hidden_size)
+        c, shape = model.config, dict(N=model.config.hidden_size)
         if c.mixture is None:
             shape |= dict(K=c.intermediate_size)
         else:
             shape |= dict(K=c.mixture.intermediate_size, E=c.mixture.num_experts, top_k=c.mixture.top_k)
-        figures = " | ".join(
-            f"{method} {us:.0f} ({base / us:.3f}x, error {errors[method]})" for method, us in times.items()
-        )
-        print(f"{time.time() - self.start:.0f}s {name}: {figures} ({taken})", flush=True)
-        keep(self.world, self.a.out / "models.jsonl", [
-            dict(name=name, M=tokens, **shape, method=method, us=round(us, 1), error=errors[method], taken=taken, **self.fixed)
+        self.log(f"{name}: {gains(times, 'libraries')} ({taken}), errors {errors}")
+        self.keep(
+            dict(name=name, M=tokens, **shape, method=method, us=round(us, 1), error=errors[method], taken=taken)
             for method, us in times.items()
-        ])  # fmt: skip
+        )
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
     known = list(ways(0))
-    p.add_argument("--methods", nargs="*", default=known, choices=known, help="of the dense ones; libraries always")
-    p.add_argument("--layers", type=int, default=2)
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
-    a = p.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    world = weft.init()
-    bench = Bench(world, a)
-    for name in unfinished(world, a.out, {f"forward pass {name}": name for name in a.only}, a.seconds):
-        try:
+    a = options(choices=dict(only=MODELS, methods=known), only=list(MODELS), methods=known, layers=2, rounds=5)
+    bench = Bench(a)
+    for name in bench.cases({f"forward pass {name}": name for name in a.only}):
+        with bench.tolerating(name):
             bench.run(name)
-        except Exception as e:  # a model that cannot be timed leaves the others
-            print(f"{name}: rank {world.rank}: {type(e).__name__}: {e}"[:500], flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    dist.destroy_process_group()
+    bench.end()
 
 
 if __name__ == "__main__":

@@ -18,26 +18,20 @@ gradients of x and of a weight.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import gc
 import itertools
-import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import weft
 from bench.common.collectives import Collectives, Elided, Gathered, Scattered
-from bench.common.resume import keep, unfinished
+from bench.common.program import Program, gains, options
 from bench.common.timing import error_of, time_interleaved
 from bench.measure.models import experts_here
-from bench.measure.run import commit
 from bench.pages.tables import ALONE
 from weft.ops.activation import silu_mul_blocks
 
@@ -193,39 +187,27 @@ def measure(world: weft.World, name: str, mode: str, a: argparse.Namespace) -> l
     error = max(error_of(actual, t) for actual, t in zip(ways["auto"](), expected, strict=False))
     errors = {"libraries": 0.0, "auto": round(error, 5), ALONE: None}
     times = time_interleaved(ways, mode=mode, calls=1, rounds=a.rounds)
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    fixed = dict(
-        op="models", world=world.size, dtype="bfloat16", mode=mode, layers=a.layers, commit=commit(), date=date
-    )
+    fixed = dict(op="models", dtype="bfloat16", mode=mode, layers=a.layers)
     shape = dict(name=name, M=s.sequences * s.tokens, N=s.hidden, K=s.inner)
     shape |= dict(E=s.experts, top_k=TOP_K) if s.experts else {}
     return [dict(shape, method=way, us=round(us, 1), error=errors[way], **fixed) for way, us in times.items()]
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--only", nargs="*", default=list(LAYERS), choices=list(LAYERS))
-    p.add_argument("--modes", nargs="*", default=["eager", "graph"], choices=["eager", "graph"])
-    p.add_argument("--layers", type=int, default=2)
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
-    a = p.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    start, world = time.time(), weft.init()
+    a = options(
+        choices=dict(only=LAYERS, modes=["eager", "graph"]),
+        only=list(LAYERS),
+        modes=["eager", "graph"],
+        layers=2,
+        rounds=5,
+    )
+    run = Program(a, "models.jsonl")
     cases = {f"training {name}, {mode}": (mode, name) for mode, name in itertools.product(a.modes, a.only)}
-    for mode, name in unfinished(world, a.out, cases, a.seconds):
-        rows = measure(world, name, mode, a)
-        keep(world, a.out / "models.jsonl", rows)
-        if world.rank == 0:
-            base = rows[0]["us"]
-            figures = ", ".join(
-                f"{r['method']} {r['us']:.0f} ({base / r['us']:.3f}x, error {r['error']})" for r in rows
-            )
-            print(f"{time.time() - start:.0f}s {name}, {mode}: {figures}", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    dist.destroy_process_group()
+    for mode, name in run.cases(cases):
+        rows = run.keep(measure(run.world, name, mode, a))
+        times = gains({r["method"]: r["us"] for r in rows}, "libraries")
+        run.log(f"{name}, {mode}: {times}, errors {[r['error'] for r in rows]}")
+    run.end()
 
 
 if __name__ == "__main__":

@@ -11,22 +11,18 @@ measured rate.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import weft
-from bench.common import peers
-from bench.common.resume import keep
+from bench.common.program import Program, options
 from bench.common.timing import error_of
 from bench.measure.moe import BF, MODELS, ROUTINGS, Layer, Library
-from bench.measure.run import commit
 from weft import moe
 
 CALLS, ROUNDS = 8, 5
@@ -111,31 +107,22 @@ def measure(world: weft.World, name: str, tokens: int, zipf: float, link: float)
         for op, us in zip(("moe_dispatch", "moe_combine"), times(phases), strict=True):
             out.append(dict(
                 op=op, name=f"{name}-{tokens}", M=tokens, N=model.inner, K=model.hidden, E=model.experts, top_k=model.k, method=way, us=round(us, 1),
-                limit_us=bound, world=world.size, mode="eager", zipf=zipf, error=round(error, 5), commit=commit(), link_gbs=round(link, 1),
+                limit_us=bound, mode="eager", zipf=zipf, error=round(error, 5),
             ))  # fmt: skip
     return out
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--models", nargs="*", default=list(MODELS))
-    p.add_argument("--tokens", nargs="*", type=int, default=[128, 2048, 8192])
-    p.add_argument("--zipf", type=float, default=0.0)
-    a = p.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    world = weft.init()
-    link = peers.link_rate(world)
+    a = options(models=list(MODELS), tokens=[128, 2048, 8192], zipf=0.0)
+    run = Program(a, "moe_exchange.jsonl")
+    cases = {f"exchange {name} {tokens}": (name, tokens) for tokens, name in itertools.product(a.tokens, a.models)}
+    link = run.link
     with torch.no_grad():
-        for tokens, name in itertools.product(a.tokens, a.models):
-            rows = measure(world, name, tokens, a.zipf, link)
-            torch.cuda.empty_cache()
-            keep(world, a.out / "moe_exchange.jsonl", rows)
-            if world.rank == 0:
-                text = " | ".join(f"{r['method']} {r['op'][4:]} {r['us']:.0f}" for r in rows)
-                fixed = f"{rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} error {rows[0]['error']}"
-                print(f"{fixed}: {text}", flush=True)
-    dist.destroy_process_group()
+        for name, tokens in run.cases(cases):
+            rows = run.keep(measure(run.world, name, tokens, a.zipf, link))
+            text = " | ".join(f"{r['method']} {r['op'][4:]} {r['us']:.0f}" for r in rows)
+            run.log(f"{rows[0]['name']} limit {rows[0]['limit_us']} error {rows[0]['error']}: {text}")
+    run.end()
 
 
 if __name__ == "__main__":

@@ -10,20 +10,17 @@ beginning to the end on the rank that ends last; `others_us`: the median for the
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import weft
-from bench.common.resume import keep, unfinished
+from bench.common.program import Program, options
 from bench.common.timing import capture, time_interleaved
 from bench.measure.moe import KNOWN, Layer, Library
-from bench.measure.run import commit
 
 CALLS = 40  # of each method and delay
 CLOCK = 1_000_000  # cycles by which the GPU's clock is measured
@@ -59,7 +56,7 @@ def measure(world: weft.World, name: str, tokens: int, delays: Sequence[float]) 
     layer_us = time_interleaved({"": library.known}, mode="graph", calls=3, rounds=3)[""]
     cycles_a_us = CLOCK / timed(partial(torch.cuda._sleep, CLOCK), 0)
     graphs = {method: capture(call, 1) for method, call in calls.items()}
-    fixed = dict(op="moe stragglers", name=f"{name}-{tokens}", M=tokens, world=world.size, commit=commit())
+    fixed = dict(op="moe stragglers", name=f"{name}-{tokens}", M=tokens)
     rows = []
     for delay in delays:
         cycles = int(delay * layer_us * cycles_a_us)
@@ -71,27 +68,15 @@ def measure(world: weft.World, name: str, tokens: int, delays: Sequence[float]) 
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--models", nargs="*", default=["Qwen3-30B", "FlashMoE"], choices=list(KNOWN))
-    p.add_argument("--tokens", nargs="*", type=int, default=[8192, 512])
-    p.add_argument("--delays", nargs="*", type=float, default=[0.0, 0.5, 1.0, 2.0], help="in layers of the libraries")
-    p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
-    a = p.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    world = weft.init()
+    models, delays = ["Qwen3-30B", "FlashMoE"], [0.0, 0.5, 1.0, 2.0]
+    a = options(choices=dict(models=KNOWN), models=models, tokens=[8192, 512], delays=delays)
+    run = Program(a, "moe_stragglers.jsonl")
     cases = {f"stragglers {name} {tokens}": (name, tokens) for tokens in a.tokens for name in a.models}
     with torch.no_grad():
-        for name, tokens in unfinished(world, a.out, cases, a.seconds):
-            rows = measure(world, name, tokens, a.delays)
-            keep(world, a.out / "moe_stragglers.jsonl", rows)
-            torch.cuda.empty_cache()
-            for r in rows if world.rank == 0 else ():
-                print(
-                    f"{r['name']} x{world.size}, {r['delay']} layers late: {r['method']} {r['us']} ({r['p95_us']})",
-                    flush=True,
-                )
-    dist.destroy_process_group()
+        for name, tokens in run.cases(cases):
+            for r in run.keep(measure(run.world, name, tokens, a.delays)):
+                run.log(f"{r['name']}, {r['delay']} layers late: {r['method']} {r['us']} ({r['p95_us']})")
+    run.end()
 
 
 if __name__ == "__main__":

@@ -12,13 +12,10 @@ the tables of a call alone, for which its first GEMM waits and which the library
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -26,10 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import weft
-from bench.common import peers
-from bench.common.resume import keep, unfinished
+from bench.common.program import Program, options
 from bench.common.timing import error_of, time_interleaved
-from bench.measure.run import commit
 from weft import moe
 from weft.ops.moe.call import Weights
 from weft.ops.moe.expert_parallel import dispatched
@@ -184,10 +179,10 @@ def tables_alone(layer: Layer, outputs: tuple[torch.Tensor, ...]) -> Callable[[]
     return run
 
 
-def measure(world: weft.World, name: str, model: Model, a: argparse.Namespace, link: float) -> list[dict]:
+def measure(world: weft.World, name: str, model: Model, plans: list[str], link: float) -> list[dict]:
     layer = Layer(world, model)
     library = Library(layer)
-    ways: dict[str, str | Plan] = {"auto": "auto"} | {p: Plan.from_json(p) for p in a.plans}
+    ways: dict[str, str | Plan] = {"auto": "auto"} | {p: Plan.from_json(p) for p in plans}
     outputs = layer.first_half("auto", 0)
     gemm_fns = own_gemms(layer, library, outputs)
     error = error_of(layer.second_half("auto", outputs), library.second_half(library.hidden))
@@ -212,59 +207,35 @@ def measure(world: weft.World, name: str, model: Model, a: argparse.Namespace, l
     bounds["moe_tp"] = sum(bounds.values())
     gemms = dict(zip(ops, gemm.values(), strict=False)) | {"moe_tp": sum(gemm.values())}
     shape = dict(name=name, M=model.tokens, N=model.inner, K=model.hidden, E=model.experts, top_k=model.k)
-    fixed = dict(world=world.size, mode="graph", error=round(error, 5), commit=commit(), link_gbs=round(link, 1))
+    fixed = dict(mode="graph", error=round(error, 5), tables_us=round(times["tables"], 1))
     return [
-        dict(
-            op=op,
-            **shape,
-            method=way,
-            us=round(times[f"{op} {way}"], 1),
-            limit_us=round(bounds[op], 1),
-            gemm_us=round(gemms[op], 1),
-            tables_us=round(times["tables"], 1),
-            plan=str(ways.get(way, way)),
-            **fixed,
-        )
-        for op, fns in ops.items()
-        for way in fns
-    ]
+        dict(op=op, **shape, method=way, us=round(times[f"{op} {way}"], 1), limit_us=round(bounds[op], 1),
+             gemm_us=round(gemms[op], 1), plan=str(ways.get(way, way)), **fixed)
+        for op, fns in ops.items() for way in fns
+    ]  # fmt: skip
 
 
-def print_rows(rows: list[dict], seconds: float) -> None:
-    row = rows[0]
-    figures = f"error {row['error']}, tables {row['tables_us']} us"
-    print(f"{seconds:.0f}s {row['name']}-{row['M']} x{row['world']} {figures}", flush=True)
+def summary(rows: list[dict]) -> str:
+    lines = [f"{rows[0]['name']}-{rows[0]['M']} error {rows[0]['error']}, tables {rows[0]['tables_us']} us"]
     for op in dict.fromkeys(r["op"] for r in rows):
-        rows_of_op = [r for r in rows if r["op"] == op]
-        figures = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in rows_of_op)
-        print(
-            f"    {op}: limit {rows_of_op[0]['limit_us']:.0f} (GEMM {rows_of_op[0]['gemm_us']:.0f}): {figures}",
-            flush=True,
-        )
+        of_op = [r for r in rows if r["op"] == op]
+        figures = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in of_op)
+        lines.append(f"    {op}: limit {of_op[0]['limit_us']:.0f} (GEMM {of_op[0]['gemm_us']:.0f}): {figures}")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--models", nargs="*", default=list(MODELS))
-    p.add_argument("--tokens", nargs="*", type=int, default=[8192], help="of all ranks together")
-    p.add_argument("--plans", nargs="*", default=[], help="DispatchedColumns plans as JSON, timed beside auto")
-    p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
-    a = p.parse_args()
+    a = options(models=list(MODELS), tokens=[8192], plans=[])
     usual = json.loads(DispatchedColumns().to_json())
-    a.plans = [Plan.from_json(json.dumps(usual | json.loads(plan))).to_json() for plan in a.plans]
-    a.out.mkdir(parents=True, exist_ok=True)
-    start, world = time.time(), weft.init()
-    link = peers.link_rate(world)
+    plans = [Plan.from_json(json.dumps(usual | json.loads(plan))).to_json() for plan in a.plans]
+    run = Program(a, "moe_tensor.jsonl")
+    cases = {f"columns {name} {tokens}": (name, tokens) for name, tokens in itertools.product(a.models, a.tokens)}
+    link = run.link
     with torch.no_grad():
-        cases = {f"columns {name} {tokens}": (name, tokens) for name, tokens in itertools.product(a.models, a.tokens)}
-        for name, tokens in unfinished(world, a.out, cases, a.seconds):
-            rows = measure(world, name, replace(MODELS[name], tokens=tokens), a, link)
-            torch.cuda.empty_cache()
-            keep(world, a.out / "moe_tensor.jsonl", rows)
-            if world.rank == 0:
-                print_rows(rows, time.time() - start)
-    dist.destroy_process_group()
+        for name, tokens in run.cases(cases):
+            model = replace(MODELS[name], tokens=tokens)
+            run.log(summary(run.keep(measure(run.world, name, model, plans, link))))
+    run.end()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Forward and backward passes of the MoE layer on real models' sizes, beside the libraries: NCCL all-to-all, or of layers whose
 columns are split over the ranks all-gather and reduce-scatter, and torch's grouped GEMM under autograd.
 
-torchrun --nproc-per-node N -m bench.measure.moe_training --out DIR [--models ...] [--tokens 8192] [--parallel expert tensor] [--keep ...]
-    [--profile] [--seconds S]
+torchrun --nproc-per-node N -m bench.measure.moe_training --out DIR [--models ...] [--tokens 8192] [--parallel expert tensor] [--keep ...] [--seconds S]
 
 Appends rows to DIR/moe_training.jsonl: `op` "moe_backward" (of a forward pass that was made before) and "moe_step" (forward and
 backward), us of the slowest rank, in a CUDA graph, and TFLOP/s a GPU, of three matrices an expert: 12 H I operations a row
@@ -12,11 +11,9 @@ the gate in it. The name of a layer of split columns has "tensor" in it.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +22,9 @@ import torch.nn.functional as F
 
 import weft
 from bench.common.collectives import Collectives, Gathered, Scattered
-from bench.common.resume import keep, unfinished
-from bench.common.timing import error_of, events_on_gpu, time_interleaved
+from bench.common.program import Program, options
+from bench.common.timing import error_of, time_interleaved
 from bench.measure.moe import MODELS, Layer, Library, Model
-from bench.measure.run import commit
 from weft import moe
 
 
@@ -154,11 +150,11 @@ class InParts(Timed):
         return Scattered.apply(part, self.collectives), (self.x, self.weights, self.w13, self.w2)
 
 
-def measure(world: weft.World, name: str, tokens: int, parallel: str, a: argparse.Namespace) -> list[dict]:
+def measure(world: weft.World, name: str, tokens: int, parallel: str, keep: list[str]) -> list[dict]:
     model = MODELS[name]
     it = Trained(Layer(world, model, tokens, 0.0)) if parallel == "expert" else InParts(world, model, tokens)
     ways: dict[str, Callable[[], tuple]] = {"library": it.libraries}
-    ways |= {f"weft, keep {keep}": lambda keep=keep: it.weft(keep) for keep in a.keep}
+    ways |= {f"weft, keep {kept}": partial(it.weft, kept) for kept in keep}
     expected, error = it.step(it.libraries)(), 0.0
     for way, forward in ways.items():
         if way != "library":
@@ -166,7 +162,7 @@ def measure(world: weft.World, name: str, tokens: int, parallel: str, a: argpars
             error = max(error, error_of(actual[0], expected[0]), error_of(actual[3], expected[3]))
     name = f"{name}-{tokens}" if parallel == "expert" else f"{name}-{parallel}-{tokens}"
     shape = dict(name=name, M=tokens, N=model.inner, K=model.hidden, E=model.experts, top_k=model.k)
-    fixed = dict(world=world.size, mode="graph", zipf=0.0, error=round(error, 5), commit=commit())
+    fixed = dict(mode="graph", zipf=0.0, error=round(error, 5))
     rows = []
     for op, timed, flops in (("moe_backward", it.back, 12), ("moe_step", it.step, 18)):
         times = time_interleaved({way: timed(f) for way, f in ways.items()}, mode="graph", calls=2, rounds=5)
@@ -174,44 +170,20 @@ def measure(world: weft.World, name: str, tokens: int, parallel: str, a: argpars
             rate = flops * tokens * model.k * model.hidden * model.inner / us / 1e6
             rows.append(dict(shape, op=op, method=way, us=round(us, 1), tflops=round(rate, 1), **fixed))
         torch.cuda.empty_cache()
-    if a.profile:
-        profile(world, it, a)
     return rows
 
 
-def profile(world: weft.World, it: Timed, a: argparse.Namespace) -> None:
-    """Print kernels' times of one backward pass of this rank."""
-    events = events_on_gpu(it.back(lambda: it.weft(a.keep[0])))
-    if world.rank == 0:
-        kernels = sorted((e for e in events if e.device_time > 5), key=lambda e: e.time_range.start)
-        start = kernels[0].time_range.start
-        for e in kernels:
-            print(f"  at {e.time_range.start - start:7.0f} for {e.device_time:7.0f} us: {e.name[:60]}", flush=True)
-
-
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--models", nargs="*", default=["Qwen3-30B", "Mixtral-8x7B"])
-    p.add_argument("--tokens", nargs="*", type=int, default=[8192])
-    p.add_argument("--parallel", nargs="*", choices=["expert", "tensor"], default=["expert", "tensor"])
-    p.add_argument("--keep", nargs="*", default=["rows", "activation", "nothing"])
-    p.add_argument("--profile", action="store_true", help="also the kernels' times of one backward pass")
-    p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
-    a = p.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    start, world = time.time(), weft.init()
+    keep, parallel = ["rows", "activation", "nothing"], ["expert", "tensor"]
+    a = options(models=["Qwen3-30B", "Mixtral-8x7B"], tokens=[8192], parallel=parallel, keep=keep)
+    run = Program(a, "moe_training.jsonl")
     sizes = itertools.product(a.parallel, a.models, a.tokens)
     cases = {f"training {name} {tokens}, {parallel}": (parallel, name, tokens) for parallel, name, tokens in sizes}
-    for parallel, name, tokens in unfinished(world, a.out, cases, a.seconds):
-        rows = measure(world, name, tokens, parallel, a)
-        torch.cuda.empty_cache()
-        keep(world, a.out / "moe_training.jsonl", rows)
-        if world.rank == 0:
-            for r in rows:
-                print(f"{time.time() - start:.0f}s {r['op']} {r['name']} x{r['world']} error {r['error']}: "
-                      f"{r['method']} {r['us']:.0f} us, {r['tflops']:.0f} TFLOP/s", flush=True)  # fmt: skip
-    dist.destroy_process_group()
+    for parallel, name, tokens in run.cases(cases):
+        for r in run.keep(measure(run.world, name, tokens, parallel, a.keep)):
+            figures = f"{r['method']} {r['us']:.0f} us, {r['tflops']:.0f} TFLOP/s"
+            run.log(f"{r['op']} {r['name']} error {r['error']}: {figures}")
+    run.end()
 
 
 if __name__ == "__main__":

@@ -47,11 +47,7 @@ def plans(tokens: int, hidden: int, world: int) -> list[Plan]:
     if tokens <= 1024:
         candidates += [TwoShotLowLatency(warps=w) for w in (8, 16)]
     if tokens <= 256:
-        candidates += [
-            TwoShotPush(spread=True),
-            TwoShotPush(),
-            TwoShotPull(),
-        ]
+        candidates += [TwoShotPush(spread=True), TwoShotPush(), TwoShotPull()]
         return candidates
     candidates += [Decomposed(), TwoShotPush(spread=True)]
     for programs in (0, 64, 32, 16):

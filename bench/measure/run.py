@@ -293,7 +293,7 @@ def main() -> None:
         table, plots = report.ending(a.out)
         Console().print(table)
         print("plots:", *plots)
-        print("\n".join(report.block({torch.cuda.get_device_name(): report.load(a.out)})))
+        print(report.table_of_means(report.load(a.out)))
     dist.destroy_process_group()
 
 

@@ -1,12 +1,9 @@
 """What the signaled plan costs and gives: torchrun --nproc-per-node N -m bench.measure.signaled --out DIR [--parts ...] [--seconds S]
 
-Appends rows to DIR/signaled.jsonl, each with "part", all of one interleaved run per shape and mode, medians of the slowest rank:
+Appends rows to DIR/signaled.jsonl. All methods of a shape and mode run in turns; a time is the slowest rank's median. The parts:
 
-    wait   how long a stream goes on after it may: a waiting kernel beside cuStreamWaitValue32 and an event
-    nccl   time of each collective by bytes a rank and CTAs (0: NCCL's own choice), and the CTAs that it then took
-    gemm   the GEMM alone: cuBLAS; weft's, to rows; the signaled one, to tiles with signals, on all but some SMs
-    norm   RMSNorm and residual add, from rows and from tiles
-    ops    cuBLAS + NCCL beside signaled plans, GEMM + all-reduce, reduce-scatter and all-to-all, M N of 16 to 256 Mi with K of 1
+    gemm   the GEMM alone: cuBLAS; weft's GEMM to rows; the signaled GEMM to tiles, with signals, on all but some SMs
+    ops    cuBLAS + NCCL beside signaled plans for GEMM + all-reduce, reduce-scatter and all-to-all, M N of 16 to 256 Mi with K of 1
            to 8 Ki, and the down projections of bench/common/shapes.py
 
 A plan is timed only after its result was right on every rank. A case that fails is printed and left out.
@@ -15,42 +12,32 @@ A plan is timed only after its result was right on every rank. A case that fails
 from __future__ import annotations
 
 import argparse
-import ctypes
-import datetime
 import json
 import random
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import triton.language as tl
 
 import weft
 from bench.common import peers, shapes
-from bench.common.resume import keep, unfinished
+from bench.common.program import Program, gains, options
 from bench.common.timing import RIGHT, error_of, time_interleaved
-from bench.measure.run import commit
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
 from weft.kernel_launch import Launch, Matrix, prepared
 from weft.ops.common import Factors
 from weft.ops.matmul_reduce import signaled
 from weft.ops.matmul_reduce.call import ReduceCall
-from weft.ops.norm import put_rows
 from weft.plans import Signaled, partition
 
 BF = torch.bfloat16
 RS, AR, A2A = "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
-PARTS = ("wait", "nccl", "gemm", "norm", "ops")
+PARTS = ["gemm", "ops"]
 CTAS = (4, 8, 16, 24)
-MI = 1 << 20
 Fns = dict[str, Callable[[], object]]
-T = TypeVar("T")
 
 
 @weft.jit
@@ -102,28 +89,12 @@ def reordered(
     return run
 
 
-class Bench:
-    def __init__(self, world: weft.World, a: argparse.Namespace) -> None:
-        self.world, self.a, self.start = world, a, time.time()
-        self.fixed = {
-            "world": world.size, "dtype": "bfloat16", "commit": commit(), "gpu": torch.cuda.get_device_name(0),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        }  # fmt: skip
+class Bench(Program):
+    def __init__(self, a: argparse.Namespace) -> None:
+        super().__init__(a, "signaled.jsonl", dtype="bfloat16", gpu=torch.cuda.get_device_name(0))
 
     def rand(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=BF) * scale
-
-    def unfinished(self, cases: Mapping[str, T]) -> Iterator[T]:
-        return unfinished(
-            self.world, self.a.out, {f"signaled {name}": case for name, case in cases.items()}, self.a.seconds
-        )
-
-    def log(self, text: str) -> None:
-        if self.world.rank == 0:
-            print(f"{time.time() - self.start:4.0f}s {text}", flush=True)
-
-    def write(self, rows: Sequence[dict[str, Any]]) -> None:
-        keep(self.world, self.a.out / "signaled.jsonl", [{**row, **self.fixed} for row in rows])
 
     def times(self, fns: Fns, mode: str, calls: int = 10) -> dict[str, float]:
         return {
@@ -145,105 +116,8 @@ class Bench:
         return worst <= RIGHT
 
     # -- parts
-    def wait(self) -> None:
-        """Time the us from the end of what a stream waits for to the end of its own next kernel."""
-        world, side = self.world, torch.cuda.Stream(priority=-1)
-        word, value, one = (torch.tensor([v], device="cuda", dtype=torch.int32) for v in (0, 1, 1))
-        driver = ctypes.CDLL("libcuda.so.1")
-        ends: dict[str, list[float]] = {}
-
-        def stream_value() -> None:
-            wrong = driver.cuStreamWaitValue32_v2(
-                ctypes.c_void_p(side.cuda_stream),
-                ctypes.c_uint64(word.data_ptr()),
-                ctypes.c_uint32(1),
-                ctypes.c_uint(0),
-            )
-            if wrong:
-                raise RuntimeError(f"cuStreamWaitValue32: error {wrong}")
-
-        def trial(name: str) -> None:
-            main = torch.cuda.current_stream()
-            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            word.zero_()
-            torch.cuda.synchronize()
-            if name == "kernel":
-                world.wait(word, value, side)
-            elif name == "stream value":
-                stream_value()
-            with torch.cuda.stream(side):
-                if name != "event":
-                    one.add_(0)
-                    b.record()
-            torch.cuda._sleep(400_000)
-            a.record()
-            word.add_(1)
-            if name == "event":
-                side.wait_stream(main)
-                with torch.cuda.stream(side):
-                    one.add_(0)
-                    b.record()
-            torch.cuda.synchronize()
-            ends.setdefault(name, []).append(a.elapsed_time(b) * 1e3)
-
-        for _ in range(30):
-            for name in ("event", "kernel", "stream value"):
-                trial(name)
-        medians = {name: sorted(v)[len(v) // 2] for name, v in ends.items()}
-        self.log(f"wait: {medians}")
-        self.write([dict(part="wait", method=name, us=round(us, 2)) for name, us in medians.items()])
-
-    def nccl(self) -> None:
-        world = self.world
-        sizes = [1 << b for b in range(16, 29)] if not self.a.quick else [1 << b for b in (18, 22, 26)]
-        for ctas in self.unfinished({f"NCCL, {ctas} CTAs": ctas for ctas in (0, 2, *CTAS)}):
-            on = world.communicator(ctas) if ctas else None
-            took = {}
-            for op, nbytes in ((o, s) for o in ("all_reduce", "reduce_scatter", "all_to_all") for s in sizes):
-                fn = self.collective(op, nbytes, on)
-                if nbytes == sizes[-1]:
-                    took[op] = self.grid(fn)
-                us = self.times({op: fn}, "graph", 10 if nbytes < 64 * MI else 3)[op]
-                row = dict(part="nccl", op=op, bytes=nbytes, ctas=ctas, us=us)
-                self.write([row | ({"took": took[op]} if op in took else {})])
-            self.log(f"nccl, at most {ctas or 'any number of'} CTAs: took {took}")
-
-    def collective(self, op: str, nbytes: int, on: Any) -> Callable[[], object]:
-        """Return a call of the library's collective on a communicator `on`. nbytes: the bytes of this rank's whole input."""
-        world, size = self.world, self.world.size
-        x = torch.zeros(nbytes // 2 // size * size, device="cuda", dtype=BF)
-        if op == "all_reduce":
-            return lambda: world.all_reduce(x, world.current_stream(), on)
-        if op == "reduce_scatter":
-            part = torch.empty(x.numel() // size, device="cuda", dtype=BF)
-            return lambda: world.reduce_scatter(part, x, world.current_stream(), on)
-        outs, parts = (t.split(x.numel() // size) for t in (torch.empty_like(x), x))
-        return lambda: world.all_to_all(outs, parts, world.current_stream(), on)
-
-    def grid(self, fn: Callable[[], object]) -> int | None:
-        """Return the number of CTAs of the NCCL kernel that `fn` launches."""
-        fn()
-        self.world.synchronize()
-        path = self.a.out / f"trace{self.world.rank}.json"
-        try:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-                fn()
-                torch.cuda.synchronize()
-            prof.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
-            return max(
-                e["args"]["grid"][0]
-                for e in events
-                if "nccl" in e.get("name", "").lower() and "grid" in e.get("args", {})
-            )
-        except Exception as e:  # a profiler that is not there costs only this figure
-            self.log(f"CTAs not known: {e!r}"[:200])
-            return None
-        finally:
-            path.unlink(missing_ok=True)
-
     def gemm(self) -> None:
-        for m, n, k in self.unfinished({f"GEMM {mnk}": mnk for mnk in self.mnk()}):
+        for m, n, k in self.cases({f"signaled GEMM {mnk}": mnk for mnk in self.mnk()}):
             self.gemm_of(m, n, k)
 
     def gemm_of(self, m: int, n: int, k: int) -> None:
@@ -262,39 +136,10 @@ class Bench:
             return
         for mode in self.a.modes:
             times = self.times(fns, mode, self.calls(m, n, k))
-            self.write([dict(part="gemm", M=m, N=n, K=k, mode=mode, method=q, us=us) for q, us in times.items()])
+            self.keep(dict(part="gemm", M=m, N=n, K=k, mode=mode, method=q, us=us) for q, us in times.items())
             base = times["plain, 8 CTAs left"]
             figures = ", ".join(f"{q} {us:.0f} ({us / base - 1:+.1%})" for q, us in times.items())
             self.log(f"gemm {m}x{n}x{k} {mode}: {figures}")
-
-    def norm(self) -> None:
-        sizes = (1024, 8192), (4096, 4096), (8192, 4096), (8192, 8192), (16384, 8192)
-        for m, n in self.unfinished({f"norm {mn}": mn for mn in sizes}):
-            self.norm_of(m, n)
-
-    def norm_of(self, m: int, n: int) -> None:
-        world, remap = self.world, weft.Remap(m, n, -(-m // 128), 128, 256, 8)
-        tiles, weight, residual = self.rand(*remap.shape), self.rand(n), self.rand(m, n)
-        rows = torch.empty(m, n, device="cuda", dtype=BF)
-        put_rows(world, tiles, remap, None, rows)
-        fns: Fns = {
-            "torch rms_norm": lambda: torch.nn.functional.rms_norm(rows, (n,), weight, 1e-6),
-            "put in order": partial(put_rows, world, tiles, remap, None, rows),
-        }
-        for name, x, r in (("rows", rows, None), ("tiles", tiles, remap)):
-            norm = partial(weft.rms_norm, x, weight, 1e-6, world=world, remap=r)
-            fns[f"rms_norm, {name}"] = norm
-            fns[f"rms_norm + residual, {name}"] = partial(norm, residual=residual)
-            fns[f"residual_add, {name}"] = partial(weft.residual_add, x, residual, world=world, remap=r)
-        if not self.right(f"norm {m}x{n}", fns["rms_norm, tiles"], fns["torch rms_norm"]()):  # type: ignore[arg-type]
-            return
-        for mode in self.a.modes:
-            times = self.times(fns, mode)
-            self.write([dict(part="norm", M=m, N=n, mode=mode, method=q, us=us) for q, us in times.items()])
-            overhead = times["rms_norm, tiles"] / times["rms_norm, rows"] - 1
-            residual_overhead = times["rms_norm + residual, tiles"] / times["rms_norm + residual, rows"] - 1
-            figures = ", ".join(f"{q} {us:.1f}" for q, us in times.items())
-            self.log(f"norm {m}x{n} {mode}: remap {overhead:+.1%}, with residual {residual_overhead:+.1%} | {figures}")
 
     def mnk(self) -> list[tuple[int, int, int]]:
         sizes = [(4096, 4096), (8192, 8192), (16384, 8192), (32768, 8192)]
@@ -332,13 +177,11 @@ class Bench:
         return out
 
     def ops(self) -> None:
-        for op, m, n, k in self.unfinished({f"{op} {mnk}": (op, *mnk) for mnk in self.mnk() for op in self.a.ops}):
-            try:
+        cases = {f"signaled {op} {mnk}": (op, *mnk) for mnk in self.mnk() for op in self.a.ops}
+        for op, m, n, k in self.cases(cases):
+            with self.tolerating(f"{op} {m}x{n}x{k}"):
                 self.op(op, m, n, k)
-            except Exception:
-                print(f"rank {self.world.rank}: {op} {m}x{n}x{k}: {traceback.format_exc()}", flush=True)
-                self.world.synchronize()
-            torch.cuda.empty_cache()
+            self.world.synchronize()
 
     def op(self, op: str, m: int, n: int, k: int) -> None:
         world, size = self.world, self.world.size
@@ -356,7 +199,7 @@ class Bench:
             received = [counts[world.rank] for counts in routing.counts]
             outs = torch.empty(sum(received), n, device="cuda", dtype=BF).split(received)
             parts = y.split(routing.counts[world.rank])
-            comm: Callable[[], object] = lambda: world.all_to_all(outs, parts, world.current_stream())  # noqa: E731
+            comm: Callable[[], object] = lambda: world.backend.all_to_all(outs, parts, world.current_stream())  # noqa: E731
         else:
             run = lambda plan: getattr(weft, op)(x, w, world=world, plan=plan)  # noqa: E731
             seq = peers.cublas_nccl(op, x, w, size)  # type: ignore[assignment]
@@ -374,43 +217,25 @@ class Bench:
             }
         for mode in self.a.modes:
             times = self.times(fns, mode, self.calls(m, n, k))
-            gemm, alone, base = times.pop("gemm"), times.pop("comm"), times["sequential"]
-            self.write(
-                [
-                    dict(part="ops", op=op, M=m, N=n, K=k, mode=mode, method=name, us=us, gemm_us=gemm, comm_us=alone,
-                         plan=json.loads(plans[name.removesuffix(", tiles")].to_json()) if name != "sequential" else None)
-                    for name, us in times.items()
-                ]
+            gemm, alone = times.pop("gemm"), times.pop("comm")
+            self.keep(
+                dict(part="ops", op=op, M=m, N=n, K=k, mode=mode, method=name, us=us, gemm_us=gemm, comm_us=alone,
+                     plan=json.loads(plans[name.removesuffix(", tiles")].to_json()) if name != "sequential" else None)
+                for name, us in times.items()
             )  # fmt: skip
-            figures = " | ".join(f"{name} {us:.0f} ({base / us:.2f}x)" for name, us in times.items())
-            self.log(f"{op} {m}x{n}x{k} {mode}: gemm {gemm:.0f} comm {alone:.0f} | {figures}")
+            self.log(f"{op} {m}x{n}x{k} {mode}: gemm {gemm:.0f} comm {alone:.0f} | {gains(times, 'sequential')}")
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", required=True, type=Path)
-    p.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
-    p.add_argument("--ops", nargs="*", default=[AR, RS, A2A])
-    p.add_argument("--shapes", nargs="*", default=[s.name for s in shapes.TILELINK], help="of bench/common/shapes.py")
-    p.add_argument("--grid", type=int, default=1, help="0: without the M N x K grid")
-    p.add_argument("--modes", nargs="*", default=["graph", "eager"])
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--quick", action="store_true", help="few sizes of the collectives")
-    p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
-    a = p.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    world = weft.init()
-    torch.manual_seed(world.rank)
-    bench = Bench(world, a)
+    names = [s.name for s in shapes.TILELINK]
+    modes = ["graph", "eager"]
+    a = options(choices=dict(parts=PARTS), parts=PARTS, ops=[AR, RS, A2A], shapes=names, modes=modes, grid=1, rounds=5)
+    bench = Bench(a)
+    torch.manual_seed(bench.world.rank)
     with torch.no_grad():
         for part in a.parts:
-            try:
-                getattr(bench, part)()
-            except Exception:
-                print(f"rank {world.rank}: {part}: {traceback.format_exc()}", flush=True)
-                torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-    dist.destroy_process_group()
+            getattr(bench, part)()
+    bench.end()
 
 
 if __name__ == "__main__":

@@ -142,14 +142,23 @@ class WorkerExtension:
         return self.turn_watch.end()
 
     def fused_all_reduce(self) -> dict[str, Any]:
-        """Return the backend of flashinfer's fused all-reduce in this worker (None: it is off), and how many matches of the compiled model
-        the pass has replaced by it; of code that an earlier process compiled, 0."""
-        from vllm.compilation.passes.vllm_inductor_pass import get_match_table
+        """Return the backend of flashinfer's fused all-reduce in this worker (None: it is off), and how many matches its pass replaced."""
         from vllm.distributed.device_communicators import flashinfer_all_reduce
 
         workspace = flashinfer_all_reduce._fi_ar_workspace
         backend = None if workspace is None else workspace.backend
-        return {"backend": backend, "matches": get_match_table().get("AllReduceFusionPass", 0)}
+        return {"backend": backend, "matches": replaced_matches("AllReduceFusionPass")}
+
+
+def replaced_matches(pass_name: str) -> int:
+    """Return how many matches the passes of this class in the process replaced, each in the graph that it compiled last; 0 if an
+    earlier process compiled the code. The pass keeps the number itself: vLLM's table of matches has none of AllReduceFusionPass."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()  # get_objects leaves out frozen objects, and vLLM freezes all that a worker has when it starts
+    count = sum(kept.matched_count for kept in gc.get_objects() if type(kept).__name__ == pass_name)
+    if frozen:
+        gc.freeze()
+    return count
 
 
 def checkpoint(model: str, folder: str) -> None:

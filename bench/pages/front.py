@@ -1,7 +1,6 @@
-"""The README's figures: lines of its tables for whole layers and models, from what stands in bench/results
-beside the benchmark's own rows.
+"""The README's two tables, and lines of docs/measurements.md for whole layers and models, from the rows in bench/results.
 
-Of the lines of one (name, mode, method) the newest counts, which is the last in the file.
+Of the rows of one (name, mode, method) the newest counts, which is the last in the file.
 """
 
 from __future__ import annotations
@@ -12,16 +11,31 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from bench.pages import one_gpu_page
-from bench.pages.report import FEW, MODES, cases, load, mean, measured
+from bench.pages import layer_picture, one_gpu_page
+from bench.pages.report import FEW, LIBRARIES, MODES, OPS, _table, cases, load, mean, means, measured
 
 Row = dict
+MACHINES = ("nvidia-h200-x2", "nvidia-h200-x4")  # the columns of the README's tables, but for vLLM's
+VLLM = ("nvidia-h100-x2", "nvidia-h100-x4")
+NCCL = "cuBLAS, then NCCL"
+CAVEAT = (
+    "Geometric means over all sizes in CUDA graphs on H200s, over Transformers' own parallelism or cuBLAS, then NCCL; vLLM: requests over stock"
+    " vLLM on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x. NVLink multicast was off, also for vLLM, so NCCL ran without NVLS."
+    " {share}."
+)
+SHOWN = (  # the lines of the README's table of operators and layers
+    *(f"{OPS[op]}{size}" for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce_rms_norm", "parallel_mlp") for size in ("", f", ≤{FEW} tokens")),
+    *(f"{OPS['decoder']}: {part}" for part in ("prefill", "decode")),
+    "all-gather + GEMM, with quack",
+    "experts over the ranks, forward",
+    "attention over all ranks' keys",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Layers:
     """One line of the table of means: the file of its rows, its title, the baseline's name, the rows' methods for the baseline and
-    for weft, and a condition on the rows that count."""
+    for weft, and a condition on the rows that count. A method whose name begins with a library's is that library's."""
 
     file: str
     title: str
@@ -30,11 +44,15 @@ class Layers:
     counts: Callable[[Row], bool] = lambda row: True
 
 
+def woven_title(model: str) -> str:
+    return f"Transformers' {model}, `weft.hf.weave`"
+
+
 def _experts_of(model: str) -> Layers:
     """Return the line of one Transformers model with experts. Each has a line, since no two of them ran at the same sizes."""
     return Layers(
         "hf_moe.jsonl",
-        f"Transformers' {model}, `weft.hf.weave`",
+        woven_title(model),
         "its own expert parallelism",
         ("transformers", "weft"),
         lambda row: row["name"].startswith(f"{model}-"),
@@ -42,6 +60,13 @@ def _experts_of(model: str) -> Layers:
 
 
 LAYERS = [
+    Layers(
+        "quack/all_gather_matmul.jsonl",
+        "all-gather + GEMM, with quack",
+        NCCL,
+        ("sequential", "auto"),
+        lambda row: row["op"] == "all_gather_matmul",
+    ),
     Layers(
         "moe.jsonl",
         "experts over the ranks, forward",
@@ -77,31 +102,40 @@ LAYERS = [
         "cuBLAS, torch's grouped GEMM, NCCL",
         ("libraries", "auto"),
     ),
-    Layers(
-        "hf.jsonl", "Transformers' Llama-70B, `weft.hf.weave`", "its own tensor parallelism", ("transformers", "weft")
-    ),
+    Layers("hf.jsonl", woven_title("Llama-70B"), "its own tensor parallelism", ("transformers", "weft")),
 ]
 
 
-def newest(folder: Path, layers: Layers) -> dict[tuple[str, str], tuple[Row, Row]]:
-    """Return the newest rows of the baseline and of weft, by (mode, name)."""
-    path = folder / layers.file
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    by_method: dict[tuple[str, str, str], Row] = {
-        (row.get("mode", "graph"), row["name"], row["method"]): row
-        for row in rows
-        if "us" in row and layers.counts(row)
-    }
+def rows_of(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def newest(folder: Path, layers: Layers) -> dict[tuple[str, str], dict[str, Row]]:
+    """Return the newest row of each method by (mode, name), where both the baseline and weft were measured."""
+    by_size: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows_of(folder / layers.file):
+        if "us" in row and layers.counts(row):
+            by_size.setdefault((row.get("mode", "graph"), row["name"]), {})[row["method"]] = row
+    return {key: by_method for key, by_method in by_size.items() if by_method.keys() >= set(layers.methods)}
+
+
+def ratios(folder: Path, layers: Layers) -> dict[str, dict[tuple[str, str], float]]:
+    """Return how many times as fast as the baseline weft and each library were, by library ("" for weft) and (mode, name).
+
+    Beside a CUDA graph the baseline is the faster of its modes: Transformers' graph of a long prompt is slower than its eager pass.
+    Of several methods of a library the fastest counts."""
+    sizes = newest(folder, layers)
     baseline, weft = layers.methods
-    keys = [(mode, name) for mode, name, method in by_method if method == baseline]
-    return {key: (by_method[*key, baseline], by_method[*key, weft]) for key in keys if (*key, weft) in by_method}
-
-
-def baseline_us(pairs: dict[tuple[str, str], tuple[Row, Row]], mode: str, name: str) -> float:
-    """Return the us of the baseline. Beside weft in a CUDA graph that is the faster of its modes: Transformers' graph of a long prompt is
-    slower than its eager pass."""
-    modes = [mode, "eager"] if mode == "graph" else [mode]
-    return min(float(pairs[key][0]["us"]) for m in modes if (key := (m, name)) in pairs)
+    by_library: dict[str, dict[tuple[str, str], float]] = {}
+    for (mode, name), by_method in sizes.items():
+        modes = [mode, "eager"] if mode == "graph" else [mode]
+        base = min(float(sizes[key][baseline]["us"]) for m in modes if (key := (m, name)) in sizes)
+        for method, row in by_method.items():
+            library = "" if method == weft else method.split()[0].rstrip(",")
+            if not library or (library in LIBRARIES and "backward" not in method):
+                of_library = by_library.setdefault(library, {})
+                of_library[mode, name] = max(base / row["us"], of_library.get((mode, name), 0.0))
+    return by_library
 
 
 def layers(folder: Path) -> list[list[str]]:
@@ -109,63 +143,98 @@ def layers(folder: Path) -> list[list[str]]:
     cell has the dates and commits of a line's rows."""
     lines: list[list[str]] = []
     for baseline, group in groupby(LAYERS, lambda layers: layers.baseline):
-        means = []
+        of_baseline = []
         for line in group:
-            pairs = newest(folder, line)
-            if not pairs:
+            by_library = ratios(folder, line)
+            if not by_library:
                 continue
-            ratios = {key: baseline_us(pairs, *key) / weft_row["us"] for key, (_, weft_row) in pairs.items()}
-            by_mode = [mean(ratio for (mode, _), ratio in ratios.items() if mode == column) for column in MODES]
-            lowest, mode, name = min((ratio, mode, name) for (mode, name), ratio in ratios.items())
+            of_weft = by_library[""]
+            by_mode = [mean(ratio for (mode, _), ratio in of_weft.items() if mode == column) for column in MODES]
+            lowest, mode, name = min((ratio, mode, name) for (mode, name), ratio in of_weft.items())
+            best = max(((mean(r.values()) or 0, library) for library, r in by_library.items() if library), default=None)
             cells = [f"**{ratio:.2f}x**" if ratio else "–" for ratio in by_mode]
-            of_line = measured([row for pair in pairs.values() for row in pair])
-            means.append([line.title, *cells, "–", f"{lowest:.2f}x ({name}, {MODES[mode]})", of_line])
-        if means:
-            lines += [[f"*{baseline}*", "", "", "", "", ""], *means]
+            cells += [f"{best[0]:.2f}x {best[1]}" if best else "–", f"{lowest:.2f}x ({name}, {MODES[mode]})"]
+            rows = [row for by_method in newest(folder, line).values() for row in by_method.values()]
+            of_baseline.append([line.title, *cells, measured(rows)])
+        if of_baseline:
+            lines += [[f"*{baseline}*", "", "", "", "", ""]] * (baseline != NCCL) + of_baseline
     return lines
 
 
+def figures(results: Path) -> str:
+    """Return the README's table of operators and layers: geometric means in CUDA graphs, the best other library's, and the lowest ratio
+    of all sizes, machines and modes."""
+    by_machine = [{line[0]: line for line in means(load(results / name), layers(results / name))} for name in MACHINES]
+    baselines = {line.title: line.baseline for line in LAYERS}
+    table = []
+    for title in SHOWN:
+        lines = [of_machine.get(title, ["–"] * 5) for of_machine in by_machine]
+        cells = [cell for line in lines for cell in (line[1], " ".join(line[3].split()[:2]))]  # 1.08x torch
+        lowest = min((line[4].split()[0] for line in lines if line[4] != "–"), key=lambda ratio: float(ratio[:-1]))
+        over = baselines.get(title, NCCL)
+        table.append([title + f" (over {over})" * (over != NCCL), *cells, lowest])
+    head = [f"over {NCCL}", *(cell for name in MACHINES for cell in (gpus(name), "best other library")), "lowest"]
+    return "\n".join(_table(head, table))
+
+
+def gpus(machine: str) -> str:
+    return f"{machine.rpartition('x')[2]} GPUs"
+
+
+def requests(path: Path) -> tuple[str, str]:
+    """Return the lowest and the highest ratio of vLLM's mixes of requests, by the median repeats of engines that took turns, and the
+    model whose layers served."""
+    ratios = [row["ratio"] for row in rows_of(path)]
+    (model,) = {row["model"] for row in rows_of(path)}
+    return f"{min(ratios):.2f}x to {max(ratios):.2f}x", model
+
+
+def doors(results: Path) -> str:
+    """Return the README's table of what to write for which program, with what it gains, and the caveats."""
+    paths = [results / machine / "vllm_serving.jsonl" for machine in VLLM]
+    served = [f"{model} **{gain}**" for gain, model in map(requests, paths)]
+    lowest = min(row["ratio_range"][0] for path in paths for row in rows_of(path))
+    gained = [{line[0]: line[1] for line in means(load(results / name), layers(results / name))} for name in MACHINES]
+    woven = [
+        ", ".join(f"{model} {lines[woven_title(model)]}" for model in ("Llama-70B", "Qwen3-30B")) for lines in gained
+    ]
+    mlp = [f"**{layer_picture.all_sizes(load(results / name)):.2f}x**" for name in MACHINES]
+    rows = [
+        ["[vLLM](docs/vllm.md)", "`WEFT_VLLM=1 vllm serve MODEL --tensor-parallel-size 4`", *served],
+        ["[Transformers](docs/transformers.md)", "`model = weft.hf.weave(model)`", *woven],
+        ["[torch](docs/guide.md)", "`weft.nn.ParallelMLP(4096, 14336, world=world)`", *mlp],
+        ["[your own kernels](docs/writing-kernels.md)", "`@weft.jit`", "–", "–"],
+        ["[check](docs/check.md) for races and deadlocks", "`weft check FILE`", "–", "–"],
+    ]
+    table = "\n".join(_table(["you have", "you write", *map(gpus, MACHINES)], rows, text_columns=2))
+    return f"{table}\n\n{CAVEAT.format(lowest=lowest, share=share(results))}"
+
+
 def one_gpu(results: Path) -> str:
-    """Return the sentence on experts on one GPU beside the fastest library of each size, for calls above and up to `FEW` tokens."""
-    ratios = one_gpu_page.beside_fastest(one_gpu_page.lines_of(results / "nvidia-h100-x1/moe_one_gpu.jsonl"))
-    large, small = [n for n in ratios if n > FEW], [n for n in ratios if n <= FEW]
-
-    def spread(sizes: list[int]) -> str:
-        values = [ratio for tokens in sizes for ratio in ratios[tokens].values()]
-        return f"**{min(values):.2f}x to {max(values):.2f}x**"
-
+    """Return the sentence on experts on one GPU beside the fastest library of each size."""
+    by_tokens = one_gpu_page.beside_fastest(one_gpu_page.lines_of(results / "nvidia-h100-x1/moe_one_gpu.jsonl"))
+    values = [ratio for by_model in by_tokens.values() for ratio in by_model.values()]
     return (
-        f"On one H100 experts beside the faster of vLLM's `fused_experts` and quack: {spread(large)} from {min(large):,} tokens on,"
-        f" {spread(small)} at {' and '.join(map(str, sorted(small)))} ([why](docs/moe.md#what-it-reaches))."
+        f"Experts on one H100: **{min(values):.2f}x to {max(values):.2f}x** beside the faster of vLLM's `fused_experts` and quack"
+        f" ([why](docs/moe.md#what-it-reaches))."
     )
 
 
-def vllm(results: Path) -> str:
-    """Return the sentence on vLLM's requests, by the median repeats of engines that took turns, on most GPUs."""
-    path = max(results.glob("*/vllm_serving.jsonl"), key=lambda path: int(path.parent.name.rpartition("x")[2]))
-    rows = {(row["model"], row["mix"]): row for row in map(json.loads, path.read_text().splitlines())}
-    (model,) = {model for model, _ in rows}
-    mixes = ", ".join(f"{mix} **{row['ratio']:.2f}x**" for (_, mix), row in rows.items())
-    slowest = min(row["ratio_range"][0] for row in rows.values())
-    return f"vLLM, {model}'s layers on {path.parent.name}: {mixes}, slowest repeat {slowest:.2f}x ([why](docs/vllm.md#what-ran))."
-
-
-def line(results: Path) -> str:
-    """Return the sentence on the Transformers model at its largest number of tokens, on the machine with most GPUs that ran it.
+def share(results: Path) -> str:
+    """Return how much faster the Transformers model at its largest number of tokens is, and how much of that is overlap.
 
     The faster of eager and CUDA graph counts on both sides: Transformers' graph of a long prompt is slower than its eager pass. The
     share of overlap is that of weft's own decoder of this size, whose other kernels are the same with overlap and without."""
-    path = max(results.glob("*/hf.jsonl"), key=lambda path: int(path.parent.name.rpartition("x")[2]))
-    rows = [row for row in map(json.loads, path.read_text().splitlines()) if "prefill" in row["name"]]
+    folder = results / MACHINES[-1]
+    rows = [row for row in rows_of(folder / "hf.jsonl") if "prefill" in row["name"]]
     tokens = max(row["M"] for row in rows)
     us = {(row["mode"], row["method"]): row["us"] for row in rows if row["M"] == tokens}
     transformers = min(t for (_, method), t in us.items() if method == "transformers")
     woven = min(t for (_, method), t in us.items() if method != "transformers")
     (decoder,) = (
-        c for c in cases(load(path.parent), "decoder", rows[0]["world"], "graph") if c.name == f"70B-prefill-{tokens}"
+        c for c in cases(load(folder), "decoder", rows[0]["world"], "graph") if c.name == f"70B-prefill-{tokens}"
     )
     return (
-        f"On {path.parent.name} {tokens:,} tokens go through layers of Llama-70B's size **{transformers / woven:.2f}x** as fast as with the"
-        f" model's own tensor parallelism, each in its faster mode. Of this **{decoder.ratio('auto'):.2f}x** is overlap, as in weft's"
-        " own decoder; the rest is fusion: fewer and better kernels."
+        f"Of Llama-70B's **{transformers / woven:.2f}x** at {tokens:,} tokens on 4 GPUs, **{decoder.ratio('auto'):.2f}x** is overlap, the rest"
+        " fusion"
     )

@@ -17,7 +17,6 @@ from bench.pages import (
     hardware_page,
     layer_picture,
     moe_page,
-    notes,
     papers_page,
     predict,
     quack_page,
@@ -38,8 +37,7 @@ MEASUREMENTS = f"""# Measurements
 <!-- made by bench/pages/pages.py from bench/results; do not edit -->
 
 {report.INTRODUCTION}
-How well all this is predicted is on the [planner's](planner.md#how-well-it-predicts). Rows of an earlier version
-on 8 H200s are in `bench/results/nvidia-h200-x8`.
+The planner [predicts](planner.md#how-well-it-predicts) such times. Rows of an earlier version on 8 H200s: `bench/results/nvidia-h200-x8`.
 """
 
 
@@ -69,11 +67,9 @@ def machines() -> list[str]:
 
 
 def readme() -> str:
-    block = report.block(report.load_all(RESULTS), lambda machine: front.layers(RESULTS / machine))
-    text = report.between_marks(
-        (ROOT / "README.md").read_text(), [*block, front.one_gpu(RESULTS), "", front.vllm(RESULTS), ""]
-    )
-    return moe_page.between(text, tables.BEGIN, tables.END, front.line(RESULTS))
+    figures = ["", front.figures(RESULTS), "", front.one_gpu(RESULTS), ""]
+    text = report.between_marks((ROOT / "README.md").read_text(), figures)
+    return moe_page.between(text, tables.BEGIN, tables.END, front.doors(RESULTS))
 
 
 def marked(name: str, *made_of: tuple[str, Callable[[tables.Rows], str]]) -> str:
@@ -89,7 +85,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/measurements.md": measurements,
     "docs/planner.md": planner,
     predict.TABLES: predictions,
-    "docs/design-notes.md": lambda: notes.fill((ROOT / "docs/design-notes.md").read_text()),
+    "docs/batch-invariance.md": lambda: filled("docs/batch-invariance.md", ways.batch_invariance(RESULTS)),
     "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
     moe_page.TABLES: lambda: moe_page.chapter(RESULTS),
     "docs/fp8.md": lambda: marked("docs/fp8.md", *fp8_page.TABLES),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,6 @@ OPS = {
 }
 PLOTTED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "parallel_mlp", "decoder")
 FEW = 512  # tokens: calls of at most so many have a mean of their own
-README_OPS = tuple(OPS)[:3]
-SHOWN = (  # titles of the README's lines, here and in front.py
-    *(OPS[op] + size for op in README_OPS for size in ("", f", ≤{FEW} tokens")),
-    "experts over the ranks, forward",
-    "attention over all ranks' keys",
-    "Transformers' Llama-70B, `weft.hf.weave`",
-    "Transformers' Qwen3-30B, `weft.hf.weave`",
-)
 SINCE = "2026-11-21"  # machines that were measured only before stand in docs/measurements.md and not in the README
 HASH = 8  # letters of a commit on a page
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -284,12 +276,11 @@ def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-INTRODUCTION = """With this page you can see how fast each op is at each size. Times are microseconds: the median over iterations
-of the slowest rank, on random inputs, all methods of a shape interleaved in one run. *NCCL* is cuBLAS + NCCL, one after the other;
-*weft* is `plan="auto"`, and *plan* the kind that it took. *GEMM* and *comm.* are the two alone; *limit* is the longer of the GEMM
-alone and the bytes over the measured link rate. A library's column is its speedup over cuBLAS + NCCL. First CUDA graphs, then the
-same calls launched one by one (*eager*). N and K are the sizes on one rank, M is the gathered one. Means are
-geometric. A chapter's title is the card and how many there were; *measured* is the date and the code of a row.
+INTRODUCTION = """This page shows how fast each op is at each size. Times are microseconds: the slowest rank's median over iterations, on
+random inputs, with all methods of a shape interleaved in one run. *NCCL* is cuBLAS, then NCCL; *weft* is `plan="auto"`, and *plan* the kind
+that ran. *GEMM* and *comm.* are each alone; *limit* is the longer of the GEMM alone and the bytes over the measured link rate. A library's column
+is its speedup over cuBLAS + NCCL. CUDA graphs come first, then the same calls launched one by one (*eager*). N and K are of one rank, M is
+gathered. Means are geometric. Chapters are named by card and number of cards; *measured* is a row's date and commit.
 """
 
 
@@ -331,8 +322,7 @@ def digest(machine: str, rows: Sequence[Row], layers: Sequence[list[str]] = ()) 
     if not _old(rows):
         where = f"[every size](../{table_name(machine)})"
     source = f"Measured {when(rows)} at {commits(rows)}; {'an earlier version, whose ' * _old(rows)}{where}."
-    head = ["times as fast as", "CUDA graph", "eager", "best other library", "lowest of all sizes", "measured"]
-    text = [f"## {machine}", source, "\n".join(_table(head, means(rows, layers)))]
+    text = [f"## {machine}", source, table_of_means(rows, layers)]
     for op in () if _old(rows) else (op for op in _distinct(rows, "op", tuple(OPS)) if op in PLOTTED):
         text.append(f"![{OPS.get(op, op)} against cuBLAS + NCCL](img/{_plot_name(machine, op)})")
     return "\n\n".join(text) + "\n"
@@ -394,32 +384,10 @@ def means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> list[list[st
     return [["*cuBLAS, then NCCL*", "", "", "", "", ""], *summary(rows, max(row["world"] for row in rows)), *layers]
 
 
-def block(machines: dict[str, list[Row]], layers: Callable[[str], list[list[str]]] = lambda machine: []) -> list[str]:
-    """Return the README's lines between its marks: the means of `SHOWN` on every machine that was measured since `SINCE`, the
-    last one first. layers: further lines of a machine's table."""
-    since = {name: rows for name, rows in machines.items() if not _old(rows)}
-    names = sorted(since, key=lambda name: when(since[name])[-10:], reverse=True)
-    by_title = {name: {line[0]: line[1:5] for line in means(since[name], layers(name))} for name in names}
-    lines, baseline, last = [], "", ""
-    for title in dict.fromkeys(title for lines_of in by_title.values() for title in lines_of):
-        cells = [lines_of.get(title, ["–"] * 4) for lines_of in by_title.values()]
-        if title.startswith("*"):
-            baseline = title.strip("*")
-        elif title in SHOWN:
-            lowest = min(low for *_, low in cells if low != "–")
-            against = "same" if lines and baseline == last else baseline
-            last = baseline
-            lines.append([title, against, *(ratio for graph, eager, *_ in cells for ratio in (graph, eager)), lowest])
-    gpus = [max(row["world"] for row in since[name]) for name in names]
-    head = ["weft", "times as fast as", *(f"{n} GPUs: {mode}" for n in gpus for mode in MODES), "lowest of all sizes"]
-    by_ops = {name: [row for row in since[name] if row["op"] in README_OPS] or since[name] for name in names}
-    sources = ", ".join(f"{name} {measured(rows)}" for name, rows in by_ops.items())
-    return [
-        f"GEMM + collective measured on {sources}; [other rows' commits](docs/measurements.md):",
-        "",
-        *_table(head, lines, text_columns=2),
-        "",
-    ]
+def table_of_means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> str:
+    """Return one machine's table of means. layers: further lines."""
+    head = ["times as fast as", "CUDA graph", "eager", "best other library", "lowest of all sizes", "measured"]
+    return "\n".join(_table(head, means(rows, layers)))
 
 
 def between_marks(text: str, lines: Sequence[str]) -> str:

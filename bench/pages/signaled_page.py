@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from textwrap import fill
@@ -27,14 +26,14 @@ from weft.transport.signals import schedule
 
 RESULTS = Path(__file__).parents[1] / "results"
 AR, RS, A2A = "matmul_all_reduce", "matmul_reduce_scatter", "matmul_all_to_all"
-GEMM_GOAL, NORM_GOAL, BOUND_GOAL = 0.01, 0.05, 0.85
+GEMM_GOAL, BOUND_GOAL = 0.01, 0.85
 FIXED = ("one group", "a wave a group", "first wave", "last wave", "halves")
 EQUAL = 8  # CTAs of the plans that differ in nothing but their groups
 TILES = ", tiles"
 SHADES = ("#b9c0ca", "#8fa9cc", "#3b6fb6", "#1d3a63")
 
 EARLIER = {  # by machine: what has changed since its rows of ops
-    "nvidia-h200-x4": "On 4 GPUs two plans moved by copies have [changed since](../../docs/design-notes.md#signals): all-reduce and all-to-all.",
+    "nvidia-h200-x4": "On 4 GPUs two plans moved by copies have [changed since](../../docs/design-notes.md#signals): all-reduce and all-to-all."
 }
 
 Row = dict[str, Any]
@@ -101,57 +100,6 @@ def section(title: str, *parts: str | list[str], level: int = 3) -> str:
 
 
 # -- the parts
-def waits(rows: Sequence[Row]) -> str:
-    us = {row["method"]: row["us"] for row in rows if row["part"] == "wait"}
-    names = {
-        "kernel": "a waiting kernel of one program",
-        "stream value": "`cuStreamWaitValue32`",
-        "event": "an event of the other stream",
-    }
-    lines = [[text, f"{us[name]:.1f}", f"{us[name] - us['event']:+.1f}"] for name, text in names.items() if name in us]
-    return section(
-        "How long a stream goes on after it may",
-        "From the end of the work before the signal to the end of the waiting stream's next kernel, launched ahead and on an otherwise "
-        "idle GPU. An event cannot be used for a group of a GEMM that is still running; it is what any wait between two streams costs.",
-        _table(["wait", "us", "beside an event"], lines),
-        f"weft uses the kernel (`wait_group`), which goes on {us['stream value'] - us['kernel']:.1f} us "
-        f"{'earlier' if us['kernel'] < us['stream value'] else 'later: a slower way'} than `cuStreamWaitValue32`.",
-    )
-
-
-def size_of(nbytes: int) -> str:
-    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
-
-
-def nccl(rows: Sequence[Row]) -> str:
-    rows_by_call = {(r["op"], r["ctas"], r["bytes"]): r for r in rows if r["part"] == "nccl"}
-    ops, limits, sizes = (list(dict.fromkeys(key[i] for key in rows_by_call)) for i in range(3))
-    most, lines = max(sizes), []
-    for op in ops:
-        for ctas in limits:
-            cells = [rows_by_call.get((op, ctas, s)) for s in sizes]
-            free, largest = rows_by_call[op, 0, most]["us"], rows_by_call[op, ctas, most]
-            lines.append(
-                [op.replace("_", "-"), str(ctas or "no limit"), str(largest.get("took") or "–")]
-                + [_us(r["us"]) if r else "–" for r in cells]
-                + [_x(largest["us"] / free)]
-            )
-    took = [f"{rows_by_call[op, 0, most].get('took')} for {op.replace('_', '-')}" for op in ops]
-    top = max(limits)
-    slower = [
-        f"{overhead(rows_by_call[op, top, most]['us'] / rows_by_call[op, 0, most]['us'])} for {op.replace('_', '-')}"
-        for op in ops
-    ]
-    return section(
-        "What NCCL takes",
-        f"Without a limit NCCL takes these CTAs at {size_of(most)}: {listed(took)}. Sizes are of one rank's whole input. The signaled "
-        f"plan limits its communicator: with {top} CTAs {size_of(most)} take longer by {listed(slower)}.",
-        _table(
-            ["collective", "at most", "CTAs taken", *map(size_of, sizes), f"{size_of(most)} beside no limit"], lines, 2
-        ),
-    )
-
-
 def gemm(rows: Sequence[Row], sms: int) -> str:
     rows_by_size = cases(rows, "gemm")
     us = {
@@ -220,24 +168,6 @@ def by_k(us: dict[Size, dict[str, float]], names: Sequence[str], base: str) -> s
     same = {k: [times[n] / times[base] for size, times in us.items() if size[2] == k for n in names] for k in ks}
     means = [f"{overhead(fmean(r))} at K = {k}" for k, r in same.items() if len(r) > 2 * len(names)]
     return f"Mean overhead by K, default groups: {listed(means)}." if means else ""
-
-
-def norm(rows: Sequence[Row]) -> str:
-    us = {
-        size: {name: row["us"] for name, row in rows_by_method.items()}
-        for size, rows_by_method in cases(rows, "norm").items()
-    }
-    kinds = ("rms_norm", "rms_norm + residual", "residual_add")
-    ratio = {kind: [times[f"{kind}{TILES}"] / times[f"{kind}, rows"] for times in us.values()] for kind in kinds}
-    head = ["kernel", "shapes", "mean overhead", "most"]
-    lines = [[kind, str(len(r)), overhead(fmean(r)), overhead(max(r))] for kind, r in ratio.items()]
-    most = max(max(r) for r in ratio.values())
-    return section(
-        "RMSNorm and residual add from tiles",
-        "The kernels that read the result in the order in which it left the GEMM, beside the same from ordinary rows.",
-        _table(head, lines),
-        f"Goal: under {NORM_GOAL:.0%}; the paper: 7 to 10%. **{'Reached' if most - 1 < NORM_GOAL else 'Missed'}**: the most is {overhead(most)}.",
-    )
 
 
 # -- ops
@@ -317,7 +247,7 @@ class Family:
         return [
             OPS[op], str(world), self.title, _percent(fmean(self.fractions)), _percent(min(self.fractions)),
             _percent(max(self.fractions)), _percent(fmean(self.waves)), reach, _x(mean(self.speedups)), _x(max(self.speedups)),
-            f"{len(self.lost)} of {len(self.speedups)}",
+            f"{len(self.lost)}/{len(self.speedups)}",
         ]  # fmt: skip
 
 
@@ -341,44 +271,6 @@ def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: i
         head += [t for f in families[machine] for t in (f"by {f.title}", "of its bound")]
     goals = [f.judgement(op, worlds[m]) for m, of_machine in families.items() for f in of_machine if f.speedups]
     return section(OPS[op], _table(head, lines), level=4), goals
-
-
-def by_ctas(cases_by_op: CasesByOp) -> list[str]:
-    """Return the mean speedup of the default groups by CTAs."""
-    names = sorted(
-        {
-            n
-            for c in cases_by_op.values()
-            for by_method in c.values()
-            for n in by_method
-            if n.startswith("default") and n.endswith("CTAs")
-        },
-        key=lambda n: int(n.split()[1]),
-    )
-    lines = []
-    for (op, world), c in cases_by_op.items():
-        means = [
-            mean(by_method["sequential"]["us"] / by_method[n]["us"] for by_method in c.values() if n in by_method)
-            for n in names
-        ]
-        lines.append([OPS[op], str(world), *map(_x, means)])
-    return _table(["op", "GPUs", *(n.removeprefix("default, ") for n in names)], lines)
-
-
-def left_in_tiles(cases_by_op: CasesByOp) -> list[str]:
-    """Time of plans whose result stays in tiles beside the same plans with it in ordinary order."""
-    lines = []
-    for (op, world), c in cases_by_op.items():
-        pairs = [
-            by_method[n]["us"] / by_method[n.removesuffix(TILES)]["us"]
-            for by_method in c.values()
-            for n in by_method
-            if n.endswith(TILES) and n.removesuffix(TILES) in by_method
-        ]
-        if pairs:
-            ratios = [overhead(mean(pairs) or 1), overhead(min(pairs)), overhead(max(pairs))]
-            lines.append([OPS[op], str(world), str(len(pairs)), *ratios])
-    return _table(["op", "GPUs", "plans", "mean", "least", "most"], lines)
 
 
 def ablations(cases_by_op: CasesByOp) -> list[str]:
@@ -469,18 +361,6 @@ def against_the_goal(goals: list[list[str]]) -> list[str | list[str]]:
 def judged_and_varied(goals: list[list[str]], cases_by_op: CasesByOp) -> str:
     """Return what follows the ops' tables."""
     text = section("Against the goal", *against_the_goal(goals), level=4)
-    text += section(
-        "By CTAs",
-        "Mean speedup of the default groups over cuBLAS + NCCL, by the CTAs that the communicator may take (as many SMs are left to it):",
-        by_ctas(cases_by_op),
-        level=4,
-    )
-    text += section(
-        "Left in tiles",
-        f"Time of plans with {EQUAL} CTAs that leave the result in tiles, beside the same plans in ordinary order:",
-        left_in_tiles(cases_by_op),
-        level=4,
-    )
     return text + section(
         "Fixed groups",
         f"Mean time with fixed groups beside the default ones (up to four groups, the last one wave), all with {EQUAL} CTAs; above 1 the "
@@ -508,7 +388,7 @@ def digest(machines: dict[str, list[Row]], sms: int) -> str:
         worlds = {machine: rows[0]["world"] for machine, rows in machines.items()}
         goals += op_table(op, {machine: of_op for machine, of_op in cases_by_machine.items() if of_op}, worlds, sms)[1]
     plots = (f"![signaled plans against cuBLAS + NCCL](img/signaled-{machine}.svg)" for machine in machines)
-    every = f"Every size, and what waits, signals and reordering take, is in [tables](../{TABLES})."
+    every = f"Every size, and what signals and reordering take, is in [tables](../{TABLES})."
     sentence, _ = against_the_goal(goals)
     head = ["op", "GPUs", "moved by", "of the bound, mean", "speedup, mean", "most", "lost on"]
     means = _table(head, [[*goal[:4], *goal[-3:]] for goal in goals], 3)
@@ -517,13 +397,12 @@ def digest(machines: dict[str, list[Row]], sms: int) -> str:
 
 def chapter(machines: dict[str, list[Row]], sms: int) -> str:
     text = "# Signaled plans\n\n" + blocks(*(part.replace("(guide", "(../../docs/guide") for part in INTRODUCTION))
-    for part, write in (("wait", waits), ("nccl", nccl), ("gemm", partial(gemm, sms=sms)), ("norm", norm)):
-        last = max(
-            (of_last_run([r for r in rows if r["part"] == part]) for rows in machines.values()),
-            key=lambda rows_of_run: max((r["date"] for r in rows_of_run), default=""),
-        )
-        if last:
-            text += write(last) + "\n" + blocks(measured(last))
+    last = max(
+        (of_last_run([r for r in rows if r["part"] == "gemm"]) for rows in machines.values()),
+        key=lambda rows_of_run: max((r["date"] for r in rows_of_run), default=""),
+    )
+    if last:
+        text += gemm(last, sms) + "\n" + blocks(measured(last))
     return text + explained() + "\n" + ops(machines, sms)
 
 

@@ -88,8 +88,8 @@ def attention(lines: Rows) -> str:
 
 
 def transformers(lines: Rows) -> str:
-    """Return the tables of forward passes and, where it was measured, of the tokens that continuous batching serves."""
-    newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines if "us" in r}
+    """Return the table of forward passes."""
+    newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines}
     rows = []
     for name in dict.fromkeys(name for name, _, _ in newest):
         row = [name]
@@ -101,19 +101,7 @@ def transformers(lines: Rows) -> str:
             ]
         rows.append(row)
     head = [f"{mode}{way}" for mode in ("eager: ", "graph: ") for way in ("own", "woven", "in two parts", "ratio")]
-    text = "us:\n\n" + grid(["sizes, part, tokens", *head], rows)
-    served = {(r["name"], r["mode"], r["method"]): r for r in lines if "tokens_s" in r}
-    if not served:
-        return text
-    rows = []
-    for name, mode in dict.fromkeys((name, mode) for name, mode, _ in served):
-        rows_by_method = [served.get((name, mode, method)) for method in ("transformers", "transformers paged", "weft")]
-        rates = ["" if r is None else f"{r['tokens_s']:.0f}" for r in rows_by_method]
-        *transformers_rates, woven = (r and r["tokens_s"] for r in rows_by_method)
-        ratio = f"{woven / max(filter(None, transformers_rates)):.2f}x" if woven and any(transformers_rates) else ""
-        rows.append([f"{name}, {next(r['layers'] for r in rows_by_method if r)} layers", mode, *rates, ratio])
-    head = ["requests", "mode", "own", "own, paged", "woven, paged", "ratio"]
-    return text + "\n\noutput tokens a second:\n\n" + grid(head, rows)
+    return "us:\n\n" + grid(["sizes, part, tokens", *head], rows)
 
 
 def mixtures(lines: Rows) -> str:

@@ -73,7 +73,7 @@ def in_turns(lines: Rows) -> str:
             " / ".join("–" if name not in ms else f"{ms[name][0]:.1f}, {ms[name][1]:.1f}" for ms in latencies)
             for name in ("first_token_ms", "between_tokens_ms")
         ]
-        ranges = [f"{row[name][0]:.2f} to {row[name][1]:.2f}" for name in ("ratio_range", "null_range")]
+        ranges = [f"{row[name][0]:.2f}–{row[name][1]:.2f}" for name in ("ratio_range", "null_range")]
         table.append([row["model"], size, row["method"], f"**{row['ratio']:.2f}x**", *ranges, *tokens])
     newest = lines[-1]
     head = ["model", "requests of tokens in + out, mean", "method", "stock / it, median", "range", "stock / stock", "first token, ms: it / stock",

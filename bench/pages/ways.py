@@ -1,5 +1,5 @@
-"""What each way of overlapping reached, what a call takes of the host, and the MoE layer in a line each: chapters of
-docs/measurements.md from bench/results/*/tuning, */host.jsonl and */moe.jsonl."""
+"""The chapters of docs/measurements.md on the ways of overlapping, the host's time for a call and the MoE layer, from
+bench/results/*/tuning, */host.jsonl and */moe.jsonl; and the table of docs/batch-invariance.md, from */batch_invariance.jsonl."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ From tuning runs, in CUDA graphs: the speedup over weft's own sequential plan of
 MLP-1 to MLP-6, and in brackets on how many of the six it was the fastest. [What was tried](design-notes.md) says why.
 """
 METHODS = ("library", "sequential", "decomposed", "fused", "signaled", "one_shot", "two_shot")
+INVARIANT = ("norm", "rows", "shards")  # ways to run a layer, as bench/measure/batch_invariance.py names them
 HOST_TEXT = """## Host time of a call
 
 From call to return, us, of a shape that was called before, without waiting for the GPU (`bench/measure/host.py`): the two calls of cuBLAS
 and NCCL that an op replaces, and the op by each kind of plan.
-"""
-FIRST_TEXT = """The first call of a number of rows that nobody called before, behind `weft.prepare`, N and K 1,024: median, nine in ten, and the
-slowest, us. It has memory to allocate and is compared with what the other ranks call; the library's own first calls differ by as much.
 """
 MOE_TEXT = """## Mixture of experts
 
@@ -72,37 +70,44 @@ def ways(results: Path) -> str:
 
 
 def host(results: Path) -> str:
-    stored = [r for path in sorted(results.glob("*/host.jsonl")) for r in lines_of(path) if r["what"] == "known"]
-    methods = list(dict.fromkeys([*METHODS, *(r["method"] for r in stored)]))
-    known, new_sizes = [], []
-    for path in sorted(results.glob("*/host.jsonl")):
-        rows = [
-            r | {"op": OPS.get(r["op"], r["op"].replace("_", " ")), "world": str(r["world"])} for r in lines_of(path)
-        ]
-        for op, world in dict.fromkeys((r["op"], r["world"]) for r in rows):
-            of_op = [r for r in rows if (r["op"], r["world"]) == (op, world)]
-            source = f"{path.parent.name} {measured(of_op)}".strip()
-            us = {r["method"]: r["us"] for r in of_op if r["what"] == "known"}
-            known.append([op, world, *(_us(us.get(m)) for m in methods), source])
-            new = {r["method"]: r for r in of_op if r["what"] == "new M"}
-            cells = [f"{n['us']:.0f}, {n['p90']:.0f}, {n['worst']:.0f}" for n in map(new.get, ("library", "auto")) if n]
-            new_sizes += [[op, world, *cells, source]] if cells else []
-    chapters = [
-        (HOST_TEXT, ["op", "GPUs", *methods, "measured"], known),
-        (FIRST_TEXT, ["op", "GPUs", "library", "auto", "measured"], new_sizes),
-    ]
-    return "\n".join(text + "\n" + "\n".join(_table(head, lines)) + "\n" for text, head, lines in chapters if lines)
+    known, sources = [], []
+    paths = sorted(results.glob("*/host.jsonl"))
+    methods = list(dict.fromkeys([*METHODS, *(r["method"] for path in paths for r in lines_of(path))]))
+    for path in paths:
+        rows = lines_of(path)
+        sources.append(f"{path.parent.name} {measured(rows)}".strip())
+        for op in dict.fromkeys(r["op"] for r in rows):
+            us = {r["method"]: r["us"] for r in rows if r["op"] == op}
+            known.append([OPS.get(op, op.replace("_", " ")), path.parent.name, *(_us(us.get(m)) for m in methods)])
+    head = ["op", "GPUs", *methods]
+    return f"{HOST_TEXT}\n" + "\n".join([*_table(head, known, 2), "", f"Measured: {'; '.join(sources)}."]) + "\n"
+
+
+def batch_invariance(results: Path) -> str:
+    """Return the table of batch-invariant layers: us of the rebuilt mode and its ratio to each of weft's ways, and what the fastest of these
+    takes beyond the fastest way that promises nothing."""
+    lines, sources = [], []
+    for path in sorted(results.glob("*/batch_invariance.jsonl")):
+        rows = lines_of(path)
+        sources.append(f"{path.parent.name} {measured(rows)}")
+        for model, tokens in dict.fromkeys((r["model"], r["M"]) for r in rows):
+            us = {r["method"]: r["us"] for r in rows if (r["model"], r["M"]) == (model, tokens)}
+            fastest = [min(us[f"{mode} {way}"] for way in INVARIANT) for mode in ("weft", "auto")]
+            ratios = [f"**{us['rebuilt'] / us[f'weft {way}']:.2f}x**" for way in INVARIANT]
+            lines.append([f"{model}, {tokens:,}", _us(us["rebuilt"]), *ratios, f"{fastest[0] / fastest[1] - 1:+.0%}"])
+    head = ["layer, tokens", "vLLM's mode, us", *INVARIANT, "cost"]
+    return "\n".join([*_table(head, lines), "", f"Measured: {'; '.join(sources)}."])
 
 
 def moe(results: Path) -> str:
-    lines = [
-        line for path in sorted(results.glob("*/moe.jsonl")) for line in _moe_lines(lines_of(path), path.parent.name)
-    ]
-    head = ["GPUs", "tokens a GPU", "layers", "speedup, mean", "least", "most", "measured"]
-    return MOE_TEXT + "\n" + "\n".join(_table(head, lines)) + "\n" if lines else ""
+    paths = sorted(results.glob("*/moe.jsonl"))
+    lines = [line for path in paths for line in _moe_lines(lines_of(path))]
+    sources = (f"{path.parent.name} {measured(lines_of(path))}" for path in paths)
+    head = ["GPUs", "tokens a GPU", "layers", "speedup, mean", "least", "most"]
+    return "\n".join([MOE_TEXT, *_table(head, lines), "", f"Measured: {'; '.join(sources)}."]) + "\n" if lines else ""
 
 
-def _moe_lines(rows: list[dict], machine: str) -> Iterator[list[str]]:
+def _moe_lines(rows: list[dict]) -> Iterator[list[str]]:
     """Return a line for each number of tokens; of every layer the newest rows of balanced routing."""
     us: dict[tuple[int, int], dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for r in rows:
@@ -111,12 +116,5 @@ def _moe_lines(rows: list[dict], machine: str) -> Iterator[list[str]]:
     for (world, tokens), layers in sorted(us.items()):
         ratios = [t["library"] / t["auto"] for t in layers.values() if {"library", "auto"} <= t.keys()]
         if ratios:
-            yield [
-                str(world),
-                f"{tokens:,}",
-                str(len(ratios)),
-                _x(mean(ratios)),
-                _x(min(ratios)),
-                _x(max(ratios)),
-                f"{machine} {measured([r for r in rows if (r['world'], r['M'], r['zipf']) == (world, tokens, 0)])}",
-            ]
+            figures = map(_x, (mean(ratios), min(ratios), max(ratios)))
+            yield [str(world), f"{tokens:,}", str(len(ratios)), *figures]

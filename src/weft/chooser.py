@@ -11,6 +11,7 @@ What is stored, or else predicted, is the `expected` candidate. It is timed with
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,8 @@ class Choice(Generic[T]):
     every rank. expected: returns, for "graph" or "eager", the candidate that is stored or predicted as the fastest.
     candidates: returns those to time with it, the same on every rank; none if nothing is timed. run: runs a candidate.
     prepare: is called once for each candidate before it runs. title, sizes: describe the trial. worth: how many times
-    as fast as the expected candidate another must be."""
+    as fast as the expected candidate another must be. hopeless: of a candidate whose first timed call takes so many
+    times that of the fastest one, no further calls are timed."""
 
     key: Hashable
     expected: Callable[[str], T]
@@ -53,6 +55,7 @@ class Choice(Generic[T]):
     title: str = ""
     sizes: tuple[int, ...] = ()
     worth: float = MIN_SPEEDUP
+    hopeless: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -139,15 +142,17 @@ class Chooser:
             choice.prepare(candidate)
             choice.run(candidate)
             single_calls[candidate] = self._slowest([self.time(choice, candidate, 1, LAUNCH)])[0]
+        limit = choice.hopeless * min(map(max, single_calls.values()))
+        hopeful = [way for way, call in single_calls.items() if max(call) <= limit or way in expected.values()]
 
         def sample(candidate: T) -> CallTime:
             gpu, host = single_calls[candidate]
             times = max(1, min(TIMES, int(LONG / gpu)))
             return self.time(choice, candidate, times, host + times * max(host - gpu, 0.0))
 
-        rounds = interleaved(list(single_calls), sample, ROUNDS)
+        rounds = interleaved(hopeful, sample, ROUNDS)
         medians = [CallTime(*map(statistics.median, zip(*samples, strict=True))) for samples in rounds.values()]
-        took = dict(zip(rounds, self._slowest(medians), strict=True))
+        took = single_calls | dict(zip(rounds, self._slowest(medians), strict=True))
         faster: dict[str, T | None] = {}
         for mode, best in expected.items():
             for candidate in candidates:

@@ -205,7 +205,7 @@ class Op(ABC, Generic[C]):
 
     def auto(self, world: World, call: C, mode: str) -> Plan:
         """Return the plan of "auto" if no plan was timed faster. mode: "graph" or "eager"."""
-        return world.scale.preset(self.emulator_plan) or self.expected(world, call, mode)
+        return world.backend.scale.preset(self.emulator_plan) or self.expected(world, call, mode)
 
     def expected(self, world: World, call: C, mode: str) -> Plan:
         """Return the plan that is stored or predicted as the fastest for such a call. A timed plan has to beat it."""
@@ -215,7 +215,7 @@ class Op(ABC, Generic[C]):
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
         """Return the plan that a kind's name stands for; `kind` is the first class of that kind in `runs`."""
-        return world.scale.plan(kind)
+        return world.backend.scale.plan(kind)
 
     def unsupported(self, world: World, call: C, plan: Plan, asked: str | Plan) -> str | None:
         """Return the reason why the plan cannot serve this call, or None. It must be the same on every rank. Raise
@@ -379,7 +379,7 @@ class Op(ABC, Generic[C]):
             self.check(world, operands, options)  # raises a TypeError that names the operand
             raise
         addresses = self.operand_addresses(world, operands, out) if self.depends_on_addresses else None
-        capturing = world.capturing()
+        capturing = world.backend.capturing()
         key = (self.name, plan, Op.table_version, options, addresses, *layouts)
         decisions = self.decisions(world, options) if self.keeps_decisions else world.decided
         try:
@@ -410,11 +410,16 @@ class Op(ABC, Generic[C]):
     ) -> Prepared[C]:
         """Check the call, choose its plan, check that all ranks agree, and prepare. Collective."""
         self._check_present(operands)
-        call, capturing = self.check(world, operands, options), world.capturing()
+        call, capturing = self.check(world, operands, options), world.backend.capturing()
         world.check()
         if any(self.waits(world, kind) for kind in self.runs):  # trials and what prepares a capture run here
             world.order_residents(UNKNOWN, capturing)
-        if asked == "auto" and not world.scale.presets and call.rows and (world.size > 1 or not self.by_library):
+        if (
+            asked == "auto"
+            and not world.backend.scale.presets
+            and call.rows
+            and (world.size > 1 or not self.by_library)
+        ):
             world.choices.trial(self.choice(world, call, operands))
         plan, final = self.choose(world, call, asked, capturing), True
         decisions, addresses = self.decisions(world, options), self.operand_addresses(world, operands, out)
@@ -508,7 +513,7 @@ class Op(ABC, Generic[C]):
         warm up. Return False at a first call that does not do it: the call is then not remembered, so that the ranks
         come here together again."""
         key = self._warm_up_key(call, addresses)
-        if key not in decisions and not world.on_side_stream():
+        if key not in decisions and not world.backend.on_side_stream():
             decisions[key] = WarmUp()
             return False
         warm_up: WarmUp = decisions.setdefault(key, WarmUp())
@@ -563,10 +568,10 @@ class Op(ABC, Generic[C]):
         if world.multi_node_unsupported is not None and len(self.runs) > 1:
             return self._between_nodes(world, call, asked, capturing)
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
-        if isinstance(plan, Sequential) or world.reference or (world.size == 1 and self.by_library):
+        if isinstance(plan, Sequential) or world.backend.reference or (world.size == 1 and self.by_library):
             return Sequential()
         levels = isinstance(plan, TwoLevel)
-        reason = world.two_level_unsupported if levels else self.unsupported(world, call, plan, asked)
+        reason = world.backend.two_level_unsupported if levels else self.unsupported(world, call, plan, asked)
         if reason is None:
             return plan
         if reason:
@@ -604,10 +609,10 @@ class Op(ABC, Generic[C]):
         asked for."""
         if asked in (Sequential(), Sequential.kind):
             return Sequential()
-        if TwoLevel not in self.runs or world.two_level_unsupported is not None:
+        if TwoLevel not in self.runs or world.backend.two_level_unsupported is not None:
             subject, reason = f"{self.title} on", world.multi_node_unsupported
-            if world.two_level_unsupported is not None:
-                subject, reason = "every op of", world.two_level_unsupported
+            if world.backend.two_level_unsupported is not None:
+                subject, reason = "every op of", world.backend.two_level_unsupported
             world.log_once(
                 f"{subject} this World runs by its sequential plan: {reason}; to overlap, give ops the World of one "
                 "node (world.split(world.node), or weft.init(group) of its ranks)"
@@ -615,7 +620,7 @@ class Op(ABC, Generic[C]):
             return Sequential()
         if asked == "auto":
             default = self.default(world, TwoLevel)
-            preset = world.scale.presets and self.unsupported(world, call, default, asked) is None
+            preset = world.backend.scale.presets and self.unsupported(world, call, default, asked) is None
             timed = self._timed(world, call, "graph" if capturing else "eager")
             return timed or (default if preset else Sequential())
         plan = self.default(world, TwoLevel) if asked == TwoLevel.kind else asked

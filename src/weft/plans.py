@@ -85,6 +85,7 @@ class Plan:
     TypeError if a field has another type than its default, ValueError if a number is out of range."""
 
     kind: ClassVar[str] = ""
+    variant: ClassVar[str] = ""  # a word for the class among those of its kind
     abstract: ClassVar[bool] = True  # a class that sets this itself has no instances
     may_be_0: ClassVar[tuple[str, ...]] = ()  # names of fields; all other numbers are at least 1
     grid_barrier: ClassVar[bool] = False  # all programs of a launch wait for each other, also with one rank
@@ -224,6 +225,7 @@ class FusedGatherByCopies(Fused):
     per_sm, flatten: as in FusedGather.
     """
 
+    variant = "by copies"
     per_sm: int = 1
     flatten: bool = True
 
@@ -378,10 +380,10 @@ class TwoShotPull(TwoShotCounted):
     """Two shots in which owners read the partial rows from all ranks' symmetric memory.
 
     16 programs suffice beside GEMMs: with a residual and RMSNorm, 4,096 x 8,192 bfloat16 take 208 us on 16 programs,
-    206 on 132, and 401 on 8 (2 H100, 2026-11: "pull ahead" in
-    bench/results/nvidia-h100-x2/experiments/norm-programs.jsonl).
+    206 on 132, and 401 on 8 (2 H100, 2026-11).
     """
 
+    variant = "pulled"
     pull = True
 
 
@@ -390,6 +392,7 @@ class TwoShotLowLatency(TwoShot):
     """Two shots of few rows, whose data is their flag (ops/all_reduce/low_latency_kernels.py). If the output has
     another dtype than x, rows are counted, by TwoShotPush with as many programs and warps."""
 
+    variant = "low latency"
     low_latency = True
 
 

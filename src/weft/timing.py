@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+PASSES_TIMED = 2  # passes that are timed together, so that the host prepares the second under the first
 CYCLES = 2_000  # approximate cycles of a GPU in a us
 AHEAD = 200 * CYCLES  # longer than the host takes to launch a replay
 
@@ -100,3 +101,14 @@ def cuda_clock(run: Callable[[], object], times: int, ahead: float) -> CallTime:
     took = (time.perf_counter() - began) * 1e6
     events[1].synchronize()
     return CallTime(length(events) / times, took / times)
+
+
+def back_to_back(run: Callable[[], object], times: int, ahead: float) -> CallTime:
+    """Time passes that are launched one after the other, with the host's work for them."""
+    times = max(times, PASSES_TIMED)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    repeated(run, times)()
+    torch.cuda.synchronize()
+    us = (time.perf_counter() - began) * 1e6 / times
+    return CallTime(us, us)

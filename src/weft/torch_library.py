@@ -171,7 +171,7 @@ def register(op: Op, ops: Mapping[str, Op]) -> None:
             results = results[0], *(None if t is None else t.clone() for t in lent), *results[1 + len(lent) :]
         if definition.differentiable:
             key = ForwardKey(name, plan, options, *layouts_of(operands))
-            world.forward_passes[key, world.capturing()] = ran
+            world.forward_passes[key, world.backend.capturing()] = ran
         return one_or_tuple(tensors(definition, results, operands[0]))
 
     def fake(*inputs: Any) -> Results:
@@ -280,7 +280,7 @@ class ForwardKey(NamedTuple):
 def _forward_pass(world: World, key: ForwardKey) -> Prepared[Any]:
     """Return what the last such call ran, in the same mode (captured or not) if there was one, since a graph may hold
     another plan. Raise RuntimeError if there was no such call."""
-    capturing = world.capturing()
+    capturing = world.backend.capturing()
     for mode in (capturing, not capturing):
         ran: Prepared[Any] | None = world.forward_passes.get((key, mode))
         if ran is not None:
@@ -291,7 +291,7 @@ def _forward_pass(world: World, key: ForwardKey) -> Prepared[Any]:
 def gradients_of(op: Op, world: World, context: Backward) -> Sequence[Maybe]:
     try:
         if op.waits(world, context.plan):
-            world.order_residents(UNKNOWN, world.capturing())
+            world.order_residents(UNKNOWN, world.backend.capturing())
         gradients = op.backward(world, context)
     except BaseException:  # as in `Op.call`
         world.join_side_streams()

@@ -2,7 +2,8 @@
 
 `weft.init` makes it from torchrun's environment or a ProcessGroup; `weft.spmd` runs one function as N ranks of any
 backend. An op allocates channels and arenas through it, enqueues launches, copies and library calls on its streams, and
-never asks which backend it is on.
+never asks which backend it is on. What only authors of ops and engines need of the machine is at `world.backend`
+(backends/base.py), which is as public as the World.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, 
 
 import torch
 import triton.language as tl
-from torch.distributed import ProcessGroup
 from triton import JITFunction
 
 from .backends.barrier import barrier
@@ -43,7 +43,6 @@ from .lang.intrinsics import GUARD_WORDS, NUMBER_BITS
 from .lang.jit import Options, check_arguments, check_launch
 from .lang.mapping import StaticMapping, TableMapping
 from .residency import Launches
-from .scale import Scale
 from .symmetric import check_memory, outlives_call
 
 log = logging.getLogger("weft")
@@ -206,6 +205,10 @@ class World:
         timeout_seconds()  # raises for a wrong WEFT_TIMEOUT even where nothing waits
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
+        self.group = backend.group  # torch.distributed's; None for emulated ranks
+        self.sm_count = backend.sm_count  # of this rank's GPU, or of an emulated rank
+        self.nodes = backend.nodes  # the number of each rank's node, in the order of the nodes' first ranks
+        self.node = self.nodes[self.rank]  # `split(world.node)` makes the World of the ranks there
         self.other_ranks = tuple((self.rank + step) % self.size for step in range(1, self.size))  # the next one first
         self.multi_node_unsupported = spread(
             backend.nodes
@@ -280,10 +283,10 @@ class World:
     @property
     def levels(self) -> Levels:
         """Collective the first time. The node's World and the one across nodes, which are kept. A wait that expires in
-        them is raised by this World too. Raises Unsupported where there are none (`two_level_unsupported`)."""
+        them is raised by this World too. Raises Unsupported where there are none (`Backend.two_level_unsupported`)."""
         if self._levels is None:
-            if self.two_level_unsupported is not None:
-                raise Unsupported(f"no two levels: {self.two_level_unsupported}")
+            if self.backend.two_level_unsupported is not None:
+                raise Unsupported(f"no two levels: {self.backend.two_level_unsupported}")
             self._no_capture("levels")
             self._levels = Levels(*map(World, self.backend.levels()))
         return self._levels
@@ -615,7 +618,7 @@ class World:
         return f"address {address:#x}"
 
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a small device tensor holding `values`. The host may wait until the stream has taken them."""
+        """Return a small device tensor holding `values`. The host does not wait for the device."""
         self.uploads += 1
         return self.backend.tensor(values, dtype)
 
@@ -752,7 +755,7 @@ class World:
         """
         if not (sides := self.backend.side_streams()):
             return
-        stream, capturing = self.current_stream(), self.capturing()
+        stream, capturing = self.current_stream(), self.backend.capturing()
         for side in sides:
             if side != stream and self.backend.captures(side) == capturing:
                 self.wait_event(stream, self.record(side))
@@ -799,79 +802,20 @@ class World:
         count = self.zeros((1,), torch.int32)
         return Launch(self, barrier, 1, dict(num_warps=1), calls=self.calls(name), epoch=count), count
 
-    # -- methods of the backend, documented in backends/base.py ------------------------------------------------------
-    @property
-    def sm_count(self) -> int:
-        """Return the number of SMs of this rank's GPU, or of an emulated rank."""
-        return self.backend.sm_count
-
-    @property
-    def scale(self) -> Scale:
-        """Return the sizes of work that suit the backend: blocks, tiles and thresholds."""
-        return self.backend.scale
-
-    @property
-    def reference(self) -> bool:
-        """Return whether every op runs by its sequential plan, whatever plan is asked for."""
-        return self.backend.reference
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """Return the process group of torch.distributed, or None for emulated ranks."""
-        return self.backend.group
-
-    @property
-    def capability(self) -> int:
-        """Return the compute capability of the GPU that kernels are compiled for, times ten: 89 for NVIDIA's 8.9."""
-        return self.backend.capability
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """Return the number of each rank's node, by rank; nodes are counted in the order of their first ranks."""
-        return self.backend.nodes
-
-    @property
-    def node(self) -> int:
-        """Return the number of this rank's node; `world.split(world.node)` makes the World of the ranks there."""
-        return self.nodes[self.rank]
-
-    @property
-    def two_level_unsupported(self) -> str | None:
-        """Return why there are no `levels`: the World has one node, or only NCCL can serve its nodes; None where there
-        are levels."""
-        return self.backend.two_level_unsupported
-
-    @property
-    def peers_unsupported(self) -> str | None:
-        """Return why peers' memory cannot be stored to, which is all that low-latency rows need; None where it can."""
-        return self.backend.peers_unsupported
-
-    @property
-    def symmetric_unsupported(self) -> str | None:
-        """Return why there is no symmetric memory with peer access and atomics; None where there is."""
-        return self.backend.symmetric_unsupported
-
+    # -- methods of the backend that kernel authors call, documented in backends/base.py ------------------------------
     empty = _delegated(Backend.empty)
     zeros = _delegated(Backend.zeros)
-    guard = _delegated(Backend.guard)
     current_stream = _delegated(Backend.current_stream)
     side_stream = _delegated(Backend.side_stream)
     on = _delegated(Backend.on)
     record = _delegated(Backend.record)
     wait_event = _delegated(Backend.wait_event)
-    capturing = _delegated(Backend.capturing)
-    on_side_stream = _delegated(Backend.on_side_stream)
     run_launch = _delegated(Backend.run_launch)
     load = _delegated(Backend.load)
     copy = _delegated(Backend.copy)
     signal = _delegated(Backend.signal)
     wait = _delegated(Backend.wait)
     call = _delegated(Backend.call)
-    results = _delegated(Backend.results)
-    linear = _delegated(Backend.linear)
     all_gather = _delegated(Backend.all_gather)
-    all_gather_together = _delegated(Backend.all_gather_together)
     reduce_scatter = _delegated(Backend.reduce_scatter)
     all_reduce = _delegated(Backend.all_reduce)
-    all_to_all = _delegated(Backend.all_to_all)
-    communicator = _delegated(Backend.communicator)

@@ -50,7 +50,7 @@ def _signalled(rank: int, world_size: int, **options: object) -> None:
 
 
 def relaxed_signal(rank: int, world_size: int, mended: bool) -> None:
-    """The signal behind stores that peers read is relaxed, and no barrier of the block's threads stands before it (aiter
+    """The signal that follows stores is relaxed, and no barrier of the block's threads comes before it (aiter
     #2890)."""
     _signalled(rank, world_size, MENDED=mended, SCOPE="sys", FENCED=True)
 
@@ -61,7 +61,7 @@ def gpu_scope(rank: int, world_size: int, mended: bool) -> None:
 
 
 def only_one_thread_acquires(rank: int, world_size: int, mended: bool) -> None:
-    """One thread waits, and the others read without a barrier behind it (aiter #2890)."""
+    """One thread waits, and the others read without a barrier after the wait (aiter #2890)."""
     _signalled(rank, world_size, MENDED=True, SCOPE="sys", FENCED=mended)
 
 
@@ -69,8 +69,9 @@ def only_one_thread_acquires(rank: int, world_size: int, mended: bool) -> None:
 def count_in_graph(
     buffers, pads, out, n: tl.constexpr, number, calls, rank: tl.constexpr, W: tl.constexpr, BAKED: tl.constexpr
 ):
-    """Each rank stores a row of another value in every call, counts its calls in a neighbour's flag, and waits for its other
-    neighbour's count. number: of the call, as the host had it; calls: the same, counted on the device."""
+    """Each rank stores a row with new values in every call, counts its calls in a neighbour's flag, and waits for
+    its other neighbour's count. `number` is the call's number as the host has it; `calls` is the same number,
+    counted on the device."""
     offsets = tl.arange(0, n)
     call = tl.load(calls) + 1
     half = (call % 2) * n
@@ -102,7 +103,7 @@ def flag_baked_into_graph(rank: int, world_size: int, mended: bool) -> None:
 
 @triton.jit
 def stage_and_read(buffers, pads, x, out, n: tl.constexpr, slot, rank: tl.constexpr, W: tl.constexpr):
-    """Stage x, meet all ranks, and sum what they have staged."""
+    """Stage x, wait for all ranks, and sum what they have staged."""
     offsets = tl.arange(0, n)
     tl.store(pointer(buffers, rank, tl.float32) + slot * n + offsets, tl.load(x + offsets))
     tl.debug_barrier()
@@ -119,8 +120,8 @@ def stage_and_read(buffers, pads, x, out, n: tl.constexpr, slot, rank: tl.conste
 
 
 def one_staging_slot(rank: int, world_size: int, mended: bool) -> None:
-    """Calls one after the other stage in the same slot, so that a fast rank's next call writes what a slow one still reads;
-    two slots by turns mend it (tokenspeed #1356)."""
+    """Successive calls stage in the same slot, so that a fast rank's next call overwrites what a slow rank still
+    reads; alternating between two slots fixes it (tokenspeed #1356)."""
     memory = Memory(rank, world_size, 2 * N)
     for call in range(3):
         x, out = torch.full((N,), rank + 1.0 + call, device="cuda"), torch.empty(N, device="cuda")
@@ -136,8 +137,8 @@ def signal_neighbour(pads, rank: tl.constexpr, W: tl.constexpr):
 
 
 def pad_cleared_too_late(rank: int, world_size: int, mended: bool) -> None:
-    """A rank clears its pad when a peer may have signalled already; a barrier behind the clearing mends it (pytorch #195761,
-    in `test_triton_signal_wait_until`)."""
+    """A rank clears its pad when a peer may have signalled already; a barrier after the clearing fixes it (pytorch
+    #195761, in `test_triton_signal_wait_until`)."""
     memory = Memory(rank, world_size, N)
     memory.handle.get_signal_pad(rank, (world_size,), torch.int32).fill_(0)
     if mended:
@@ -157,7 +158,7 @@ def locked_sum(total, lock, count, MENDED: tl.constexpr):
 
 
 def lock_without_order(rank: int, world_size: int, mended: bool) -> None:
-    """A spin lock is taken and given back by relaxed atomics, so that a program reads an old sum (ROCm/iris #296,
+    """Relaxed atomics acquire and release a spin lock, so that a program reads a stale sum (ROCm/iris #296,
     tritonBLAS #61)."""
     total, lock = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
     locked_sum[(3,)](total, lock, 3, MENDED=mended)
@@ -168,7 +169,8 @@ def lock_without_order(rank: int, world_size: int, mended: bool) -> None:
 def publish_rows(
     buffers, pads, x, out, n: tl.constexpr, programs, rank: tl.constexpr, W: tl.constexpr, MENDED: tl.constexpr
 ):
-    """Programs push rows of x to a neighbour, one of which publishes how many there are; program 0 reads them there."""
+    """Programs push rows of x to a neighbour, and one of them publishes the number of rows; program 0 reads the rows
+    there."""
     program, to, offsets = tl.program_id(0), (rank + 1) % W, tl.arange(0, n)
     row = program * n + offsets
     tl.store(pointer(buffers, to, tl.float32) + row, tl.load(x + row))
@@ -186,7 +188,7 @@ def publish_rows(
 
 
 def published_before_all_sent(rank: int, world_size: int, mended: bool) -> None:
-    """The tail of a queue is published by one sender before the others have stored their rows (FlashInfer #4092)."""
+    """One sender publishes the tail of a queue before the others have stored their rows (FlashInfer #4092)."""
     memory = Memory(rank, world_size, 2 * N)
     x, out = torch.full((2 * N,), rank + 1.0, device="cuda"), torch.empty(2 * N, device="cuda")
     publish_rows[(2,)](*memory.pointers, x, out, N, 2, rank, world_size, MENDED=mended)
@@ -194,7 +196,8 @@ def published_before_all_sent(rank: int, world_size: int, mended: bool) -> None:
 
 
 def order_of_peers_differs(rank: int, world_size: int, mended: bool) -> None:
-    """Ranks wait for their neighbours in different orders before they signal, and all stand still (rocm-libraries #5776)."""
+    """Ranks wait for their neighbours in different orders before they signal, and all of them deadlock
+    (rocm-libraries #5776)."""
     memory = Memory(rank, world_size, N)
     signal_neighbour[(1,)](memory.pointers[1], rank, world_size)  # a kernel, so that there is something to check
     before, after = (rank - 1) % world_size, (rank + 1) % world_size
@@ -206,6 +209,6 @@ def order_of_peers_differs(rank: int, world_size: int, mended: bool) -> None:
 
 
 def two_generations(rank: int, world_size: int, mended: bool) -> None:
-    """Words that say themselves that they are there are emptied one call too early: two generations are too few, since a rank
-    may be a call ahead (tokenspeed #351)."""
+    """Data that doubles as its flag is cleared one call too early: two generations are too few, since a rank may be
+    a call ahead (tokenspeed #351)."""
     push(rank, world_size, clear=2 if mended else 1)

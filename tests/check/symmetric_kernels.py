@@ -35,7 +35,7 @@ def thread_number():
 
 @triton.jit
 def swap(addresses, OLD: tl.constexpr, NEW: tl.constexpr, ORDER: tl.constexpr, SCOPE: tl.constexpr = "sys"):
-    """Exchange NEW for OLD in each word, as soon as OLD is there."""
+    """Exchange NEW for OLD in each word, as soon as the word is OLD."""
     tl.inline_asm_elementwise(
         f"""
         {{
@@ -59,8 +59,9 @@ def swap(addresses, OLD: tl.constexpr, NEW: tl.constexpr, ORDER: tl.constexpr, S
 def sync_blocks(
     pads, rank: tl.constexpr, W: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, FENCED: tl.constexpr = True
 ):
-    """Meet the same block of every rank. BEFORE: this block's accesses come before; AFTER: those of other ranks come before
-    what follows. FENCED: with the barriers of the block's local threads."""
+    """Synchronise with the same block of every rank. BEFORE: the barrier releases this block's earlier accesses.
+    AFTER: it acquires the other ranks' accesses for what follows. FENCED: the block's own threads also meet at
+    barriers."""
     block, peers = tl.program_id(0), tl.arange(0, W)
     pads = pads.to(tl.pointer_type(tl.uint64))
     remote_words = tl.load(pads + peers).to(tl.pointer_type(tl.uint32)) + block * W + rank
@@ -177,7 +178,7 @@ def gathered_matmul(
     rank: int, world_size: int, rows: int = 32, k: int = 16, grid: int = 2, calls: int = 2, wait: bool = True,
     staged: bool = True, read: bool = True,
 ) -> None:  # fmt: skip
-    """staged, read: the barriers which say that all shards are staged, and that all were read."""
+    """`staged` and `read` enable the barriers after staging all shards and after reading all of them."""
     memory = Memory(rank, world_size, rows * k)
     shard, m, n = memory.buffer.view(rows, k), rows * world_size, 16
     w, flags = torch.ones(k, n, device="cuda"), torch.zeros(world_size, dtype=torch.int32, device="cuda")
@@ -217,7 +218,7 @@ def store_relaxed(addresses, bits):
 def push_kernel(
     buffers, x, out, n, slot, rank: tl.constexpr, W: tl.constexpr, B: tl.constexpr, CLEAR: tl.constexpr, WAIT: tl.constexpr
 ):  # fmt: skip
-    """Store x to every rank's `slot`, sum what all ranks stored to this rank's, and empty the slot that is next."""
+    """Store x to every rank's `slot`, sum what all ranks stored to this rank's slot, and empty the next slot."""
     buffers = buffers.to(tl.pointer_type(tl.uint64))
     offsets = tl.program_id(0) * B + tl.arange(0, B)
     bits = tl.load(x + offsets).to(tl.int32, bitcast=True)
@@ -242,8 +243,8 @@ def push_kernel(
 def push(
     rank: int, world_size: int, n: int = 256, grid: int = 2, calls: int = 4, clear: int = 2, wait: bool = True
 ) -> None:
-    """clear: how many slots ahead the emptied one is. With three slots that is 2: nobody fills it before all ranks have
-    filled the one between, which each does after it has emptied this one."""
+    """`clear` is how many slots ahead the emptied one is. With three slots it is 2: nobody fills that slot before
+    all ranks have filled the slot between, and each rank fills that one only after it has emptied this one."""
     memory = Memory(rank, world_size, 3 * world_size * n)
     memory.buffer.fill_(EMPTY.value)
     memory.handle.barrier()

@@ -69,7 +69,8 @@ def main(rank: int, world_size: int, threads: tuple[str, ...], gpus: int, outcom
 
 
 def run(threads: tuple[str, ...], gpus: int | None = None):
-    """Return the verdict, the set of outcomes (the results of all threads in a row), and the set of last values of x."""
+    """Return the verdict, the set of outcomes (the results of all threads in a row), and the set of final values of
+    x."""
     gpus = gpus or len(threads)
     outcomes: dict[str, list] = {}
     exploration = search(functools.partial(main, threads=threads, gpus=gpus, outcomes=outcomes), gpus, range(SEEDS))
@@ -82,7 +83,7 @@ def run(threads: tuple[str, ...], gpus: int | None = None):
 
 
 def sorted_runs(results: list, gpus: int) -> list[list]:
-    """Return the results of each run by rank: runs come one after the other."""
+    """Return the results of each run by rank; the runs are sequential."""
     return [sorted(results[i : i + gpus]) for i in range(0, len(results), gpus)]
 
 
@@ -171,7 +172,7 @@ def test_message_passing(name):
 
 @pytest.mark.parametrize("order", ["acquire", "relaxed"])
 def test_causality_is_transitive(order):
-    """Causality: synchronization goes on through a third thread, if that acquires and releases itself."""
+    """Causality: a third thread carries synchronization on if it acquires and releases itself."""
     release = "release" if order == "acquire" else "relaxed"
     result, outcomes, _ = run(
         (
@@ -223,8 +224,8 @@ def test_strong_accesses(name):
 
 
 def test_independent_reads_of_independent_writes():
-    """Fence-SC forbids that two readers see two stores in opposite orders, if .sc fences stand between their loads. Without
-    these PTX allows it, also with acquire loads; the emulator does not reach it."""
+    """Fence-SC forbids that two readers see two stores in opposite orders if .sc fences stand between their loads.
+    Without these fences PTX allows it, even with acquire loads; the emulator does not reach it."""
     for order, fence in (("relaxed", "fence.sc.sys; "), ("acquire", "")):
         readers = [f"ld.{order}.sys r0, [{a}]; {fence}ld.{order}.sys r1, [{b}];" for a, b in ("xy", "yx")]
         result, outcomes, _ = run(("st.relaxed.sys [x], 1;", "st.relaxed.sys [y], 1;", *readers))
@@ -235,7 +236,7 @@ def test_independent_reads_of_independent_writes():
 
 
 def test_coherence():
-    """SC-per-Location: morally strong accesses to one word are in one order that agrees with each thread's own."""
+    """SC-per-Location: morally strong accesses to one word have one order, which agrees with each thread's own."""
     result, outcomes, final = run(
         ("st.relaxed.sys [x], 1; st.relaxed.sys [x], 2;", "ld.relaxed.sys r0, [x]; ld.relaxed.sys r1, [x];")
     )

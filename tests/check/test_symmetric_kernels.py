@@ -1,4 +1,5 @@
-"""weft check on kernels in plain Triton over torch symmetric memory: clean as they are, and found without a barrier."""
+"""`weft check` finds kernels in plain Triton over torch symmetric memory clean as they are, and faulty without a
+barrier."""
 
 import functools
 

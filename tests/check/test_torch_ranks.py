@@ -1,4 +1,5 @@
-"""Programs written against torch and Triton on emulated ranks: what they see of streams, graphs and libraries, and what is refused."""
+"""Programs written against torch and Triton run on emulated ranks: what they see of streams, graphs and libraries,
+and what is refused."""
 
 from __future__ import annotations
 

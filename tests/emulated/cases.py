@@ -1,6 +1,8 @@
-"""What every file of cases draws its tensors by, and measures errors by.
+"""Shared random inputs and error measures.
 
-cases_<package>.py has what a package of src/weft must compute, written once for every backend: each function runs on one rank."""
+Each file cases_<package>.py defines what a package of src/weft must compute, once for every backend: each function runs
+on one rank.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,19 @@ P = TypeVar("P", bound=Plan)
 
 
 def changed(plan: P, **changes: Any) -> P:
-    """The plan with other values of its fields, or of its tile's."""
+    """Return the plan with other values of its fields, or of its tile's fields."""
     tile: Any = plan.tile  # type: ignore[attr-defined]
     in_tile = {name: changes.pop(name) for name in list(changes) if hasattr(tile, name)}
     return replace(plan, tile=replace(tile, **in_tile), **changes)
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """The same values on every rank and device."""
+    """Return the same values on every rank and device."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative Frobenius error; NaN counts as infinite."""
+    """Return the relative Frobenius error; NaN counts as infinite."""
     if actual.shape != expected.shape:
         raise AssertionError(f"shape {list(actual.shape)}, expected {list(expected.shape)}")
     if expected.numel() == 0:
@@ -40,7 +42,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def wide(t: torch.Tensor, world: weft.World) -> torch.Tensor:
-    """float64 for small references, float32 on the GPU for large ones."""
+    """Return float64 for small references, and float32 on the GPU for large ones."""
     return t.double() if t.numel() < 1 << 20 else t.to(world.device).float()
 
 
@@ -51,10 +53,10 @@ def product(x: torch.Tensor, w: torch.Tensor, world: weft.World) -> torch.Tensor
 
 
 def strided(t: torch.Tensor) -> torch.Tensor:
-    """The same values in memory that is not contiguous."""
+    """Return the same values in memory that is not contiguous."""
     return t.t().contiguous().t() if t.dim() == 2 else t
 
 
 def on_stream(world: weft.World, name: str) -> Any:
-    """`world`'s current stream is its stream `name` inside, as under `torch.cuda.stream`."""
+    """Make stream `name` the current stream of `world`, as `torch.cuda.stream` does."""
     return world.on(world.side_stream(name)) if name else nullcontext()

@@ -32,7 +32,7 @@ def reference(
 def requantized(
     expected: torch.Tensor, actual: torch.Tensor, scales: torch.Tensor, recipe: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the rows are when quantized, and what they are: dequantized."""
+    """Return the quantized rows, and the same rows dequantized."""
     group = expected.shape[1] if recipe == "row" else 128
     parts = expected.float().view(len(expected), -1, group)
     scale = parts.abs().amax(2, keepdim=True).clamp_min(1e-12) / 448
@@ -47,10 +47,9 @@ def norm_case(
     out_dtype: torch.dtype | None = None, calls: int = 2, seed: int = 0, into: str = "", symmetric: bool = False,
     views: bool = False, quantize: str | None = None,
 ) -> float:  # fmt: skip
-    """Largest error over `calls` calls with fresh inputs, the new residual included; with `quantize`, a recipe, that of the dequantized rows.
-
-    into: "" (a fresh output), "plain" or "symmetric" memory. symmetric: x lies in symmetric memory. views: not contiguous.
-    """
+    """Return the largest error over `calls` calls with fresh inputs, new residual included. `quantize` is a recipe,
+    and the error is then that of the dequantized rows. `into` is "" (a fresh output), "plain" or "symmetric" memory.
+    With `symmetric`, x is in symmetric memory; with `views`, it is not contiguous."""
     worst, device, eps = 0.0, world.device, 1e-5
     rows = balanced_rows(m, world.size)
     lo = sum(rows[: world.rank])
@@ -105,7 +104,7 @@ def sum_case(
     world: weft.World, shape: tuple[int, ...], plan: str | Plan = "two_shot", *, dtype: torch.dtype = torch.bfloat16,
     calls: int = 2, seed: int = 0, into: bool = False, views: bool = False,
 ) -> float:  # fmt: skip
-    """Largest error of all_reduce over `calls` calls with fresh inputs."""
+    """Return the largest error of all_reduce over `calls` calls with fresh inputs."""
     worst = 0.0
     for call in range(calls):
         s = seed * 1000 + call * 100
@@ -120,8 +119,8 @@ def sum_case(
 
 
 def random_case(world: weft.World, plan: Plan, rng: random.Random, most: int, width: int) -> float:
-    """A call of arguments drawn from `rng`, alike on every rank: up to `most` rows of up to `width` elements. Against the bound of
-    the output's dtype: at most 1."""
+    """Make a call with arguments drawn from `rng`, the same on every rank: up to `most` rows of up to `width`
+    elements. Return its error over the bound of the output's dtype, which is at most 1."""
     dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32])
     m, h = rng.randrange(1, most), 8 * rng.randrange(1, width // 8 + 1)
     if rng.random() < 0.5:
@@ -142,7 +141,8 @@ def random_case(world: weft.World, plan: Plan, rng: random.Random, most: int, wi
 
 
 def bound(dtype: torch.dtype) -> float:
-    """Relative error that the rounding of sum, residual and output explains: fp8's rounding may fall to the other side."""
+    """Return the relative error that the rounding of sum, residual and output explains: two float8 roundings may
+    differ."""
     return {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3, FP8: 2e-2}[dtype]
 
 

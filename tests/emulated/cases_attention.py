@@ -14,7 +14,8 @@ from weft.plans import Plan
 
 @dataclass(frozen=True)
 class Shape:
-    """rows: keys of every rank. queries: of every rank, or None: as many. bounds: of packed sequences."""
+    """`rows` is the number of keys of every rank, and `queries` that of its queries (None: the same). `bounds` are
+    those of packed sequences."""
 
     rows: tuple[int, ...]
     heads: int = 4
@@ -30,7 +31,7 @@ class Shape:
     scale: float | None = None
 
     def positions(self, rank: int, queries: bool = False) -> torch.Tensor:
-        """Where a rank's keys stand, or its queries."""
+        """Return the positions of a rank's keys or queries."""
         size = len(self.rows)
         if self.layout == "zigzag":
             halves = [n - n // 2 for n in self.rows] + [n // 2 for n in reversed(self.rows)]
@@ -60,7 +61,7 @@ class Shape:
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sees: torch.Tensor, scale: float, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse in the dtype of q, of keys where `sees` [m, S] says."""
+    """Return out and lse in the dtype of q, where each query attends to the keys that `sees` [m, S] marks."""
     heads_per_kv = q.shape[1] // k.shape[1]
     s = torch.einsum("mhd,nhd->hmn", q, k.repeat_interleave(heads_per_kv, 1)) * scale
     s = s.masked_fill(~sees.to(s.device), float("-inf"))
@@ -72,7 +73,7 @@ def attention(
 
 @dataclass
 class Inputs:
-    """One call's operands: of the whole sequence, on the host, and this rank's, on its device."""
+    """The operands of one call: on the host those of the whole sequence, and on the device those of this rank."""
 
     world: weft.World
     shape: Shape
@@ -116,8 +117,8 @@ class Inputs:
 def attention_case(
     world: weft.World, shape: Shape, plan: str | Plan | Sequence[Plan], calls: int = 2, seed: int = 0, into: bool = False, streams: Sequence[str] = ()
 ) -> float:  # fmt: skip
-    """Largest error over calls with fresh operands in memory that is written again, without a synchronisation between; by the
-    plans, and on the streams, in turn."""
+    """Return the largest error over calls whose operands are rewritten in the same memory without synchronising.
+    Calls cycle through the plans and the streams."""
     kept, held, plans = [], {}, [plan] if isinstance(plan, str | Plan) else plan
     for call in range(calls):
         inputs = Inputs(world, shape, 100 * (seed + call))
@@ -145,8 +146,8 @@ def attention_case(
 
 
 def gradients_case(world: weft.World, shape: Shape, plan: str | Plan = "segmented", seed: int = 0) -> float:
-    """Largest error of the gradients of q, k, v and the sinks, the latter summed over the ranks, against autograd of the whole
-    sequence. The loss is the sum over ranks."""
+    """Return the largest error of the gradients of q, k, v and the sinks, against autograd of the whole sequence.
+    The loss is the sum over ranks, and so is the sinks' gradient."""
     inputs, size = Inputs(world, shape, 100 * seed), world.size
     leaves = [t.requires_grad_() for t in inputs.local_qkv()]
     options = inputs.options()

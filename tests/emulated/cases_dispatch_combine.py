@@ -25,7 +25,7 @@ BF = torch.bfloat16
 
 
 def scaled(x: torch.Tensor, expert: torch.Tensor | int) -> torch.Tensor:
-    """What the experts of these cases do: exact in bfloat16."""
+    """Scale rows as the experts of these cases do: exactly in bfloat16."""
     return x * 2.0 ** (torch.as_tensor(expert) % 5)
 
 
@@ -34,7 +34,8 @@ def scale_rows(
     rows, y, offsets, counts, padding, first_expert, EL: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """y = `scaled` rows of the experts from `first_expert` on; padding [EL]: words behind them that are not zero."""
+    """Write to y the scaled rows of the experts from `first_expert` on. `padding` [EL] counts the words after them
+    that are not zero."""
     cols = tl.arange(0, P)
     for e in range(tl.program_id(0), EL, tl.num_programs(0)):
         begin = tl.load(offsets + e)
@@ -60,7 +61,7 @@ def scale_rows(
 def expected_combine(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor, experts: int, ranks: int
 ) -> Any:
-    """A rank's sum in the order of the slots, rounded; the ranks' sums in the order of the ranks."""
+    """Sum each rank's results in the order of the slots, round the sums, and add them in the order of the ranks."""
     total, local = torch.zeros(x.shape), experts // ranks
     for rank in range(ranks):
         part = torch.zeros(x.shape)
@@ -76,7 +77,7 @@ def expected_combine(
 
 @dataclass
 class Routed:
-    """All ranks' routes of a call, and what comes of them on one rank."""
+    """The routes of all ranks in a call, and their results on one rank."""
 
     ids: list[torch.Tensor]  # by rank
     experts: int
@@ -84,7 +85,7 @@ class Routed:
     most: int  # rows of an expert, 0: any
 
     def tables(self, rank: int) -> dict[str, torch.Tensor]:
-        """Of contiguous rows, but for sources, counts and dropped where there are at most so many of an expert."""
+        """Return the tables for contiguous rows; sources, counts and drops only where each expert has a row limit."""
         ranks, capacity = len(self.ids), max(1, *map(len, self.ids))
         ids_all = torch.full((ranks, capacity, self.ids[0].shape[1]), -1)
         for r, ids in enumerate(self.ids):
@@ -107,7 +108,7 @@ class Routed:
         return tables
 
     def kept(self, rank: int) -> torch.Tensor:
-        """A rank's ids, -1 where another rank had no more room for them."""
+        """Return a rank's ids, with -1 where another rank had no room for them."""
         kept = torch.stack([self.tables(r)["kept"][rank] for r in range(len(self.ids))]).all(0)
         return torch.where(kept[: len(self.ids[rank])], self.ids[rank], -1)
 
@@ -116,7 +117,7 @@ class Routed:
 def launch_dispatch(
     world: weft.World, operands: op.DispatchOperands, options: tuple[Any, ...]
 ) -> tuple[torch.Tensor, weft.moe.Handle]:
-    """`weft.moe.dispatch` of contiguous tensors, which nothing waits for."""
+    """Call `weft.moe.dispatch` with contiguous tensors, without waiting for it."""
     call = op.DISPATCH_OP.check(world, operands, options)
     plan = op.DISPATCH_OP.choose(world, call, "auto", False)
     rows = world.empty(call.exchange.shape(world), operands.x.dtype)
@@ -130,7 +131,7 @@ def launch_dispatch(
 def launch_combine(
     world: weft.World, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """`weft.moe.combine` of contiguous tensors, which nothing waits for."""
+    """Call `weft.moe.combine` with contiguous tensors, without waiting for it."""
     operands = op.CombineOperands(y, handle.weights, handle.ids, handle.handle_id, shared)
     call = op.COMBINE_OP.check(world, operands, handle.options)
     op.run_combine(world, call, op.COMBINE_OP.choose(world, call, handle.plan, False), operands, out)
@@ -138,7 +139,7 @@ def launch_combine(
 
 @dataclass
 class Caller:
-    """A rank's calls, whose operands are in `memory` and whose results are copied from it."""
+    """The calls of a rank, whose operands are in `memory` and whose results are copied from it."""
 
     world: weft.World
     memory: Memory
@@ -155,7 +156,7 @@ class Caller:
         self.seen.append((self.memory.copy(actual), expected))
 
     def dispatch(self, call: int, place: int) -> tuple[Any, ...]:
-        """place: whose memory the inputs have."""
+        """Dispatch inputs that are in the memory of `place`."""
         world, layer, me = self.world, self.layer, self.world.rank
         counts = tuple(self.tokens[(r + call) % len(self.tokens)] for r in range(world.size))
         every, masked = world.size * max(1, *counts), self.layout == "masked"
@@ -180,7 +181,8 @@ class Caller:
         return rows, handle, self.memory.write((place, "shared"), draw(call, *x.shape)), expected
 
     def experts(self, rows: torch.Tensor, handle: weft.moe.Handle) -> torch.Tensor:
-        """Of the rows that the experts have; the others hold what nobody may read. Padding is zero."""
+        """Write the experts' results for the rows that they received; the other rows hold poison, and padding is
+        zero."""
         world, local = self.world, self.layer.experts // self.world.size
         y, padding = world.empty(rows.shape, rows.dtype), world.zeros((local,), torch.int32)
         args = dict(
@@ -201,8 +203,8 @@ class Caller:
 
 @contextlib.contextmanager
 def overflows(world: weft.World, reported: Counter[int]) -> Iterator[None]:
-    """Add to `reported` how many rows an Overflow says that each rank left out: all those of this rank's experts, and of others those of this
-    rank's tokens."""
+    """Add to `reported` the rows that an Overflow counts for each rank: all lost rows of this rank's experts, and
+    this rank's tokens lost elsewhere."""
     try:
         yield
     except weft.Overflow as e:
@@ -211,7 +213,7 @@ def overflows(world: weft.World, reported: Counter[int]) -> Iterator[None]:
 
 
 def noticed(world: weft.World) -> Counter[int]:
-    """Wait for everything, and return what an Overflow says then, once."""
+    """Wait for everything, and return what the Overflow counts, if one is raised."""
     reported = Counter[int]()
     with overflows(world, reported):
         world.synchronize()
@@ -220,8 +222,8 @@ def noticed(world: weft.World) -> Counter[int]:
 
 
 def overfull(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Tensor:
-    """Every other call brings more rows to the first experts than they have room for: of tokens that had room there in
-    the call before, whose sums still stand in the outboxes."""
+    """In every other call the first experts receive more rows than fit. The rows come from tokens that fitted in the
+    call before, whose sums are still in the outboxes."""
     if call % 2 == 0:
         return at_random(call, rank, t, layer, world)
     return torch.arange(layer.k).expand(t, -1)
@@ -232,7 +234,7 @@ def exchange_case(
     flight: int = 2, streams: Sequence[str] = ("main",), layout: str = "contiguous", alignment: int = 1, max_m: int = 0,
     ids_of: Ids = at_random,
 ) -> int:  # fmt: skip
-    """How many results are wrong. `flight` calls are under way at once, on the streams in turn."""
+    """Return the number of wrong results. `flight` calls are in flight at once, on alternating streams."""
     layer = Layer(max(tokens), experts, k, hidden, 8, BF)
     caller = Caller(world, Memory(world), layer, tokens, ids_of, layout, alignment, max_m)
     for call in range(calls):
@@ -252,13 +254,13 @@ Routes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # x, ids, weights
 
 
 def by_grouped_gemm(rows: torch.Tensor, handle: weft.moe.Handle, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """What keeps the handle's offsets for its backward pass."""
+    """Apply the experts by a grouped GEMM, which saves the handle's offsets for its backward pass."""
     ends = handle.offsets[1:]
     return torch._grouped_mm(torch._grouped_mm(rows, w1, offs=ends).relu(), w2, offs=ends)
 
 
 def microbatches(world: weft.World, routes: Routes, w1: torch.Tensor) -> tuple[Routes, Routes]:
-    """These tokens, and others with other routes."""
+    """Return two microbatches: these tokens, and others with other routes."""
     x, ids, weights = routes
     return routes, (x.flip(0), (ids + 1) % (w1.shape[0] * world.size), weights)
 
@@ -266,7 +268,7 @@ def microbatches(world: weft.World, routes: Routes, w1: torch.Tensor) -> tuple[R
 def two_under_way(
     world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of two microbatches' results, one of them twice; and what their handles count."""
+    """Return the sum of two microbatches' results, one of them twice, and the counts of their handles."""
     experts = w1.shape[0] * world.size
     (a, handle_a), (b, handle_b) = (
         weft.moe.dispatch(*microbatch, experts=experts, world=world, **options)
@@ -280,7 +282,7 @@ def two_under_way(
 def one_by_one(
     world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`two_under_way`, of calls that follow one another."""
+    """Compute `two_under_way` with calls that follow one another."""
     results, counts = [], []
     for microbatch in microbatches(world, routes, w1):
         rows, handle = weft.moe.dispatch(*microbatch, experts=w1.shape[0] * world.size, world=world, **options)
@@ -298,7 +300,7 @@ def trained(
     wants: Sequence[str] = ("x", "weights", "w1", "w2"),
     **options: Any,
 ) -> list[torch.Tensor]:
-    """The result of a step of these, the counts, and the gradients of what is wanted."""
+    """Return the result of a training step with this function, its counts, and the requested gradients."""
     x, ids, weights = routes
     leaves = dict(x=x, weights=weights, w1=w1, w2=w2)
     leaves = {name: t.detach().clone().requires_grad_(name in wants) for name, t in leaves.items()}
@@ -308,7 +310,7 @@ def trained(
 
 
 def exchanged(world: weft.World, wants: tuple[str, ...], **options: Any) -> float:
-    """Error of the gradients of dispatch, an expert's scale between, and combine; two microbatches."""
+    """Return the error of the gradients of dispatch, an expert's scale, and combine, over two microbatches."""
     counts, experts, k, h = [[9, 5, 7, 0][r % 4] for r in range(world.size)], 2 * world.size, 2, 32
     layer, kept = Layer(max(counts), experts, k, h, 8, torch.bfloat16), []
     for call in range(2):

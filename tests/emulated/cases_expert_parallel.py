@@ -46,8 +46,8 @@ def steps(
 
 
 def overfull_layers(world: weft.World, plan: str, calls: int = 6) -> None:
-    """Calls of two layers, on two streams in turn, whose hosts do not wait. In most calls one rank is full, not always the same. Every
-    rank that lost rows is told how many, and by whom."""
+    """Call two layers on alternating streams without waiting for the hosts. In most calls one rank overflows, not
+    always the same one. Every rank that lost rows learns how many it lost, and on which rank."""
     layer, size, counts = Layer(40, 2 * world.size, 1, 32, 24, torch.bfloat16), world.size, (40, 33, 25)[: world.size]
     expert_weights, reported, lost = Model(world, layer, False).local_weights[:2], Counter[int](), Counter[int]()
     x, weights = draw(world.rank, counts[world.rank], layer.hidden), torch.ones(counts[world.rank], 1)
@@ -65,8 +65,9 @@ def overfull_layers(world: weft.World, plan: str, calls: int = 6) -> None:
 
 
 def no_room_case(world: weft.World) -> None:
-    """Room for 32 rows of an expert: calls that fit, and calls in between that bring 40 to one. Routes that are left out
-    are in no sum, so neither they nor their tokens have a gradient, though those of the call before had one."""
+    """With room for 32 rows of an expert, alternate calls that fit with calls that route 40 rows to one expert.
+    Dropped routes are in no sum, and neither they nor their tokens have a gradient, though they had one in the call
+    before."""
     layer = Layer(20, 2, 1, 32, 24, torch.bfloat16)
     model = Model(world, layer, False)
     for call, fits in enumerate((True, False, True, False)):

@@ -1,7 +1,7 @@
-"""What ops of 8-bit operands must compute, for every backend: each function runs on one rank and returns its error.
+"""The results of ops with 8-bit operands, for every backend: each function runs on one rank and returns its error.
 
-References are float64 products of the dequantized operands: what e4m3 loses is in the operands already, so that an error is
-that of sums and of the result's rounding.
+References are float64 products of the dequantized operands. The operands have already lost what e4m3 loses, so that an
+error comes from sums and from rounding the result.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ LARGEST = LARGEST_OF_E4M3.value
 
 
 def dequantized(t: torch.Tensor, scale: torch.Tensor, rows: int = 1) -> torch.Tensor:
-    """The float32 values of t [R, K]. rows: rows that share a scale by block."""
+    """Return the float32 values of t [R, K]. `rows` is the number of rows that share a scale by block."""
     if scale.dim() == 2 and scale.shape[1] * 128 == t.shape[1] and scale.shape[0] * rows >= t.shape[0]:
         return weft.ScaledTensor(t, scale, "block").dequantized(rows)
     return weft.ScaledTensor(t, scale, "row" if scale.numel() > 1 else "tensor").dequantized()
 
 
 def scaled(t: torch.Tensor, scaling: str, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """t [R, K] of any float dtype in e4m3, and its scales; rows: of a block."""
+    """Return t [R, K], of any float dtype, in e4m3, and its scales. `rows` is the number of rows of a block."""
     t = t.float()
     r, k = t.shape
     if scaling == "tensor":
@@ -49,7 +49,7 @@ def scaled(t: torch.Tensor, scaling: str, rows: int = 1) -> tuple[torch.Tensor, 
 def factors(
     seed: int, m: int, n: int, k: int, scaling: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, weight and their scales, rows of very different sizes; the same on every rank."""
+    """Return x, weight and their scales, with rows of very different magnitudes; they are the same on every rank."""
     x = draw(seed, m, k) * torch.exp(draw(seed + 1, m, 1))
     w = draw(seed + 2, n, k) * torch.exp(draw(seed + 3, n, 1)) * 0.1
     (x8, xs), (w8, ws) = scaled(x, scaling), scaled(w, scaling, 128)
@@ -57,7 +57,7 @@ def factors(
 
 
 def wanted(x: torch.Tensor, w: torch.Tensor, xs: torch.Tensor, ws: torch.Tensor, scaling: str) -> torch.Tensor:
-    """The product in float64, of large operands in float32."""
+    """Return the product in float64, or in float32 if the operands are large."""
     rows = 128 if scaling == "block" else 1
     a, b = dequantized(x, xs), dequantized(w, ws, rows)
     return a.double() @ b.double().t() if a.numel() + b.numel() < 1 << 22 else a @ b.t()
@@ -67,7 +67,7 @@ def matmul_case(
     world: weft.World, m: int, n: int, k: int, scaling: str, plan: Any = "persistent", bias: bool = False,
     dtype: torch.dtype = torch.bfloat16, fast: bool = False, seed: int = 0, by_columns: bool = False,
 ) -> float:  # fmt: skip
-    """weft.matmul. by_columns: x's scales are laid out column after column."""
+    """Return the error of weft.matmul. With `by_columns`, x's scales are stored column by column."""
     x, w, xs, ws = factors(seed * 10, m, n, k, scaling, world.device)
     b = draw(seed * 10 + 5, n, dtype=dtype).to(world.device) if bias else None
     operand = weft.ScaledTensor(x, xs.t().contiguous().t() if by_columns else xs, scaling)
@@ -84,7 +84,8 @@ def quantize_case(
     world: weft.World, m: int, k: int, scaling: str, *, gated: bool = False, weight: bool = False, by_columns: bool = False,
     with_scale: bool = False, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
 ) -> float:  # fmt: skip
-    """weft.quantize, or silu_mul_quantized: the error of the dequantized rows, beside which scales must be right."""
+    """Return the error of the dequantized rows of weft.quantize or silu_mul_quantized; the scales must also be
+    right."""
     x = (draw(seed, m, 2 * k if gated else k) * torch.exp(draw(seed + 1, m, 1))).to(dtype)
     scale = torch.tensor([0.02], device=world.device) if with_scale else None
     if gated:
@@ -114,8 +115,8 @@ def all_gather_case(
     world: weft.World, shards: Sequence[int], n: int, k: int, scaling: str, plan: Any = "fused", bias: bool = False,
     dtype: torch.dtype = torch.bfloat16, fast: bool = False, calls: int = 1, seed: int = 0,
 ) -> float:  # fmt: skip
-    """all_gather_matmul over rows of every rank: the largest error over calls with fresh inputs; gathered rows and scales are those
-    given."""
+    """Return the largest error of all_gather_matmul over calls with fresh inputs. Gathered rows and scales must
+    equal those of the ranks."""
     worst, me, m = 0.0, world.rank, sum(shards)
     for call in range(calls):
         s = (seed * 100 + call) * 10
@@ -141,7 +142,8 @@ def reduce_case(
     bias: bool = False, dtype: torch.dtype = torch.bfloat16, fast: bool = False, calls: int = 1, seed: int = 0,
     rows: Sequence[int] | None = None,
 ) -> float:  # fmt: skip
-    """matmul_reduce_scatter (by `rows`, or as evenly as possible), or matmul_all_reduce: the largest error over calls."""
+    """Return the largest error over calls of matmul_reduce_scatter (by `rows`, or split as evenly as possible), or
+    of matmul_all_reduce."""
     worst, me = 0.0, world.rank
     op: Any = weft.matmul_all_reduce if everywhere else weft.matmul_reduce_scatter
     shards = list(rows or balanced_rows(m, world.size))
@@ -163,7 +165,7 @@ def reduce_case(
 def case(
     world: weft.World, op: str, rows: Sequence[int], n: int, k: int, scaling: str, plan: Any, **options: Any
 ) -> float:
-    """One op over `rows` of every rank; M is their sum."""
+    """Return the error of one op whose ranks have these `rows`; M is their sum."""
     if op == "all_gather_matmul":
         return all_gather_case(world, rows, n, k, scaling, plan, **options)
     everywhere = op == "matmul_all_reduce"

@@ -1,5 +1,5 @@
-"""Kernels that wait inside a pipelined loop (lang/guarded_loads.py), and what they must compute on every backend: each function runs on
-one rank."""
+"""Kernels that wait inside a pipelined loop (lang/guarded_loads.py), and the results that they must give on every
+backend: each function runs on one rank."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ FORMS = {
 def exchange_and_sum(
     w, received, boxes, received_desc, w_desc, out, delays, epoch, ch, parts, total_of: tl.constexpr, N: tl.constexpr
 ):
-    """out [N, N] = sum over parts of received [parts, N, N] @ w [parts, N, N], where `received` is the w of the rank before. One
-    program sends the parts, each after delays [parts + 1] atomics, while the other sums."""
+    """out [N, N] = sum over parts of received [parts, N, N] @ w [parts, N, N], where `received` is the w of the
+    previous rank. One program sends the parts, each after delays [parts + 1] atomics, while the other sums."""
     index = tl.arange(0, N)
     block = index[:, None] * N + index[None, :]
     if tl.program_id(0) == 0:
@@ -125,7 +125,7 @@ def count_wrong_sums(
     parts: int = PARTS,
     delays: Iterable[list[int]] = ([0] * PARTS,),
 ) -> int:
-    """Call by call, the sum after these delays of the parts. Returns how many calls gave a wrong result."""
+    """Return how many calls gave a wrong sum, where the parts are sent after these delays."""
     generators = [torch.Generator().manual_seed(rank) for rank in range(world.size)]
     weights = [torch.randint(-2, 3, (parts, n, n), generator=g).bfloat16().to(world.device) for g in generators]
     w, before = weights[world.rank], weights[world.rank - 1]
@@ -195,7 +195,7 @@ def step_by_step_with_pointers(
 def by_segments(
     a, b, a_desc, b_desc, ch, row, col, K, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """The form that needs no guard: the pipelined loop has no wait."""
+    """Compute the product without a guard: its pipelined loop has no wait."""
     acc = tl.zeros((BM, BN), tl.float32)
     for part in range(K // (STEPS * BK)):
         wl.peer_tile_wait(ch, part, -1)
@@ -209,7 +209,7 @@ PRODUCTS = {form.fn.__name__: form for form in (step_by_step, step_by_step_with_
 
 def product(a, b, a_desc, b_desc, out_desc, epoch, ch, M, N, K, programs, tile_of: tl.constexpr, STEPS: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """out [M, N] = a [M, K] @ b [N, K]^T, where every STEPS steps of K wait for a notify, which the first program makes."""
+    """out [M, N] = a [M, K] @ b [N, K]^T. Every STEPS steps of K wait for a notify of the first program."""
     pid = tl.program_id(0)
     if pid == 0:
         for part in range(K // (STEPS * BK)):
@@ -225,7 +225,7 @@ def product(a, b, a_desc, b_desc, out_desc, epoch, ch, M, N, K, programs, tile_o
 def product_launch(
     world: World, form: str, kernel: Kernel, a: torch.Tensor, b: torch.Tensor, steps: int, tile: tuple[int, int, int], programs: int, warps: int
 ) -> tuple[Callable[[], None], torch.Tensor]:  # fmt: skip
-    """The launch of `product`, which may be repeated, and its result."""
+    """Return the launch of `product`, which may be repeated, and its result."""
     (m, k), n, (bm, bn, bk) = a.shape, b.shape[0], tile
     out = world.empty((m, n), torch.bfloat16)
     args: dict[str, Any] = dict(a=a, b=b, M=m, N=n, K=k, programs=programs, STEPS=steps, BM=bm, BN=bn, BK=bk)

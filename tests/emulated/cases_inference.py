@@ -1,5 +1,5 @@
-"""Every operator first in inference mode, as an evaluation before training, and then in training: what a World made for
-the first call serves the later ones."""
+"""Every operator runs first in inference mode, as an evaluation before training does, and then in training: what a
+World made for the first call must serve the later ones."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def operand(world: World, *shape: int, gradient: bool = False, seed: int = 0) ->
 
 
 def width(world: World) -> int:
-    """Return the columns of all operands, which GPUs need more of."""
+    """Return the number of columns of all operands; GPUs need more."""
     return 16 if world.device.type == "cpu" else 256
 
 
 def routes(world: World, gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts of six tokens, two each of 2 W, and their weights."""
+    """Return the experts of six tokens, two of 2 W for each token, and their weights."""
     ids = torch.arange(12, device=world.device).view(6, 2).int() % (2 * world.size)
     return ids, torch.full((6, 2), 0.5, device=world.device).requires_grad_(gradient)
 
@@ -168,7 +168,7 @@ assert SEQUENTIAL.keys() == OPS, "every operator has a case"
 
 
 def is_of_machine(thing: object) -> bool:
-    """Return whether the World does not keep the object, but the code and the machine that it runs on."""
+    """Return whether the object belongs to the code and the machine, so that the World does not keep it."""
     of_code = isinstance(thing, (type, types.ModuleType, types.FrameType, Backend))
     return of_code or type(thing).__module__.startswith(("weft.emulator", "greenlet"))
 

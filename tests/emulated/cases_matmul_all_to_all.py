@@ -1,4 +1,4 @@
-"""What GEMM + all-to-all must compute, on every backend: each function runs on one rank."""
+"""The results of GEMM + all-to-all on every backend: each function runs on one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.plans import Plan
 
 
 def drawn(seed: int, ranks: int, rows: Sequence[int], weights: Sequence[float] | None = None) -> list[list[int]]:
-    """Destinations of every rank's rows."""
+    """Return the destinations of every rank's rows."""
     rng = random.Random(seed)
     return [rng.choices(range(ranks), weights, k=m) for m in rows]
 
@@ -22,7 +22,7 @@ def all_to_all_case(
     world: weft.World, to: Sequence[Sequence[int]], n: int, k: int, plan: str | Plan, *, bias: bool = False,
     dtype: torch.dtype = torch.bfloat16, seed: int = 0, calls: int = 2, again: bool = True, into: bool = False,
 ) -> float:  # fmt: skip
-    """The error of what came, and that every row came whole, to its place: column 0 of each says who sent it."""
+    """Return the error of the received rows. Each row must arrive whole and in its place: column 0 holds its sender."""
     me, size, worst = world.rank, world.size, 0.0
     routing = weft.route(to[me], world=world) if again else None
     for call in range(calls):

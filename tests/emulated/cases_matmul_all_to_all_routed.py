@@ -1,4 +1,4 @@
-"""What GEMM + all-to-all by a routing on the device must compute, on every backend: each function runs on one rank."""
+"""The results of GEMM + all-to-all with routing on the device, on every backend: each function runs on one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def uniform(rng: random.Random, ranks: int, m: int) -> Routing:
 
 
 def some_nowhere(rng: random.Random, ranks: int, m: int) -> Routing:
-    """Numbers that are no rank among them; one rank sends nothing."""
+    """Some destinations are no rank, and one rank sends nothing."""
     nothing = rng.randrange(ranks)
     return [
         [rng.choice([-1, -7, ranks, 1 << 30]) if s == nothing or rng.random() < 0.3 else rng.randrange(ranks) for _ in range(m)]
@@ -36,7 +36,7 @@ def to_one(rng: random.Random, ranks: int, m: int) -> Routing:
 
 
 def uneven(rng: random.Random, ranks: int, m: int) -> Routing:
-    """Sorted by destination, most of them to one, which is another for each rank."""
+    """Destinations are sorted; most rows of a rank go to one rank, which differs for each sender."""
     return [sorted(rng.choices(range(ranks), [5 * (d == (s + 1) % ranks) + 0.2 for d in range(ranks)], k=m)) for s in range(ranks)]  # fmt: skip
 
 
@@ -49,7 +49,7 @@ MIXED: tuple[Draw, ...] = (uniform, none, to_one, some_nowhere, uneven)  # of ca
 
 
 def expected(routing: Routing, ys: Sequence[torch.Tensor], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [W, m, N] and counts of one rank, for the results ys [m, N] of all."""
+    """Return out [W, m, N] and counts of one rank, given the results ys [m, N] of all ranks."""
     m, n = ys[0].shape
     out, counts = torch.zeros(len(ys), m, n, dtype=ys[0].dtype), torch.zeros(len(ys), dtype=torch.int32)
     for s, (destinations, y) in enumerate(zip(routing, ys, strict=True)):
@@ -59,7 +59,7 @@ def expected(routing: Routing, ys: Sequence[torch.Tensor], rank: int) -> tuple[t
 
 
 def sent_back(routing: Routing, douts: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-    """The gradients [m, N] of one rank's rows, for douts [W, m, N] of all ranks."""
+    """Return the gradients [m, N] of one rank's rows, given douts [W, m, N] of all ranks."""
     dy, numbers = torch.zeros_like(douts[0][0]), [0] * len(douts)
     for i, d in enumerate(routing[rank]):
         if 0 <= d < len(douts):
@@ -69,8 +69,8 @@ def sent_back(routing: Routing, douts: Sequence[torch.Tensor], rank: int) -> tor
 
 
 class Caller:
-    """Calls as a stream-ordered program makes them: inputs are written again for each of them, and results taken, by work on the
-    stream, and nothing synchronises."""
+    """Calls of a stream-ordered program: work on the stream rewrites the inputs before each call and copies the
+    results, and nothing synchronises."""
 
     def __init__(self, world: weft.World, m: int, n: int, k: int, plan: str | Plan, dtype: torch.dtype) -> None:
         self.world, self.sizes, self.plan, self.dtype = world, (m, n, k), plan, dtype
@@ -90,7 +90,7 @@ class Caller:
         self.seen.append((name, kept, wanted))
 
     def inputs(self, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """x, weight and bias of every rank."""
+        """Return x, weight and bias of every rank."""
         m, n, k = self.sizes
         ranks = range(self.world.size)
         xs = [draw(100 * seed + r, m, k, dtype=self.dtype) for r in ranks]
@@ -98,7 +98,7 @@ class Caller:
         return xs, ws, [draw(100 * seed + 80 + r, n, dtype=self.dtype) for r in ranks]
 
     def call(self, seed: int, routing: Routing, bias: bool = False, gradient: bool = False, into: bool = False) -> None:
-        """One call, and, with a gradient, its backward pass. bias: on every second rank."""
+        """Make one call, and, with a gradient, its backward pass. Every second rank has a bias."""
         world, me = self.world, self.world.rank
         xs, ws, bs = self.inputs(seed)
         ys = [x.double() @ w.double().t() + (b.double() if bias and r % 2 == 0 else 0) for r, (x, w, b) in enumerate(zip(xs, ws, bs, strict=True))]  # fmt: skip
@@ -124,7 +124,7 @@ class Caller:
                 self.see(name, t, expected_grad)
 
     def error(self) -> float:
-        """The largest error of the results; counts and rows that are zero must be exact."""
+        """Return the largest error of the results; counts and zero rows must be exact."""
         self.world.synchronize()
         worst = 0.0
         for name, result, wanted in self.seen:
@@ -148,7 +148,7 @@ def routed_case(
     world: weft.World, m: int, n: int, k: int, plan: str | Plan, *, draws: Sequence[Draw] = MIXED, calls: int = 5,
     seed: int = 0, dtype: torch.dtype = torch.bfloat16, **options: Any,
 ) -> float:  # fmt: skip
-    """The error of calls whose routing is another one every time, and of their gradients."""
+    """Return the error of calls, each with another routing, and of their gradients."""
     caller, rng = Caller(world, m, n, k, plan, dtype), random.Random(seed)
     for call in range(calls):
         caller.call(seed * 50 + call, draws[call % len(draws)](rng, world.size, m), **options)

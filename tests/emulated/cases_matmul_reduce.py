@@ -1,4 +1,5 @@
-"""What GEMM + reduce-scatter and GEMM + all-reduce must compute, on every backend: each function runs on one rank and returns its error."""
+"""The results of GEMM + reduce-scatter and GEMM + all-reduce on every backend: each function runs on one rank and
+returns its error."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def reduce_case(
     dtype: torch.dtype = torch.bfloat16, seed: int = 0, calls: int = 1, views: bool = False, into: bool = False,
     rows: Sequence[int] | None = None,
 ) -> float:  # fmt: skip
-    """Largest error over `calls` calls of GEMM + reduce-scatter (by `rows`, or as evenly as possible), or + all-reduce."""
+    """Return the largest error over `calls` calls of GEMM + reduce-scatter (by `rows`, or split as evenly as
+    possible), or of GEMM + all-reduce."""
     worst, me, device = 0.0, world.rank, world.device
     op: Any = weft.matmul_all_reduce if everywhere else weft.matmul_reduce_scatter
     shards = list(rows or balanced_rows(m, world.size))

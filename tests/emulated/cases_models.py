@@ -1,4 +1,4 @@
-"""What a decoder must compute, written once for every backend: each function runs on one rank and returns its error."""
+"""The results of a decoder, written once for every backend: each function runs on one rank and returns its error."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LARGER = dict(hidden_size=1024, num_hidden_layers=3, num_attention_heads=16, num
 
 
 def larger(kind: str) -> dict[str, Any]:
-    """A mixture for GPUs."""
+    """Return the configuration of a mixture that is large enough for GPUs."""
     sizes = dict(moe_intermediate_size=384, num_experts=32, num_experts_per_tok=4)
     if kind == "mixtral":
         sizes = dict(intermediate_size=768, num_local_experts=8)
@@ -61,7 +61,7 @@ def larger(kind: str) -> dict[str, Any]:
 
 
 def state(config: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """Whole weights under Hugging Face's names. Scaled so that logits spread and layers matter."""
+    """Return whole weights under Hugging Face's names, scaled so that logits spread and every layer matters."""
     return dict(_state(Config.from_hf(config), seed, dtype))
 
 
@@ -112,8 +112,9 @@ def _mlp_shapes(c: Config, layer: int) -> dict[str, tuple[int, ...]]:
 
 
 def _decide(c: Config, weights: dict[str, Tensor], seed: int) -> None:
-    """Routers and embeddings such that a token's id says which experts it gets, in every layer others, by far more than
-    rounding could change: else two experts that are nearly equal swap, and the logits with them."""
+    """Set routers and embeddings so that a token's id determines its experts, in every layer others, by far more
+    than rounding could change. Otherwise two experts with nearly equal logits could swap, and change the model's
+    logits."""
     assert c.mixture is not None
     e, k, embedding = c.mixture.num_experts, c.mixture.top_k, "model.embed_tokens.weight"
     towards = (
@@ -131,9 +132,9 @@ def _decide(c: Config, weights: dict[str, Tensor], seed: int) -> None:
 
 
 def rotary(config: Any, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [length, head_dim / 2] of the positions, in float64, as Hugging Face defines them
-    (`_compute_default_rope_parameters`, `_compute_linear_scaling_rope_parameters`, `_compute_llama3_parameters`): in llama3 a
-    frequency's wavelength says whether it is kept, divided, or something between the two."""
+    """Return cosines and sines [length, head_dim / 2] of the positions in float64, as Hugging Face defines them
+    (`_compute_default_rope_parameters`, `_compute_linear_scaling_rope_parameters`, `_compute_llama3_parameters`). In
+    llama3 the wavelength of a frequency determines whether it is kept, divided, or interpolated between the two."""
     c = Config.from_hf(config)
     angles = torch.empty(length, c.head_dim // 2, dtype=torch.float64)
     for i in range(c.head_dim // 2):
@@ -157,7 +158,8 @@ def swiglu(y: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def mixture(c: Config, w: dict[str, Tensor], y: Tensor) -> Tensor:
-    """The experts' weighted sum and the shared expert, token by token. Fails where rounding could change an expert."""
+    """Return the experts' weighted sum plus the shared expert, token by token. Fail where rounding could change the
+    choice of an expert."""
     m = c.mixture
     assert m is not None
     logits = y @ w["gate.weight"].t()
@@ -177,7 +179,7 @@ def mixture(c: Config, w: dict[str, Tensor], y: Tensor) -> Tensor:
 
 
 def reference(config: Any, weights: dict[str, Tensor], ids: Tensor, device: torch.device = CPU) -> Tensor:
-    """Logits [tokens, vocab] of one request's tokens, by the model's definition, in float64 on one rank."""
+    """Return logits [tokens, vocab] of one request's tokens by the model's definition, in float64 on one rank."""
     c = Config.from_hf(config)
     w = {k: v.to(device).double() for k, v in weights.items()}
     t, d = len(ids), c.head_dim
@@ -224,8 +226,8 @@ def build_llama(
     world: weft.World, config: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16, sure: bool = False,
     parallel: str = "expert",
 ) -> Llama:  # fmt: skip
-    """sure: an output head that prefers the token before the last one in the vocabulary, so that rounding, which differs
-    between plans, does not pick another token, and a wrong layer does."""
+    """With `sure`, the output head prefers the token before the last one in the vocabulary, so that a wrong layer
+    changes the greedy token and the rounding of another plan does not."""
     model, weights = Llama(config, world=world, dtype=dtype, parallel=parallel), state(config, seed, dtype)
     if sure:
         weights["lm_head.weight"] = 0.3 * weights["lm_head.weight"] + weights["model.embed_tokens.weight"].roll(-1, 0)
@@ -236,7 +238,7 @@ def build_llama(
 
 @dataclass
 class Requests:
-    """Prompts that come chunk by chunk, and how far each has come."""
+    """Prompts that are processed in chunks, and the progress of each."""
 
     prompts: list[Tensor]
     done: list[int]
@@ -249,7 +251,7 @@ class Requests:
         return cls(prompts, [0] * count, rng.sample(range(slots), count))
 
     def batch(self, lengths: dict[int, int]) -> tuple[Tensor, Batch]:
-        """The next tokens of some requests, by request."""
+        """Return the next tokens of some requests, by request."""
         ids, starts = [], []
         for r, n in lengths.items():
             ids.append(self.prompts[r][self.done[r] : self.done[r] + n])
@@ -258,7 +260,7 @@ class Requests:
         return torch.cat(ids), Batch(tuple(lengths.values()), tuple(starts), tuple(self.slots[r] for r in lengths))
 
     def steps(self, rng: random.Random) -> Iterator[tuple[Tensor, Batch, list[int]]]:
-        """Random chunks of random requests until all are through; single tokens often, as when decoding."""
+        """Yield random chunks of random requests until all are processed, often of single tokens as in decoding."""
         while left := [r for r in range(len(self.prompts)) if self.done[r] < len(self.prompts[r])]:
             chosen = rng.sample(left, rng.randint(1, len(left)))
             room = {r: len(self.prompts[r]) - self.done[r] for r in chosen}
@@ -273,8 +275,8 @@ def chunked(
     world: weft.World, plan: str | LayerPlan, config: Any = TINY, *, seed: int = 0, count: int = 3, longest: int = 14,
     dtype: torch.dtype = torch.bfloat16, parallel: str = "expert",
 ) -> float:  # fmt: skip
-    """Random requests in random chunks, mixed with single tokens: the logits of every chunk's last token beside the
-    reference's; the largest error of a step."""
+    """Process random requests in random chunks mixed with single tokens, compare the logits of every chunk's last
+    token with the reference's, and return the largest error of a step."""
     c = Config.from_hf(config)
     model = build_llama(world, c, seed, dtype, parallel=parallel)
     cache = Cache(c, world=world, slots=count + 2, max_len=longest + 3, dtype=dtype)
@@ -291,8 +293,9 @@ def halves(
     world: weft.World, plan: LayerPlan, config: Any = TINY, *, seed: int = 0, lengths: Sequence[int] = (9, 11, 4),
     parallel: str = "expert",
 ) -> float:  # fmt: skip
-    """A woven batch is its prefix and its suffix as two batches, one after the other, not woven: the same calls of the same
-    kernels, so the same bits, in the logits and in the cache. With history: half of every request came before. Returns 0."""
+    """Compare a woven batch with its prefix and its suffix as two successive, unwoven batches. These make the same
+    calls of the same kernels, so logits and cache must be equal to the bit. With `history`, half of every request is
+    in the cache already. Return 0."""
     c = Config.from_hf(config)
     model = build_llama(world, c, seed, parallel=parallel)
     caches = [Cache(c, world=world, slots=len(lengths), max_len=max(lengths) + 1) for _ in range(2)]
@@ -324,7 +327,7 @@ def greedy(
     lengths: Sequence[int] = (7, 3, 12),
     seed: int = 0,
 ) -> float:
-    """The share of tokens that differ when two plans decode greedily from the same prompts."""
+    """Return the share of tokens that differ when two plans decode the same prompts greedily."""
     tokens, c = [], Config.from_hf(config)
     model = build_llama(world, c, seed, sure=True)
     for p in (plan, other_plan):
@@ -352,7 +355,7 @@ def padded(
     sizes: tuple[int, ...] = (4, 8, 16, 64),
     parallel: str = "expert",
 ) -> float:
-    """`Graphs`, batch after batch in the same few sizes, beside the reference."""
+    """Compare `Graphs` with the reference over batches that are padded to the same few sizes."""
     c = Config.from_hf(config)
     model, cache = build_llama(world, c, seed, parallel=parallel), Cache(c, world=world, slots=count, max_len=longest)
     graphs = Graphs(model, cache, sizes=sizes, several=count, plan=plan)
@@ -366,8 +369,8 @@ def padded(
 
 
 def lengthy(world: weft.World, kind: str, config: Any = TINY, *, long: int) -> float:
-    """A prompt of `long` tokens beside the second chunk of one twice as long, and, where one kernel attends to single
-    tokens, one of those: beside the reference. On GPUs the pass is captured, and replayed."""
+    """Compare a prompt of `long` tokens, beside the second chunk of one twice as long and, where one kernel attends
+    to single tokens, one of those, with the reference. On GPUs the pass is captured and replayed."""
     c = Config.from_hf(config)
     model, cache = build_llama(world, c), Cache(c, world=world, slots=4, max_len=2 * long + 8)
     requests, worst = Requests.random(0, 3, 1, c.vocab_size, 4), 0.0
@@ -391,7 +394,7 @@ def lengthy(world: weft.World, kind: str, config: Any = TINY, *, long: int) -> f
 
 
 def captured(fn: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """What `fn` gives in a CUDA graph, and what runs that again."""
+    """Capture `fn` in a CUDA graph; return its result, and a function that replays it."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -403,8 +406,7 @@ def captured(fn: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
 
 
 def delays(world: weft.World, plans: Sequence[LayerPlan], config: Any, calls: int, lengths: Sequence[int]) -> float:
-    """Random ranks start late, call after call, plan after plan: the same bits every time as with that plan at first.
-    Returns 0."""
+    """Delay random ranks in every call and plan: the bits must equal those of the plan's first call. Return 0."""
     c, rng = Config.from_hf(config), random.Random(100 + world.rank)
     model, cache = build_llama(world, c), Cache(c, world=world, slots=len(lengths), max_len=max(lengths))
     ids, batch = (torch.arange(sum(lengths)) * 7 % c.vocab_size).to(world.device), Batch.prefill(lengths)
@@ -420,7 +422,7 @@ def delays(world: weft.World, plans: Sequence[LayerPlan], config: Any, calls: in
 
 
 def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
-    """Name, bound on the error, and case: for a driver that runs them all on one world."""
+    """Return the name, the error bound and the case of each, for a driver that runs them all on one world."""
     big = dict(config=SMALL, count=5, longest=400)
     sms = max(world.sm_count - 16, 1)
     plans = {
@@ -488,7 +490,8 @@ def mixture_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], 
 
 
 def woven_mixture_cases(world: weft.World, kind: str) -> Iterator[tuple[str, float, Callable[[], float]]]:
-    """Experts split whole and by columns, whose rows are on every rank, in two parts."""
+    """Return cases with two token parts whose rows are on every rank, for whole experts and for experts split by
+    columns."""
     config, lengths = larger(kind), (300, 211, 64)
     for parallel in ("expert", "tensor"):
         options = dict(config=config, parallel=parallel)

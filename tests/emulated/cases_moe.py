@@ -1,8 +1,6 @@
-"""Layers of experts, whole or split by columns: shapes, weights and routings, and what a call and its gradients must give by whichever
-plan. Each function runs on one rank.
-
-How a layer is called is a `Run`: cases_expert_parallel.py and cases_tensor_parallel.py have one or two each.
-"""
+"""Layers of experts, whole or split by columns: shapes, weights and routings, and the results and gradients that
+every plan must give. Each function runs on one rank. A `Run` calls a layer: cases_expert_parallel.py and
+cases_tensor_parallel.py define one or two each."""
 
 from __future__ import annotations
 
@@ -38,7 +36,8 @@ def some_nowhere(call: int, rank: int, t: int, layer: Layer, world: int) -> torc
 
 
 def to_few(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Tensor:
-    """Of all tokens the same experts, others in every call: all of one rank, and most experts are empty."""
+    """Route all tokens of a call to the same experts of one rank, so that most experts are empty. The experts change
+    from call to call."""
     return ((call * layer.k + torch.arange(layer.k)) % layer.experts).expand(t, -1)
 
 
@@ -63,7 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {  # of layers and routings, for `layer_case`
 
 
 def interleaved(w: torch.Tensor, block: int) -> torch.Tensor:
-    """[El, 2 I, ..], gate then up, in blocks of gate and of up rows [El, blocks, 2, block, ..], the last padded."""
+    """Interleave gate and up [El, 2 I, ..] into blocks of rows [El, blocks, 2, block, ..], and pad the last block."""
     gate, up = w.chunk(2, 1)
     inner = gate.shape[1]
     blocks = -(-inner // block)
@@ -75,7 +74,8 @@ def interleaved(w: torch.Tensor, block: int) -> torch.Tensor:
 def expert(
     x: torch.Tensor, w13: Any, w2: Any, b13: Any, b2: Any, activation: str, kept: torch.dtype | None = None
 ) -> torch.Tensor:
-    """kept: what the input of the activation is rounded to, of which its gradient takes no notice."""
+    """Compute one expert. `kept` is the dtype to which the input of the activation is rounded; its gradient ignores
+    that rounding."""
     gate_up = x @ w13.t() + b13
     if kept is not None:
         gate_up = gate_up.detach().to(kept).to(gate_up.dtype) + (gate_up - gate_up.detach())
@@ -89,13 +89,13 @@ def expert(
 
 
 class Model:
-    """All ranks' weights of one layer, and on its device this rank's: whole experts, or where `tp_size` ranks share each expert, its
-    columns of them. inner: columns of an expert that the rank has."""
+    """The weights of one layer: those of all ranks, and on the device this rank's. A rank has whole experts, or,
+    where `tp_size` ranks share each expert, `inner` columns of it."""
 
     def __init__(self, world: weft.World, layer: Layer, biases: bool, seed: int = 0, tp_size: int = 1) -> None:
         e, h, i, wide = layer.experts, layer.hidden, layer.inner, 1 if layer.activation == "gelu" else 2
         self.layer, self.tp_size, self.inner = layer, tp_size, i // tp_size
-        self.ranks, self.rank, self.block = world.size, world.rank, world.scale.interleave
+        self.ranks, self.rank, self.block = world.size, world.rank, world.backend.scale.interleave
         self.w13 = draw(seed + 1, e, wide * i, h, dtype=layer.dtype) * 0.2
         self.w2 = draw(seed + 2, e, h, i, dtype=layer.dtype) * 0.2
         self.b13, self.b2 = (draw(seed + j, e, n, dtype=layer.dtype) * biases for j, n in ((3, wide * i), (4, h)))
@@ -112,7 +112,7 @@ class Model:
     def part(
         self, w13: torch.Tensor, w2: torch.Tensor, b13: torch.Tensor, b2: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """This rank's part of all experts' weights or gradients, in the layout that ops take."""
+        """Return this rank's part of all experts' weights or gradients, in the layout of the ops."""
         local = self.layer.experts * self.tp_size // self.ranks
         group, part = divmod(self.rank, self.tp_size)
         experts, columns = slice(group * local, (group + 1) * local), slice(part * self.inner, (part + 1) * self.inner)
@@ -127,7 +127,7 @@ class Model:
 
     @property
     def flat(self) -> Weights:
-        """As the steps take them."""
+        """Return the weights in the layout of the plans' steps."""
         w13, w2, b13, b2 = self.local_weights
         local, h = w13.shape[0], w13.shape[-1]
         return Weights(w13.reshape(local, -1, h), w2, None if b13 is None else b13.reshape(local, -1), b2)
@@ -143,7 +143,7 @@ class Model:
 
 
 class Routed(NamedTuple):
-    """A rank's operands of one call, on the host. dy: the gradient of the result."""
+    """A rank's operands of one call, on the host. `dy` is the gradient of the result."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -164,12 +164,12 @@ def routed(call: int, rank: int, t: int, layer: Layer, world: int, ids_of: Ids =
 
 
 def counts_of(tokens: Sequence[int], call: int, ranks: int) -> list[int]:
-    """Tokens of every rank, others in every call."""
+    """Return the numbers of tokens of every rank, which differ in every call."""
     return [tokens[(rank + call) % len(tokens)] for rank in range(ranks)]
 
 
 def values_of(model: Model, operands: Sequence[torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    """What a `Run` takes, by NAMES: of x, weights, shared, and the model's own."""
+    """Return the arguments of a `Run` by NAMES: those of x, weights, shared, and the model's own."""
     x, weights, shared = operands
     return dict(zip(NAMES, (x, weights, *model.local_weights, shared), strict=True))
 
@@ -178,8 +178,8 @@ def values_of(model: Model, operands: Sequence[torch.Tensor]) -> dict[str, torch
 
 
 class Memory:
-    """A rank's operands as a stream-ordered program has them: written again for every call, and results copied, by work on the current
-    stream, and nothing synchronises."""
+    """The operands of a rank in a stream-ordered program: work on the current stream rewrites them for every call
+    and copies the results, and nothing synchronises."""
 
     def __init__(self, world: weft.World) -> None:
         self.world, self.tensors = world, dict[Any, torch.Tensor]()
@@ -198,7 +198,7 @@ class Memory:
     def call(
         self, run: Run, model: Model, operands: Routed, shared: bool = False, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result of a layer, and what it must be."""
+        """Return the result of a layer, and its reference."""
         x, ids, weights, shared_out, _ = operands
         values = values_of(
             model, [self.write("x", x), self.write("weights", weights), self.write("shared", shared_out)]
@@ -215,8 +215,8 @@ def layer_case(
     ids_of: Ids = at_random, plan: str | Plan | Sequence[Plan] = "dispatched", dtype: torch.dtype = torch.bfloat16,
     tp_size: int = 1, layers: int = 1, streams: Sequence[str] = ("main",), **options: Any,
 ) -> float:  # fmt: skip
-    """Largest error over calls with new tokens and routings, each through all layers, by the plans and on the streams in turn. Nothing
-    synchronises between them. inner: columns of a rank."""
+    """Return the largest error over calls with new tokens and routings, each through all layers. Calls cycle through
+    the plans and the streams, and nothing synchronises between them. `inner` is the number of columns of a rank."""
     models = [
         Model(
             world, Layer(max(tokens) + 1 + 5 * j, experts, k, hidden + 8 * j, inner * tp_size, dtype, activation), biases,
@@ -241,9 +241,9 @@ def layer_case(
 
 
 def reference_gradients(model: Model, operands: Sequence[Routed]) -> dict[str, torch.Tensor]:
-    """float64 gradients of this rank's x, weights and shared, and of its part of the experts, against the whole layer in one process.
-    operands: every rank's. The input of the activation is rounded as it is kept: on which side of a clamp's end it lies decides
-    whether it has a gradient."""
+    """Return float64 gradients of this rank's x, weights and shared, and of its part of the experts, against the
+    whole layer in one process. `operands` are those of every rank. The input of the activation is rounded as the op
+    saves it, since the rounding decides on which side of a clamp's limit it is."""
     me, experts = model.rank, [t.double().requires_grad_() for t in model.whole]
     xs = [o.x.double().requires_grad_() for o in operands]
     weights = [o.weights.double().requires_grad_() for o in operands]
@@ -262,7 +262,7 @@ def reference_gradients(model: Model, operands: Sequence[Routed]) -> dict[str, t
 def gradients(
     world: weft.World, run: Run, model: Model, operands: Routed, wants: Sequence[str] = NAMES, **options: Any
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    """The result, and the gradients of what is wanted."""
+    """Return the result and the requested gradients."""
     x, ids, weights, shared, dy = (t.to(world.device) for t in operands)
     leaves = {
         name: None if t is None else t.detach().clone().requires_grad_(name in wants)
@@ -279,8 +279,8 @@ def training_case(
     ids_of: Ids = at_random, plan: Any = "dispatched", keep: Sequence[str] = moe.KEEPS, dtype: torch.dtype = torch.bfloat16,
     wants: Sequence[str] = NAMES,
 ) -> dict[str, float]:  # fmt: skip
-    """Largest error by operand, over calls with new tokens and routings that keep other things; nothing synchronises
-    between them. inner: columns of a rank."""
+    """Return the largest error by operand, over calls with new tokens and routings that save other tensors; nothing
+    synchronises between them. `inner` is the number of columns of a rank."""
     layer = Layer(max(tokens), experts, k, hidden, inner * tp_size, dtype, activation)
     model, pairs = Model(world, layer, biases, tp_size=tp_size), []
     for call in range(calls):

@@ -1,6 +1,9 @@
-"""Layers whose router is part of the layer's launch, for the emulator's tests, the mutation gate and GPUs. Logits are
-exact here: tokens and the router's weights are small integers times a power of two, whose sums of products float32 holds
-in any order, so that a router of another launch gives the same bits. Each function runs on one rank."""
+"""Layers whose router is part of the layer's launch, for the emulator's tests, the mutation gate and GPUs.
+
+Logits are exact here: tokens and the router's weights are small integers times a power of two, and float32 holds the
+sums of their products in any order, so that a router in a launch of its own gives the same bits. Each function runs on
+one rank.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ class RoutedLayer:
 
 
 class Routed(NamedTuple):
-    """What a call with a router has written."""
+    """The outputs of a call with a router."""
 
     out: torch.Tensor
     ids: torch.Tensor
@@ -95,8 +98,8 @@ def run_layer(
 
 
 class RouterCase:
-    """Calls of one layer on one rank, as a stream-ordered program makes them: operands written again for every call by
-    work on the stream, and results copied by it."""
+    """The calls of one layer on one rank of a stream-ordered program: work on the stream rewrites the operands for
+    every call and copies the results."""
 
     def __init__(self, world: weft.World, sizes: RoutedLayer, plan: FusedMoe = WITH_ROUTER, seed: int = 0) -> None:
         self.world, self.sizes, self.plan = world, sizes, plan
@@ -128,8 +131,8 @@ class RouterCase:
         self.results.append((values, Routed(*map(self.copy, results))))
 
     def check(self) -> float:
-        """Compare all calls' routes with those of the router's own kernel, to the bit, and return the largest error of the
-        results beside torch's."""
+        """Compare the routes of all calls to the bit with those of the router's own kernel, and return the largest
+        error of the results against torch's."""
         self.world.synchronize()
         worst = 0.0
         for call, (x, results) in enumerate(self.results):
@@ -144,7 +147,7 @@ class RouterCase:
         return worst
 
     def routes(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the router's own kernel makes of the logits, which are rounded once."""
+        """Return the routes that the router's own kernel computes from the logits, which are rounded once."""
         router, sizes, world = self.router, self.sizes, self.world
         logits = x.double() @ router.weight.cpu().double().t()
         if router.bias is not None:
@@ -165,8 +168,8 @@ def router_calls(
     plan: FusedMoe = WITH_ROUTER,
     bound: float = 5e-3,
 ) -> Callable[[weft.World], float]:
-    """Return a function that makes so many calls with new tokens, on the streams in turn, and returns the largest error.
-    Nothing synchronises between them."""
+    """Return a function that makes a number of calls with new tokens on alternating streams, and returns the largest
+    error. Nothing synchronises between them."""
 
     def main(world: weft.World) -> float:
         case = RouterCase(world, sizes, plan)

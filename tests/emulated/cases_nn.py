@@ -1,5 +1,5 @@
 """Gradients, modules and compilation, written once for every backend: each function runs on one rank and returns its
-error, the largest relative Frobenius distance from a float64 model that knows nothing of ranks."""
+error, the largest relative Frobenius distance from a float64 model that knows no ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows_of_rank(world: weft.World, t: Tensor, shards: Sequence[int]) -> Tensor:
 
 
 def worst(*pairs: tuple[Tensor | None, Tensor | None]) -> float:
-    """Largest distance; a gradient that is there and not wanted, or wanted and not there, is infinitely far."""
+    """Return the largest distance; a gradient that is missing or superfluous is infinitely far."""
     errors = [0.0]
     for actual, expected in pairs:
         if actual is None or expected is None:
@@ -44,8 +44,9 @@ def all_gather_grads(
     world: weft.World, shards: Sequence[int], n: int, k: int, plan: Any = "auto", wants: str = "xwb",
     keep: bool = False, through: bool = False, passes: int = 1, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
 ) -> float:  # fmt: skip
-    """wants: operands that need gradients, of x, weight (w) and bias (b). keep: ask for the gathered activation.
-    through: the loss uses it too. passes: backward passes whose gradients add up."""
+    """`wants` names the operands that need gradients: x, weight (w) and bias (b). With `keep` the call returns the
+    gathered activation, and with `through` the loss uses it too. The gradients of all `passes` backward passes add
+    up."""
     m, me = sum(shards), world.rank
     xs = draw(seed + 1, m, k, dtype=dtype)
     ws = [draw(seed + 10 + r, n, k, dtype=dtype) * 0.1 for r in range(world.size)]
@@ -88,7 +89,7 @@ def reduce_grads(
     world: weft.World, m: int, n: int, k: int, plan: Any = "auto", wants: str = "xwb", everywhere: bool = False,
     rows: Sequence[int] | None = None, passes: int = 1, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
 ) -> float:  # fmt: skip
-    """GEMM + reduce-scatter, or + all-reduce; arguments as in `all_gather_grads`."""
+    """Check GEMM + reduce-scatter, or GEMM + all-reduce; the arguments are those of `all_gather_grads`."""
     me, shards = world.rank, list(rows or balanced_rows(m, world.size))
     xs = [draw(seed + 1 + r, m, k, dtype=dtype) for r in range(world.size)]
     ws = [draw(seed + 10 + r, n, k, dtype=dtype) * 0.1 for r in range(world.size)]
@@ -117,7 +118,7 @@ def reduce_grads(
 
 
 def silu_grads(world: weft.World, m: int, columns: int, block: int = 0, dtype: torch.dtype = torch.bfloat16) -> float:
-    """silu_mul and its gradient, of halves or of alternating blocks, which must give their padding zero gradients."""
+    """Check silu_mul and its gradient for halves and for alternating blocks, whose padding must have zero gradients."""
     from weft.ops.activation import silu_mul_blocks
 
     gate, up, g = (draw(s, m, columns, dtype=dtype) for s in (1, 2, 3))
@@ -169,9 +170,10 @@ def mlp_training(
     world: weft.World, shards: Sequence[int], hidden: int, inner: int, plan: Any = "auto", steps: int = 3,
     rate: float = 0.02, compiled: str = "", keep: bool = False,
 ) -> float:  # fmt: skip
-    """SGD on ParallelMLP beside the unsharded MLP in float64: outputs, gradients of the input and of all weights, and
-    the weights after every step. Returns the largest error over that of torch's unsharded MLP in bfloat16, which rounds
-    as often. compiled: a torch.compile backend. keep: the gathered x."""
+    """Train ParallelMLP by SGD beside the unsharded MLP in float64, and compare outputs, gradients of the input and
+    of all weights, and the weights after every step. Return the largest error over that of torch's unsharded MLP in
+    bfloat16, which rounds as often. `compiled` is a torch.compile backend; with `keep` the module keeps the gathered
+    x."""
     state, device = whole_mlp(hidden, inner), world.device
     mlp = weft.nn.ParallelMLP(hidden, inner, world=world, keep_gathered=keep, plan=plan)
     mlp.load_state_dict(state)
@@ -213,7 +215,7 @@ def mlp_training(
 
 
 def weight_grads(mlp: weft.nn.ParallelMLP) -> list[Tensor]:
-    """This rank's parts of the gradients of gate, up and down."""
+    """Return this rank's parts of the gradients of gate, up and down."""
     assert mlp.gate_up.grad is not None and mlp.down.grad is not None
     blocks = mlp.gate_up.grad.view(-1, 2, mlp.block, mlp.hidden_size)
     gate, up = (blocks[:, i].reshape(-1, mlp.hidden_size) for i in (0, 1))
@@ -229,7 +231,7 @@ def own_weight_grads(mlp: weft.nn.ParallelMLP, whole: WholeMLP) -> list[Tensor]:
 
 
 def mlp_inference(world: weft.World, shards: Sequence[int], hidden: int, inner: int, plan: Any = "auto") -> float:
-    """The gated GEMM, without gradients and in inference mode."""
+    """Check the gated GEMM without gradients and in inference mode."""
     state = whole_mlp(hidden, inner)
     mlp = weft.nn.ParallelMLP(hidden, inner, world=world, plan=plan)
     mlp.load_state_dict(state)
@@ -249,7 +251,8 @@ def mlp_inference(world: weft.World, shards: Sequence[int], hidden: int, inner: 
 def linear_pair(
     world: weft.World, shards: Sequence[int], width: int, inner: int, reduce: str = "scatter", keep: bool = False
 ) -> float:
-    """Column-, then row-parallel linear with biases, from whole ones, beside them: outputs and all gradients."""
+    """Compare a column-parallel and a row-parallel linear layer with biases, made from whole layers, with those:
+    outputs and all gradients."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         up_proj, down_proj = torch.nn.Linear(width, inner).bfloat16(), torch.nn.Linear(inner, width).bfloat16()
@@ -279,7 +282,8 @@ def linear_pair(
 
 
 def round_trip(world: weft.World, hidden: int, inner: int) -> float:
-    """Whole state dict -> module -> own parts -> module -> whole state dict, all bits kept. Returns 0."""
+    """Convert a whole state dict to a module, to its parts, to a module, and to a whole state dict; all bits must be
+    equal. Return 0."""
     state = whole_mlp(hidden, inner)
     model = torch.nn.ModuleDict({"mlp": weft.nn.ParallelMLP(hidden, inner, world=world)})
     model.load_state_dict({f"mlp.{k}": v for k, v in state.items()})
@@ -300,7 +304,7 @@ def round_trip(world: weft.World, hidden: int, inner: int) -> float:
 
 # -- compilation -------------------------------------------------------------------------------------------------------
 def compiled_ops(world: weft.World, backend: str = "aot_eager", dynamic: bool | None = None) -> float:
-    """All ops in one graph: the bits and the gradients of the eager calls. Returns 0."""
+    """Compile all ops into one graph: bits and gradients must equal those of eager calls. Return 0."""
     from weft.plans import Sequential
 
     w = world.size
@@ -335,7 +339,7 @@ def compiled_ops(world: weft.World, backend: str = "aot_eager", dynamic: bool | 
 
 
 def compiled_out(world: weft.World, backend: str = "aot_eager") -> float:
-    """`out=` inside a graph. Returns 0."""
+    """Compile a call with `out=`. Return 0."""
     torch._dynamo.reset()
 
     def fn(x: Tensor, weight: Tensor, gathered: Tensor, reduced: Tensor) -> Tensor:
@@ -353,7 +357,8 @@ def compiled_out(world: weft.World, backend: str = "aot_eager") -> float:
 
 
 def mlp_graph(world: weft.World, rows: int, hidden: int, inner: int, replays: int = 20) -> float:
-    """ParallelMLP captured in a CUDA graph: the bits of a call with that plan outside, at every replay. Returns 0."""
+    """Capture ParallelMLP in a CUDA graph: every replay must give the bits of an eager call with that plan. Return
+    0."""
     mlp = weft.nn.ParallelMLP(hidden, inner, world=world, plan="fused")
     mlp.load_state_dict(whole_mlp(hidden, inner))
     x = draw(1 + world.rank, rows, hidden).to(world.device)
@@ -371,7 +376,7 @@ def mlp_graph(world: weft.World, rows: int, hidden: int, inner: int, replays: in
 
 
 def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
-    """Name, bound on the error, and case: for a driver that runs them all on one world."""
+    """Return the name, the error bound and the case of each, for a driver that runs them all on one world."""
     w = world.size
     inner = 200 * w
     even, uneven, odd = [256] * w, balanced_rows(1000, w), [0, 300, *[33] * (w - 2)]
@@ -398,5 +403,5 @@ def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], floa
 
 
 def gpu_errors(world: weft.World) -> dict[str, tuple[float, float]]:
-    """Every GPU case: its error and the bound."""
+    """Run every GPU case; return its error and its bound."""
     return {name: (run(), bound) for name, bound, run in gpu_cases(world)}

@@ -1,4 +1,5 @@
-"""What the row-wise ops must compute of rows that a GEMM left in its tiles, on every backend: each function runs on one rank."""
+"""The results of the row-wise ops on rows that a GEMM has left in its tiles, on every backend: each function runs on
+one rank."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from weft.plans import Plan
 
 
 def tiles_case(world: weft.World, op: str, m: int, n: int, k: int, plan: str | Plan) -> float:
-    """The op that leaves tiles against the op in ordinary order: the Remap, and residual add through it. RMSNorm, from rows and
-    from tiles, against torch's; returns its error."""
+    """Compare an op that leaves tiles with the op in ordinary order: the Remap, and the residual add through it.
+    Compare RMSNorm, from rows and from tiles, with torch's, and return its error."""
     device, fn = world.device, getattr(weft, op)
     x, w, b = (t.to(device) for t in (draw(world.rank, m, k), draw(50 + world.rank, n, k), draw(9, n)))
     ordered = fn(x, w, b, world=world, plan=plan)

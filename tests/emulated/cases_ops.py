@@ -1,4 +1,5 @@
-"""What any op of a GEMM must compute, on every backend: each function runs on one rank and returns its error."""
+"""The results of every op that contains a GEMM, on every backend: each function runs on one rank and returns its
+error."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ SMALL_FUSED: dict[str, Fused] = dict(zip(OPS, (SMALL_GATHER, SMALL_REDUCE_SCATTE
 
 
 def shared_case(world: weft.World, op: str, rows: int, n: int, plan: object) -> float:
-    """`out` holds x: in the own rows of an all-gather's, or x is an all-reduce's."""
+    """`out` shares memory with x: x is this rank's rows of an all-gather's `out`, or the `out` of an all-reduce."""
     xs, w = [draw(r, rows, n) for r in range(world.size)], draw(9, n, n) * 0.1
     if op == "all_gather_matmul":
         out = world.zeros((rows * world.size, n), w.dtype)
@@ -39,7 +40,8 @@ def shared_case(world: weft.World, op: str, rows: int, n: int, plan: object) -> 
 def case(
     world: weft.World, op: str, rows: Sequence[int], n: int, k: int, plan: object = "fused", **options: Any
 ) -> float:
-    """One op over `rows` of every rank; M is their sum. An all-reduce, and an all-gather of no rows named, need only M."""
+    """Return the error of one op whose ranks have these `rows`; M is their sum. An all-reduce, or an all-gather
+    without `rows`, needs only M."""
     if op == "all_gather_matmul":
         return all_gather_case(world, rows, n, k, plan, **options)
     if op == "matmul_all_reduce":

@@ -1,4 +1,4 @@
-"""Capacity, placement and the router's losses by torch operations, which the kernels must equal on every backend."""
+"""Capacity, placement and the router's losses in torch operations, which the kernels must equal on every backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 def torch_capacity(
     ids: torch.Tensor, weights: torch.Tensor, experts: int, factor: float, drop: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`moe.apply_capacity`."""
     expert_capacity = math.ceil(factor * ids.numel() / experts - 1e-6)
     flat = ids.flatten().long()
     expert = torch.where((flat < 0) | (flat >= experts), experts, flat)
@@ -31,7 +30,6 @@ def torch_capacity(
 
 
 def torch_placement(ids: torch.Tensor, table: torch.Tensor, rank: int) -> torch.Tensor:
-    """`moe.expert_placement`."""
     replicas = table.view(table.shape[0], -1)
     count = (replicas >= 0).sum(1)
     valid = (ids >= 0) & (ids < table.shape[0])
@@ -41,7 +39,6 @@ def torch_placement(ids: torch.Tensor, table: torch.Tensor, rank: int) -> torch.
 
 
 def torch_balance(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """`moe.load_balancing_loss`."""
     tokens, experts = logits.shape
     mean = torch.softmax(logits.float(), -1).sum(0) / max(tokens, 1)
     routes = torch.zeros(experts + 1, device=ids.device)  # the last entry counts routes to no expert
@@ -52,13 +49,12 @@ def torch_balance(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def torch_z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """`moe.z_loss`."""
     return torch.logsumexp(logits.float(), -1).square().sum() / max(logits.shape[0], 1)
 
 
 def some_ids(tokens: int, k: int, experts: int, seed: int) -> torch.Tensor:
-    """int32 [tokens, k]: experts, of which a token may have one twice and low ones are chosen more often; -1, and
-    numbers that are no expert's."""
+    """Return int32 [tokens, k]: expert numbers, of which low ones are more frequent. A token may name an expert
+    twice, and some entries are -1 or another number that is no expert's."""
     g = torch.Generator().manual_seed(seed)
     ids = (torch.rand(tokens, k, generator=g).square() * experts).int()
     kind = torch.randint(0, 12, (tokens, k), generator=g)
@@ -68,7 +64,8 @@ def some_ids(tokens: int, k: int, experts: int, seed: int) -> torch.Tensor:
 
 
 def some_weights(tokens: int, k: int, seed: int, odd: bool = True) -> torch.Tensor:
-    """float32 [tokens, k], many of them equal; odd: also negative ones, both zeros, infinities and NaN."""
+    """Return float32 [tokens, k], many of them equal. With `odd`, some are negative, zeros of either sign,
+    infinities or NaN."""
     g = torch.Generator().manual_seed(seed)
     weights = torch.randn(tokens, k, generator=g)
     kind = torch.randint(0, 20, (tokens, k), generator=g)

@@ -1,4 +1,4 @@
-"""Layers of experts: what is routed in them, and their tables in plain Python."""
+"""Routings of layers of experts, and their tables in plain Python."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Layer:
 
 
 def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
-    """The tables of a rank but for `targets`: `touched`, by wave, is what a call adds there. And `lost`, the routes that
-    found no row, by the rank of their tokens. ids: by rank, unpadded."""
+    """Return the tables of a rank except for `targets`, and `lost`, the routes without a row by the rank of their
+    tokens. `touched` is what a call adds there, by wave. `ids` are listed by rank, without padding."""
     w, el, bm, c = layer.ranks, layer.experts, layer.block_m, layer.max_tokens_per_rank
     slots, rows, offsets, received = [-1] * (w * c * layer.k), [], [0], []
     listed, lost = [], [0] * w
@@ -65,7 +65,7 @@ def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
 
 
 def drawn(layer: Layer, seed: int, tokens: list[int] | None = None) -> list[Ids]:
-    """Distinct experts for every token, some of them none; by rank."""
+    """Draw distinct experts for every token, some of them none, and list them by rank."""
     r = random.Random(seed)
     everyone = range(layer.ranks * layer.experts)
     counts = tokens or [
@@ -75,8 +75,8 @@ def drawn(layer: Layer, seed: int, tokens: list[int] | None = None) -> list[Ids]
 
 
 def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World], None]:
-    """Calls of `share` and `tables` with nothing but `World.barrier` between them, which stands for the rest of a layer, and what they
-    left. routed: every rank's ids, by call."""
+    """Call `share` and `tables`, with only `World.barrier` between calls in place of the rest of a layer, and return
+    what they wrote. `routed` holds every rank's ids, by call."""
 
     def main(world: World) -> None:
         seen = []
@@ -124,7 +124,7 @@ def weights_of(ids: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def copied(world: World, tables: Tables, *others: torch.Tensor) -> list[torch.Tensor]:
-    """What stands there in the stream's turn: the others, then the tables."""
+    """Copy the other ranks' entries and then the tables, in stream order."""
     tensors = [*others, *tables]
     kept = [torch.empty_like(t) for t in tensors]
     world.call(lambda: [a.copy_(b) for a, b in zip(kept, tensors, strict=True)], tensors, kept, world.current_stream())
@@ -132,7 +132,7 @@ def copied(world: World, tables: Tables, *others: torch.Tensor) -> list[torch.Te
 
 
 def numbers(tables: list[torch.Tensor]) -> dict[str, Any]:
-    """Tables by name, without what means nothing."""
+    """Return the tables by name, without meaningless entries."""
     out = {name: t.tolist() for name, t in zip(Tables._fields, tables, strict=True)}
     rows = out["offsets"][-1]
     assert out["sources"][rows:] == [-1] * (len(out["sources"]) - rows)
@@ -140,7 +140,8 @@ def numbers(tables: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def tables_of(ids_all: torch.Tensor, me: int, local: int, rows: int, block_m: int) -> dict[str, torch.Tensor]:
-    """The tables of rank `me` as tensors. ids_all [ranks, capacity, k]; local: experts of the rank."""
+    """Return the tables of rank `me` as tensors. ids_all is [ranks, capacity, k]; `local` is the number of experts
+    of the rank."""
     ranks, capacity, k = ids_all.shape
     slots, sources = torch.full((ranks, capacity, k), -1), torch.full((rows,), -1)
     offsets, tiles, received, targets, row = [0], [], [], torch.zeros(ranks, dtype=torch.int64), 0

@@ -42,7 +42,7 @@ Run = Callable[[World, "Call", Any], Result]
 
 @dataclass(frozen=True)
 class Call:
-    """One call, the same on all ranks. op: a name in OPS. choice: which of its plans, in [0, 1)."""
+    """One call, the same on all ranks. `op` is a name in OPS, and `choice`, in [0, 1), selects one of its plans."""
 
     op: str
     choice: float
@@ -66,7 +66,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Op:
-    """run: makes a call with the plan. over_nodes: the plans of ranks on several nodes; without any it is left out there."""
+    """`run` makes a call with the plan. `over_nodes` are the plans for ranks on several nodes; an op without any is
+    skipped there."""
 
     run: Run
     plans: Sequence[str | Plan]
@@ -129,7 +130,8 @@ def routed(world: World, call: Call, plan: str | Plan) -> Result:
 
 
 def experts(world: World, call: Call, plan: str | Plan) -> Result:
-    """Two experts a rank, whose activation is that of their gate: one of their columns, so that torch's product is short."""
+    """Two experts per rank. The activation is that of their gate, one of their columns, so that torch's product is
+    short."""
     size, hidden, count = 16, 16, 2 * world.size
     w13, w2 = draw(call.seed + 60, count, 2 * size, hidden) * 0.3, draw(call.seed + 61, count, hidden, size) * 0.3
     local = slice(2 * world.rank, 2 * world.rank + 2)
@@ -175,7 +177,7 @@ PAIRS = [*itertools.combinations_with_replacement(OPS, 2)]
 
 @dataclass(frozen=True)
 class Drawn:
-    """The calls of one seed. warm: whether each is made once before, on one stream."""
+    """The calls of one seed. With `warm`, each is made once before, on one stream."""
 
     calls: tuple[Call, ...]
     ranks: int
@@ -200,7 +202,7 @@ def drawn(seed: int) -> Drawn:
 
 
 def run(seed: int) -> None:
-    """Make the calls of a seed; raise what is found."""
+    """Make the calls of a seed, and raise the first fault."""
     sequence = drawn(seed)
 
     def main(world: World) -> None:

@@ -1,5 +1,5 @@
-"""Layers whose experts' columns are split over ranks, called by both halves, for `cases_moe.py`; and what the halves must do apart. Each
-function runs on one rank."""
+"""Layers whose experts are split by columns over ranks, called by both halves, for `cases_moe.py`, and cases of each
+half alone. Each function runs on one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def both_halves(
     world: weft.World, model: Model, ids: torch.Tensor, t: Tensors, *, rows: Sequence[int] | None = None,
     plan: str | Plan = "dispatched", second: str | Plan | None = None, keep: str = "rows",
 ) -> torch.Tensor:  # fmt: skip
-    """Both ops. second: the plan of the second, where it is another."""
+    """Call both ops. `second` is the plan of the second one, if it differs."""
     common: dict[str, Any] = dict(rows=rows, tp_size=model.tp_size, world=world)
     hidden, routes = weft.all_gather_grouped_matmul(
         t["x"], ids, t["weights"], t["w13"], b13=t["b13"], activation=model.layer.activation, inner=model.inner, keep=keep,
@@ -37,13 +37,14 @@ def both_halves(
 
 
 def operands_of(layer: Layer, world: weft.World, tokens: int, call: int, ids_of: Ids) -> tuple[torch.Tensor, ...]:
-    """This rank's x, ids and weights."""
+    """Return this rank's x, ids and weights."""
     return routed(call, world.rank, tokens, layer, world.size, ids_of)[:3]
 
 
 def first_halves(world: weft.World, plan: str | Plan, then: str | Plan, calls: int = 4) -> float:
-    """Largest error of second halves, which come after all first ones, in the other order. Nothing stands between the first halves, whose
-    operands are written again in the same memory. In one call no GEMM keeps the stream from going on."""
+    """Return the largest error of second halves, which follow all first halves in reverse order. Nothing
+    synchronises between the first halves, whose operands are rewritten in the same memory. In one call no GEMM
+    delays the stream."""
     layer = Layer(18, 2, 1, 40, 16 * world.size, torch.bfloat16)
     model, stream = Model(world, layer, False, tp_size=world.size), world.current_stream()
     held = [world.empty(t.shape, t.dtype) for t in operands_of(layer, world, 18, 0, in_turn)]
@@ -67,8 +68,9 @@ def first_halves(world: weft.World, plan: str | Plan, then: str | Plan, calls: i
 
 
 def around_layer(world: weft.World, calls: int = 3) -> float:
-    """Largest error of layers whose halves have a layer of whole experts between them: the second half begins with y where that layer's
-    y lay. A second half of the same rows follows it. Nothing synchronises between them."""
+    """Return the largest error of layers that have a layer of whole experts between their halves: the second half
+    starts with the memory of that layer's y. A second half with the same rows follows it. Nothing synchronises
+    between them."""
     tokens, kept = 5, []
     layer = Layer(tokens, 2, 1, 16, 8 * world.size, torch.bfloat16)
     split, whole = Model(world, layer, False, tp_size=world.size), Model(world, layer, False, 10)
@@ -86,7 +88,7 @@ def around_layer(world: weft.World, calls: int = 3) -> float:
 
 
 def other_second_halves(world: weft.World) -> None:
-    """Layers of as many sizes as there are ranks, and in the end on every rank the second half of another one."""
+    """Call layers with as many sizes as there are ranks, and finally on every rank the second half of another layer."""
     second_operands = []
     for tokens in range(4, 4 + world.size):
         layer = Layer(tokens, 2, 1, 16, 8 * world.size, torch.bfloat16)
@@ -102,7 +104,7 @@ def other_second_halves(world: weft.World) -> None:
 
 
 def routes_case(world: weft.World, plan: str, tokens: Sequence[int], tp_size: int, ids_of: Ids = at_random) -> None:
-    """The routes of a call are those of plain Python."""
+    """The routes of a call must equal those computed in plain Python."""
     layer = Layer(max(tokens), 4, 2, 32, 16 * world.size, torch.bfloat16)
     model, me = Model(world, layer, False, tp_size=tp_size), world.rank
     every = [ids_of(0, r, t, layer, world.size).tolist() for r, t in enumerate(tokens)]
@@ -127,7 +129,7 @@ def routes_case(world: weft.World, plan: str, tokens: Sequence[int], tp_size: in
 
 
 def rotated(ids: list[Any], layer: Routes, me: int) -> dict[str, Any]:
-    """The tables as rank `me` has them of experts that are numbered from its own first on."""
+    """Return the tables of rank `me`, which numbers experts from its own first one."""
     rotated_ids = [ids[(s + me) % layer.ranks] for s in range(layer.ranks)]
     tables = reference(layer, 0, rotated_ids)
     routes_per_rank = layer.max_tokens_per_rank * layer.k

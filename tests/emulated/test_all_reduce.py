@@ -1,7 +1,5 @@
-"""All-reduce and all-reduce + norm on emulated ranks against torch: every plan, any shape, many schedules, bad input.
-
-Races, deadlocks and reads of unwritten memory raise by themselves.
-"""
+"""All-reduce and all-reduce + norm on emulated ranks against torch: every plan, any shape, many schedules, bad
+input. Races, deadlocks and reads of unwritten memory raise by themselves."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ def test_every_plan_against_torch(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_symmetric_operands(name: str) -> None:
-    """Results stored by the peers in the caller's own symmetric memory; partial rows read from it."""
+    """Peers store results directly in the caller's symmetric memory, and read partial rows from it."""
     for m in (1, 9):
         options = dict(into="symmetric", symmetric=True, calls=3)
         assert max(emulate(lambda w, m=m, k=options: norm_case(w, m, 64, PLANS[name], **k), 3)) < BF16
@@ -83,7 +81,7 @@ def test_symmetric_operands(name: str) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_calls_of_the_same_operands(name: str) -> None:
-    """One prepared launch serves all of them: the emulator compares its arguments."""
+    """One prepared launch serves all calls: the emulator compares its arguments."""
 
     def main(world: weft.World) -> float:
         x, w, out = draw(world.rank, 5, 128), draw(3, 128), world.symmetric((5, 128), torch.bfloat16, "out").local
@@ -97,7 +95,8 @@ def test_calls_of_the_same_operands(name: str) -> None:
 @pytest.mark.parametrize("plan", [OneShot(warps=4), TwoShotLowLatency(warps=4)], ids=["one shot", "two shots"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_posted_rows_may_hold_anything(plan: Plan, dtype: torch.dtype, seed: int) -> None:
-    """Also what memory holds where nothing has been posted: two NaNs, or one of 32 bits; infinities and negative zeros."""
+    """Rows may hold the bits that memory holds where nothing has been stored (two NaNs, or one of 32 bits),
+    infinities, and negative zeros."""
 
     bits = torch.int32 if dtype == torch.float32 else torch.int16
 
@@ -129,7 +128,7 @@ def test_posted_rows_may_hold_anything(plan: Plan, dtype: torch.dtype, seed: int
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("plan", [OneShot(warps=4), TwoShotLowLatency(warps=4)], ids=["one shot", "two shots"])
 def test_posted_results_keep_the_smallest_numbers(plan: Plan, full: bool) -> None:
-    """A sum or a row that rounds to a denormal or to a negative zero is stored as such."""
+    """A sum or a row that rounds to a denormal or to a negative zero is stored as that."""
 
     def main(world: weft.World) -> None:
         for dtype, small in ((torch.float16, -6e-8), (torch.bfloat16, -1e-39)):
@@ -149,7 +148,7 @@ def test_posted_results_keep_the_smallest_numbers(plan: Plan, full: bool) -> Non
 @pytest.mark.parametrize("seed", some(range(3)))
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "multicast"])
 def test_in_place(name: str, seed: int) -> None:
-    """`out` may be x, and rows of one buffer are not mistaken for it."""
+    """`out` may be x; rows of a buffer that also holds x are not mistaken for x."""
 
     def main(world: weft.World) -> None:
         for seed in range(3):
@@ -168,7 +167,7 @@ def test_in_place(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", some(range(3)))
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "multicast"])
 def test_out_may_share_memory_with_the_residual(name: str, seed: int) -> None:
-    """Rows of `out` that hold the own rows of the residual, or all of them a row further on."""
+    """`out` may overlap the residual: at this rank's rows, or shifted by one row."""
 
     def main(world: weft.World) -> float:
         m, h, worst = 8, 64, 0.0
@@ -193,7 +192,7 @@ def test_out_may_share_memory_with_the_residual(name: str, seed: int) -> None:
 
 
 def test_what_is_prepared_for_captures_leaves_a_residual_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`out` is the residual: running the plan of a later capture first must not write there."""
+    """`out` is the residual: an eager call that prepares the plan of a later capture must not write there."""
     chosen = dict(graph=OneShot(warps=4), eager=Sequential())
     monkeypatch.setattr(reduce_plans.AllReduceRmsNorm, "auto", lambda op, world, call, mode: chosen[mode])
 
@@ -221,7 +220,7 @@ def test_residuals_at_odd_addresses_of_ranks_without_rows(name: str) -> None:
 
 @pytest.mark.parametrize("plan", [TwoShotPush(warps=4, stages=2), Multicast()], ids=["two shots", "multicast"])
 def test_peers_are_told_of_whole_words_alone(plan: Plan) -> None:
-    """They store 16 bytes at a time."""
+    """Peers store 16 bytes at a time."""
 
     def main(world: weft.World) -> float:
         x, launch = draw(world.rank, 6, 64), world.backend.launch
@@ -243,7 +242,8 @@ def test_peers_are_told_of_whole_words_alone(plan: Plan) -> None:
 
 
 def test_sums_again() -> None:
-    """Later calls take a shorter way: in place, into memory that is given, into a fresh tensor; and `out` is looked at each time."""
+    """Later calls run a shorter path: in place, into given memory, and into a fresh tensor. Each of them checks
+    `out`."""
 
     def main(world: weft.World) -> None:
         for plan in (OneShot(programs=2, warps=4), TwoShotLowLatency(programs=3, warps=4)):
@@ -263,7 +263,7 @@ def test_sums_again() -> None:
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_two_streams_of_one_capture_are_put_in_order(seed: int) -> None:
-    """They share one memory for low-latency rows."""
+    """Both streams share one memory for low-latency rows."""
 
     def main(world: weft.World) -> None:
         backend: Any = world.backend
@@ -306,7 +306,7 @@ def test_one_eager_call_prepares_all_captured_ones(plan: Plan) -> None:
 
 @pytest.mark.parametrize("plan", ["one_shot", "two_shot"])
 def test_weights_of_another_dtype_in_the_same_place(plan: str) -> None:
-    """Prepared launches are kept by addresses."""
+    """Prepared launches are stored by address, so another dtype at the same address needs another launch."""
 
     def main(world: weft.World) -> None:
         x, memory, out = draw(world.rank, 4, 64), torch.zeros(64 * 4, dtype=torch.uint8), draw(9, 4, 64)
@@ -356,7 +356,7 @@ def test_rows_too_short_for_what_was_measured_are_the_librarys(monkeypatch: pyte
 
 @pytest.mark.parametrize("times", some([1, 3]))
 def test_posted_memory_is_cleared_to_the_last_word(times: int) -> None:
-    """After a call two thirds are as they were at first, whatever the calls were."""
+    """After every call two thirds of the memory are cleared, whatever the calls were."""
 
     def main(world: weft.World) -> None:
         call_count = 0
@@ -395,7 +395,7 @@ def test_posted_memory_is_cleared_to_the_last_word(times: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_posted_memory_is_set_up_beside_other_ops(seed: int) -> None:
-    """The first use on one stream, another op's barriers on the other."""
+    """One stream sets the memory up while another op's barriers run on the other stream."""
 
     def main(world: weft.World) -> float:
         worst = 0.0
@@ -416,7 +416,7 @@ def test_sizes_that_are_no_words_are_sequential(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("seed", some(range(8), 2))
 def test_schedules(name: str, seed: int) -> None:
-    """Several calls of two shapes in turn, often preempted, on more and on fewer programs than there are rows."""
+    """Calls of two shapes alternate under frequent preemption, with more and with fewer programs than rows."""
     plan = PLANS[name]
     if not isinstance(plan, Decomposed):
         plan = replace(plan, programs=(2, 6, 3)[seed % 3])
@@ -432,7 +432,7 @@ def test_schedules(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(6), 2))
 def test_plans_in_turn(seed: int) -> None:
-    """Calls of all plans, shapes and dtypes one after another share the workspaces."""
+    """Successive calls of all plans, shapes and dtypes share the workspaces."""
 
     def main(world: weft.World) -> float:
         rng = random.Random(seed)
@@ -460,7 +460,7 @@ def in_one_shot() -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("seed", some(range(3)))
 @pytest.mark.parametrize("name", PLANS)
 def test_same_bits_on_every_rank_and_in_every_schedule(name: str, seed: int) -> None:
-    """And from every plan: all of them sum in the order of the ranks."""
+    """All plans sum in rank order, so all give the same bits."""
     results_by_rank = emulate(lambda w: [t.clone() for t in calls_of(w, PLANS[name], 2)], 3, seed)
     for results, rank_0_results, one_shot_results in zip(
         results_by_rank, [results_by_rank[0]] * 3, in_one_shot(), strict=True
@@ -485,8 +485,7 @@ def test_results_are_tensors_of_their_own(name: str) -> None:
 @pytest.mark.parametrize("seed", some(range(4)))
 @pytest.mark.parametrize("name", PLANS)
 def test_two_streams(name: str, seed: int) -> None:
-    """Nothing joins them but what the library does about the memory that their calls share: no call waits for its stream to be
-    drained, as on a GPU."""
+    """Only weft's ordering of shared memory joins the streams: no call drains its stream, as on a GPU."""
 
     def main(world: weft.World) -> float:
         rows, results = balanced_rows(5, world.size), []
@@ -510,7 +509,7 @@ def test_two_streams(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(8)))
 def test_a_symmetric_output_is_the_callers_until_its_next_call(seed: int) -> None:
-    """What a rank's stream reads between two calls, a fast peer's next call does not overwrite."""
+    """A fast peer's next call does not overwrite what a rank's stream reads between two calls."""
 
     def main(world: weft.World) -> bool:
         out = world.symmetric((6, 32), torch.bfloat16, "out").local
@@ -549,7 +548,7 @@ def test_auto_takes_what_was_measured() -> None:
 
 
 def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
-    """The capture takes another plan, with x and out in symmetric memory, and talks to nobody."""
+    """The capture runs another plan, with x and out in symmetric memory, and exchanges nothing between hosts."""
 
     def main(world: weft.World) -> bool:
         backend: Any = world.backend
@@ -634,7 +633,7 @@ def test_bad_input() -> None:
     ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "all_reduce", "all_reduce_rms_norm"],
 )  # fmt: skip
 def test_every_op_says_that_an_earlier_wait_expired(op: str, before: bool) -> None:
-    """Before it does anything, also where it has been prepared."""
+    """Every op raises the Timeout before it does anything, even where it has been prepared."""
 
     def main(world: weft.World) -> None:
         x, w, options = draw(world.rank, 8, 64), draw(9, 64, 64), {}
@@ -686,7 +685,7 @@ def test_gemm_plans_do_not_serve_here_nor_these_there() -> None:
 
 @pytest.mark.parametrize("ranks", some([3, 2]))
 def test_compiles_as_one_graph(ranks: int) -> None:
-    """Of as many rows on each rank as there are: 7 are not divided evenly."""
+    """The graph is correct for rows that ranks share evenly and for 7 rows."""
 
     def main(world: weft.World) -> None:
         rows = balanced_rows(7, world.size)[world.rank]

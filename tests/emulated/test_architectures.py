@@ -1,5 +1,5 @@
-"""GPUs other than Hopper: which plans run without symmetric memory, without atomics over the link, and without bulk copies; and tiles
-that fit. What the kernels compile to there: test_offline_architectures.py."""
+"""GPUs other than Hopper: plans without symmetric memory, without atomics over the link, and without bulk copies;
+and tiles that fit. test_offline_architectures.py compiles their kernels."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def emulate(main: Callable[[weft.World], Any], ranks: int = 2, seed: int = 0) ->
 
 
 def without_peers(world: weft.World) -> None:
-    """As ranks on GPUs over PCIe without peer access: there is no symmetric memory to be had."""
+    """Run ranks like GPUs over PCIe without peer access, where symmetric memory cannot be allocated."""
     backend: Any = world.backend
     backend.peers_unsupported = backend.symmetric_unsupported = NO_PEERS
     backend.symmetric = None
 
 
 def run(world: weft.World, op: str, plan: Plan | str, rows: int, n: int, k: int, **options: Any) -> float:
-    """rows: of every rank."""
+    """`rows` are those of every rank."""
     if op == AG:
         return all_gather_case(world, [rows] * world.size, n, k, plan, **options)
     return reduce_case(world, rows * world.size, n, k, plan, everywhere=op == AR, **options)
@@ -69,7 +69,7 @@ def run(world: weft.World, op: str, plan: Plan | str, rows: int, n: int, k: int,
 
 @pytest.mark.parametrize("ranks", some([2, 3, 4], 2))
 def test_what_nccl_moves_needs_no_symmetric_memory(ranks: int, caplog: Any) -> None:
-    """Decomposed and signaled plans of all ops, also of few rows and other groups; and nothing is said."""
+    """Decomposed and signaled plans of all ops run without a warning, also for few rows and other groups."""
 
     def main(world: weft.World) -> float:
         without_peers(world)
@@ -100,7 +100,7 @@ def test_a_decomposed_all_gather_returns_what_it_gathered_without_symmetric_memo
 
 
 def test_what_only_stores_needs_no_atomics_over_the_link(caplog: Any) -> None:
-    """Low-latency rows carry their flags; every plan that counts says why it is sequential."""
+    """Low-latency rows carry their flags; every plan with counters states why it runs as sequential."""
 
     def main(world: weft.World) -> tuple[float, int]:
         world.backend.symmetric_unsupported = NO_ATOMICS
@@ -171,7 +171,7 @@ def test_tiles_fit_the_memory_of_the_architecture(
 
 
 def test_why_ranks_cannot_count_in_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the driver says; where several ranks share a GPU, and where there is no driver to ask, they can."""
+    """The reason is the driver's answer; ranks that share a GPU can count there, and so can ranks without a driver."""
     two = [RankDevice("host", ("a", "b"), index, None) for index in (0, 1)]
 
     def fake_driver(atomics: int) -> Any:
@@ -209,7 +209,7 @@ def test_a_gpu_that_is_in_no_table_can_do_what_the_next_older_one_can() -> None:
 
 
 def test_the_planner_takes_nothing_that_copy_engines_move_where_nobody_measured_them() -> None:
-    """The profile of a machine over PCIe has collectives and GEMMs alone."""
+    """The profile of a machine over PCIe has only collectives and GEMMs."""
     moved = ("copy", "barrier", "one_shot", "two_shot")
     whole = made_up_profile(machine=replace(MACHINE, link="pcie"))
     profile = replace(whole, latencies=tuple(x for x in whole.latencies if not x.operation.startswith(moved)))

@@ -1,4 +1,5 @@
-"""Attention over gathered keys and values on emulated ranks, against float64 attention of the whole sequence; its kernels compiled."""
+"""Attention over gathered keys and values on emulated ranks, against float64 attention of the whole sequence; its
+kernels compiled."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def test_any_world_against_torch(causal: bool, layout: str, plan: Plan) -> None:
 
 @pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
 def test_by_heads(causal: bool, layout: str) -> None:
-    """Heads that the ranks divide, and the same ones by themselves where they do not."""
+    """Ranks divide the heads, or compute the same heads where these do not divide."""
     for ranks, rows in ((1, (5,)), (2, (9, 6)), (3, (6, 0, 7)), (4, (5,) * 4)):
         rows = zigzag_rows(sum(rows), ranks) if layout == "zigzag" else rows
         shape = Shape(rows, 2 * ranks, ranks, causal=causal, layout=layout, sinks=ranks == 2)
@@ -60,7 +61,7 @@ def test_by_heads(causal: bool, layout: str) -> None:
 
 @pytest.mark.parametrize("seed", some(range(8), 3))
 def test_sizes_in_turn_by_heads(seed: int) -> None:
-    """Of which one's results lie where another's queries come."""
+    """The results of one size are stored where the queries of another arrive."""
 
     def main(world: weft.World) -> float:
         kept = []
@@ -142,7 +143,8 @@ def test_the_result_does_not_depend_on_the_schedule() -> None:
 
 
 def test_merging_is_exact_to_its_rounding() -> None:
-    """Of a partial result the rounding to 16 bits is all that is lost: against one pass, less than 1.5 times its error."""
+    """Merging loses only the rounding of partial results to 16 bits: its error is below 1.5 times that of a single
+    pass."""
 
     def main(world: weft.World) -> tuple[float, float]:
         inputs = Inputs(world, Shape((64,) * 4, dim=64), 5)
@@ -170,7 +172,7 @@ def test_out_may_hold_q() -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_batches(batch: int) -> None:
-    """As one entry after the other, and so are their gradients."""
+    """A batch gives the results and gradients of its entries, computed one after another."""
 
     def main(world: weft.World) -> None:
         entries = [Inputs(world, Shape((5, 6), causal=True, layout="zigzag", sinks=True), i) for i in range(batch)]
@@ -208,7 +210,7 @@ def test_operands_that_are_not_contiguous() -> None:
 
 
 def test_what_no_query_sees_does_not_travel() -> None:
-    """Rows of keys that a rank pushes to others."""
+    """A rank pushes only those rows of keys that some query of the receiver sees."""
 
     def main(world: weft.World, shape: Shape) -> int:
         copied, copy = [], world.backend.copy
@@ -238,7 +240,7 @@ def test_what_no_query_sees_does_not_travel() -> None:
 # -- who sees what -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", [(6,), (5, 8), (4, 0, 7), (3, 3, 3, 3), (9, 1, 2, 5)], ids=str)
 def test_blocks_are_the_mask(rows: tuple[int, ...]) -> None:
-    """Every pair of a query and a key that it sees is in one block, and no other pair is."""
+    """Each pair of a query and a key that it sees is in exactly one block, and no other pair is in any."""
     for causal, layout in ((False, "contiguous"), (True, "contiguous"), (True, "zigzag")):
         shape = Shape(rows, causal=causal, layout=layout)
         for rank in range(len(rows)):
@@ -276,7 +278,8 @@ def test_zigzag_shares_the_work() -> None:
 
 
 def test_packed_sequences_by_hand() -> None:
-    """Two ranks of 6 rows, sequences of 4, 5 and 3: rank 1's queries are 3 of the second and the third."""
+    """Two ranks of 6 rows hold sequences of 4, 5 and 3 rows: rank 1's queries are 3 of the second and all of the
+    third."""
     seen = packed_key_ranges(1, (6, 6), 6, (0, 4, 9, 12), True, 0)
     assert seen.remote == ((0, ((0, 4, 6), (1, 0, 6))),)
     assert seen.packed == ((0, 3, 6), (0, 5, 8), True, 0)
@@ -377,7 +380,7 @@ def test_ranks_that_disagree_on_heads_of_keys_or_the_dtype() -> None:
 
 
 def test_what_auto_tries() -> None:
-    """No two plans that come to the same: a rank of two has one piece of others."""
+    """No two of the plans that "auto" times are equivalent: with two ranks there is only one remote piece."""
 
     def main(world: weft.World, shape: Shape) -> list[str]:
         op = REGISTRY["gathered_attention"]
@@ -415,7 +418,7 @@ def test_no_rows_at_all() -> None:
 
 # -- libraries ---------------------------------------------------------------------------------------------------------
 def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those tried, the first whose numbers are right; and where none is, what each said."""
+    """The first library with correct results is chosen; where none has any, the error quotes each."""
     call_shape = torch.device("cpu"), BF, 4, 2, 16
 
     def library(name: str, forward: Any) -> libraries.AttentionLibrary:
@@ -547,7 +550,7 @@ def test_gradients_do_not_depend_on_the_schedule() -> None:
 
 
 def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN reads 16 bytes at once, wherever in its memory a tensor of the user's, or the gradient, begins."""
+    """cuDNN reads 16 bytes at once, wherever the caller's tensor or the gradient begins in memory."""
     seen: list[bool] = []
 
     def passed(*tensors: torch.Tensor) -> BackwardOperands:

@@ -60,7 +60,7 @@ def test_only_some_operands(wants: str) -> None:
 
 @pytest.mark.parametrize("plan", ["sequential", "decomposed", "fused", Decomposed(), None])
 def test_plan_of_the_forward(plan: str | Plan | None) -> None:
-    """None: the one of the op's class for small worlds."""
+    """None stands for the plan that the op's class names for small worlds."""
 
     def rank(world: weft.World) -> float:
         gather, reduce = (plan or SMALL_FUSED[op] for op in OPS[:2])
@@ -106,7 +106,7 @@ def test_silu_mul(block: int) -> None:
 
 
 def test_gradients_of_views_and_expanded_gradients() -> None:
-    """A sum's gradient has stride 0, a transposed output's is transposed."""
+    """The gradient of a sum has stride 0, and that of a transposed output is transposed."""
 
     def rank(world: weft.World) -> None:
         x, w = leaf(draw(1 + world.rank, 8, 16), world), leaf(draw(3, 16, 24), world)
@@ -126,7 +126,7 @@ def test_gradients_of_views_and_expanded_gradients() -> None:
 
 
 def test_all_reduce_backward_communicates_nothing() -> None:
-    """Rank 0 alone runs it; anything collective would deadlock."""
+    """Rank 0 runs it alone: any collective would deadlock."""
 
     def rank(world: weft.World) -> None:
         x, w = leaf(draw(1, 8, 16), world), leaf(draw(2, 24, 16), world)
@@ -138,7 +138,8 @@ def test_all_reduce_backward_communicates_nothing() -> None:
 
 
 def test_rows_are_read_once() -> None:
-    """A list that the caller changes before the backward pass, and a tensor, whose elements are no ints."""
+    """`rows` may be a list that the caller changes before the backward pass, or a tensor, whose elements are no
+    ints."""
 
     def rank(world: weft.World) -> None:
         whole, w = draw(1, 8, 64), draw(2, 32, 64).requires_grad_()
@@ -188,7 +189,7 @@ def test_without_gradients_nothing_is_recorded() -> None:
 
 
 def test_inference_mode_then_training() -> None:
-    """What the first calls allocate must serve both."""
+    """What the first calls allocate must serve both modes."""
 
     def rank(world: weft.World) -> float:
         x, w = draw(1, 16, 64), draw(2, 48, 64)
@@ -234,7 +235,8 @@ def test_errors() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_on_gpus(ranks: int) -> None:
-    """Ops, modules, compiled and captured, on as many GPUs as there are, which are shared where they are fewer."""
+    """Ops and modules, also compiled and captured, run on the GPUs of this machine; ranks share them if they are too
+    few."""
     for results in weft.spmd(gpu_errors, ranks, backend="shared"):
         bad = {name: error for name, (error, bound) in results.items() if not error <= bound}
         assert not bad, bad

@@ -1,5 +1,5 @@
-"""`weft.init(batch_invariant=True)`: the bits of a row, over batches, owners, plans and schedules; and what breaks them on another
-World."""
+"""`weft.init(batch_invariant=True)`: the bits of a row are the same over batches, owners, plans and schedules; on
+another World they are not."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ Op = Callable[[weft.World, str | Plan, int, int], torch.Tensor]
 
 
 def rows(seed: int, columns: int) -> torch.Tensor:
-    """Rows with denormals, negative zeros, infinities, outliers that cancel each other, and two ordinary ones."""
+    """Return rows with denormals, negative zeros, infinities, outliers that cancel each other, and two ordinary
+    rows."""
     x = draw(seed, ODD, columns)
     x[0] *= 1e-39
     x[1] = -0.0
@@ -62,14 +63,14 @@ def rows(seed: int, columns: int) -> torch.Tensor:
 
 
 def batch(seed: int, m: int, begin: int, columns: int) -> torch.Tensor:
-    """The followed rows among others, which are different in each batch."""
+    """Return the followed rows among other rows, which differ in each batch."""
     x = draw(1000 * seed + m, m, columns)
     x[begin : begin + ODD] = rows(seed, columns)
     return x
 
 
 def shards(m: int) -> list[int]:
-    """Rows of each rank; equal ones if m is a multiple of 6."""
+    """Return the numbers of rows of the ranks; they are equal if m is a multiple of 6."""
     return [m // W] * W if m % 6 == 0 else [m - 4, 0, 4] if m % 2 else [1, m - 3, 2]
 
 
@@ -123,13 +124,13 @@ OPS: dict[Op, Sequence[str | Plan]] = {
 
 
 def served(plan: str | Plan, m: int) -> bool:
-    """Whether the plan takes the shards of m rows."""
+    """Return whether the plan can serve the shards of m rows."""
     copies = isinstance(plan, Decomposed | FusedGatherByCopies)
     return not (copies and len(set(shards(m))) > 1) and not (isinstance(plan, OneShot) and 0 in shards(m))
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
-    """The bits, with one NaN for all: a CPU leaves their sign to chance."""
+    """Return the bits, with one pattern for all NaNs, whose sign is arbitrary on a CPU."""
     return torch.where(t.isnan(), torch.full_like(t, float("nan")), t).view(torch.int16)
 
 
@@ -156,7 +157,7 @@ def test_a_row_keeps_its_bits(op: Op, seed: int, monkeypatch: pytest.MonkeyPatch
 
 
 def ring(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of NCCL's ring: each rank's part of the elements begins with another rank, and every step is rounded."""
+    """Sum as NCCL's ring does: each rank's part of the elements starts at another rank, and every step rounds."""
     flat = [t.reshape(-1) for t in tensors]
     part = -(-flat[0].numel() // len(flat))
     total = torch.empty_like(flat[0])
@@ -176,13 +177,13 @@ def test_sums_of_a_ring_break_the_promise(op: Op, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("op", [swiglu, norm], ids=lambda op: op.__name__)
 def test_plans_differ_without_the_promise(op: Op) -> None:
-    """An epilogue keeps gate and up in float32, and a fused norm the sum; sequential plans round them."""
+    """An epilogue keeps gate and up in float32, and a fused norm keeps the sum; sequential plans round them."""
     with pytest.raises(AssertionError, match="is not"):
         check(op, [Sequential(), OPS[op][0]], 0)
 
 
 def test_shared_last_tiles_break_the_promise() -> None:
-    """K split over programs, as few tiles are, gives a row other bits than K in one order."""
+    """Where tiles are few, K is split over programs, which gives a row other bits than K in one order."""
 
     def main(world: weft.World) -> None:
         x, w = draw(1, 96, 640), draw(2, N, 640)
@@ -201,7 +202,7 @@ def test_shared_last_tiles_break_the_promise() -> None:
 
 
 def test_tiles_of_any_size_give_the_same_bits() -> None:
-    """Every row of 64 equal ones, by tiles of several sizes; with steps of K of another length they are others."""
+    """Tiles of several sizes give each of 64 equal rows the same bits; steps of K of another length give other bits."""
 
     def main(world: weft.World) -> None:
         x, w = rows(3, 256)[4:].repeat(32, 1), draw(2, N, 256)
@@ -230,7 +231,7 @@ def pair_sums(x, out, N, P: tl.constexpr):
 
 
 def test_a_norm_adds_neighbours_and_then_their_sums() -> None:
-    """Whatever zeros are behind a row."""
+    """Zeros behind a row change nothing."""
 
     def main(world: weft.World) -> None:
         x = draw(1, 4, 50, dtype=torch.float32) * 1e3
@@ -294,7 +295,7 @@ def test_an_op_or_a_world_without_the_promise_is_refused(monkeypatch: pytest.Mon
 
 
 def test_ranks_without_peer_access_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name: there decomposed plans run by cuBLAS and NCCL."""
+    """The error gives the reason: without peer access, decomposed plans run by cuBLAS and NCCL."""
 
     def main(world: weft.World) -> None:
         world.backend.symmetric_unsupported = world.backend.peers_unsupported = "no peer access"
@@ -309,8 +310,8 @@ def test_ranks_without_peer_access_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_auto_times_the_plans_that_keep_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of low-latency rows where they would take much memory; and a product, of which each rank times its tiles, is no
-    choice that ranks make together."""
+    """It does not time plans with low-latency rows that would need much memory; and `matmul`, whose tiles each rank
+    times by itself, is no joint choice of the ranks."""
     monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
 
     def main(world: weft.World) -> None:

@@ -1,4 +1,5 @@
-"""Which calls are prepared for a capture: all, or, for an engine that names the largest captured size, those up to it."""
+"""Calls that are prepared for a capture: all of them, or, for an engine that names its largest captured size, those
+up to that size."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_the_second_call_also_runs_the_plan_of_a_capture(
 
 @pytest.mark.parametrize("max_captured_rows", [0, ROWS - 1])
 def test_a_size_beyond_all_captures_runs_one_plan(monkeypatch: pytest.MonkeyPatch, max_captured_rows: int) -> None:
-    """A capture that comes all the same takes the plan of eager calls, whose memory is there."""
+    """A capture that happens nevertheless runs the plan of eager calls, whose memory exists."""
     assert plans_run(monkeypatch, max_captured_rows) == [([EAGER, EAGER, EAGER], [])] * 2
 
 
@@ -65,7 +66,8 @@ def test_a_size_beyond_all_captures_runs_one_plan(monkeypatch: pytest.MonkeyPatc
 def test_vllm_names_the_sizes_that_it_captures(
     sizes: list[int] | None, earlier: int | None, expected: int | None
 ) -> None:
-    """Without a graph there is none; a second engine of a process may capture more; an unknown configuration all."""
+    """Without graphs there are none; a second engine of a process may capture more sizes; an unknown configuration
+    means all."""
 
     def main(world: weft.World) -> int | None:
         world.max_captured_rows = earlier

@@ -34,7 +34,7 @@ NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "sil
 
 
 def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Operators and arguments, differentiable ones first, then the backward passes of some of those."""
+    """Return operators and arguments: first the differentiable ones, then the backward passes of some of them."""
     ops, name, w = torch.ops.weft, world.name, world.size
 
     def t(*shape: int) -> torch.Tensor:
@@ -154,7 +154,7 @@ def test_out_must_be_what_an_eager_call_takes(wrong_property: str, compiled: boo
 
 
 def test_opcheck() -> None:
-    """Schemas (nothing aliased or written), gradients, and AOT dispatch with symbolic shapes."""
+    """opcheck tests the schemas (nothing aliased or written), gradients, and AOT dispatch with symbolic shapes."""
     tests = ("test_schema", "test_autograd_registration", "test_aot_dispatch_dynamic")
 
     def rank(world: weft.World) -> None:
@@ -196,7 +196,7 @@ def test_numbers_of_a_plan_are_constants_in_a_graph_with_symbols() -> None:
 
 
 def test_plans_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made outside, inside, and changed between calls."""
+    """Plans may be made outside the graph or inside it, and may change between calls."""
 
     def rank(world: weft.World) -> None:
         seen: list[Any] = []
@@ -255,7 +255,8 @@ def test_errors() -> None:
 
 
 def test_worlds_of_other_sizes_have_other_names() -> None:
-    """Of the same rank and number, in processes that share torch's cache of compiled graphs, which have a World by name."""
+    """Worlds with the same rank and number, in processes that share torch's cache of compiled graphs, are
+    distinguished by name."""
 
     def main(world: weft.World) -> tuple[str, str]:
         return world.name, world.split(world.rank).name
@@ -266,7 +267,7 @@ def test_worlds_of_other_sizes_have_other_names() -> None:
 
 
 def test_a_rank_compiles_once_however_many_ranks_and_runs_there_are() -> None:
-    """torch.compile keeps what it made by the function's code, which is the same for all ranks."""
+    """torch.compile caches by the function's code, which is the same for all ranks."""
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
 

@@ -1,4 +1,4 @@
-"""One decoder layer by each way in which ranks hold its hidden states, beside its definition in float64."""
+"""One decoder layer against its definition in float64, for each layout of hidden states over ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def definition(layers: int) -> Tensor:
-    """The last norm [TOKENS, H]. "Attention" mixes each token with the one before."""
+    """Compute the last norm [TOKENS, H]. "Attention" mixes each token with its predecessor."""
     w, x = {name: t.double() for name, t in WEIGHTS.items()}, HIDDEN.double()
     y = rms(x, NORMS[0])
     for layer in range(layers):
@@ -57,7 +57,7 @@ class Linear:
         self.widths = [self.weight.shape[0]]
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.world.linear(x, self.weight, None, self.world.current_stream(), out)
+        return self.world.backend.linear(x, self.weight, None, self.world.current_stream(), out)
 
     def gathered(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
         return weft.all_gather_matmul(x, self.weight, world=self.world, rows=shards)
@@ -85,7 +85,7 @@ class Mlp:
 
 
 class EachPart:
-    """Attention of one token part after the other, whose first token sees the last one of the part before."""
+    """Attention of one token part after another; the first token of a part sees the last one of the part before."""
 
     def __init__(self, world: weft.World) -> None:
         self.world, self.qkv, self.out = world, Linear(world, "qkv", 0), Linear(world, "out", 1)
@@ -149,7 +149,7 @@ HOW = ("one part", "whole", "plain", "two parts", "sharded")
 @pytest.mark.parametrize("attention", [EachPart, AllAtOnce])
 @pytest.mark.parametrize("how", HOW)
 def test_every_way_gives_the_layers_definition(how: str, attention: type[EachPart], ranks: int) -> None:
-    """Of 13 tokens, which ranks share unevenly."""
+    """Ranks share the 13 tokens unevenly."""
     results = emulate(lambda world: last_norm(world, how, attention), ranks)
     assert all(torch.equal(y, results[0]) for y in results)
     assert distance(results[0], definition(2)) < 2e-3

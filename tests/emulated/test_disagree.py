@@ -1,4 +1,5 @@
-"""Ranks that make different calls, each of which all of them have made before: nobody gets a wrong number in silence."""
+"""Ranks that make different calls, each of which all ranks have made before: no rank silently returns a wrong
+number."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ KERNELS.remove(("matmul_all_reduce", "decomposed"))  # whose parts the library s
 def test_kernels_compare_what_they_are_launched_for(
     monkeypatch: pytest.MonkeyPatch, op: str, plan: str, seed: int
 ) -> None:
-    """As on a GPU, where no host compares known calls."""
+    """The kernels compare calls, since no host compares known ones, as on a GPU."""
     monkeypatch.setattr(EmulatedBackend, "compares", False)
     call = OPS[op][0]
 
@@ -140,7 +141,7 @@ def test_known_calls_of_another_op_dtype_or_plan_raise(rank_0_call: str, rank_1_
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("unlike", [*CALLS, "exchange", "symmetric 'user'"])
 def test_a_known_call_of_one_rank_and_a_first_one_of_the_other_raise(unlike: str, seed: int) -> None:
-    """A first call begins with an exchange of the hosts, in which the rank of a known call never comes to it."""
+    """A first call begins with an exchange between hosts, which the rank with the known call never joins."""
     calls: dict[str, Callable[[World], Any]] = {
         "exchange": lambda world: world.exchange([torch.ones(2)]),
         "symmetric 'user'": lambda world: world.symmetric((4,), BF),
@@ -201,7 +202,7 @@ def test_worlds_of_a_part_of_the_ranks_make_calls_of_their_own() -> None:
 
 
 def test_a_launch_that_ranks_make_known_ones_of_raises() -> None:
-    """A kernel of the user's own, of another grid on each rank."""
+    """The kernel is the user's own, with another grid on each rank."""
 
     def main(world: World) -> None:
         ch = world.channel("own", world.size, None)

@@ -1,5 +1,6 @@
-"""After an exception inside a call, the caller's stream comes behind all that the call has enqueued on side streams: the exception frees
-the call's tensors, and the allocator gives their memory to the stream's next operation. Each step of each kind of run raises once."""
+"""After an exception inside a call, the caller's stream waits for all that the call has enqueued on side streams:
+the exception frees the call's tensors, and the allocator gives their memory to the stream's next operation. Each
+step of each kind of run raises once."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ ROWS, N, K = 8, 16, 32
 
 
 class Interrupt(BaseException):
-    """Raised in place of a step, as a KeyboardInterrupt may be."""
+    """An exception in place of a step, as a KeyboardInterrupt may be."""
 
 
 class Steps:
-    """Counts the operations that a rank enqueues, and raises in place of number `fails`. `allocated` is all memory that
-    was allocated meanwhile."""
+    """Counts the operations that a rank enqueues, and raises in place of operation number `fails`. `allocated` is
+    all memory that was allocated meanwhile."""
 
     def __init__(self, world: weft.World) -> None:
         self.backend, self.count, self.fails = world.backend, 0, -1
@@ -81,8 +82,8 @@ class Steps:
 
 
 def raise_in_each_step(world: weft.World, call: Callable[[weft.World], object]) -> int:
-    """Make the call once for each of its steps, in which it raises; then write to all that it had allocated. A write
-    that comes before a side stream has read or written the memory is a Race. Return the number of steps."""
+    """Make the call once for each of its steps, which raises; then write to all memory that the call had allocated.
+    A write before a side stream's read or write of that memory is a Race. Return the number of steps."""
     call(world)
     world.synchronize()
     world.backend.finish = lambda stream: None  # the host runs ahead, as on a GPU
@@ -195,7 +196,7 @@ def fused(world: weft.World, fails: int) -> None:
 
 @pytest.mark.parametrize("fails", range(4))
 def test_programs_that_then_wait_in_vain_are_waited_for(fails: int) -> None:
-    """On a GPU their waits expire. They use the call's memory until then."""
+    """On a GPU these waits expire; until then the programs use the call's memory."""
     try:
         weft.spmd(fused, 2, backend="emulated", args=(fails,))
     except weft.Deadlock as e:

@@ -1,5 +1,6 @@
-"""What lets a library's GEMM wait without a limit: nothing that raises its flags needs an SM or a peer. The emulator runs the plan's
-host code with a GEMM shard by shard (tests/emulated/test_ops.py, test_mutation.py); on GPUs: tests/gpu/gpu_main.py."""
+"""A library's GEMM may wait without a limit, because nothing that raises its flags needs an SM or a peer. The
+emulator runs the plan's host code with a GEMM that waits shard by shard (tests/emulated/test_ops.py,
+test_mutation.py); tests/gpu/gpu_main.py runs it on GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ PLAN = FlagGated(tile_m=8, cluster_m=1)
 
 
 def noted(monkeypatch: Any, ranks: int) -> list[list[tuple[str, str, tuple[Any, ...]]]]:
-    """By rank, the stream operations of a second call in the order given: (what, stream, arguments)."""
+    """Return, by rank, the stream operations of a second call in the order of the host's calls: (what, stream,
+    arguments)."""
     ops_by_rank: list[list[tuple[str, str, tuple[Any, ...]]]] = [[] for _ in range(ranks)]
 
     def listening(method: str, stream_index: int) -> None:
@@ -73,7 +75,7 @@ def test_flags_stand_behind_a_bounded_barrier_alone_and_before_the_gemm(ranks: i
 
 
 def test_one_call_of_the_library(monkeypatch: Any) -> None:
-    """What it is given: the flags, the call's number, and the shard that is there."""
+    """The library receives the flags, the call's number, and the shard that is present."""
     gemm_args: dict[str, Any] = {}
 
     def gemm(x: Any, weight: Any, out: Any, c: Any, ticket: Any, *tile: int, pingpong: bool, ag_args: Any) -> None:
@@ -93,7 +95,7 @@ def test_one_call_of_the_library(monkeypatch: Any) -> None:
 
 
 def test_a_first_call_under_inference_mode_leaves_flags_that_later_calls_may_write(monkeypatch: Any) -> None:
-    """torch lets nobody write in place, outside inference mode, to what was made inside it."""
+    """torch allows no in-place write outside inference mode to tensors that were made inside it."""
     written: list[bool] = []
     plain_signal = EmulatedBackend.signal
 
@@ -121,7 +123,8 @@ def filled(rows: int, value: float) -> torch.Tensor:
 
 
 def first_call_of_a_size_beside_another(world: weft.World) -> list[float]:
-    """Two sizes on two streams of a host that runs ahead: loading the second's GEMM sets the flags for which the first's waits."""
+    """Call two sizes on two streams of a host that runs ahead: loading the second one's GEMM sets the flags for
+    which the first one waits."""
     weft.all_gather_matmul(filled(16, 0.0), identity(), world=world, plan=PLAN)
     world.synchronize()
     finish, world.backend.finish = world.backend.finish, lambda stream: None

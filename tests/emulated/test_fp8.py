@@ -1,4 +1,4 @@
-"""8-bit operands in the emulator: every recipe against dequantized float64 products, and what is refused."""
+"""8-bit operands in the emulator: every recipe against dequantized float64 products, and unsupported operands."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_own_kernel(m: int, n: int, k: int, scaling: str, bias: bool, fast: bool
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_weights_of_several_blocks(scaling: str) -> None:
-    """Of 300 rows: three blocks of 128, the last one short."""
+    """A weight of 300 rows has three blocks of 128, and the last one is short."""
     for plan in ("persistent", "auto", Persistent(tile=GemmTile(32, 64, 128, 4, 3, 4), flatten=False)):
         assert alone(lambda w, plan=plan: matmul_case(w, 40, 296, 384, scaling, plan, True, torch.float16)) < 5e-4
 
@@ -65,7 +65,7 @@ def operands(
 
 
 def test_vectors_of_scales_have_any_shape() -> None:
-    """Each way to write a vector of scales gives the same bits."""
+    """A vector of scales gives the same bits in every shape."""
 
     def rank(world: weft.World) -> None:
         shapes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
@@ -87,7 +87,7 @@ def test_vectors_of_scales_have_any_shape() -> None:
 def refused(
     error: type[Exception], match: str, x: Any = None, weight: Any = None, recipe: str = "row", **options: Any
 ) -> None:
-    """x, weight: the fields that differ from those of fitting operands, or the operand itself."""
+    """`x` and `weight` give the fields that differ from those of supported operands, or the operand itself."""
 
     def rank(world: weft.World) -> None:
         fitting = operands(recipe, world.device)
@@ -229,12 +229,13 @@ def test_quantized_rows(m: int, k: int, scaling: str, gated: bool, by_columns: b
     ("m", "k", "weight"), [(3, 256, False), (1, 384, False), (40, 512, False), (300, 384, True), (129, 128, True)]
 )
 def test_scales_by_columns(m: int, k: int, weight: bool) -> None:
-    """Fewer rows than groups of columns, and more; also scales that blocks of rows share."""
+    """There are fewer rows than groups of columns, and more; also, blocks of rows share scales."""
     assert alone(lambda w: quantize_case(w, m, k, "block", weight=weight, by_columns=True)) < ROUNDED
 
 
 def test_a_nan_stays_one() -> None:
-    """Whether the scale is given or computed, here and behind a norm; and what is too large for a given scale is clamped."""
+    """A NaN is kept whether the scale is given or computed, alone or after a norm; values beyond a given scale are
+    clamped."""
 
     def main(world: weft.World) -> None:
         x = torch.ones(2, 128).bfloat16()
@@ -263,7 +264,8 @@ def test_no_column_to_quantize() -> None:
 
 
 def test_weights_and_long_rows() -> None:
-    """Of 300 rows, blocks of 128; a row that no program holds in registers; a scale that is given; zeros."""
+    """A weight has 300 rows in blocks of 128; a row does not fit in a program's registers; a scale is given; rows
+    are zero."""
     assert alone(lambda w: quantize_case(w, 300, 384, "block", weight=True)) < ROUNDED
     for gated in (False, True):
         assert alone(lambda w, gated=gated: quantize_case(w, 2, 16384 + 520, "row", gated=gated)) < ROUNDED
@@ -323,7 +325,8 @@ def test_every_plan(op: str, plan: str, scaling: str) -> None:
 @pytest.mark.parametrize("seed", some(range(8), 2))
 @pytest.mark.parametrize("scaling", ["row", "block"])
 def test_scales_travel_with_rows_under_many_schedules(scaling: str, seed: int) -> None:
-    """Shards of whole tiles, which are pulled in bulk, of part tiles, and empty ones; pulled by programs and by copies."""
+    """Shards of whole tiles, which are pulled in bulk, of partial tiles, and empty ones are pulled by programs and
+    by copies."""
     op = OPS[0]
     for rows, plan in (
         ([16, 16], "fused"), ([20, 0, 12], "fused"), ([33, 5], FusedGather(tile=SMALL_TILE, pull_programs=4, pull_rows=8, pull_stages=2, split=2)),
@@ -371,7 +374,8 @@ def test_promoted_tiles_that_are_short_of_rows(scaling: str) -> None:
 
 
 def test_the_tiles_of_promoted_sums() -> None:
-    """128 x 128 of four warps, two programs an SM; beside the programs that sum over ranks one of eight warps."""
+    """A tile is 128 x 128 with four warps, two programs an SM; beside the programs that sum over ranks it is one
+    program of eight warps."""
     for scaling in (Scaling("block"), Scaling("row", False)):
         for plan in (FusedGather(), FusedGatherByCopies(), FusedGather(tile=GemmTile(64, 256, 64, 4, 5))):
             fitted = with_scaled_tiles(plan, scaling)
@@ -385,7 +389,8 @@ def test_the_tiles_of_promoted_sums() -> None:
 # -- what plan ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", OPS)
 def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the tiles of 8-bit operands, whatever a profile says of 16-bit ones; `explain` says what was timed."""
+    """It times the tiles of 8-bit operands, whatever the profile has for 16-bit ones; `explain` names what was
+    timed."""
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: True)
     best = with_scaled_tiles(REGISTRY[op].variants[0], Scaling("block"))
 
@@ -444,7 +449,7 @@ CLOSE = 0.08  # of two GEMMs of numbers rounded to 3 bits
 
 
 def checkpoint(recipe: str, by_tensor: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A checkpoint of an MLP, and the values of its weights."""
+    """Return a checkpoint of an MLP, and the values of its weights."""
     state, values = {}, {}
     for i, (name, shape) in enumerate(MLP.items()):
         w8, scale = scaled(draw(i, *shape) * 0.1, "tensor" if by_tensor else recipe, 128)
@@ -502,8 +507,8 @@ def test_linears_of_16_bit_ones_and_back(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["row", "block"])
 def test_scales_of_columns_that_ranks_split_are_the_same(recipe: str) -> None:
-    """Of drawn weights and of 16-bit ones that are loaded, with a large element in one rank's columns: the unsharded weight
-    is what ranks multiply by."""
+    """Random weights, and 16-bit weights that are loaded, have a large element in one rank's columns: the ranks
+    together multiply by the quantized unsharded weight."""
     weight = draw(3, 128, 256)
     weight[:, 200] *= 30
 
@@ -570,7 +575,7 @@ SMALL = dict(
 
 @pytest.mark.parametrize("recipe", ["row", "block"])
 def test_a_decoder_of_a_checkpoint(recipe: str) -> None:
-    """Every plan beside the decoder whose 16-bit weights have the values of the 8-bit ones."""
+    """Every plan is compared with a decoder whose 16-bit weights have the values of the 8-bit ones."""
     from weft.models import Batch, Cache, Llama
     from weft.nn.weave import LayerPlan
 

@@ -1,4 +1,5 @@
-"""Ranks as CPU processes over gloo: every op by its sequential plan, with the checks, agreement and errors of any World."""
+"""Ranks as CPU processes over gloo: every op runs its sequential plan, with the checks, agreement and errors of any
+World."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def gemms_and_sums(world: weft.World) -> Iterator[Case]:
 
 
 def evaluations(world: weft.World) -> Iterator[Case]:
-    """Come first, so that what the World keeps of a size is made in inference mode."""
+    """These run first, so that the World makes in inference mode what it keeps for a size."""
     yield from inference_cases(world, SEQUENTIAL)
 
 
@@ -126,7 +127,7 @@ def largest(errors: dict[str, float]) -> float:
 
 
 def wrong(world: weft.World, cases: Any) -> dict[str, Any]:
-    """What is over its bound, and how many cases there were."""
+    """Return the cases over their bounds, and the number of cases."""
     failures: dict[str, Any] = {
         name: (error, bound) for name, bound, run in cases(world) if not (error := run()) <= bound
     }
@@ -153,7 +154,7 @@ def raised(fn: Callable[[], object]) -> str:
 
 
 def checks(world: weft.World) -> list[str]:
-    """On every rank what it is told, in the order of `CHECKS`."""
+    """Run the requested checks on every rank, in the order of `CHECKS`."""
     me, x, w = world.rank, draw(1, 8, 64), draw(2, 32, 64)
     gate = moe.pack(draw(3, 1, 48, 64), world=world), draw(4, 1, 64, 24)
     ids, weights = torch.zeros(8, 1, dtype=torch.int32), torch.ones(8, 1)
@@ -164,7 +165,7 @@ def checks(world: weft.World) -> list[str]:
         raised(lambda: moe.moe(x, ids, weights, *gate, activation=("swiglu", "gpt_oss")[me], world=world)),
         raised(lambda: moe.dispatch(x, ids, weights, experts=2, expert_alignment=(1, 16)[me], world=world)),
         raised(lambda: world.all_gather(world.empty((16 + 4 * me,), x.dtype), x[0, : 8 + 2 * me], None)),
-        raised(lambda: world.all_to_all(list(x[:2].clone()), [x[0, : 8 + me], x[1, : 8 + me]], None)),
+        raised(lambda: world.backend.all_to_all(list(x[:2].clone()), [x[0, : 8 + me], x[1, : 8 + me]], None)),
         raised(lambda: world.exchange(1) if me else world.all_reduce(x.clone(), None)),
         raised(lambda: weft.all_gather_matmul(x, w[:, :32], world=world)),
         raised(lambda: weft.all_gather_matmul(x, w, world=world, plan="quick")),
@@ -202,7 +203,7 @@ def test_agreement_and_errors() -> None:
 
 # -- Worlds ------------------------------------------------------------------------------------------------------------
 def parts(world: weft.World) -> tuple[Any, ...]:
-    """Of split Worlds, which may be of several sizes, and of a group that somebody else made."""
+    """Run ops on Worlds that were split, possibly unevenly, and on one over a caller's group."""
     part = world.split(world.rank == 0)
     sums = [weft.all_reduce(torch.full((8,), 1.0 + world.rank), world=w)[0].item() for w in (world, part)]
     # A sum that is rounded after each rank stays at 256, where bfloat16 has no odd numbers.

@@ -1,4 +1,5 @@
-"""Memory that calls to come rely on: made where no CUDA graph's replay writes (`Backend.persistent_allocation`)."""
+"""Memory that later calls rely on is allocated where no CUDA graph's replay writes
+(`Backend.persistent_allocation`)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from weft.plans import OneShot, Sequential
 
 
 def watched(world: weft.World) -> list[str]:
-    """The allocations of the backend from now on that were not made to last, but for addresses of views, which only the
-    emulator makes anew."""
+    """Return the backend's allocations from now on that are not persistent, without addresses of views, which only
+    the emulator makes anew."""
     backend: Any = world.backend
     backend.guard()
     outside: list[str] = []
@@ -69,7 +70,7 @@ def test_what_a_world_keeps_is_made_to_last() -> None:
 
 @pytest.mark.parametrize("plan", ["one_shot", "two_shot", "sequential"])
 def test_a_call_makes_nothing_else_but_its_results(plan: str) -> None:
-    """The first call of a size, which a graph may be captured behind."""
+    """A graph may be captured after the first call of a size, which allocates nothing else."""
 
     def main(world: weft.World) -> None:
         outside, x = watched(world), draw(world.rank, 4, 32)
@@ -81,7 +82,7 @@ def test_a_call_makes_nothing_else_but_its_results(plan: str) -> None:
 
 
 def test_a_rank_that_rehearses_a_capture_alone_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where one rank's first call is on a stream of its own. It waits on the host, not in a collective that the
+    """One rank makes its first call on a stream of its own. It waits on the host, not in a collective that the
     others do not enter, though all ranks have made calls of that plan before."""
     plans = {"eager": OneShot(), "graph": Sequential()}
     monkeypatch.setattr(AllReduce, "auto", lambda self, world, call, mode: plans[mode])
@@ -99,7 +100,8 @@ def test_a_rank_that_rehearses_a_capture_alone_is_a_mismatch(monkeypatch: pytest
 
 
 def test_what_lasts_lies_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the caller's stream; and on the default stream, on which nothing can be captured, where it is."""
+    """Persistent memory is ordered with the caller's stream; on the default stream, where nothing can be captured,
+    it needs no other."""
     backend, log = CudaBackend.__new__(CudaBackend), []  # type: ignore[var-annotated]
     current = ["caller"]
 

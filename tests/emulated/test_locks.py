@@ -1,5 +1,5 @@
-"""Every lock that a call takes is needed: where a call does not take it, two calls under way on two streams of a rank are found to share
-memory, or compute something wrong."""
+"""Every lock that a call acquires is needed: without it, two concurrent calls on two streams of a rank share memory,
+or compute a wrong result."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ PULL = TwoShotPull(warps=4, stages=2)
 
 @dataclass(frozen=True)
 class Taken:
-    """A lock that a function takes, and calls on two streams that need it. site: the file and the function. holder: the lock's name, or
-    the class of the memory that is locked."""
+    """A lock that a function acquires, and calls on two streams that need it. `site` is the file and the function,
+    `holder` the lock's name, or the class of the memory that is locked."""
 
     site: str
     holder: str
@@ -64,7 +64,7 @@ class Taken:
 
 
 def in_turn(*calls: tuple[str, str | Plan]) -> Callable[[World], None]:
-    """Two calls of an operator and a plan each, in turn."""
+    """Alternate two calls of each operator and plan."""
 
     def main(world: World) -> None:
         results = []
@@ -84,7 +84,8 @@ def twice(site: str, holder: str, op: str, plan: str | Plan, nodes: int = 1) -> 
 
 
 def backward_passes(world: World) -> None:
-    """Forward passes on both streams, then backward passes on both, which the locks of forward passes do not order."""
+    """Run forward passes on both streams, then backward passes on both, which the locks of forward passes do not
+    order."""
     layer = Layer(9, 2, 1, 16, 8, torch.bfloat16)
     model, results = Model(world, layer, False), []
     for _ in range(2):
@@ -103,8 +104,8 @@ def backward_passes(world: World) -> None:
 
 
 def backward_of_halves(world: World) -> None:
-    """Second halves' backward passes on both streams, then those of first halves, for which nothing is gathered before scratch memory is
-    written."""
+    """Run the backward passes of second halves on both streams, then those of first halves, which gather nothing
+    before they write scratch memory."""
     layer, passes, results = Layer(9, 2, 1, 16, 16, torch.bfloat16), [], []
     model = Model(world, layer, False, tp_size=world.size)
     for i, name in enumerate(STREAMS):
@@ -129,7 +130,7 @@ def backward_of_halves(world: World) -> None:
 
 
 def combine_elsewhere(world: World) -> None:
-    """Combine on another stream than the dispatch, without the rows, by whose order the streams would follow one another."""
+    """Combine on another stream than the dispatch, without passing the rows, which would order the streams."""
     layer = Layer(9, 2, 1, 16, 8, torch.bfloat16)
     x, ids, weights, *_ = routed(0, world.rank, 9, layer, world.size)
     for _ in range(2):
@@ -142,7 +143,7 @@ def combine_elsewhere(world: World) -> None:
 
 
 def decoders(world: World) -> None:
-    """Passes of a decoder in two parts, each with a cache of its own."""
+    """Run a decoder in two parts, each with a cache of its own."""
     model, ids, logits = Llama(TINY, world=world), torch.arange(12) * 5 % 96, []
     for i in range(4):
         with on_stream(world, STREAMS[i % 2]):
@@ -218,7 +219,7 @@ def name_of(world: World, holder: Any) -> str:
 
 
 def without(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let the function not take the lock from now on. Returns a list that has an entry for each time."""
+    """Make the function skip the lock from now on. Return a list that grows by one entry at each skip."""
     order, dropped = World.order, []
 
     def kept(world: World, holder: Any, stream: Any) -> None:
@@ -235,8 +236,8 @@ def without(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def emulate(taken: Taken, seed: int) -> None:
-    """Run the calls of both streams beside each other, also where they might not fit on the SMs: what keeps them apart then would hide
-    a lock that is not taken."""
+    """Run the calls of both streams concurrently, even where they might not fit on the SMs: serialising them would
+    hide the missing lock."""
 
     def main(world: World) -> None:
         world.backend.ledgers = None
@@ -256,7 +257,7 @@ def test_a_lock_that_is_not_taken_is_missed(taken: Taken, monkeypatch: pytest.Mo
 
 
 def sites() -> Iterator[str]:
-    """Every function that takes a lock, or makes a run that does."""
+    """Yield every function that acquires a lock, or that makes a run that does."""
     for path in sorted(path for path in SOURCE.rglob("*.py") if ".order(" in path.read_text()):
         blocks = [ast.parse(path.read_text())]
         blocks += [node for node in blocks[0].body if isinstance(node, ast.ClassDef)]

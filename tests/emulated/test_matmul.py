@@ -1,4 +1,5 @@
-"""weft's own GEMM, whose last tiles programs share: against torch, over shapes and programs, and how tiles are shared."""
+"""weft's own GEMM, in which programs share the last tiles: against torch, over shapes and programs, and how tiles
+are shared."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.emulated.cases import distance, draw
 from weft.ops.matmul import Shares, matmul
 from weft.scale import Scale
 
-H200: Any = SimpleNamespace(sm_count=132, scale=Scale())
+H200: Any = SimpleNamespace(sm_count=132, backend=SimpleNamespace(scale=Scale()))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,7 +43,7 @@ def test_against_torch(m: int, n: int, k: int, programs: int, seed: int) -> None
 
 @pytest.mark.parametrize("programs", [5, 6])
 def test_gated(programs: int) -> None:
-    """Tiles of gate and up rows in turn, 16 of each, of which two and four are shared."""
+    """Tiles alternate 16 gate rows and 16 up rows; programs share two and four of them."""
 
     def rank(world: weft.World) -> None:
         for m in (16, 32, 48):
@@ -68,7 +69,7 @@ def test_parts_fit_the_programs_and_the_steps(tiles: int, steps: int, programs: 
         )
         assert s.shared_tiles * (s.parts - 1) <= programs, "slots"
         assert 0 < s.first_steps <= steps - (s.parts - 1), "a step for every part"
-        assert s.time >= tiles // programs * steps + s.first_steps + H200.scale.add_steps
+        assert s.time >= tiles // programs * steps + s.first_steps + H200.backend.scale.add_steps
 
 
 def test_what_is_shared() -> None:

@@ -74,7 +74,7 @@ def test_random_splits_and_schedules(seed: int) -> None:
 @pytest.mark.parametrize("split", some([5, 6, 8]))
 @pytest.mark.parametrize("sms", [0, 5])
 def test_woven_is_bit_for_bit_its_two_halves(split: int, sms: int) -> None:
-    """Requests of 5, 6 and 2 tokens: between two, inside one, after one token of one."""
+    """Requests of 5, 6 and 2 tokens are split between two requests, inside one, and after a request's first token."""
     assert emulate(lambda world: halves(world, LayerPlan("woven", split, sms)), 2, split) == [0.0] * 2
 
 
@@ -103,7 +103,7 @@ def by_tables(
     world: weft.World, qkv: torch.Tensor, part: Part, keys: torch.Tensor, values: torch.Tensor, heads: int,
     out: torch.Tensor, flash: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention as a flash kernel finds its way: by the tables alone."""
+    """Compute attention as a flash kernel does: from the tables alone."""
     d, regions = keys.shape[-1], (part.single, part.several)
 
     def attend() -> None:
@@ -139,7 +139,7 @@ def test_the_tables_lead_to_every_requests_keys(plan: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("plan", some(["plain", "fused", "woven", "sequence"], 2))
 def test_long_prompts_are_given_to_the_fastest_library(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its definition stands in for it here: whole prompts, and chunks, whose two parts are merged."""
+    """The definition stands in for the library here, on whole prompts and on chunks, whose two parts are merged."""
     merges = []
     monkeypatch.setattr("weft.models.cache.LONG_PROMPT", 4)
     monkeypatch.setattr("weft.models.cache.LENGTH_STEP", 2)
@@ -150,7 +150,8 @@ def test_long_prompts_are_given_to_the_fastest_library(plan: str, monkeypatch: p
 
 
 def test_which_prompts_are_long() -> None:
-    """All of a part with several tokens, in whole steps, and of a layout that is not filled again."""
+    """A long prompt is all of a part's rows but single tokens, in whole steps; a layout that is not refilled may
+    have one."""
 
     def rank(world: weft.World) -> None:
         cache = Cache(TINY, world=world, slots=4, max_len=3 * LONG_PROMPT)
@@ -203,7 +204,7 @@ LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fac
     "scaling", [{}, dict(rope_type="linear", factor=4.0), LLAMA3, LLAMA3 | dict(factor=32.0, low_freq_factor=2.0)]
 )
 def test_rotary_positions_are_hugging_faces(scaling: dict[str, Any]) -> None:
-    """Sizes of Llama 3.1: some frequencies are kept, some divided, and some lie between."""
+    """With the sizes of Llama 3.1, some frequencies are kept, some are divided, and some are interpolated."""
     config = dict(TINY, head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
     cos, sin = rotary(config, 3000)
     assert (Config.from_hf(config).rotary(3000, torch.device("cpu")) - torch.cat([cos, sin], 1)).abs().max() < 1e-6
@@ -382,7 +383,7 @@ def test_ids_of_padded_rows_may_differ() -> None:
 
 
 def test_graphs_take_what_fits_their_largest_size() -> None:
-    """Five single tokens and two of a prompt are no more than eight, though five alone are padded to eight."""
+    """Five single tokens and two of a prompt fit in eight, though five single tokens alone are padded to eight."""
 
     def main(world: weft.World) -> bool:
         cache = Cache(TINY, world=world, slots=6, max_len=8)
@@ -394,7 +395,7 @@ def test_graphs_take_what_fits_their_largest_size() -> None:
 
 
 def test_graphs_of_a_full_budget_are_few() -> None:
-    """What a scheduler gives: all decodes, and prompts' chunks up to a constant number of tokens."""
+    """A scheduler passes all decodes, and chunks of prompts up to a constant number of tokens."""
     budget, sizes = 16, (4, 8, 16)
 
     def main(world: weft.World) -> None:

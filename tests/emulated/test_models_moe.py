@@ -1,4 +1,4 @@
-"""Decoders with experts, biases and norms of the heads, beside Transformers' logits and beside the definition."""
+"""Decoders with experts, biases and norms of the heads, against Transformers' logits and against the definition."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLASSES = {
 
 
 def of_transformers(config: dict[str, Any]) -> Any:
-    """Their model with `state`'s weights, in float64, and its config."""
+    """Return Transformers' model with `state`'s weights, in float64, and its config."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     name = CLASSES[config["model_type"]]
     hf_config = getattr(transformers, f"{name}Config")(
@@ -38,8 +38,8 @@ def of_transformers(config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("kind", [*DENSE, *MIXTURES])
 def test_the_definition_is_transformers(kind: str) -> None:
-    """What the decoder is compared with everywhere else. To the rounding of float32, in which Transformers computes
-    norms, positions and the routers' softmax."""
+    """The definition, which every other test compares with, equals Transformers to the rounding of float32, in which
+    Transformers computes norms, positions and the routers' softmax."""
     config = (DENSE | MIXTURES)[kind]
     model, ids = of_transformers(config), torch.arange(23) * 5 % 96
     with torch.no_grad():
@@ -49,7 +49,7 @@ def test_the_definition_is_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_prompt_and_decode_steps_beside_transformers(kind: str) -> None:
-    """Two ranks, a prompt of nine tokens, then two alone, of which one rank has none."""
+    """Two ranks process a prompt of nine tokens, then two single tokens, so that one rank has none."""
     hf_model, ids = of_transformers(MIXTURES[kind]), torch.arange(11) * 5 % 96
     with torch.no_grad():
         expected = hf_model(ids[None]).logits[0, 8:].double()
@@ -94,7 +94,8 @@ def test_padded_layouts_filled_again_and_again() -> None:
 
 
 def test_padding_goes_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention leaves anything in padded rows, NaN too: they are routed nowhere, and change no token's result."""
+    """Attention leaves arbitrary values in padded rows, even NaN: these are routed nowhere, and change no token's
+    result."""
     config, routed = MIXTURES["mixtral"], []
 
     def kept(x: torch.Tensor, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -125,7 +126,7 @@ SPLITS = ["expert", "tensor"]
 @pytest.mark.parametrize("parallel", SPLITS)
 @pytest.mark.parametrize("plan", ["plain", "fused", "woven"])
 def test_rows_on_every_rank_in_random_chunks(plan: str, parallel: str) -> None:
-    """Also single tokens, which are not woven, and batches of which a part has padding alone."""
+    """Single tokens are not woven, and some batches have a part with only padding."""
     kind = "qwen2_moe" if plan == "woven" else "qwen3_moe"
     run = lambda world: chunked(  # noqa: E731
         world, plan, COLUMNS[kind], count=2, longest=7, dtype=FLOAT16, parallel=parallel
@@ -151,11 +152,12 @@ def test_woven_is_bit_for_bit_its_two_halves(kind: str, parallel: str) -> None:
 
 
 def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's GEMMs and attention, whose sums depend on how many rows there are, by definitions whose do not."""
+    """Replace GEMMs and attention of libraries, whose sums depend on the number of rows, by definitions whose sums
+    do not."""
 
-    def linear(world: weft.World, x: torch.Tensor, w: torch.Tensor, bias: None, stream: Any, out: Any = None) -> Any:
-        out = world.empty((x.shape[0], w.shape[0]), x.dtype) if out is None else out
-        world.call(lambda: out.copy_(x.double() @ w.double().t()), [x, w], [out], stream)
+    def linear(backend: Any, x: torch.Tensor, w: torch.Tensor, bias: None, stream: Any, out: Any = None) -> Any:
+        out = backend.empty((x.shape[0], w.shape[0]), x.dtype) if out is None else out
+        backend.call(lambda: out.copy_(x.double() @ w.double().t()), [x, w], [out], stream)
         return out
 
     def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, enable_gqa: bool = False) -> torch.Tensor:
@@ -164,7 +166,7 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.cat(list(row_outputs), 2).to(q.dtype)
 
     sdpa = F.scaled_dot_product_attention
-    monkeypatch.setattr("weft.world.World.linear", linear)
+    monkeypatch.setattr("weft.backends.base.Backend.linear", linear)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
 
 
@@ -173,8 +175,8 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("parallel", SPLITS)
 @pytest.mark.parametrize("ranks", some([2, 4]))
 def test_woven_is_bit_for_bit_what_is_not_woven(ranks: int, parallel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every plan of the norm but "sequential", whose sums over ranks are the library's: in an order that may be
-    another for another number of rows. Of two requests of nine and eight tokens one lies in both parts."""
+    """Every plan of the norm is compared but "sequential", whose sum over ranks is NCCL's, in an order that may
+    depend on the number of rows. One of two requests, of nine and eight tokens, is in both parts."""
     by_rows(monkeypatch)
     config, ids = COLUMNS["mixtral"] | dict(num_hidden_layers=1), torch.arange(17) * 5 % 96
     norms = ["two_shot", "one_shot", "decomposed", "sequential"] if ranks == 2 else ["auto"]
@@ -201,7 +203,7 @@ def test_woven_is_bit_for_bit_what_is_not_woven(ranks: int, parallel: str, monke
 
 
 def test_experts_beside_a_norm_wait_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows on every rank the experts' ops are of this rank alone. "auto" is "sequence", whose ops are not."""
+    """With rows on every rank the experts' ops belong to this rank alone. "auto" is "sequence", whose ops do not."""
     sizes: list[int] = []
 
     def seen(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -236,7 +238,7 @@ def test_a_part_that_is_read_too_early_is_a_race(monkeypatch: pytest.MonkeyPatch
 
 
 def rank_over_gloo(world: weft.World) -> tuple[float, float]:
-    """Woven, beside the definition; of whole experts and of their columns."""
+    """Compare woven decoders of whole experts and of split columns with the definition."""
     config = COLUMNS["qwen2_moe"]
     runs = (chunked(world, "woven", config, count=2, longest=7, dtype=FLOAT16, parallel=p) for p in SPLITS)
     whole, columns = runs

@@ -1,4 +1,4 @@
-"""`weft.moe`: the op by every plan, its errors, its operator under torch.compile, and the module with a checkpoint's names."""
+"""`weft.moe` by every plan: its errors, its operator under torch.compile, and the module with a checkpoint's names."""
 
 from __future__ import annotations
 

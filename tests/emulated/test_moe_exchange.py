@@ -1,4 +1,4 @@
-"""`weft.moe.dispatch` and `combine` on emulated ranks, to the bit; and their kernel compiled."""
+"""`weft.moe.dispatch` and `combine` on emulated ranks, equal to the bit; and their kernel compiled."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def wrong(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> int:
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize(("ranks", "experts", "k"), [(1, 3, 2), (2, 4, 3), (3, 6, 2), (4, 4, 1)])
 def test_any_world(ranks: int, experts: int, k: int, layout: str) -> None:
-    """Uneven tokens, and none; two calls under way on one stream."""
+    """Ranks have uneven numbers of tokens, or none; two calls are in flight on one stream."""
     assert wrong(ranks, experts=experts, k=k, layout=layout) == 0
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere], ids=lambda f: f.__name__)
 def test_routings(ids_of: Any, layout: str) -> None:
-    """All tokens to one rank's experts; experts, ranks and calls without rows; routes to nowhere."""
+    """All tokens go to one rank's experts; some experts, ranks and calls have no rows; some routes lead nowhere."""
     assert wrong(2, ids_of=ids_of, layout=layout, calls=1) == 0
     assert wrong(3, experts=3, k=1, ids_of=ids_of, layout=layout, tokens=(18, 3, 0), calls=1, flight=1) == 0
 
@@ -64,7 +64,7 @@ def test_routings(ids_of: Any, layout: str) -> None:
 @pytest.mark.parametrize("options", [dict(), dict(alignment=16), dict(layout="masked"), dict(layout="masked", max_m=3)])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_without_symmetric_memory_by_the_librarys_collectives(ranks: int, options: dict[str, Any]) -> None:
-    """The same rows, results, and rows left out; on two streams."""
+    """NCCL's collectives give the same rows, results, and drops, on two streams."""
 
     def rank(world: weft.World) -> int:
         world.backend.symmetric_unsupported = "GPU 0 has no peer access to GPUs [1]"
@@ -76,7 +76,7 @@ def test_without_symmetric_memory_by_the_librarys_collectives(ranks: int, option
 
 @pytest.mark.parametrize("alignment", [16, 128])
 def test_alignments(alignment: int) -> None:
-    """What is behind an expert's rows is zero, over several blocks of columns."""
+    """The padding after an expert's rows is zero, over several blocks of columns."""
     assert wrong(2, alignment=alignment, hidden=72, tokens=(20, 3), calls=1, flight=1) == 0
 
 
@@ -88,13 +88,14 @@ def test_two_under_way_on_two_streams(layout: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(4), 1))
 def test_a_slot_on_changing_streams(seed: int) -> None:
-    """Calls one by one, on the streams in turn: those of a buffer follow one another on whatever streams."""
+    """Successive calls alternate between streams: those that share a buffer are ordered on any streams."""
     assert wrong(2, seed, 0.2, calls=4, flight=1, streams=STREAMS, ids_of=in_turn) == 0
 
 
 @pytest.mark.parametrize("max_m", [1, 4, 13])
 def test_what_finds_no_place_is_dropped_and_counted(max_m: int) -> None:
-    """The last of an expert's rows; the result is that of the others, also where nothing of a token is left."""
+    """The last of an expert's rows are dropped; the result is the sum of the others, even where a token has none
+    left."""
     assert wrong(2, layout="masked", max_m=max_m, tokens=(20, 13), ids_of=in_turn) == 0
 
 
@@ -103,8 +104,8 @@ def test_what_is_left_out_of_a_buffer_that_was_full_adds_nothing() -> None:
 
 
 def test_an_expert_that_comes_twice_is_left_out_of_rows_that_are_full() -> None:
-    """Its rows are twice what distinct ids could be: those without a row in the tables add nothing, though others of their tokens came in
-    the call before, and both ranks are told."""
+    """The expert has twice as many rows as distinct ids could give: those without a row in the tables add nothing,
+    though other routes of their tokens were in the call before, and both ranks are notified."""
 
     def rank(world: weft.World) -> None:
         x, weights, y, reported = draw(world.rank, 8, 32), torch.ones(8, 2), world.empty((8, 32), BF), Counter[int]()
@@ -126,7 +127,7 @@ def routed(world: weft.World, t: int = 6, h: int = 32, k: int = 2, experts: int 
 
 
 def test_the_bits_of_a_layer() -> None:
-    """Experts that give the same y: w13 and w2 are multiples of one, and where x is large its GELU is x."""
+    """All experts give the same y: w13 and w2 are multiples of one another's, and for large x the GELU of x is x."""
 
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
@@ -163,7 +164,7 @@ def test_the_grouped_gemm_of_torch_takes_the_rows(alignment: int) -> None:
 
 
 def test_handles() -> None:
-    """Two handles may be pending; each is used once, in their order, in its World; the caller may choose the buffer."""
+    """Two handles may be pending; each is used once, in order, in its World; the caller may choose the buffer."""
 
     def rank(world: weft.World) -> None:
         operands = routed(world)
@@ -196,7 +197,7 @@ def rank_calls(fn: Any, ranks: int = 2, **options: Any) -> list[Any]:
 
 
 def test_handles_outlive_a_mismatch_that_is_caught() -> None:
-    """The buffer stays in use, and the handle is combined."""
+    """The buffer stays in use, and the handle can still be combined."""
 
     def rank(world: weft.World) -> None:
         operands = routed(world)
@@ -217,7 +218,7 @@ def test_handles_outlive_a_mismatch_that_is_caught() -> None:
 @pytest.mark.parametrize("seed", some(range(3), 1))
 @pytest.mark.parametrize("layout", op.ROW_LAYOUTS)
 def test_what_is_cancelled_or_dropped_gives_its_slot_back(layout: str, seed: int) -> None:
-    """In the order of the dispatches, and what another one brought stays."""
+    """Slots are returned in the order of the dispatches, and another dispatch's rows stay."""
 
     def rank(world: weft.World) -> None:
         operands = routed(world)
@@ -244,7 +245,7 @@ def test_what_is_cancelled_or_dropped_gives_its_slot_back(layout: str, seed: int
 
 
 def test_a_gradient_of_the_experts_alone_gives_its_slot_back() -> None:
-    """Also where one backward pass is that of more calls than there are slots."""
+    """The slot is returned even where one backward pass covers more calls than there are slots."""
 
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
@@ -266,7 +267,8 @@ def test_a_gradient_of_the_experts_alone_gives_its_slot_back() -> None:
 
 @pytest.mark.parametrize("name", ["ids", "weights"])
 def test_routes_that_are_written_before_the_backward_pass(name: str) -> None:
-    """Would send the gradient elsewhere: an error, before combine or behind it. Without a gradient they may be."""
+    """Changed routes would send the gradient elsewhere: an error, whether before combine or after it. Without a
+    gradient they may change."""
 
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
@@ -350,7 +352,7 @@ def test_a_drop_is_told_once_at_the_next_wait_for_everything() -> None:
 
 @pytest.mark.parametrize("plan", ["dispatched", "sequential"])
 def test_a_backward_pass_counts_no_drop_again(plan: str) -> None:
-    """It places the rows of its forward pass, which has counted those without room on both ranks."""
+    """The backward pass places the rows of its forward pass, which has counted the dropped rows on both ranks."""
 
     def rank(world: weft.World) -> None:
         x, _, weights = routed(world)
@@ -382,7 +384,8 @@ ALL = ("x", "weights", "w1", "w2")
     ids=str,
 )  # fmt: skip
 def test_a_compiled_graph_holds_both(ranks: int, wants: tuple[str, ...], options: dict[str, Any]) -> None:
-    """Forward and backward, without a break: the bits of eager calls, and of calls one by one; no buffer stays in use."""
+    """Forward and backward pass are one graph without a break, with the bits of eager calls, overlapping or not; no
+    buffer stays in use."""
 
     def rank(world: weft.World) -> None:
         routes, local = routed(world), 4 // world.size
@@ -406,13 +409,13 @@ def checkpointed(world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.
 
 
 def offloaded(world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor) -> Any:
-    """What is saved is other tensors in the backward pass."""
+    """Return the saved tensors as copies in the backward pass."""
     with torch.autograd.graph.save_on_cpu():
         return two_under_way(world, routes, w1, w2)
 
 
 def halves_compiled(dispatch_compiled: bool, combine_compiled: bool) -> Callable[..., Any]:
-    """Dispatch and combine, each in a graph of its own or in none: handles go from the one to the other."""
+    """Call dispatch and combine, each in a graph of its own or in none: handles pass from one to the other."""
 
     def graph(fn: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
         return torch.compile(fn, backend="aot_eager", fullgraph=True) if compiled else fn

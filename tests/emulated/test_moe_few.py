@@ -1,5 +1,5 @@
-"""An MoE layer of a few tokens, without tables, on emulated ranks, against torch and to the bit against the plan of several launches;
-and its kernels compiled."""
+"""An MoE layer of a few tokens, without tables, on emulated ranks: against torch, and equal to the bit to the plan
+with several launches; and its kernels compiled."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ S = SMALL_LOW_LATENCY
 
 
 def test_the_bits_of_the_other_plans() -> None:
-    """The plan of few tokens, that of several launches and that of one give the same bits, in turn, through one memory
-    and one set of counters."""
+    """The plan of few tokens, that of several launches and that of one launch alternate, over one memory and one set
+    of counters, and give the same bits."""
 
     def rank(world: weft.World) -> None:
         layer = Layer(20, 6, 3, 40, 24, BF)
@@ -74,7 +74,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     def main(world: weft.World) -> None:
         layer = Layer(32, e, k, h, i, dtype, activation)
         assert low_latency.unsupported(world, layer, plan) is None
-        block, local = world.scale.interleave, e // ranks
+        block, local = world.backend.scale.interleave, e // ranks
         n = i if activation == "gelu" else -(-i // block) * 2 * block
         shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]
         t = 10 + world.rank
@@ -89,7 +89,8 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def awaited(step: Any) -> bool:
-    """Loads of what other ranks write; of rows by their first GEMM, whose wait is in its launch."""
+    """Return the loads of what other ranks write; the first GEMM's rows are excluded, since their wait is in its
+    launch."""
     return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(outbox", "tl.load(id_addresses"))
 
 

@@ -1,5 +1,5 @@
-"""An MoE layer in one launch, on emulated ranks, against torch and to the bit against the plan of several launches; and its kernel
-compiled."""
+"""An MoE layer in one launch, on emulated ranks: against torch, and equal to the bit to the plan with several
+launches; and its kernel compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ S = SMALL_MOE
 
 
 def test_stamps_are_of_what_programs_did() -> None:
-    """The emulator's clock stands still, so only that the kernel with stamps computes the same."""
+    """The emulator's clock does not advance, so this only checks that the kernel with time stamps computes the same."""
 
     def rank(world: weft.World) -> float:
         times = fused.stamped(world, world.sm_count)
@@ -83,7 +83,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     def main(world: weft.World) -> None:
         layer = Layer(64, e, k, h, i, dtype, activation)
         assert fused.unsupported(world, layer, plan) is None
-        block, local = world.scale.interleave, e // ranks
+        block, local = world.backend.scale.interleave, e // ranks
         n = i if activation == "gelu" else -(-i // block) * 2 * block
         shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]
         t = 30 + world.rank
@@ -98,7 +98,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def awaited(step: Any) -> bool:
-    """Loads of what other programs or ranks write."""
+    """Return the loads of what other programs or ranks write."""
     return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(y +", "tl.load(outbox"))
 
 

@@ -1,5 +1,5 @@
-"""An MoE layer in one launch that includes the router, on emulated ranks: the routes to the bit those of the router's own
-launch, the results those of the layer behind it; and its kernel compiled."""
+"""An MoE layer in one launch that includes the router, on emulated ranks: its routes equal those of the router's own
+launch to the bit, and its results those of the layer that follows it; and its kernel compiled."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_routes_and_results(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(8), 2))
 def test_among_other_plans(seed: int) -> None:
-    """Layers of other sizes and plans, which share memory, on two streams in turn; nothing synchronises between them."""
+    """Layers of other sizes and plans share memory with it, on alternating streams; nothing synchronises between
+    them."""
 
     def main(world: weft.World) -> None:
         routed_layers = [
@@ -94,8 +95,8 @@ def random_layer(world: weft.World, tokens: int = 9, hidden: int = 40, **options
 
 
 def same_as_router_before(arguments: dict[str, Any], **options: Any) -> torch.Tensor:
-    """Call `weft.moe.moe` with the router in the layer's launch, and with ids and weights of the router's own: the same
-    bits."""
+    """Call `weft.moe.moe` with the router in the layer's launch, and with ids and weights from the router's own
+    launch: the bits must be the same."""
     world, router = arguments["world"], arguments["router"]
     y = moe.moe(ids=None, weights=None, plan=WITH_ROUTER, **arguments, **options)
     ids, weights, _ = router(arguments["x"], world=world)
@@ -127,7 +128,8 @@ def test_the_bits_of_a_layer_behind_its_router(ranks: int) -> None:
 
 
 def test_a_layer_is_one_launch() -> None:
-    """Of calls after the first; the same layer behind its router takes three, besides the router's GEMM."""
+    """Calls after the first are one launch; the same layer after a separate router needs three, besides the router's
+    GEMM."""
 
     def main(world: weft.World) -> None:
         arguments = random_layer(world)
@@ -155,7 +157,7 @@ def test_other_plans_run_the_router_before_the_layer() -> None:
 
 
 def test_a_plan_that_does_not_fit_falls_back() -> None:
-    """To the router, and the sequential plan behind it."""
+    """It falls back to the router's own launch, followed by the sequential plan."""
 
     def main(world: weft.World) -> None:
         for options in (dict(), dict(router_bias=True)):
@@ -257,7 +259,7 @@ def test_what_no_router_takes_is_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_of_different_calls_raise(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """As on a GPU, where no host compares known calls: the launch itself compares. Without that nothing notices."""
+    """The launch itself compares known calls, since no host does, as on a GPU. Without that nothing notices."""
     monkeypatch.setattr(EmulatedBackend, "compares", False)
 
     def main(world: weft.World) -> None:
@@ -317,7 +319,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     sizes, plan, ranks = CASES[name]
 
     def main(world: weft.World) -> None:
-        layer, block = replace(sizes.layer, max_tokens_per_rank=64), world.scale.interleave
+        layer, block = replace(sizes.layer, max_tokens_per_rank=64), world.backend.scale.interleave
         h, inner, local = sizes.hidden, sizes.inner, sizes.experts // ranks
         n = inner if sizes.activation == "gelu" else -(-inner // block) * 2 * block
 

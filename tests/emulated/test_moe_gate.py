@@ -1,4 +1,4 @@
-"""The gate of a mixture of experts against torch."""
+"""The router of a mixture of experts against torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def emulate(fn: Any) -> Any:
 
 
 def best(x: torch.Tensor, n: int) -> torch.Tensor:
-    """Columns of the n greatest of every row, of equal ones the leftmost."""
+    """Return the columns of the n largest values of every row; the leftmost of equal values comes first."""
     return torch.sort(x, dim=1, descending=True, stable=True).indices[:, :n]
 
 

@@ -1,5 +1,5 @@
-"""Routings that a gate's caller may hand over by mistake: an expert twice, ids out of range, logits that are NaN, other
-numbers of experts. What they mean is defined, and alike in all plans."""
+"""Routings that a caller may pass by mistake: an expert twice, ids out of range, NaN logits, other numbers of
+experts. Their meaning is defined, and the same in all plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def local_operands(world: weft.World) -> tuple[torch.Tensor, torch.Tensor, torch
 
 @pytest.mark.parametrize("plan", REGISTRY["moe"].kinds)
 def test_an_expert_twice_and_ids_out_of_range(plan: str) -> None:
-    """Both weights count, and what is no expert's goes nowhere."""
+    """Both weights count, and a route to no expert is dropped."""
 
     def main(world: weft.World) -> float:
         model, (x, ids, weights) = Model(world, LAYER, False), local_operands(world)
@@ -71,7 +71,7 @@ def test_where_columns_are_split(plan: str) -> None:
         half = slice(12 * world.rank, 12 * (world.rank + 1))
         w13 = torch.cat([part[:, half] for part in model.w13.chunk(2, 1)], 1)
         how: dict[str, Any] = dict(world=world, plan=plan)
-        w13 = interleaved(w13, world.scale.interleave)
+        w13 = interleaved(w13, world.backend.scale.interleave)
         hidden, routes = weft.all_gather_grouped_matmul(x, ids, weights, w13, inner=12, **how)
         y = weft.grouped_matmul_reduce_scatter(hidden, routes, ids, model.w2[:, :, half].contiguous(), **how)
         world.synchronize()
@@ -81,7 +81,8 @@ def test_where_columns_are_split(plan: str) -> None:
 
 
 def test_logits_that_are_nan() -> None:
-    """A token's own: its ids are experts or none, its result may be NaN, and no other token's is."""
+    """A token with NaN logits has ids that are experts or none, and its result may be NaN; no other token is
+    affected."""
 
     def main(world: weft.World) -> None:
         model, logits = Model(world, LAYER, False), draw(3 + world.rank, T, 4, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What a caller of `weft.moe` may choose: groups of ranks, how much memory, what is counted; on emulated ranks."""
+"""Options of `weft.moe`: groups of ranks, the size of memory, and counts; on emulated ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYER = Layer(6, 8, 2, 32, 24, torch.bfloat16)
 def local_operands(
     world: weft.World, layer: Layer, tokens: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, ids, weights of this rank, by its number in the World."""
+    """Return x, ids and weights of this rank, by its number in the World."""
     ids = at_random(seed, world.rank, tokens, layer, world.size).int()
     weights = draw(10 * seed + 5 + world.rank, tokens, layer.k, dtype=torch.float32).abs()
     return draw(10 * seed + world.rank, tokens, layer.hidden), ids, weights
@@ -41,7 +41,8 @@ def emulate(fn: Any, ranks: int = 2, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("seed", [0, 3])
 def test_experts_over_groups_of_the_ranks(plan: str, seed: int) -> None:
-    """Two groups of two, each with all experts, in turn with a sum over all ranks and one over the other pairs."""
+    """Two groups of two ranks, each with all experts, alternate with a sum over all ranks and one over the other
+    pairs."""
 
     def main(world: weft.World) -> float:
         group, across = world.split(world.rank // 2), world.split(world.rank % 2)
@@ -64,7 +65,7 @@ def test_experts_over_groups_of_the_ranks(plan: str, seed: int) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_one_workspace_for_any_number_of_tokens(plan: str) -> None:
-    """No rank knows how many the others have, and from the second call on nothing is made or agreed."""
+    """No rank knows how many tokens the others have, and from the second call on nothing is allocated or compared."""
 
     def main(world: weft.World) -> float:
         model, kept = Model(world, LAYER, False), []
@@ -105,7 +106,7 @@ def test_ranks_that_disagree_on_a_limit(differ: str) -> None:
 
 
 def all_to(world: weft.World, expert: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Every token of every rank to one expert, of weight 1."""
+    """Route every token of every rank to one expert, with weight 1."""
     x = draw(world.rank, tokens, LAYER.hidden)
     return x, torch.full((tokens, 1), expert, dtype=torch.int32), torch.ones(tokens, 1)
 
@@ -115,7 +116,7 @@ OTHERS = "rank {}: rank {}'s experts received {} rows of this rank's tokens more
 
 
 def overflow_of(world: weft.World) -> str:
-    """What `World.synchronize` raises, the first time only."""
+    """Return the error that `World.synchronize` raises; it is raised only once."""
     message = ""
     try:
         world.synchronize()
@@ -128,8 +129,8 @@ def overflow_of(world: weft.World) -> str:
 @covered("[123]", covering="[0]")
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> None:
-    """Tiles of 16 rows, 4 experts a rank: room for 80 rows of one expert, of 100 that come. Its own come first. Both ranks are told, the
-    full one and that of the tokens."""
+    """Tiles have 16 rows, and ranks 4 experts: 100 rows are routed to one expert with room for 80. Rows of its own
+    rank come first. Both the full rank and the tokens' rank are notified."""
 
     def main(world: weft.World) -> None:
         model, tokens = Model(world, LAYER, False), 50
@@ -190,7 +191,7 @@ def test_overflow_is_raised_by_the_next_call_of_an_op() -> None:
 @pytest.mark.parametrize("plan", ["dispatched", "sequential"])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_call_that_raises_overflow_was_made(plan: str, seed: int) -> None:
-    """Its result comes with the error, and all ranks go on together."""
+    """The result is returned with the error, and all ranks continue together."""
 
     def main(world: weft.World) -> list[str]:
         x, ids, weights = all_to(world, 4, 50)
@@ -213,7 +214,7 @@ def test_the_call_that_raises_overflow_was_made(plan: str, seed: int) -> None:
 
 
 def test_rows_left_out_before_a_wait_inside_a_call_are_told_behind_it() -> None:
-    """As on a GPU, which may count them only after the call has begun."""
+    """As on a GPU, the rows may be counted only after the call has begun."""
 
     def main(world: weft.World) -> int:
         x, ids, weights = all_to(world, 4, 50)
@@ -277,7 +278,7 @@ def test_rows_received_by_each_expert(plan: str, ranks: int) -> None:
 @pytest.mark.parametrize("plan", ["dispatched", "fused", "low_latency"])
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_received_in_calls_one_behind_another(plan: str, seed: int) -> None:
-    """The routes of the next call, which some ranks have begun, do not count."""
+    """Routes of the next call, which some ranks have begun, do not count."""
     calls = 3
 
     def main(world: weft.World) -> None:
@@ -315,8 +316,8 @@ def test_counts_under_torch_compile() -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_expert_that_comes_twice_counts_twice(plan: str) -> None:
-    """Also where a rank has one expert alone, and its rows are twice what distinct ids could be: there is room for them
-    if max_rows says so, else they are left out and raised."""
+    """This holds even where a rank has a single expert, with twice as many rows as distinct ids could give: they fit
+    if max_rows allows it, and else are dropped and reported."""
 
     def main(world: weft.World) -> float:
         layer = Layer(40, 2, 2, 32, 24, torch.bfloat16)
@@ -341,7 +342,7 @@ def test_an_expert_that_comes_twice_counts_twice(plan: str) -> None:
 
 
 def module_case(world: weft.World, **options: Any) -> tuple[moe.MoE, torch.Tensor, torch.Tensor]:
-    """A layer of 4 experts, its result for 9 tokens, and what float32 says of them without options."""
+    """Return a layer of 4 experts, its result for 9 tokens, and the float32 reference without options."""
     e, h, i = 4, 32, 24
     state = {"gate.weight": draw(3, e, h), "experts.gate_up_proj": draw(1, e, 2 * i, h) * 0.2}
     state["experts.down_proj"] = draw(2, e, h, i) * 0.2
@@ -356,7 +357,7 @@ def module_case(world: weft.World, **options: Any) -> tuple[moe.MoE, torch.Tenso
 
 
 def test_the_module_moves_experts() -> None:
-    """Replicas, and others written in their place, with the experts loaded again: always the same result."""
+    """Experts are replicated, then replaced and loaded again: the result is always the same."""
 
     def main(world: weft.World) -> None:
         table = torch.tensor([[3, 0, -1], [1, -1, -1], [2, 4, 5], [6, 7, -1]], dtype=torch.int32)
@@ -379,8 +380,8 @@ def test_the_module_moves_experts() -> None:
 
 @pytest.mark.parametrize("parallel", ["expert", "tensor"])
 def test_a_fresh_module_is_initialised(parallel: str) -> None:
-    """As torch.nn.Linear: the router alike on all ranks, an expert wherever it is, others than those of another module;
-    and it trains."""
+    """Weights are initialised like those of torch.nn.Linear: the router is the same on all ranks, an expert does not
+    depend on its rank, and another module has other weights; and the module trains."""
 
     def main(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
         def fresh() -> moe.MoE:

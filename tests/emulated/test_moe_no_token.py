@@ -1,5 +1,5 @@
-"""What belongs to no token is read by nobody: NaN in rows between experts, in what other calls left in memory, in the
-weights of routes to nowhere and in tokens that go nowhere changes no bit of a result or a gradient, by any plan."""
+"""No plan reads what belongs to no token: NaN in rows between experts, in memory that other calls have left, in the
+weights of dropped routes, and in tokens without routes changes no bit of a result or a gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAN = float("nan")
 
 
 def poison(world: weft.World) -> None:
-    """NaN in all memory that calls of MoE layers share, when nobody uses it."""
+    """Fill all memory that calls of MoE layers share with NaN while no call uses it."""
     world.synchronize()
     world.exchange("before")
     scratch = [t for key, held in world._cache.items() if isinstance(held, list) and "moe" in str(key) for t in held]
@@ -35,15 +35,15 @@ def poison(world: weft.World) -> None:
 
 
 def ids_of(world: weft.World, rank: int) -> torch.Tensor:
-    """-1 and an id past the last go nowhere."""
+    """The ids include -1 and one past the last expert, whose routes are dropped."""
     ids = at_random(0, rank, T, LAYER, world.size).int()
     ids[::4], ids[1, 1] = -1, 4
     return ids
 
 
 def routed(world: weft.World, bad: float) -> dict[str, torch.Tensor]:
-    """x, ids and weights: some routes, and all of some tokens, go nowhere; their weights, and those tokens, are
-    `bad`."""
+    """Return x, ids and weights: some routes, and all routes of some tokens, are dropped; their weights, and those
+    tokens, are `bad`."""
     ids = ids_of(world, world.rank)
     has_expert = (ids >= 0) & (ids < 4)
     weights = torch.where(has_expert, draw(3 + world.rank, T, 2, dtype=torch.float32).abs(), bad)
@@ -55,7 +55,7 @@ def leaves(operands: dict[str, torch.Tensor], trains: bool) -> dict[str, torch.T
 
 
 def results(y: torch.Tensor, operands: dict[str, torch.Tensor], world: weft.World, trains: bool) -> list[torch.Tensor]:
-    """The result, and the gradients of what requires one."""
+    """Return the result, and the gradients of the operands that require one."""
     if trains:
         y.backward(draw(70 + world.rank, *y.shape))
     world.synchronize()
@@ -99,7 +99,7 @@ def halves_case(world: weft.World, plan: str, keep: str, bad: float) -> list[tor
 
 
 def real_rows(world: weft.World, rows: int, tile: int = 16) -> torch.Tensor:
-    """bool [rows]: which rows of hidden are of a token; experts begin at whole tiles."""
+    """Return bool [rows]: the rows of `hidden` that belong to a token; experts begin at whole tiles."""
     ids = torch.cat([ids_of(world, r) for r in range(world.size)]).flatten()
     real, first_row = torch.zeros(rows, dtype=torch.bool), 0
     for count in ids[(ids >= 0) & (ids < 4)].bincount(minlength=4).tolist():

@@ -1,5 +1,5 @@
-"""Gradients of layers whose experts' columns are split over ranks: what is kept, what stands between the halves, what the benchmark times;
-and the kernels compiled. Against float64: test_moe_training.py."""
+"""Gradients of layers whose experts are split by columns over ranks: what is saved, what comes between the halves,
+what the benchmark times; and the kernels compiled. test_moe_training.py compares with float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BOUND = 1.2e-2
 
 
 def bits(world: weft.World) -> list[torch.Tensor]:
-    """Of the same call by everything that may be kept: the result and the gradients."""
+    """Return the results and the gradients of one call, for all choices of what is saved."""
     layer = Layer(5, 4, 2, 32, 16 * world.size, BF)
     model = Model(world, layer, True, tp_size=world.size)
     operands = routed(0, world.rank, 5, layer, world.size, at_random)
@@ -51,7 +51,8 @@ def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
 
 
 def between_and_twice(world: weft.World, plan: str | Plan) -> float:
-    """The first half is not differentiable by itself alone: of its result times a scale, by two second halves on the same rows."""
+    """Scale the first half's result, which is not differentiable by itself alone, and pass it to two second halves
+    with the same rows."""
     layer = Layer(9, 4, 2, 32, 16 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
     x, ids, weights, _, dy = routed(0, world.rank, 9, layer, world.size, at_random)
@@ -82,7 +83,7 @@ def test_what_stands_between_the_halves(plan: str) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_two_gemm_programs_an_sm(seed: int) -> None:
-    """In a backward pass the rows go to a launch of one program an SM, whose end is counted with theirs."""
+    """A backward pass passes the rows to a launch of one program an SM, which counts its end with theirs."""
     plan = replace(SMALL_DISPATCHED_COLUMNS, per_sm=2)
     errors = weft.spmd(lambda world: between_and_twice(world, plan), 2, backend="emulated", seed=seed)
     assert max(errors) < BOUND
@@ -119,7 +120,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     h, i, e, k, _, activation, biases, dtype, keep = CASES[name]
 
     def main(world: weft.World) -> None:
-        block = world.scale.interleave
+        block = world.backend.scale.interleave
         n, t = i if activation == "gelu" else -(-i // block) * 2 * block, 30 + world.rank
         layer = Split(64, e, k, h, i, dtype, activation, tp_size=world.size)
 

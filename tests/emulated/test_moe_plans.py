@@ -1,5 +1,6 @@
-"""Every plan of a layer of experts on emulated ranks against torch, over one grid: worlds, routings, kinds of layers, plans' parameters,
-schedules, streams, and layers that share memory. What one plan alone does is in test_moe_<plan>.py."""
+"""Every plan of a layer of experts on emulated ranks against torch, over one grid: worlds, routings, kinds of
+layers, parameters of plans, schedules, streams, and layers that share memory. test_moe_<plan>.py test what is
+particular to one plan."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ BF, HALF = torch.bfloat16, torch.float16
 
 
 class Way(NamedTuple):
-    """bound: of the error; both halves round a route's result and each rank's sum on the way. inner: columns of a rank."""
+    """`bound` is that of the error: both halves round a route's result and each rank's sum in between. `inner` is
+    the number of columns of a rank."""
 
     run: Run
     plan: str | Plan
@@ -40,7 +42,7 @@ SEQUENTIAL = Way(both_halves, "sequential", 1.2e-2, 16)
 
 
 def right(way: Way, ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> bool:
-    """Whether all results are within the bound."""
+    """Return whether all results are within the bound."""
     tp_size = {"tp_size": ranks} if way.run is both_halves else {}
     case = dict(inner=way.inner, plan=way.plan) | tp_size | case
     errors = weft.spmd(
@@ -69,7 +71,7 @@ def test_any_world(name: str, world: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("way", [WAYS["columns"], SEQUENTIAL], ids=["columns", "sequential"])
 @pytest.mark.parametrize(("ranks", "tp_size"), [(1, 1), (2, 2), (3, 3), (4, 2), (2, 1)])
 def test_columns_in_any_world(ranks: int, tp_size: int, way: Way) -> None:
-    """Also mixed, of experts that only some of the ranks share; and each with experts of its own."""
+    """Dimensions are mixed: experts are shared by all ranks or by some of them, or each rank has experts of its own."""
     assert right(way, ranks, tp_size=tp_size, inner=16 * ranks // tp_size)
 
 
@@ -78,8 +80,8 @@ def test_columns_in_any_world(ranks: int, tp_size: int, way: Way) -> None:
 @pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere, in_turn], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", OF_STEPS)
 def test_routings(name: str, ids_of: Any) -> None:
-    """All tokens to one rank's experts, more rows of an expert than a tile has; experts, ranks and calls without rows; routes to
-    nowhere."""
+    """All tokens go to one rank's experts, which get more rows than a tile has; some experts, ranks and calls have
+    no rows; some routes lead nowhere."""
     assert right(WAYS[name], 2, ids_of=ids_of, calls=4, shared=True)
     assert right(WAYS[name], 3, experts=3, k=1, ids_of=ids_of, calls=4, tokens=(18, 3, 0))
 
@@ -93,7 +95,7 @@ def test_routings_of_columns(ids_of: Any, way: Way) -> None:
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt_oss"])
 @pytest.mark.parametrize("way", [*WAYS.values(), SEQUENTIAL], ids=[*WAYS, "columns, sequential"])
 def test_activations(way: Way, activation: str) -> None:
-    """Of widths that are no whole blocks or tiles, in either direction, with biases and without, in float16 too."""
+    """Widths are no whole blocks or tiles in either direction, with biases and without, also in float16."""
     columns = way.run is both_halves
     kinds = (BF, True, 72, 24 if columns else 40), (HALF, columns, 24, 40 if columns else 72)
     for dtype, biases, hidden, inner in kinds:
@@ -153,7 +155,7 @@ PARAMETERS: list[tuple[str, Plan]] = [
 
 @pytest.mark.parametrize(("name", "plan"), PARAMETERS, ids=str)
 def test_plan_parameters(name: str, plan: Plan) -> None:
-    """Several tiles an expert, whose rows come from several ranks; columns of a row in several parts."""
+    """An expert has several tiles whose rows come from several ranks, and a row's columns have several parts."""
     sizes = {} if name == "columns" else dict(inner=40)
     assert right(WAYS[name], 2, hidden=72, tokens=(40, 31), calls=2, plan=plan, **sizes)
 
@@ -168,7 +170,8 @@ def test_schedules(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["dispatched", "fused", "columns"])
 def test_layers_share_memory_and_counters(name: str) -> None:
-    """Of different sizes: the second's rows are more tiles wide, of tables whose targets may be the first's."""
+    """The layers have different sizes: the second one's rows are more tiles wide, and its tables may target the
+    first one's."""
     assert right(WAYS[name], 2, layers=3, calls=2 if name == "columns" else 3, ids_of=some_nowhere)
 
 
@@ -187,7 +190,8 @@ def test_layers_of_other_sizes_by_all_plans_in_turn(seed: int) -> None:
 
 @pytest.mark.parametrize("tokens", [(3, 2, 4, 1), (40, 40, 40, 40)], ids=["in one tile", "in many tiles"])
 def test_waves_of_four_ranks(tokens: tuple[int, ...]) -> None:
-    """One launch: a tile with rows of all waves, behind which alone they are summed; and waves with tiles of their own."""
+    """One launch has a tile with rows from all source ranks, which are summed only after the last of them, and has
+    tiles with rows from a single one."""
     assert right(WAYS["fused"], 4, 1, 0.2, experts=4, k=2, tokens=tokens, calls=2)
 
 
@@ -195,7 +199,8 @@ def test_waves_of_four_ranks(tokens: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("seed", some(range(4), 2))
 @pytest.mark.parametrize("preceding_plan", [D, L], ids=lambda plan: plan.kind)
 def test_a_smaller_layer_behind_it_by_another_plan(preceding_plan: Plan, seed: int) -> None:
-    """Whose rows a rank may send while others still read what had come for the larger one: in one inbox they would meet."""
+    """A rank may send the smaller layer's rows while others still read those of the larger one: in a shared inbox
+    they would collide."""
     case = dict(experts=3, k=1, hidden=16, inner=16, layers=2, calls=2, tokens=(36,) * 3, plan=(preceding_plan, F))
     assert right(WAYS["fused"], 3, seed, 0.2, **case)
 

@@ -1,4 +1,4 @@
-"""Capacity, placement and the router's losses: each one launch, equal to the same by torch operations."""
+"""Capacity, placement and the router's losses are one launch each, and equal their definitions in torch operations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def emulate(fn: Callable[[weft.World], Any], ranks: int = 1) -> Any:
 
 @contextmanager
 def launches() -> Iterator[list[str]]:
-    """The names of kernels that are launched inside."""
+    """Return the names of the kernels that are launched inside."""
     names: list[str] = []
     run = weft.Launch.__call__
 
@@ -50,7 +50,7 @@ def launches() -> Iterator[list[str]]:
 
 
 def test_each_is_one_launch() -> None:
-    """Of the calls that are made after the first, and of the gradients."""
+    """Calls after the first, and their gradients, are one launch each."""
     ids, weights, logits = some_ids(40, 3, 6, 0), some_weights(40, 3, 1), torch.randn(40, 6, requires_grad=True)
     table = torch.arange(12, dtype=torch.int32).view(6, 2)
 
@@ -97,7 +97,7 @@ def same_capacity(world: weft.World, ids: torch.Tensor, weights: torch.Tensor, e
     seed=st.integers(0, 999),
 )
 def test_a_capacity_of_any_routing(tokens: int, k: int, experts: int, factor: float, seed: int) -> None:
-    """Experts that a token has twice, ids out of range, equal weights, NaN and infinities among them; lists and ids of
+    """Tokens name an expert twice, ids are out of range, weights are equal, NaN or infinite; lists and ids have
     several blocks."""
     ids, weights = some_ids(tokens, k, experts, seed), some_weights(tokens, k, seed)
     emulate(lambda world: same_capacity(world, ids, weights, experts, factor))
@@ -105,7 +105,8 @@ def test_a_capacity_of_any_routing(tokens: int, k: int, experts: int, factor: fl
 
 @pytest.mark.parametrize("weight", ["equal", "ordered", "reversed", "zeros", "nan", "close", "far"])
 def test_a_capacity_where_one_expert_has_all_routes(weight: str) -> None:
-    """More than one block of the ids and of the list; weights whose keys differ in the last bits or in the first."""
+    """The ids and the list have more than one block; the keys of the weights differ in the last bits or in the
+    first."""
     n = 640
     ordered = torch.arange(n, dtype=torch.float32)
     weights = dict(
@@ -189,7 +190,8 @@ def same_placement(world: weft.World, ids: torch.Tensor, table: torch.Tensor) ->
     seed=st.integers(0, 999),
 )
 def test_a_placement_of_any_routing(tokens: int, k: int, experts: int, replicas: int, seed: int) -> None:
-    """A table of no columns stands for one of one dimension; some experts have fewer replicas than others, or none."""
+    """A table without columns stands for one of one dimension; some experts have fewer replicas than others, or
+    none."""
     ids, g = some_ids(tokens, k, experts, seed), torch.Generator().manual_seed(seed)
     table = torch.randperm(experts * max(replicas, 1), generator=g).int().view(experts, -1)
     table[torch.arange(table.shape[1]) >= torch.randint(0, 9, (experts, 1), generator=g)] = -1
@@ -224,7 +226,7 @@ Losses = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], 
 
 
 def losses(world: weft.World, ids: torch.Tensor) -> list[Losses]:
-    """Each loss by its kernel and by torch."""
+    """Return each loss by its kernel and by torch."""
     return [
         (lambda x: moe.load_balancing_loss(x, ids, world=world), lambda x: torch_balance(x, ids)),
         (lambda x: moe.z_loss(x, world=world), torch_z_loss),

@@ -1,5 +1,5 @@
-"""Routes shared and made into tables on emulated ranks, against plain Python. Races, deadlocks and reads of unwritten memory raise
-by themselves."""
+"""Ranks share routes and make them into tables on emulated ranks, against plain Python. Races, deadlocks and reads
+of unwritten memory raise by themselves."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def check(layer: Layer, routed: Callable[[int], list[Ids]], seed: int = 0, **opt
     ids=lambda layer: f"{layer.ranks} ranks, {layer.experts} experts",
 )
 def test_tables_of_random_routes(layer: Layer, seed: int) -> None:
-    """Other tokens in every call, of uneven number in every second one."""
+    """Every call has other tokens, and every second one an uneven number of them."""
     check(layer, lambda n: drawn(layer, 10 * seed + n), seed)
 
 
 def test_many_blocks_and_sections() -> None:
-    """More blocks than programs, several sections in each, and several chunks of counts."""
+    """There are more blocks than programs, several sections in each, and several chunks of counts."""
     layer = Layer(2, 5, 4, 70, calls=2)
     check(layer, lambda n: drawn(layer, n), sm_count=2)
 
@@ -49,14 +49,14 @@ def test_more_experts_than_blocks() -> None:
 
 @pytest.mark.parametrize("expert", [0, 5])
 def test_all_tokens_to_one_expert(expert: int) -> None:
-    """In the second call to another; on the other ranks there is nothing to do."""
+    """The second call routes to another expert; the other ranks have nothing to do."""
     layer = Layer(3, 2, 1, 30)
     check(layer, lambda n: [[[(expert + n) % 6]] * 30 for _ in range(3)])
 
 
 @pytest.mark.parametrize("max_rows", [0, 5, 16, 39])
 def test_rows_without_room_are_left_out(max_rows: int) -> None:
-    """In the first expert or in the last, of several tiles and of experts behind without any row."""
+    """The first expert or the last one is full, with several tiles, followed by experts without rows."""
     layer = Layer(2, 3, 2, 20, max_rows=max_rows)
     check(layer, lambda n: drawn(layer, n, [20, 20]))
     check(Layer(2, 3, 1, 20, max_rows=max_rows), lambda n: [[[n]] * 20, [[2 - n]] * 20])
@@ -79,7 +79,7 @@ def test_schedules(seed: int) -> None:
 
 
 def test_layers_of_several_sizes_take_turns() -> None:
-    """Of one capacity and k the shared memory is one, the tables are not; `name` tells two layers of one size apart."""
+    """Layers of one capacity and k share the memory but not the tables; `name` distinguishes two layers of one size."""
     two_experts, three_experts = Layer(2, 2, 2, 5), Layer(2, 3, 2, 5, block_m=8)
 
     def main(world: weft.World) -> list[dict[str, Any]]:

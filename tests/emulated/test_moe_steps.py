@@ -1,4 +1,4 @@
-"""The steps of an MoE layer on emulated ranks, with tables made by the host, against torch; and their kernels compiled."""
+"""The steps of an MoE layer on emulated ranks, with tables from the host, against torch; and their kernels compiled."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ S = SMALL_DISPATCHED
 
 
 def run(world: weft.World, tokens: int, hidden: int, call: int = 0, plan: Dispatched = S) -> Any:
-    """One call that all ranks make; the layer, and x, ids, weights, experts and the result."""
+    """Return one call that all ranks make; the layer, and x, ids, weights, experts and the result."""
     layer = Layer(tokens, 4, 2, hidden, 24, BF)
     model = Model(world, layer, False)
     x = draw(10 * call + world.rank, tokens, hidden)
@@ -128,7 +128,7 @@ def test_a_plan_as_text() -> None:
 
 
 def test_tables_by_hand() -> None:
-    """Of rank 1 of 2, with one expert of its own, rows in the order of its waves: its own first."""
+    """Rank 1 of 2 has one expert, whose rows are in the order of their source ranks, its own first."""
     tables = tables_of(torch.tensor([[[1], [0], [1]], [[-1], [1], [1]]]), 1, 1, 8, 2)
     assert tables["route_rows"].tolist() == [2, -1, 3, -1, 0, 1]
     assert tables["sources"].tolist() == [4, 5, 0, 2, -1, -1, -1, -1]
@@ -169,7 +169,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     def main(world: weft.World) -> None:
         layer = Layer(64, e, k, h, i, dtype, activation)
         assert unsupported(world, layer, plan) is None
-        block, local = world.scale.interleave, e // ranks
+        block, local = world.backend.scale.interleave, e // ranks
         n = i if activation == "gelu" else -(-i // block) * 2 * block
         shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]
         t = 30 + world.rank
@@ -182,7 +182,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def awaited(name: str) -> Callable[[Any], bool]:
-    """Loads of what other programs or ranks write."""
+    """Return the loads of what other programs or ranks write."""
     text = {
         "grouped_gemm_in": "tl.load(pointers + k",
         "combine_rows": "tl.load(y +",
@@ -223,7 +223,8 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 
 
 def tiles_come_as_planned(kernels: dict[str, tuple[Any, Compiled]], plan: Dispatched) -> None:
-    """As many stages of both operands as planned, by TMA or in whole 16-byte words; and the sides' rows in such words."""
+    """Both operands have as many stages as planned, by TMA or in whole 16-byte words; the sides' rows are in such
+    words."""
     steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in kernels.items()}
     bulk = {
         name: sum("cp.async.bulk.tensor.2d.shared" in s.text for s in kernel_steps)
@@ -250,7 +251,7 @@ def tiles_come_as_planned(kernels: dict[str, tuple[Any, Compiled]], plan: Dispat
 
 @pytest.mark.gate
 def test_a_missing_wait_is_found_in_the_code() -> None:
-    """The rules see it: without the acquire the gathered rows may come too early."""
+    """Without the acquire the gathered rows may be read too early, and the rules find that in the code."""
     launch = next(a for a in offline.launches(launching("odd"), 8)[0] if a.kernel is kernels.grouped_gemm_in)
     text = compile_kernel(launch.kernel, launch.args, launch.options).ptx
     broken = ptx.broken_rules(text.replace("ld.acquire.sys", "ld.relaxed.sys"), awaited("grouped_gemm_in"))
@@ -258,7 +259,7 @@ def test_a_missing_wait_is_found_in_the_code() -> None:
 
 
 def test_stages_leave_room_for_the_side() -> None:
-    """Of a layer as wide as Qwen3-30B's: a gated epilogue of 64 columns and one of 128, beside 8 KiB of rows and none."""
+    """A layer as wide as Qwen3-30B's has a gated epilogue of 64 columns or of 128, beside 8 KiB of rows or none."""
 
     def main(world: weft.World) -> None:
         state = plan_state(world, Layer(8, 4, 2, 2048, 24, BF), Dispatched())

@@ -1,5 +1,5 @@
-"""Layers whose experts' columns are split over ranks: both halves by every plan, on emulated ranks, against torch; their errors, their
-operators, their kernels compiled, and the module."""
+"""Layers whose experts are split by columns over ranks: both halves by every plan, on emulated ranks, against torch;
+their errors, their operators, their kernels compiled, and the module."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_the_routes(plan: str, tp_size: int) -> None:
 
 
 def one(world: weft.World, seed: int = 0, **changes: Any) -> tuple[Model, tuple[torch.Tensor, ...]]:
-    """A layer of 6 tokens a rank, and what is routed to it."""
+    """Return a layer of 6 tokens a rank, and its routes."""
     sizes = dict(max_tokens_per_rank=6, experts=4, k=2, hidden=32, inner=16 * world.size, dtype=torch.bfloat16)
     layer = Layer(**sizes | changes)  # type: ignore[arg-type]
     return Model(world, layer, False, tp_size=world.size), operands_of(layer, world, 6, seed, at_random)
 
 
 def halves(world: weft.World, model: Model, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """By plan "auto"."""
+    """Call both halves with plan "auto"."""
     x, ids, weights = operands
     w = model.local_weights
     return both_halves(world, model, ids, dict(x=x, weights=weights, shared=None, **w._asdict()), plan="auto")
@@ -50,8 +50,8 @@ def halves(world: weft.World, model: Model, operands: Sequence[torch.Tensor]) ->
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_the_first_half_again_and_again(seed: int) -> None:
-    """Without the second, whose ranks all hear from each other; then each second half, which needs only what the first
-    returned."""
+    """First halves alone do not make ranks wait for all others; then second halves follow, which need only what the
+    first halves returned."""
     assert max(weft.spmd(lambda w: first_halves(w, S, S), 2, backend="emulated", seed=seed, preempt=0.2)) < BOUND
 
 
@@ -85,7 +85,7 @@ def test_the_code_on_the_page_runs() -> None:
     (code,) = re.findall(r"<!-- tensor-parallel experts -->\n```python\n(.*?)```", page, re.S)
 
     def main(world: weft.World) -> None:
-        model, (x, ids, weights) = one(world, inner=2 * world.scale.interleave * world.size)
+        model, (x, ids, weights) = one(world, inner=2 * world.backend.scale.interleave * world.size)
         names = dict(
             weft=weft,
             world=world,
@@ -104,7 +104,7 @@ def test_the_code_on_the_page_runs() -> None:
 
 
 def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """weft's ops, and its GEMMs alone, by which the limit is measured."""
+    """The benchmark times weft's ops, and their GEMMs alone as the limit."""
     from bench.measure import moe_tensor as bench
 
     monkeypatch.setattr(bench, "DispatchedColumns", lambda: S)
@@ -183,7 +183,7 @@ def test_ranks_that_disagree() -> None:
 
 
 def test_what_a_plan_cannot_serve_is_sequential(caplog: pytest.LogCaptureFixture) -> None:
-    """Said once, with the reason."""
+    """The reason is logged once."""
 
     def error(**case: Any) -> float:
         case = dict(inner=16, tp_size=2, calls=1) | case
@@ -219,7 +219,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     h, i, e, k, _, activation, biases, dtype, plan = CASES[name]
 
     def main(world: weft.World) -> None:
-        block = world.scale.interleave
+        block = world.backend.scale.interleave
         columns = (i,) if activation == "gelu" else (-(-i // block), 2, block)  # as weft.moe.pack lays them out
         t = 30 + world.rank
 
@@ -242,7 +242,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def held(t: torch.Tensor) -> torch.Tensor:
-    """Contiguous, in memory that nobody touches."""
+    """Return a contiguous copy in memory that nothing else uses."""
     return torch.empty(t.shape, dtype=t.dtype)
 
 
@@ -282,7 +282,8 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 
 
 def pipelined(kernels: dict[str, tuple[Any, Compiled]], plan: DispatchedColumns) -> None:
-    """Both operands in as many stages as planned: by TMA, or gathered in whole 16-byte words; and shards in such words."""
+    """Both operands have as many stages as planned, by TMA or gathered in whole 16-byte words; shards are in such
+    words."""
     steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in kernels.items()}
     gathered = sum(
         "cp.async.cg.shared" in s.text and "tl.load(pointers + k" in s.source for s in steps["grouped_gemm_in"]

@@ -1,5 +1,5 @@
-"""Gradients of layers of experts, whole or split by columns, on emulated ranks against float64; what trains with those of whole experts; and
-the kernels compiled."""
+"""Gradients of layers of experts, whole or split by columns, on emulated ranks against float64; the options that
+train with whole experts; and the kernels compiled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAYS: dict[str, tuple[Run, dict[str, Any]]] = {"whole": (whole_experts, {}), "co
 
 
 def right(way: str, ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> bool:
-    """Whether all gradients are within the bound."""
+    """Return whether all gradients are within the bound."""
     run, sizes = WAYS[way]
     case = sizes | (dict(tp_size=ranks) if way == "columns" else {}) | case
     errors = weft.spmd(
@@ -51,8 +51,8 @@ WORLDS: list[tuple[str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
 @pytest.mark.parametrize(("way", "ranks", "changes"), WORLDS, ids=str)
 def test_against_float64(way: str, ranks: int, changes: dict[str, Any], plan: str) -> None:
-    """Other tokens on every rank, none on some; every operand; other things kept in every call; also columns of experts that only some
-    of the ranks share."""
+    """Ranks have different numbers of tokens, some none; every operand has a gradient; every call saves other
+    tensors; some experts' columns are split over a part of the ranks only."""
     assert right(way, ranks, plan=plan, **changes)
 
 
@@ -65,7 +65,7 @@ def test_against_float64(way: str, ranks: int, changes: dict[str, Any], plan: st
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_kinds_of_layers(way: str, kind: str, plan: str) -> None:
-    """Activations, biases, routes to nowhere, experts without rows and with several tiles."""
+    """Activations and biases vary; some routes lead nowhere, and experts have no rows or several tiles."""
     calls = 1 if way == "columns" or kind == "uneven" else 3
     assert right(way, 2, plan=plan, calls=calls, **KINDS[kind])
 
@@ -100,7 +100,7 @@ def test_schedules_of_columns(seed: int) -> None:
 
 
 def test_no_tokens_at_all() -> None:
-    """Gradients that are zero: no error is relative to them."""
+    """All gradients are zero, so no relative error is defined."""
     for wants in (("x", "weights", "shared"), NAMES):
         case = dict(inner=16, tp_size=2, tokens=(0,), calls=1, wants=wants)
         errors = weft.spmd(lambda world, case=case: training_case(world, both_halves, **case), 2, backend="emulated")
@@ -108,7 +108,7 @@ def test_no_tokens_at_all() -> None:
 
 
 def test_shared_rows_that_are_not_contiguous() -> None:
-    """With a gradient the result is that without one, wherever the shared expert's rows lie."""
+    """A call with a gradient gives the result of one without, wherever the shared expert's rows are in memory."""
 
     def rank(world: weft.World) -> bool:
         layer = Layer(9, 4, 2, 32, 24, BF)
@@ -129,7 +129,7 @@ def test_shared_rows_that_are_not_contiguous() -> None:
 
 
 def bits(world: weft.World) -> list[torch.Tensor]:
-    """Of the same call by everything that may be kept: the result and the gradients."""
+    """Return the results and the gradients of one call, for all choices of what is saved."""
     layer = Layer(21, 4, 2, 32, 24, BF)
     model = Model(world, layer, True)
     operands = routed(0, world.rank, 21, layer, world.size, at_random)
@@ -179,7 +179,7 @@ def layer_of(world: weft.World, parallel: str = "expert", inner: int = 24, **opt
 
 
 def step(layer: moe.MoE, x: torch.Tensor, call: Any = None) -> list[torch.Tensor]:
-    """Loss with the auxiliary ones, and gradients of x and the parameters."""
+    """Return the loss, auxiliary losses included, and the gradients of x and the parameters."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
 
@@ -210,7 +210,7 @@ def test_the_module_trains_compiled_as_in_eager(parallel: str, inner: int, keep:
 
 
 def test_columns_and_whole_experts_train_alike() -> None:
-    """Loss, auxiliary losses included, and the gradients of x and of the router."""
+    """The loss, auxiliary losses included, and the gradients of x and of the router agree."""
 
     def rank(world: weft.World) -> None:
         x = draw(world.rank, 9, 32)
@@ -222,7 +222,7 @@ def test_columns_and_whole_experts_train_alike() -> None:
 
 @pytest.mark.parametrize("parallel, inner", [("expert", 24), ("tensor", 32)])
 def test_checkpointed_and_replayed(parallel: str, inner: int) -> None:
-    """Recomputed, and with the ids of another pass: the same bits."""
+    """Recomputed, and replayed with the ids of another pass, the bits are the same."""
 
     def rank(world: weft.World) -> None:
         layer, x = layer_of(world, parallel, inner, scoring="sigmoid"), draw(world.rank, 9, 32)
@@ -267,7 +267,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
     def main(world: weft.World) -> None:
         layer = Layer(64, e, k, h, i, dtype, activation)
-        block, local, t = world.scale.interleave, e // ranks, 30 + world.rank
+        block, local, t = world.backend.scale.interleave, e // ranks, 30 + world.rank
         n = i if activation == "gelu" else -(-i // block) * 2 * block
         shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]
         expert_weights = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
@@ -284,7 +284,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def awaited(name: str) -> Callable[[Any], bool]:
-    """Loads of what other programs or ranks write."""
+    """Return the loads of what other programs or ranks write."""
     text = {"place_rows": "tl.load(inbox", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox"}.get(name)
     return lambda step: text is not None and text in step.source
 

@@ -97,7 +97,7 @@ Main = Callable[[World], None]
 
 
 def read_neighbour(world: World) -> None:
-    """Every rank reads its neighbour's box between two barriers, three times over."""
+    """Every rank reads its neighbour's box between two barriers, three times."""
     box, out = world.symmetric((8,), torch.float32, "box"), world.empty((8,), torch.float32)
     stream, to = world.current_stream(), (world.rank + 1) % world.size
     for i in range(3):
@@ -110,7 +110,7 @@ def read_neighbour(world: World) -> None:
 
 
 class Caller:
-    """Calls ops as a stream-ordered program does: inputs made, and results used, by work on the caller's stream."""
+    """Calls ops as a stream-ordered program does: work on the caller's stream writes inputs and reads results."""
 
     def __init__(self, world: World, dtype: torch.dtype = torch.bfloat16) -> None:
         self.world, self.dtype = world, dtype
@@ -118,7 +118,7 @@ class Caller:
         self.results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def tensor(self, key: Any, values: torch.Tensor) -> torch.Tensor:
-        """One tensor a key, written again for every call, as an activation buffer is."""
+        """Return the tensor of a key, rewritten for every call as an activation buffer is."""
         dtype = values.dtype if values.dtype in (torch.float8_e4m3fn, torch.float32) else self.dtype
         t = self.tensors.setdefault((key, values.shape), self.world.empty(values.shape, dtype))
         self.world.call(lambda: t.copy_(values), [], [t], self.world.current_stream())
@@ -176,8 +176,8 @@ class Caller:
             self.use(actual, expected if op == AR else expected.split(shards)[me])
 
     def norm(self, seed: int, m: int, h: int, plan: str | Plan, full: bool, quantize: str | None = None) -> None:
-        """Alternately into a fresh output and into one symmetric tensor, which the caller and the next call write again. quantize:
-        used are the scales of the rows, as they are."""
+        """Alternate between a fresh output and one symmetric tensor, which the caller and the next call rewrite.
+        With `quantize`, the rows' scales are compared as they are."""
         world, rows = self.world, balanced_rows(m, self.world.size)
         xs = [draw(seed * 100 + r, m, h) for r in range(world.size)]
         old, weight = draw(seed * 100 + 50, m, h), draw(seed * 100 + 51, h)
@@ -207,7 +207,7 @@ class Caller:
 def gathering(
     plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], calls: int = 4, captured: bool = False
 ) -> Main:
-    """captured: all calls of a shape but the first as inside a CUDA graph's capture."""
+    """With `captured`, all calls of a shape but the first run as if in a CUDA graph's capture."""
 
     def main(world: World) -> None:
         caller = Caller(world)
@@ -223,15 +223,15 @@ def gathering(
 
 @weft.jit
 def wait_on_every_sm(word, value, guard):
-    """Wait for a flag that this rank's own copy engine sets."""
+    """Wait on every SM for a flag that this rank's own copy engine sets."""
     wait_until(word, tl.load(value), guard, -1, -1, "gpu")
 
 
 def flag_gated(world: World) -> None:
-    """What waits for the flags takes every SM, as the library's GEMM does on a GPU."""
+    """The kernel that waits for the flags occupies every SM, as cuBLAS's GEMM does on a GPU."""
 
     def wait(word: torch.Tensor, value: torch.Tensor, stream: Any) -> None:
-        args = dict(word=word, value=value, guard=world.guard())
+        args = dict(word=word, value=value, guard=world.backend.guard())
         world.launch(wait_on_every_sm, world.sm_count, args, dict(num_warps=1), stream)
 
     world.backend.wait = wait  # type: ignore[method-assign]
@@ -249,7 +249,7 @@ def reducing(plan: str | Plan, *shapes: tuple[int, int, int], everywhere: bool =
 
 
 def before_hopper(main: Main) -> Main:
-    """The same on a GPU of the generation before, whose signaled GEMM is a loop over tiles."""
+    """Run as on a GPU before Hopper, whose signaled GEMM is a loop over tiles."""
 
     def on_ampere(world: World) -> None:
         world.backend.capability = AMPERE
@@ -271,7 +271,7 @@ def norming(
 
 
 def of_8_bits(op: str, plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], scaling: str = "row") -> Main:
-    """An op around a GEMM of 8-bit operands, whose scales travel with their rows where they are gathered."""
+    """Call an op around a GEMM of 8-bit operands; where rows are gathered, their scales travel with them."""
 
     def main(world: World) -> None:
         caller = Caller(world)
@@ -283,8 +283,8 @@ def of_8_bits(op: str, plan: str | Plan, *shapes: tuple[tuple[int, ...], int, in
 
 
 def reducing_on_two_streams(plan: str | Plan) -> Main:
-    """As two_streams, for a plan that has no all-gather, and whose calls share nothing but counters: so that calls do overlap,
-    no op waits for its stream to be drained, as on a GPU."""
+    """Call as `two_streams` does, with a plan that has no all-gather, and whose calls share nothing but counters: no
+    op drains its stream, so that calls overlap as on a GPU."""
 
     def main(world: World) -> None:
         world.backend.finish = lambda stream: None  # type: ignore[method-assign]
@@ -300,8 +300,8 @@ def reducing_on_two_streams(plan: str | Plan) -> Main:
 
 
 def to_ranks(plan: str | Plan, rows: tuple[int, ...], calls: int = 4) -> Main:
-    """Rows of every rank to ranks drawn at random, by two routings, in one of which the last rank has no rows. One result tensor a
-    routing, read and written again."""
+    """Send rows of every rank to random ranks, by two routings; in one of them the last rank has no rows. Each
+    routing has one result tensor, which is read and rewritten."""
 
     def main(world: World) -> None:
         caller, rng, n, k, me = Caller(world), random.Random(1), 40, 40, world.rank
@@ -323,7 +323,7 @@ def to_ranks(plan: str | Plan, rows: tuple[int, ...], calls: int = 4) -> Main:
 
 
 def two_streams(plan: str | Plan) -> Main:
-    """Two streams take turns; only the library's own workspace joins them."""
+    """Alternate between two streams, which only weft's own workspace joins."""
 
     def main(world: World) -> None:
         callers = {name: Caller(world) for name in ("first", "second")}
@@ -342,7 +342,7 @@ def two_streams(plan: str | Plan) -> Main:
 
 
 def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
-    """Routings of every kind in turn, over several tiles an expert, to a layer of several tiles a row."""
+    """Cycle through routings of every kind, with several tiles an expert, in a layer with several tiles a row."""
 
     def main(world: World) -> None:
         assert (
@@ -356,13 +356,13 @@ def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
 
 
 def moe_gradients(world: World) -> None:
-    """Of small layers, that keep nothing or rows, routed in another way in every call."""
+    """Train small layers that save nothing or rows, with another routing in every call."""
     sizes = dict(experts=2, k=1, hidden=16, inner=8, tokens=(5, 3), ids_of=in_turn, keep=("nothing", "rows"))
     assert max(training_case(world, whole_experts, calls=4, wants=("x", "weights"), **sizes).values()) < 1.2e-2
 
 
 def gradients_in_parts(world: World) -> None:
-    """Likewise, of experts whose columns are split over the ranks."""
+    """Train layers whose experts are split by columns over the ranks in the same way."""
     sizes = dict(experts=2, k=1, hidden=16, inner=8, tokens=(3, 2), ids_of=in_turn, keep=("nothing", "rows"))
     assert (
         max(training_case(world, both_halves, tp_size=world.size, calls=4, wants=("x", "weights"), **sizes).values())
@@ -371,7 +371,7 @@ def gradients_in_parts(world: World) -> None:
 
 
 def in_parts(*streams: str) -> Main:
-    """Likewise, of experts whose columns are split over the ranks."""
+    """Call layers whose experts are split by columns over the ranks in the same way."""
 
     def main(world: World) -> None:
         sizes = dict(tokens=(18, 5), experts=2, k=1, hidden=40, inner=16, calls=4)
@@ -381,7 +381,8 @@ def in_parts(*streams: str) -> Main:
 
 
 def exchanging(*streams: str, layout: str = "contiguous", flight: int = 2) -> Main:
-    """So many calls under way, of routings of every kind; experts begin at multiples of 16. Two programs share a rank's routes."""
+    """Keep this many calls in flight, with routings of every kind; experts begin at multiples of 16. Two programs
+    share a rank's routes."""
 
     def main(world: World) -> None:
         case = dict(layout=layout, alignment=16, max_m=3 if layout == "masked" else 0, streams=streams or ("main",))
@@ -392,7 +393,7 @@ def exchanging(*streams: str, layout: str = "contiguous", flight: int = 2) -> Ma
 
 
 def router_losses(world: World) -> None:
-    """Of logits whose rows several programs share, three times over."""
+    """Compute the losses of logits whose rows several programs share, three times."""
     for seed in range(3):
         logits = draw(seed, 90, 12, dtype=torch.float32)
         ids = some_ids(90, 2, 12, seed)
@@ -427,8 +428,8 @@ def attending(shape: Shape, plan: Plan | list[Plan], *streams: str) -> Main:
 
 
 def attention_gradients(world: World) -> None:
-    """Of queries alone, so that no all-to-all of the keys' gradients holds ranks together; keys and values in memory that is
-    written again."""
+    """Compute gradients of queries alone, so that no all-to-all of the keys' gradients holds ranks together; keys
+    and values are in memory that is rewritten."""
     shape, held = (
         Shape((4, 4), causal=True, layout="zigzag"),
         [world.empty((4, 2, 16), torch.bfloat16) for _ in range(2)],
@@ -448,8 +449,8 @@ def attention_gradients(world: World) -> None:
 
 
 def sharing_tiles(*streams: str) -> Main:
-    """Six programs: two tiles, three programs each, and four tiles, whose ends two helpers have. On these streams in turn, which
-    nothing else joins."""
+    """Six programs compute two tiles, shared by three programs each, and four tiles, whose ends two helpers compute.
+    Calls alternate between these streams, which nothing else joins."""
 
     def main(world: World) -> None:
         for tiles, tiles_per_helper, parts in ((2, 1, 3), (4, 2, 2)):
@@ -472,7 +473,7 @@ def sharing_tiles(*streams: str) -> Main:
 
 
 def woven_stages(world: World) -> None:
-    """Three stages of two parts, twice over; every rank sums half of a part's rows."""
+    """Run three stages of two parts, twice; every rank sums half of a part's rows."""
     w, main = torch.full((16, 16), 1 / 32), world.current_stream()
     norm = torch.ones(16)
     partials = [world.empty((4, 16), torch.float32) for _ in range(2)]
@@ -643,7 +644,7 @@ for example in sorted((Path(__file__).parents[2] / "examples").glob("*.py")):
 
 @dataclass(frozen=True)
 class Replace(Mutation):
-    """Other expressions in one function: (old, new) pairs of source text."""
+    """Replaces expressions in one function: (old, new) pairs of source text."""
 
     edits: tuple[tuple[str, str], ...] = ()
 
@@ -953,7 +954,7 @@ EQUIVALENT = [
 
 @dataclass(frozen=True)
 class Planted:
-    """A fault that is no site of a protocol, and a run that ends in an error with it, and without it does not."""
+    """A fault that is no site of a protocol, and a run that raises with it and passes without it."""
 
     fault: Mutation
     run: Main
@@ -961,21 +962,21 @@ class Planted:
 
 
 def by_wave(call: int, rank: int, t: int, layer: Any, world: int) -> torch.Tensor:
-    """Every token to both other ranks of three, which have an expert for each rank that sends."""
+    """Each of three ranks routes every token to both others, which have an expert for each sender."""
     ids = [2 * peer + (peer - rank) % 3 - 1 for peer in range(3) if peer != rank]
     return torch.tensor(ids).expand(t, -1)
 
 
 def layers_in_one_launch(world: World) -> None:
-    """Of other sizes, one behind the other: what a rank sends may lie where a third one's rows are still read, which it
-    need not have heard of."""
+    """Call layers of different sizes in succession: a rank may send to memory where a third rank still reads rows,
+    without having heard from it."""
     assert (
         layer_case(world, steps, experts=6, tokens=(9, 7, 8), ids_of=by_wave, calls=2, layers=2, plan=SMALL_MOE) < 5e-3
     )
 
 
 def many_few_tokens(world: World) -> None:
-    """An expert's routes lie in several of the pieces in which they are looked for."""
+    """Route so that an expert's routes are in several of the blocks that are searched for them."""
     assert layer_case(world, steps, k=4, hidden=16, inner=8, tokens=(70, 66), calls=1, plan=SMALL_LOW_LATENCY) < 5e-3
 
 
@@ -1044,8 +1045,8 @@ def test_a_planted_fault_is_caught(name: str) -> None:
 
 
 def test_second_halves_are_compared() -> None:
-    """Ranks whose second halves are of different known calls raise Mismatch, though no host compares these, as on a GPU. Without the
-    comparison before the last sums nothing notices."""
+    """Ranks whose second halves belong to different known calls raise Mismatch, though no host compares these, as on
+    a GPU. Without the comparison before the last sums nothing notices."""
 
     def run(backend: Any) -> None:
         backend.compares = False
@@ -1061,7 +1062,7 @@ def test_second_halves_are_compared() -> None:
 
 
 def line_of(m: Mutation) -> str:
-    """The mutated line, or the definition of the function whose expressions are replaced."""
+    """Return the mutated line, or the definition of the function whose expressions are replaced."""
     line = linecache.getline(m.file, m.line).strip()
     return f"def {m.function}" if m.kind == "replace" else line
 
@@ -1079,7 +1080,8 @@ def every_mutation_is_caught(
     unused: list[Equivalent],
     record_property: Callable[[str, object], None],
 ) -> None:
-    """unused: what no schedule can show, from which each is taken that is met."""
+    """Require that some schedule catches every mutation. Mutations that no schedule can show are removed from
+    `unused` when they are met."""
 
     def run(backend: Any) -> None:
         backend.ledgers = None  # calls that need the same SMs overlap, so that this order hides no missing event

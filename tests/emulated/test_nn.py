@@ -1,4 +1,4 @@
-"""The modules on emulated ranks beside the unsharded ones: outputs, gradients, training, state dicts."""
+"""The modules on emulated ranks against the unsharded ones: outputs, gradients, training, state dicts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHARDS = [[16, 16], [20, 7], [16, 16, 16], [17, 0, 3]]
 
 @pytest.mark.parametrize("shards", SHARDS)
 def test_training_beside_the_unsharded_mlp(shards: list[int]) -> None:
-    """40 columns a rank are 2.5 blocks of 16: the last ones are padded."""
+    """40 columns a rank are 2.5 blocks of 16: the last block is padded."""
     ratios = emulate(lambda world: mlp_training(world, shards, 64, 40 * len(shards)), len(shards))
     assert max(ratios) < 1.5, ratios
 
@@ -61,7 +61,7 @@ def test_linear_layers(shards: list[int], reduce: str) -> None:
 
 @pytest.mark.parametrize("shards", [[16, 16], [20, 7]])
 def test_what_was_gathered_is_kept(shards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients are right without a second gather, compiled too."""
+    """The gradients are right without a second gather, also when compiled."""
 
     def never(*args: Any) -> None:
         raise AssertionError("gathered again")
@@ -116,7 +116,7 @@ def test_whole_state_dict_of_a_wrapped_module() -> None:
 
 
 class Adapted(weft.nn.ColumnParallelLinear):
-    """With a parameter, a buffer and a module of its own."""
+    """A module with a parameter, a buffer and a module of its own."""
 
     def __init__(self, world: weft.World) -> None:
         super().__init__(64, 80, world=world)
@@ -152,7 +152,8 @@ def test_a_subclass_saves_and_loads_what_it_adds() -> None:
 
 
 def test_wholes_and_parts_in_one_module_are_refused() -> None:
-    """A checkpoint of half the middle: its gate and up look like one rank's parts, beside a whole down."""
+    """A checkpoint with half the middle dimension is refused: its gate and up look like one rank's parts, beside a
+    whole down."""
 
     def rank(world: weft.World) -> None:
         mlp, state = weft.nn.ParallelMLP(64, 80, world=world), whole_mlp(64, 40)
@@ -196,8 +197,8 @@ def test_weights_are_drawn_apart_and_biases_alike() -> None:
         torch.manual_seed(0)
         row = weft.nn.RowParallelLinear(64, 32, world=world)
         mlp = weft.nn.ParallelMLP(64, 80, world=world)
-        blocks = mlp.gate_up.view(-1, 2, world.scale.interleave, 64)
-        assert not blocks[-1, :, 40 % world.scale.interleave :].any()
+        blocks = mlp.gate_up.view(-1, 2, world.backend.scale.interleave, 64)
+        assert not blocks[-1, :, 40 % world.backend.scale.interleave :].any()
         assert mlp.gate_up.abs().max() <= 64**-0.5
         return row.weight.detach(), row.bias.detach(), mlp.get_shard("up_proj.weight").detach()  # type: ignore[union-attr]
 
@@ -250,7 +251,7 @@ def test_a_deep_copy_of_every_module_computes_with_its_own_parameters() -> None:
 
 
 class Holder(torch.nn.Module):
-    """A module of one's own, which knows the World."""
+    """A user's module that holds the World."""
 
     def __init__(self, world: weft.World) -> None:
         super().__init__()
@@ -283,7 +284,7 @@ def test_from_linear_keeps_what_is_frozen_and_takes_a_dtype() -> None:
 
 
 def test_autocast_does_not_reach_the_librarys_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F.linear under autocast would give another dtype than the op has made its output for."""
+    """Under autocast, F.linear would return another dtype than that of the op's output."""
     backend = CudaBackend.__new__(CudaBackend)
     backend.device, backend._like = torch.device("cpu"), {}
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)

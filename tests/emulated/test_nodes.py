@@ -1,4 +1,4 @@
-"""Worlds over several nodes, whose names WEFT_NODE gives here: the library's way, and Worlds of one node inside."""
+"""Worlds over several nodes, which WEFT_NODE names here: plans by cuBLAS and NCCL, and Worlds inside a node."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_nodes_are_numbered_by_their_first_ranks(hosts: str, nodes: Sequence[int
 
 
 def test_a_node_is_a_host_of_one_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers of one host have one boot's number and names of their own."""
+    """Containers of one host have the same boot id and names of their own."""
     monkeypatch.delenv("WEFT_NODE", raising=False)
     monkeypatch.setattr("platform.node", lambda: "pod-1")
     host = host_name()
@@ -68,7 +68,8 @@ def test_a_node_is_a_host_of_one_start(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- emulated ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(3))
 def test_emulated_nodes(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Over both nodes the library moves all; on each, kernels overlap, in turn with those of the other node."""
+    """Over both nodes NCCL moves everything; inside each node, kernels overlap, alternating with those of the other
+    node."""
 
     def main(world: weft.World) -> None:
         for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
@@ -78,7 +79,8 @@ def test_emulated_nodes(seed: int, caplog: pytest.LogCaptureFixture) -> None:
             world.channel("over nodes", 4, None)
         node, across = world.split(world.node), world.split(world.rank != 1)
         assert (node.nodes, across.nodes) == [((0, 0), (0, 1)), ((0, 0), (0,)), ((0,), (0, 1))][world.rank]
-        assert node.symmetric_unsupported is None and (across.symmetric_unsupported is None) == (world.rank == 1)
+        assert node.backend.symmetric_unsupported is None
+        assert (across.backend.symmetric_unsupported is None) == (world.rank == 1)
         assert case(node, "all_gather_matmul", [8] * node.size, 32, 32, "fused") < 5e-3
         world.synchronize()
 
@@ -105,7 +107,7 @@ NODES = (0, 0, 0, 0, 1, 1)
 
 
 class Lines(logging.Handler):
-    """What is said of nodes."""
+    """Collects the log lines about nodes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class Lines(logging.Handler):
 
 
 def ops_of_several_nodes(world: weft.World, log: Lines) -> None:
-    """Right by every plan that is asked for, and one line says why it is the library's."""
+    """Every requested plan gives the right result, and one line explains why cuBLAS and NCCL run it."""
     rows = [9, 16, 0, 5, 8, 3]
     for plan in ("sequential", "auto", "fused"):
         assert case(world, "all_gather_matmul", rows, 48, 64, plan, bias=True) < 5e-3
@@ -132,7 +134,7 @@ def ops_of_several_nodes(world: weft.World, log: Lines) -> None:
 
 
 def worlds_inside(world: weft.World, log: Lines) -> None:
-    """Those of a node, and those of one rank a node, of which nodes of unequal size leave some alone."""
+    """Make the Worlds of each node, and those of one rank a node; nodes of unequal size leave some ranks alone."""
     log.lines.clear()
     node = world.split(world.node)
     assert (node.size, node.rank, node.multi_node_unsupported) == (
@@ -150,7 +152,7 @@ def worlds_inside(world: weft.World, log: Lines) -> None:
 
 
 def gpus_of_nodes(rank: int, store: Path) -> None:
-    """As processes of GPUs: memory that hosts share, and symmetric memory, are of one node alone."""
+    """Run as processes on GPUs would: shared host memory and symmetric memory exist only inside a node."""
     shm_exchange.FOLDER = store.parent / f"shm{NODES[rank]}"
     with of_gpus(rank - 4 * NODES[rank]):
         whole = CudaBackend()
@@ -195,8 +197,9 @@ def test_unequal_nodes(tmp_path: Path) -> None:
 
 # -- four ranks on two nodes alike -------------------------------------------------------------------------------------
 def gpus_of_nodes_alike(rank: int, store: Path) -> None:
-    """As processes of GPUs: both levels, of which the one across nodes is held to a few CTAs, for which kernels of the
-    other leave SMs; none where GPUs of one node lack peer access, though the other node's have it."""
+    """Run as processes on GPUs would, with both levels: the level between nodes is limited to a few CTAs, for which
+    kernels of the other level leave SMs. There are no levels if the GPUs of one node lack peer access, even if the
+    other node's have it."""
     shm_exchange.FOLDER = store.parent / f"shm{rank // 2}"
     limits: list[int] = []
     with (
@@ -249,7 +252,7 @@ def test_nodes_alike(tmp_path: Path) -> None:
 
 # -- the example -------------------------------------------------------------------------------------------------------
 def test_the_example_trains_on_two_nodes() -> None:
-    """Two starts of torchrun, as on two machines, whose nodes are told apart by name."""
+    """torchrun is started twice, as on two machines, whose names distinguish the nodes."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WEFT_NODE")}
     command = [sys.executable, EXAMPLE, "--gloo"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)

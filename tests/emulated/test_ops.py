@@ -50,7 +50,7 @@ def sequential_errors(op: str, rows: tuple[int, ...], n: int, k: int, run: int, 
 
 
 def compare(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **options: Any) -> None:
-    """The plan's error on every rank beside sequential's."""
+    """Return the plan's error on every rank, and sequential's."""
     plan_errors = errors(op, rows, n, k, plan, run, **options)
     base = sequential_errors(op, tuple(rows), n, k, run, **options)
     assert max(base) < 5e-3
@@ -149,7 +149,7 @@ def test_random_shapes(op: str, kind: str, rows: list[int], n: int, k: int, bias
 @pytest.mark.parametrize("seed", some(range(8), 2))
 @pytest.mark.parametrize("op", OPS)
 def test_schedules(op: str, seed: int) -> None:
-    """Several calls, often preempted: nothing is reported, and the result is right."""
+    """Several calls under frequent preemption report nothing, and the result is right."""
     for kind, rows in (("fused", [17, 16, 16]), ("fused", [20, 20, 20]), ("decomposed", [9, 9, 9]))[seed % 2 :]:
         rank_errors = emulate(lambda w, r=rows, k=kind: case(w, op, r, 40, 24, k, calls=3), 3, seed, preempt=0.2)
         assert max(rank_errors) < 5e-3
@@ -160,7 +160,7 @@ def test_schedules(op: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_shapes_in_turn_share_one_workspace(seed: int) -> None:
-    """Growing, shrinking, every op and kind, one after another; nobody may read what another call left."""
+    """Shapes grow and shrink over every op and kind in succession; no call may read what another has left."""
 
     def main(world: weft.World) -> float:
         worst = 0.0
@@ -193,7 +193,7 @@ def test_shapes_in_turn_share_one_workspace(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", FAST)
 def test_results_are_tensors_of_their_own(kind: str) -> None:
-    """Later calls leave earlier results, gathered activations included, as they were."""
+    """Later calls leave earlier results, gathered activations included, unchanged."""
 
     def main(world: weft.World) -> None:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -237,8 +237,8 @@ TRANSPOSES = {
 
 @pytest.mark.parametrize(("op", "plan"), [(op, plan) for op, plans in TRANSPOSES.items() for plan in plans], ids=str)
 def test_a_transposed_weight_gives_the_same_bits(op: str, plan: str | Plan) -> None:
-    """In turns with a dense one of the same size, so that neither runs what was kept of the other; and it is not copied
-    where the plan takes it."""
+    """Calls alternate with a dense weight of the same size, so that neither runs what was prepared for the other;
+    and a plan that supports transposed weights makes no copy."""
 
     def main(world: weft.World) -> None:
         for rows, n, k in ((16, 32, 48), (7, 40, 24), (1, 8, 16)):
@@ -263,7 +263,8 @@ def test_a_transposed_weight_gives_the_same_bits(op: str, plan: str | Plan) -> N
 @pytest.mark.parametrize("kind", FAST)
 @pytest.mark.parametrize("op", OPS)
 def test_same_inputs_same_bits(op: str, kind: str) -> None:
-    """Again in the same world, and under any schedule. An all-reduce has the same bits on every rank."""
+    """The bits are the same again in the same world, and under any schedule. Those of an all-reduce are the same on
+    every rank."""
 
     def main(world: weft.World) -> list[torch.Tensor]:
         x, w, b = draw(world.rank, 24, 24), draw(50 + world.rank, 40, 24), draw(99, 40)
@@ -302,7 +303,8 @@ def test_copies_of_shards_of_different_lengths_fall_back_once(op: str, plan: Any
 
 @pytest.mark.parametrize("seed", some(range(6), 2))
 def test_the_librarys_gemm_behind_shards_that_copies_bring(seed: int) -> None:
-    """What feeds it: flags behind their rows, and the call's number behind the GEMM. Here it waits shard by shard."""
+    """Flags follow the rows of each shard, and the call's number follows the GEMM. Here the GEMM waits shard by
+    shard."""
     plan = FlagGated(tile_m=8, cluster_m=2)
     for ranks, bias in ((2, True), (4, False)):
         rank_errors = emulate(
@@ -332,13 +334,13 @@ def test_pulled_blocks_are_no_longer_than_a_tile(op: str) -> None:
 
 
 def test_two_programs_that_share_an_sm_are_both_resident() -> None:
-    """More pulling programs than SMs, which wait for parts of shards that later programs copy."""
+    """There are more pulling programs than SMs, and they wait for parts of shards that later programs copy."""
     compare(OPS[0], [48, 48], 64, 32, replace(SMALL_GATHER, pull_programs=7, per_sm=2), calls=2)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_posted_blocks_of_several_rows_and_part_of_one(op: str) -> None:
-    """More than a block of a rank, which ends anywhere in a row."""
+    """A rank has more than one block, and the last one ends anywhere in a row."""
     for rows in ([5, 5], [9, 2, 4]):
         compare(op, rows, 328, 264, OneShot(programs=3, warps=4), calls=2)
 
@@ -357,7 +359,8 @@ def test_decomposed_needs_no_alignment(op: str) -> None:
 
 
 def test_tensors_at_odd_addresses() -> None:
-    """A view that starts off a 16-byte boundary, on one rank alone: the ranks still take one plan, and the result is right."""
+    """On one rank alone a view starts off a 16-byte boundary: the ranks still choose one plan, and the result is
+    right."""
 
     def main(world: weft.World) -> bool:
         flat = draw(world.rank, 1 + 8 * 16).flatten()
@@ -373,7 +376,7 @@ def test_tensors_at_odd_addresses() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_row_of_any_stride(kind: str) -> None:
-    """On one rank alone: such a row counts as contiguous."""
+    """On one rank alone a single row has an arbitrary stride: such a row counts as contiguous."""
 
     def main(world: weft.World) -> bool:
         row = draw(world.rank, 64, 1).t() if world.rank else draw(world.rank, 4, 67)[:1, :64]
@@ -411,14 +414,14 @@ def test_out_at_an_odd_address() -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("plan", ["auto", "sequential"])
 def test_views_again_and_again(op: str, plan: str) -> None:
-    """What a sequential call came to is kept for the next one, which brings the view as it is."""
+    """The decision for a sequential call is kept for the next one, which passes the view unchanged."""
     assert max(errors(op, (8, 8), 24, 16, plan, views=True, calls=3)) < 5e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
 def test_out_may_share_memory_with_an_operand(op: str, kind: str) -> None:
-    """Fused programs end tiles while others still read what they need."""
+    """Fused programs finish tiles while others still read what they need."""
     assert max(emulate(lambda world: shared_case(world, op, 32, 64, kind), 2)) < 5e-3
 
 
@@ -432,7 +435,7 @@ def test_rows_longer_than_an_arena_has_to_spare() -> None:
 
 
 def test_a_sum_of_2_31_elements_is_not_empty() -> None:
-    """Of which only the first are there: the emulator says so when they run out."""
+    """Only the first elements exist: the emulator raises where they end."""
 
     def rank(world: weft.World) -> None:
         t, me = torch.ones(64, dtype=torch.bfloat16), world.tensor([0], torch.int32)
@@ -445,7 +448,7 @@ def test_a_sum_of_2_31_elements_is_not_empty() -> None:
 
 
 def test_a_capture_does_not_hide_the_stream_before_it() -> None:
-    """Work of an eager call may still run when the next one comes, on another stream, behind a capture."""
+    """Work of an eager call may still run when the next call comes on another stream, after a capture."""
 
     def rank(world: weft.World) -> None:
         backend: Any = world.backend
@@ -462,7 +465,7 @@ def test_a_capture_does_not_hide_the_stream_before_it() -> None:
 
 
 def test_one_descriptor_over_all_ranks() -> None:
-    """Granules lead from the lowest copy to every other."""
+    """Granules lead from the lowest copy to every other one."""
 
     def main(world: weft.World) -> None:
         memory = world.symmetric((4096,), torch.uint8, "m")
@@ -490,7 +493,7 @@ def test_small_is_what_a_small_world_gets() -> None:
 
 @pytest.mark.parametrize("plan", ["fused", SMALL_COPIED], ids=["pulled", "copied"])
 def test_gated_and_plain_calls_of_one_shape(plan: str | Plan) -> None:
-    """They share their channels, so their calls count together."""
+    """Both kinds share their channels, so their calls are counted together."""
 
     def main(world: weft.World) -> float:
         worst = 0.0
@@ -513,8 +516,8 @@ def test_gated_and_plain_calls_of_one_shape(plan: str | Plan) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_kernels_are_loaded_before_anything_spins(op: str) -> None:
-    """Loading can wait for a spinning kernel, so every variant of what runs beside another is loaded before a call launches
-    anything: also where a bias or a dtype makes another variant of a shape that was called before."""
+    """Loading can wait for a spinning kernel, so a call loads every variant that runs beside another before it
+    launches anything: also where a bias or a dtype makes another variant of a known shape."""
 
     def main(world: weft.World) -> int:
         backend: Any = world.backend

@@ -1,7 +1,6 @@
-"""Where `out=` and `received=` lie does not change what an op computes: not at a multiple of 16 bytes, or over an operand.
-
-One grid of all functions that take them, all kinds of plans and all operands; what has strides is refused.
-"""
+"""The memory of `out=` and `received=` does not change an op's result: it may begin off a multiple of 16 bytes, or
+overlap an operand. One grid covers all functions with such an argument, all kinds of plans and all operands; strided
+memory is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def routes(world: weft.World) -> Operands:
 
 
 def of_op(name: str, world: weft.World, plan: str) -> tuple[Operands, Function]:
-    """Operands, and what calls the function of them with a place for its result."""
+    """Return operands, and a function that calls the op on them with memory for its result."""
     r, how = world.rank, dict(world=world, plan=plan)
     if name.startswith("moe."):
         return of_moe(name, world, plan)
@@ -76,7 +75,7 @@ def first_half_rows(world: weft.World) -> int:
 
 
 def expert_rows(hidden: torch.Tensor, world: weft.World) -> torch.Tensor:
-    """The rows of the experts, which begin at whole tiles; between them lies what nobody reads."""
+    """Return the experts' rows, which begin at whole tiles; nothing may read what is between them."""
     world.synchronize()
     ids = torch.cat([at_random(0, r, T, LAYER, world.size) for r in range(world.size)])
     counts = ids.flatten().bincount(minlength=EXPERTS)
@@ -136,7 +135,8 @@ def test_every_function_that_writes_what_it_is_given_is_here() -> None:
 
 
 def over(operand: torch.Tensor, result: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A copy of the operand, and a place for the result so many bytes behind its start, in one memory."""
+    """Return a copy of the operand, and memory for the result that begins this many bytes after it, in one
+    allocation."""
     size = lambda t: t.numel() * t.element_size()  # noqa: E731
     memory = torch.zeros(size(operand) + shift + size(result) + 64, dtype=torch.uint8)
     copy = memory[: size(operand)].view(operand.dtype).view(operand.shape).copy_(operand)

@@ -1,4 +1,4 @@
-"""What calls of one kind prepare once: loads ahead of the first launch, and what trials share."""
+"""Calls of one kind prepare once: tests of loading before the first launch, and of shared trials."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.ops.moe.expert_parallel.op import MOE
 
 
 class Recorded:
-    """A launch that records which tensors it was loaded for."""
+    """A launch that records the tensors for which it was loaded."""
 
     def __init__(self) -> None:
         self.loaded: list[tuple[bool, ...]] = []
@@ -45,7 +45,8 @@ def test_kernels_are_loaded_ahead_once_for_each_combination_of_alignments() -> N
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_calls_of_which_a_plan_may_serve_one_alone_share_no_trial(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are rounded, but plans differ where some ranks have more rows than others, and by every other field."""
+    """Trial keys round the number of rows, but calls do not share a trial where some ranks have more rows than
+    others, or where any other field differs."""
     calls: list[Any] = []
     check = type(REGISTRY[op]).check
     monkeypatch.setattr(type(REGISTRY[op]), "check", lambda *a: calls.append(check(*a)) or calls[-1])
@@ -62,7 +63,7 @@ def test_calls_of_which_a_plan_may_serve_one_alone_share_no_trial(op: str, monke
 
 
 def another(value: Any) -> Any:
-    """Another value of a field, in which plans may differ."""
+    """Return another value of a field."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -73,7 +74,7 @@ def another(value: Any) -> Any:
 
 
 def shared_by(key: Any, call: Any) -> set[str]:
-    """The fields in which calls may differ that share a trial, where `shards` keeps its sum."""
+    """Return the fields in which calls that share a trial may differ, where `shards` keeps its sum."""
     names = {field.name for field in fields(call)}
     values = {name: (16,) * 2 if name == "shards" else another(getattr(call, name)) for name in names}
     return {name for name in names if key(replace(call, **{name: values[name]})) == key(call)}
@@ -166,7 +167,7 @@ def test_sums_of_two_shapes_of_one_matrix_keep_their_shapes(plan: str) -> None:
 
 
 def test_routes_that_nobody_holds_are_freed() -> None:
-    """What calls by a Routing prepare goes with it; the World keeps what its latest call needs."""
+    """What calls with a Routing prepare is freed with it; the World keeps what its latest call needs."""
 
     def main(world: World) -> int:
         x, w, routes = draw(1, 32, 64), draw(2, 64, 64), []

@@ -1,5 +1,5 @@
-"""Calls on two streams of a rank whose launches wait for other ranks: those that are not sure to fit on the SMs together come one after
-another, in one order on all ranks, and all others as they do without this."""
+"""Calls on two streams of a rank whose launches wait for other ranks: those that may not fit on the SMs together run
+one after another, in one order on all ranks, and all others run concurrently."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def layer(world: weft.World) -> None:
 
 
 def on_two_streams(call_a: tuple[weft.World, Call], call_b: tuple[weft.World, Call], times: int = 3) -> None:
-    """Make both calls again and again, each on a stream of its own, with a host that runs ahead as on a GPU."""
+    """Make both calls repeatedly, each on a stream of its own, with a host that runs ahead as on a GPU."""
     world = call_a[0]
     for ranks, call in (call_a, call_b):
         call(ranks)
@@ -58,7 +58,7 @@ def on_two_streams(call_a: tuple[weft.World, Call], call_b: tuple[weft.World, Ca
 
 @contextmanager
 def counted_waits(world: weft.World) -> Iterator[list[str]]:
-    """Yield the names of streams for which another one was made to wait for room."""
+    """Yield the names of the streams for which another stream was made to wait for room."""
     waits: list[str] = []
     backend, start_after = world.backend, world.backend.start_after
 
@@ -96,12 +96,12 @@ def alone_beside_all(world: weft.World) -> list[str]:
 
 
 def test_programs_of_one_rank_that_wait_for_each_other_need_room_too() -> None:
-    """FusedMoe has a grid barrier, also with one rank."""
+    """FusedMoe has a grid barrier, even with one rank."""
     assert all("user a" in waits for waits in weft.spmd(alone_beside_all, 2, backend="emulated"))
 
 
 def experts_on_few_sms(world: weft.World, plan: str, sms: int) -> None:
-    """A layer of one rank, where launches begin with fewer SMs than programs."""
+    """Call a layer of one rank, whose launches begin with fewer SMs than programs."""
     w13 = moe.pack(torch.ones(4, 32, 32).bfloat16(), world=world)
     ids, w2 = torch.arange(8)[:, None].int() % 4, torch.ones(4, 32, 16).bfloat16()
     for _ in range(2):
@@ -121,7 +121,8 @@ def test_a_grid_barrier_needs_room_for_all_programs() -> None:
 
 
 def test_launches_are_noted_as_they_were_compiled(monkeypatch: Any) -> None:
-    """On a GPU: registers of all threads, shared memory with the system's part, and threads; none of a launch that waits for nobody."""
+    """On a GPU a launch's registers of all threads, shared memory with the system's part, and threads are recorded;
+    nothing is recorded for a launch that waits for nobody."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     compiled = SimpleNamespace(n_regs=165, metadata=SimpleNamespace(num_warps=8, shared=4096))
     plain: Any = SimpleNamespace(
@@ -157,7 +158,7 @@ def test_calls_that_fit_together_take_no_event() -> None:
 
 
 def known_calls_on_one_stream(world: weft.World) -> int:
-    """Return how often calls on one stream look at others' room."""
+    """Return how often calls on one stream check the others' room."""
     calls: tuple[Call, ...] = gather, two_shot, lambda world: weft.matmul_reduce_scatter(x(), x(), world=world)
     for _ in range(2):
         for call in calls:
@@ -178,7 +179,7 @@ def woven(world: weft.World) -> list[str]:
     w, norm = torch.ones(32, 32).bfloat16(), torch.ones(32).bfloat16()
 
     def compute(i: int, y: torch.Tensor) -> torch.Tensor:
-        return world.linear(y, w, None, world.current_stream())
+        return world.backend.linear(y, w, None, world.current_stream())
 
     def reduce(k: int, i: int, partial: torch.Tensor) -> torch.Tensor:
         return weft.all_reduce_rms_norm(partial, None, norm, 1e-6, world=world, plan=ALL)[0]
@@ -194,7 +195,7 @@ def test_sums_of_a_weave_wait_for_no_gemm() -> None:
 
 
 def waits_in_a_capture(world: weft.World) -> list[str]:
-    """Calls of a capture come after those of its other streams alone."""
+    """Calls in a capture wait only for those on the capture's other streams."""
     a, b, c = (world.side_stream(name) for name in "abc")
     world.backend.captures = lambda stream: stream in (a, b)
     with counted_waits(world) as waits:
@@ -257,7 +258,7 @@ def test_what_fits() -> None:
 
 
 def test_a_call_waits_for_all_that_may_still_run() -> None:
-    """Also for a call on a third stream that fits beside the last one of the second."""
+    """This includes a call on a third stream that fits beside the last one of the second."""
     half, whole = ((frozenset({ResidentPrograms(n, (1,))}),) for n in (2, 4))
     ledger = Ledger(SMs(4, (1,)))
     assert ledger.enter("a", whole) == []

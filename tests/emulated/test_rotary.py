@@ -1,4 +1,4 @@
-"""The rotary embedding of queries and keys, in the emulator, beside its definition."""
+"""The rotary embedding of queries and keys in the emulator, against its definition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.ops.rotary import rotary
 
 
 def defined(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
-    """Of heads [M, heads, D]."""
+    """Rotate heads [M, heads, D] by the definition."""
     x = x.double()
     if norm is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm.double()
@@ -58,7 +58,7 @@ def test_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_known_call_is_of_its_dtypes(ranks: int) -> None:
-    """Each of the operands may be of either; tensors lie elsewhere at each call."""
+    """Each operand may have either dtype; tensors are at other addresses in each call."""
     qkv, angle, norm = draw(1, 4, 32), draw(2, 4, 8).float(), draw(3, 8)
 
     def main(world: weft.World) -> float:

@@ -1,5 +1,5 @@
-"""GEMM + all-to-all by a routing on the device, on emulated ranks: results and gradients against torch, under torch.compile, every
-mutation of its protocol, and its kernels compiled."""
+"""GEMM + all-to-all with routing on the device, on emulated ranks: results and gradients against torch, under
+torch.compile, every mutation of its protocol, and its kernels compiled."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_kinds_of_routings(ranks: int, draws: Draw) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("seed", some(range(12), 2))
 def test_schedules(seed: int, ranks: int) -> None:
-    """Many calls, with and without gradients, of two sizes that share their memory, while nothing synchronises."""
+    """Many calls with and without gradients, of two sizes that share their memory, run without synchronisation."""
 
     def main(world: World) -> float:
         callers = [Caller(world, m, 24, 24, "fused", BF) for m in (35, 20)]
@@ -87,7 +87,7 @@ def test_schedules(seed: int, ranks: int) -> None:
 
 
 def test_the_arena_is_shared_with_other_ops() -> None:
-    """Whose calls use the halves in turn with those of this one."""
+    """Calls of other ops alternate with this one's in the halves of the arena."""
 
     def main(world: World) -> float:
         caller, rng = Caller(world, 32, 40, 40, "fused", BF), mutation.random.Random(1)
@@ -155,7 +155,7 @@ def test_operands_that_are_not_contiguous_and_out_that_holds_one(plan: str) -> N
 @pytest.mark.parametrize("needs", [("x",), ("w",), ("b",), ("w", "b")], ids=str)
 @pytest.mark.parametrize("plan", ["sequential", "fused"])
 def test_gradients_of_some_operands(plan: str, needs: tuple[str, ...]) -> None:
-    """The others are None, and what is asked for is what it is among all."""
+    """The other operands' gradients are None, and those requested equal those among all."""
 
     def main(world: World) -> None:
         tensors = dict(x=draw(world.rank, 20, 16), w=draw(3, 24, 16), b=draw(4, 24))
@@ -231,7 +231,8 @@ def test_errors_quote_what_was_given() -> None:
 
 @pytest.mark.parametrize("plan", ["sequential", "fused"])
 def test_ranks_that_disagree(plan: str) -> None:
-    """On the number of rows, or on the plan. A bias on one rank alone, or a gradient there, is nobody else's matter."""
+    """Ranks disagree on the number of rows, or on the plan. A bias or a gradient on one rank alone concerns no other
+    rank."""
 
     def main(world: World) -> None:
         m = 16 + 8 * world.rank
@@ -254,7 +255,7 @@ def test_ranks_that_disagree(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["sequential", "fused", "auto"])
 def test_a_capture_allocates_and_compares_nothing(plan: str) -> None:
-    """After an eager step, forward and backward passes as inside a capture, with other routings."""
+    """After an eager step, forward and backward passes run as inside a capture, with other routings."""
 
     def main(world: World) -> float:
         caller, rng = Caller(world, 24, 16, 16, plan, BF), mutation.random.Random(2)
@@ -281,7 +282,7 @@ def test_a_plan_is_text_and_back() -> None:
 def step(
     world: World, fn: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, d: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Results and gradients of a function of leaves."""
+    """Return the results and gradients of a function of leaves."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, w, b)]
     out, counts = fn(*leaves, d)
     gradients = torch.autograd.grad(out, leaves, draw(5, *out.shape).to(out))
@@ -292,7 +293,8 @@ def step(
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("plan", ["sequential", "fused", SMALL_ALL_TO_ALL], ids=["sequential", "fused", "a plan"])
 def test_a_compiled_graph(plan: str | Plan, dynamic: bool) -> None:
-    """Two calls in one graph without a break, its gradients, other destinations without another graph, and symbolic rows."""
+    """Two calls and their gradients are one graph without a break; other destinations need no other graph, and rows
+    may be symbolic."""
 
     def main(world: World) -> None:
         graphs = []
@@ -374,7 +376,7 @@ def calls(**case: Any) -> mutation.Main:
 
 
 def on_two_streams(gradient: bool) -> mutation.Main:
-    """Calls on two streams in turn, of which none waits for its stream to be drained, as on a GPU."""
+    """Alternate calls between two streams; none drains its stream, as on a GPU."""
 
     def main(world: World) -> None:
         callers = {name: Caller(world, 37, 40, 40, "fused", BF) for name in ("first", "second")}
@@ -489,7 +491,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 
 
 def test_other_rows_are_the_same_kernels() -> None:
-    """Of all numbers of rows: none is specialised, as 1 and multiples of 16 would be."""
+    """Numbers of rows are not specialised, as 1 and multiples of 16 would be."""
 
     def kernels(m: int) -> list[Any]:
         COMPILED["rows"] = replaced = (2, m, 512, 256, BF, True, FusedAllToAll())

@@ -1,5 +1,5 @@
-"""What hosts of one machine tell each other by shared memory (backends/shm_exchange.py), and what a World makes of it: ranks
-that are late are compared at the next check."""
+"""The exchange between hosts of one machine over shared memory (backends/shm_exchange.py), and its use by a World:
+ranks that are late are compared at the next check."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from weft.world import LATE, PATIENCE
 
 
 def ranks(fn: Callable[[SharedMemoryExchange], Any], size: int = 2, seconds: float = 20.0) -> list[Any]:
-    """`fn` on threads, each with a SharedMemoryExchange of its own over one file."""
+    """Run `fn` on threads, each with a SharedMemoryExchange of its own over one file."""
     slots: list[Any] = [None] * size
     barrier = threading.Barrier(size, timeout=20)
     results: list[Any] = [None] * size
@@ -65,7 +65,7 @@ def ranks(fn: Callable[[SharedMemoryExchange], Any], size: int = 2, seconds: flo
 
 
 def test_what_is_said_is_heard_in_order_by_all_and_the_file_has_no_name() -> None:
-    """More than there are slots, of all lengths, by ranks that are late at random."""
+    """Ranks post more messages than there are slots, of all lengths and with random delays."""
     before = set(boards.FOLDER.glob("weft-*"))
 
     def message_of(rank: int, i: int) -> bytes:
@@ -102,7 +102,7 @@ def test_a_rank_that_is_late_is_not_waited_for() -> None:
 
 
 def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
-    """One says LEAD things before it hears the first, again and again; the other hears each at once."""
+    """One rank posts LEAD messages before it reads the first, repeatedly; the other reads each at once."""
 
     def main(shm: SharedMemoryExchange) -> bool:
         step = 1 if shm.rank else LEAD
@@ -121,7 +121,7 @@ def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
 
 
 def test_final_data_takes_no_slot_of_posts() -> None:
-    """Of any rank, wherever in its ring its posts are."""
+    """This holds for any rank, wherever its posts are in its ring."""
 
     def main(shm: SharedMemoryExchange) -> bool:
         ends: list[bytes | None] = [b"end of %d" % rank for rank in range(3)]
@@ -174,7 +174,7 @@ def _second_rank(path: str, ready: Any) -> None:
 
 
 def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
-    """Long before the bound."""
+    """The error comes long before the time limit."""
     path = tmp_path / "board"
     path.write_bytes(bytes(2 * (boards._PART + boards._SLOT)))
     context = multiprocessing.get_context("spawn")
@@ -194,7 +194,7 @@ def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
 
 
 def _killed(path: str, ready: Any, child: Any) -> None:
-    """A rank with a worker, such as a DataLoader's, that is killed and so does not end it."""
+    """A rank is killed while a worker of it, such as a DataLoader's, lives on."""
     shm = SharedMemoryExchange(os.open(path, os.O_RDWR), 1, 2, 20.0)
     shm.post(b"here")
     pid = os.fork()
@@ -226,7 +226,7 @@ def test_a_rank_that_is_killed_is_noticed_though_its_children_live(tmp_path: Pat
 
 
 def in_child(fn: Callable[[], bool]) -> bool:
-    """Whether fn returned True in a forked process."""
+    """Return whether fn returned True in a forked process."""
     pid = os.fork()
     if pid:
         return os.waitpid(pid, 0)[1] == 0
@@ -237,7 +237,7 @@ def in_child(fn: Callable[[], bool]) -> bool:
 
 
 def test_a_child_of_a_child_closes_no_other_file(tmp_path: Path) -> None:
-    """A worker that forks: the descriptor, which the first fork closed, is another file in the worker."""
+    """A worker forks: the descriptor that the first fork closed is another file in the worker."""
     exchanges = [SharedMemoryExchange.shared(0, 1, 1.0, lambda obj: [obj]) for _ in range(2)]
 
     def child() -> bool:
@@ -283,7 +283,8 @@ def test_a_file_without_room_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_file_of_a_killed_start_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And no other: one that a rank has locked, or is about to, or one of somebody else that begins alike."""
+    """No other file is removed: neither one that a rank has locked or is about to lock, nor one of another program
+    whose name begins alike."""
     monkeypatch.setattr(boards, "FOLDER", tmp_path)
     killed, locked, young = (f"weft-{digit * 32}" for digit in "abc")
     names = killed, locked, young, "weft-parts", "another"
@@ -304,7 +305,7 @@ def test_without_a_folder_that_all_see_there_is_none(monkeypatch: pytest.MonkeyP
 
 
 def test_what_hosts_exchange_goes_by_the_board_and_what_is_long_by_messages() -> None:
-    """A rank that told something while others exchange keeps none of them waiting for messages."""
+    """A rank that posted while others exchange does not make them wait for messages."""
     sent: list[bytes] = []
 
     def main(shm: SharedMemoryExchange) -> Any:
@@ -333,7 +334,7 @@ def test_what_hosts_exchange_goes_by_the_board_and_what_is_long_by_messages() ->
 
 
 def test_what_is_told_at_length_is_not_taken_for_what_was_told_before() -> None:
-    """One rank is late for a short call; then comes one of which there is too much to say for a slot."""
+    """One rank is late for a short call; then a call follows whose data is too long for a slot."""
     barrier, slots = threading.Barrier(2, timeout=20), [b""] * 2
 
     def main(shm: SharedMemoryExchange) -> bool:
@@ -363,7 +364,7 @@ def test_what_is_told_at_length_is_not_taken_for_what_was_told_before() -> None:
 # -- a World whose ranks are late --------------------------------------------------------------------------------------
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rank is there within any patience at the call itself: it is compared at the next check."""
+    """No rank arrives within the time limit of the call itself: the call is compared at the next check."""
 
     def late_post(self: EmulatedBackend, obj: Any) -> Callable[[float | None], list[Any] | None]:
         def collect(patience: float | None) -> list[Any] | None:
@@ -376,7 +377,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(fn: Callable[[weft.World], object], size: int = 2) -> list[str]:
-    """What each rank's Mismatch says."""
+    """Return the message of each rank's Mismatch."""
     messages = [""] * size
 
     def rank(world: weft.World) -> None:
@@ -401,7 +402,8 @@ KINDS = [(op, kind) for op in collectives() for kind in REGISTRY[op].kinds if op
 def test_late_ranks_that_disagree_raise_at_the_next_check(
     monkeypatch: pytest.MonkeyPatch, op: str, kind: str, differ: str
 ) -> None:
-    """Of each kind of plan whose waits are bounded, after a call on which they agree; of others at once."""
+    """Ranks disagree after a call on which they agree. Plans with bounded waits raise at the next check, and others
+    at once."""
 
     def main(world: weft.World) -> None:
         x, w = torch.randn(16, 32).bfloat16(), torch.randn(32, 32).bfloat16()
@@ -509,7 +511,7 @@ def every_use_raises(world: weft.World, error: type[Exception], says: str) -> bo
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("rank_1_makes", ["another call", "memory", "an exchange", "fewer calls"])
 def test_after_a_mismatch_with_a_rank_that_ran_ahead_every_use_raises(rank_1_makes: str) -> None:
-    """The rank that was ahead may have launched its call and posted later ones; the other may not know how many."""
+    """The rank that ran ahead may have launched its call and posted later ones; the other may not know how many."""
 
     def main(world: weft.World) -> bool:
         weft.all_reduce(torch.ones(4, 8).bfloat16(), world=world, plan="sequential")
@@ -595,7 +597,7 @@ def test_after_a_timeout_over_gloo_every_message_raises() -> None:
 
 # -- ranks whose waits expire, or that are in other calls --------------------------------------------------------------
 def stuck(shm: SharedMemoryExchange, flag: int, words: tuple[int, int], tile: int = 3) -> CudaBackend:
-    """A rank's backend with a record of its GPU: of what it waited for and saw of the other rank."""
+    """Return a rank's backend with a record of its GPU: what it waited for, and what it saw of the other rank."""
     backend = CudaBackend.__new__(CudaBackend)
     backend.rank, backend.size, backend._shm, backend._waits = shm.rank, 2, shm, None
     record: Any = SimpleNamespace(words=[flag, 4096, *words, tile, 1 - shm.rank, 0])

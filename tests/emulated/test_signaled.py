@@ -67,8 +67,8 @@ def test_partitions() -> None:
     groups=st.lists(st.integers(1, 4), max_size=4), unit=st.integers(1, 12),
 )  # fmt: skip
 def test_a_schedule(owners: int, tiles_per_owner: int, programs: int, groups: list[int], unit: int) -> None:
-    """Slots are a permutation within each group, owner after owner; every program signals each group it works on once, with its
-    last tile of it."""
+    """Slots are a permutation within each group, ordered by owner; every program signals each of its groups once,
+    with its last tile in that group."""
     tiles = owners * tiles_per_owner
     tile_schedule = schedule(tiles, programs, groups, owners, unit)
     assert tile_schedule.bounds[0] == 0 and tile_schedule.bounds[-1] == tiles
@@ -93,7 +93,7 @@ def test_a_schedule(owners: int, tiles_per_owner: int, programs: int, groups: li
 
 
 def slots_of(tile_schedule: Schedule, owners: int) -> list[int]:
-    """Where signaled_gemm stores each tile, by how it goes through a program's entries."""
+    """Return where signaled_gemm stores each tile when it walks a program's entries."""
     slots = [-1] * tile_schedule.bounds[-1]
     for p, entries in enumerate(tile_schedule.program_groups):
         left = list(entries)
@@ -115,7 +115,7 @@ def sequential_errors(op: str, rows: tuple[int, ...], n: int, k: int, run: int, 
 
 
 def compare(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **options: Any) -> None:
-    """The plan's error on every rank beside sequential's."""
+    """Return the plan's error on every rank, and sequential's."""
     plan_errors = emulate(lambda world: case(world, op, rows, n, k, plan, **options), len(rows), run)
     base = sequential_errors(op, tuple(rows), n, k, run, **options)
     assert max(base) < 5e-3
@@ -149,7 +149,7 @@ def test_against_torch(op: str, plan: str | Plan, ranks: int) -> None:
 @pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize("op", REDUCING)
 def test_in_a_loop_over_tiles_as_before_hopper(op: str, seed: int) -> None:
-    """Several calls, often preempted; K that the steps do not divide."""
+    """Several calls run under frequent preemption, with a K that the steps do not divide."""
 
     def main(world: weft.World, rows: Sequence[int], plan: Plan, bias: bool) -> float:
         world.backend.capability = AMPERE
@@ -198,7 +198,8 @@ def test_random_shapes(
 
 
 def test_copies_move_what_they_can_and_the_rest_is_sequential(caplog: Any) -> None:
-    """Reduce-scatter: equal shards of whole tiles; both: rows of whole 16-byte words. Said once, and the same on every rank."""
+    """Reduce-scatter needs equal shards of whole tiles; both ops need rows of whole 16-byte words. The reason is
+    logged once, and is the same on every rank."""
     plan = replace(S, copies=True)
 
     def main(world: weft.World, op: str, rows: list[int], n: int) -> tuple[float, bool]:
@@ -229,7 +230,7 @@ def test_where_one_ranks_output_begins_does_not_divide_the_ranks(copies: bool) -
 @pytest.mark.parametrize("seed", some(range(12), 2))
 @pytest.mark.parametrize("op", REDUCING)
 def test_schedules(op: str, seed: int) -> None:
-    """Several calls, often preempted: nothing is reported, and the result is right."""
+    """Several calls under frequent preemption report nothing, and the result is right."""
     for copies, rows in ((False, [30, 29, 29]), (True, [32] * 3)):
         plan = replace(S, groups=((), (1, 1), (2,))[seed % 3], copies=copies)
         rank_errors = emulate(lambda w, p=plan, r=rows: case(w, op, r, 72, 24, p, calls=4), 3, seed, preempt=0.2)
@@ -273,7 +274,7 @@ def test_same_inputs_same_bits(op: str) -> None:
 
 
 def changed_entry(tile_schedule: Schedule, p: int, i: int, **new: int) -> Schedule:
-    """With entry i of program p changed."""
+    """Return the schedule with entry i of program p changed."""
     entries = [list(entries) for entries in tile_schedule.program_groups]
     entries[p][i] = entries[p][i]._replace(**new)
     return replace(tile_schedule, program_groups=tuple(map(tuple, entries)))
@@ -291,18 +292,18 @@ def early(tile_schedule: Schedule) -> Schedule:
 
 
 def twice(tile_schedule: Schedule) -> Schedule:
-    """Two tiles of a group share a slot, and one slot stays empty."""
+    """Two tiles of a group share a slot, and another slot stays empty."""
     return changed_entry(tile_schedule, 1, 0, tiles_per_owner=tile_schedule.program_groups[1][0].tiles_per_owner - 1)
 
 
 def swapped(tile_schedule: Schedule) -> Schedule:
-    """A program's tiles of two groups have changed places."""
+    """A program's tiles of two groups are exchanged."""
     first_tiles = [entry.first_tile for entry in tile_schedule.program_groups[0]]
     return changed_entry(changed_entry(tile_schedule, 0, 0, first_tile=first_tiles[1]), 0, 1, first_tile=first_tiles[0])
 
 
 def short(tile_schedule: Schedule) -> Schedule:
-    """A wait for one program less."""
+    """A wait is short by one program."""
     return replace(tile_schedule, arrivals=(tile_schedule.arrivals[0] - 1, *tile_schedule.arrivals[1:]))
 
 
@@ -311,12 +312,12 @@ def long(tile_schedule: Schedule) -> Schedule:
 
 
 def wrong_group(tile_schedule: Schedule) -> Schedule:
-    """One program counts another group up."""
+    """One program increments another group's counter."""
     return changed_entry(tile_schedule, 0, 0, group=1)
 
 
 def cut(tile_schedule: Schedule) -> Schedule:
-    """The first group's collective takes a tile too many."""
+    """The first group's collective includes a tile too many."""
     step = tile_schedule.bounds[-1] // 2 if len(tile_schedule.bounds) == 2 else 6
     return replace(tile_schedule, bounds=(0, tile_schedule.bounds[1] + step, *tile_schedule.bounds[2:]))
 
@@ -335,7 +336,7 @@ SCATTER = "matmul_reduce_scatter"
     ids=lambda f: getattr(f, "__name__", f),
 )
 def test_a_broken_schedule_is_caught(broken: Callable[[Schedule], Schedule], op: str, monkeypatch: Any) -> None:
-    """5 programs, 30 tiles of 2 owners (15 each), groups of 2 and 4 waves."""
+    """5 programs compute 30 tiles of 2 owners (15 each), in groups of 2 and 4 waves."""
     plan = replace(S, groups=(2, 3), ctas=1)
 
     def main(world: weft.World) -> float:
@@ -360,7 +361,7 @@ def test_a_broken_schedule_is_caught(broken: Callable[[Schedule], Schedule], op:
 @pytest.mark.parametrize("op", REDUCING)
 @pytest.mark.parametrize("shape", [(40, 72, 24), (33, 16, 40), (7, 100, 8), (96, 64, 16)])
 def test_tiles_are_left_to_what_follows(op: str, shape: tuple[int, int, int]) -> None:
-    """The Remap says where each element is; RMSNorm and residual add read through it."""
+    """The Remap gives the place of each element; RMSNorm and residual add read through it."""
     m, n, k = shape
 
     def main(world: weft.World) -> None:
@@ -374,7 +375,7 @@ def test_tiles_are_left_to_what_follows(op: str, shape: tuple[int, int, int]) ->
 
 @pytest.mark.parametrize("n", [16, 13])
 def test_out_where_no_bulk_store_gets(n: int) -> None:
-    """On one rank alone, which must not change how the ranks communicate."""
+    """Bulk stores cannot reach `out` on one rank alone, which must not change how the ranks communicate."""
 
     def main(world: weft.World) -> float:
         x, w = draw(world.rank, 8, 16), draw(5, n, 16) * 0.1
@@ -493,7 +494,7 @@ def test_all_to_all(ranks: int, plan: str | Plan) -> None:
 
 @pytest.mark.parametrize("seed", some(range(12), 3))
 def test_all_to_all_under_many_schedules(seed: int) -> None:
-    """Ranks with more and with fewer waves, several routings in turn, some used again; ops overlap, as on a GPU."""
+    """Ranks have more or fewer waves, and several routings alternate, some of them reused; ops overlap, as on a GPU."""
 
     def main(world: weft.World) -> float:
         worst = 0.0
@@ -530,7 +531,7 @@ def test_all_to_all_of_any_shape(rows: list[int], n: int, k: int, groups: list[i
 
 
 def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
-    """The capture takes another plan, which needs tables and symmetric memory, and talks to nobody."""
+    """The capture runs another plan, which needs tables and symmetric memory, and exchanges nothing between hosts."""
 
     def main(world: weft.World) -> bool:
         backend: Any = world.backend
@@ -586,26 +587,26 @@ def test_all_to_all_errors() -> None:
 
 
 def shifted(tables: GroupTables) -> GroupTables:
-    """A row goes to the place after its own."""
+    """A row is stored in the place after its own."""
     tables.row_map[1] += 1
     return tables
 
 
 def exchanged(tables: GroupTables) -> GroupTables:
-    """Two rows have changed places."""
+    """Two rows are exchanged."""
     tables.row_map[:2] = tables.row_map[:2].flip(0)
     return tables
 
 
 def mistaken(tables: GroupTables) -> GroupTables:
-    """What a group brings begins a row too early, over the last of another's."""
+    """A group's rows begin one row too early, over the last row of another group."""
     sender = 1 - tables.signals.ch.state[0].item()
     tables.receive_offsets[1][sender] -= 1
     return tables
 
 
 def pulled_early(tables: GroupTables) -> GroupTables:
-    """Of a peer's pool the rows of another group are taken."""
+    """Rows of another group are pulled from a peer's pool."""
     sender = 1 - tables.signals.ch.state[0].item()
     tables.source_offsets[0][sender] += tables.receive_counts[0][sender]
     return tables

@@ -1,4 +1,4 @@
-"""Operators under way at once, on several streams of ranks whose hosts run ahead (cases_streams.py)."""
+"""Concurrent operators on several streams of ranks whose hosts run ahead (cases_streams.py)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ PER_CASE = 4
 
 @pytest.mark.parametrize("first_seed", some(range(0, 400, PER_CASE)))
 def test_nothing_is_found_in_random_calls_on_several_streams(first_seed: int) -> None:
-    """`python -m tests.emulated.cases_streams 10000` makes the calls of more seeds."""
+    """`python -m tests.emulated.cases_streams 10000` runs more seeds."""
     for seed in range(first_seed, first_seed + PER_CASE):
         run(seed)
 
 
 def test_tiles_beyond_a_shard_load_nothing_that_the_next_call_writes() -> None:
-    """The last tile of 5 gathered rows reaches beyond them, and the next operator on the arena fills the other half."""
+    """The last tile of 5 gathered rows extends beyond them, and the next operator on the arena fills the other half."""
     run(1423)
 
 

@@ -1,5 +1,5 @@
-"""Plan "two_level": ops over emulated nodes against float64, under several schedules; what a node may not reach; when the
-plan is taken; and, in a gate, every event of its host code removed once."""
+"""Plan "two_level": ops over emulated nodes against float64, under several schedules; the limits of a node; the
+choice of the plan; and, in a gate, every event of its host code removed once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def over_nodes(fn: Callable[[World], Any], nodes: Any = 2, ranks: int = 4, seed:
 @pytest.mark.parametrize("piece_count", [1, 3])
 @pytest.mark.parametrize(("nodes", "ranks"), NODES)
 def test_gemms(nodes: int, ranks: int, piece_count: int) -> None:
-    """Shards of one length, of several, of none; results in a tensor of their own or in `out`."""
+    """Shards are equal, unequal or empty; results are in a fresh tensor or in `out`."""
     splits = [[8] * ranks, [5 + r % 3 for r in range(ranks)], [9 * (r == 1) + (r > 2) for r in range(ranks)]]
 
     def main(world: World) -> None:
@@ -65,8 +65,8 @@ def test_gemms(nodes: int, ranks: int, piece_count: int) -> None:
 
 
 def test_what_is_sent_is_kept_until_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator of a GPU gives the memory of a tensor that is no longer held to the next one of the same stream,
-    whatever another stream still reads."""
+    """A GPU's allocator reuses the memory of a released tensor for the next one of the same stream, whatever another
+    stream still reads."""
     sent: list[list[weakref.ref[torch.Tensor]]] = [[] for _ in range(6)]  # by rank
 
     def send(world: World, part: torch.Tensor, to: int, into: torch.Tensor, source: int, stream: Any) -> None:
@@ -126,7 +126,8 @@ def test_sums(nodes: int, ranks: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks"), NODES)
 def test_all_to_all(nodes: int, ranks: int) -> None:
-    """Destinations drawn evenly, with favourites, and of ranks that send or get nothing; N of no whole words too."""
+    """Destinations are even, skewed, or leave ranks without rows to send or receive; N may be no multiple of whole
+    words."""
     sizes = [3 + 5 * (r % 2) for r in range(ranks)]
     all_rows = [
         drawn(1, ranks, sizes),
@@ -165,7 +166,7 @@ def test_out_may_hold_an_operand() -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks"), NODES[::2])
 def test_gradients(nodes: int, ranks: int) -> None:
-    """Those of the operators in a backward pass are "auto", which on emulated nodes means two levels."""
+    """The operators of a backward pass use "auto", which means two levels on emulated nodes."""
     rows = [7, 5] * (ranks // 2)
     used: list[str] = []
 
@@ -186,7 +187,8 @@ def test_gradients(nodes: int, ranks: int) -> None:
 
 
 def test_the_same_bits() -> None:
-    """In every call under any schedule, and of an all-reduce on every rank."""
+    """The bits are the same in every call and under any schedule, and those of an all-reduce are the same on every
+    rank."""
 
     def main(world: World) -> list[torch.Tensor]:
         x, w, shard = draw(world.rank, 10, 32), draw(9, 32, 32), draw(50 + world.rank, 6, 32)
@@ -226,7 +228,7 @@ def test_compiled() -> None:
 # -- what overlaps -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", OPS)
 def test_transfers_run_under_the_gemm(op: str) -> None:
-    """On each rank a transfer between nodes and a program of the node's kernel are under way at one time."""
+    """On each rank a transfer between nodes and a program of the node's kernel run at the same time."""
 
     def main(backend: Any) -> None:
         assert case(World(backend), op, [16] * 4, 32, 64, TwoLevel(2)) < BOUND
@@ -243,10 +245,10 @@ def test_transfers_run_under_the_gemm(op: str) -> None:
 def test_levels() -> None:
     def main(world: World) -> None:
         levels = world.levels
-        assert world.levels is levels and world.two_level_unsupported is None
+        assert world.levels is levels and world.backend.two_level_unsupported is None
         assert (levels.node.size, levels.node.rank, levels.node.multi_node_unsupported) == (2, world.rank % 2, None)
         assert levels.across.exchange(world.rank) == [world.rank % 2, world.rank % 2 + 2, world.rank % 2 + 4]
-        assert levels.across.rank == world.node and levels.across.symmetric_unsupported is not None
+        assert levels.across.rank == world.node and levels.across.backend.symmetric_unsupported is not None
         assert levels.node.sm_count < world.sm_count, "SMs are left to transfers"
         with pytest.raises(Unsupported, match="no two levels: its ranks are on one node"):
             _ = levels.node.levels

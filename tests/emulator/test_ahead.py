@@ -1,4 +1,5 @@
-"""Hosts that run ahead of their streams, as on a GPU (`ahead=True`): torch operations come behind the kernels before them."""
+"""Hosts run ahead of their streams, as on a GPU (`ahead=True`): torch operations are ordered after the kernels
+before them."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ def test_torch_on_another_stream_needs_an_event(event: bool) -> None:
 
 @pytest.mark.parametrize("event", [False, True])
 def test_a_kernel_on_another_stream_needs_an_event_behind_torch(event: bool) -> None:
-    """What torch computes of a kernel's result is ordered like the kernel's."""
+    """The event must follow torch's operation, which is ordered like the kernel whose result it reads."""
 
     def main(world: World) -> torch.Tensor:
         y, side = doubled(world, torch.ones(16)) + 1, world.side_stream("side")
@@ -141,7 +142,7 @@ def test_a_number_that_the_host_has_read_orders_what_it_enqueues_after() -> None
 
 
 def test_autograd_counts_a_write_when_it_is_enqueued() -> None:
-    """A result that is a view, as gathered rows are, was not changed in place after it was returned."""
+    """A result that is a view, such as gathered rows, was not changed in place after it was returned."""
 
     def main(world: World) -> float:
         return all_gather_grads(world, (8,) * 4, 16, 16, TwoLevel(), through=True)
@@ -150,7 +151,8 @@ def test_autograd_counts_a_write_when_it_is_enqueued() -> None:
 
 
 def test_torch_may_take_elements_that_nothing_wrote() -> None:
-    """As rows of padding, which grouped products skip; what a kernel on another stream writes is ordered all the same."""
+    """Grouped products skip rows of padding, for one; what a kernel on another stream writes is ordered
+    nevertheless."""
 
     def main(world: World, event: bool) -> torch.Tensor:
         x, side = world.empty((16,), torch.float32), world.side_stream("side")

@@ -1,4 +1,4 @@
-"""Where channels lie: each has counters of its own on every rank, whatever was handed out before it."""
+"""Each channel has counters of its own on every rank, whatever was allocated before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.emulator.bounds import ADDRESS
 
 @weft.jit
 def notify_next(ch, epoch):
-    """Every rank raises channel 0 of the next rank, and waits for its own."""
+    """Every rank increments channel 0 of the next rank, and waits for its own."""
     me = wl.rank_of(ch)
     wl.channel_notify(ch, 0, (me + 1) % ch.world, False)
     wl.channel_wait(ch, 0, 1, 0, (me + 1) % ch.world)
@@ -23,7 +23,7 @@ def notify_next(ch, epoch):
 
 
 def test_a_full_block_of_channel_memory_is_followed_by_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Channels that do not fit lie in a block of their own, whole, and no two of them share a counter."""
+    """Channels that do not fit are allocated whole in a new block, and no two channels share a counter."""
     monkeypatch.setattr(world_module, "_COUNTERS", 128)
     sizes = [64, 64, 1, 100, 128, 3, 60, 65]
 

@@ -1,4 +1,4 @@
-"""What `weft check` does beside running a file: loading it as `python FILE` does, compiling what ran, judging the code."""
+"""`weft check` loads a file as `python FILE` does, compiles what ran, and judges the code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.errors import WeftError
 
 
 def test_a_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From wherever it is checked, by a relative path too."""
+    """It may do so wherever the check is started, and for a relative path too."""
     kernels_dir, elsewhere = tmp_path / "kernels", tmp_path / "elsewhere"
     kernels_dir.mkdir(), elsewhere.mkdir()
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -42,7 +42,7 @@ def test_a_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_checked_file_hides_no_module_from_others(tmp_path: Path) -> None:
-    """Its folder is on the path while the file is loaded and run, so that its main may import too, and not longer."""
+    """The file's folder is on the path only while the file is loaded and run, so that its main may import too."""
     before = list(sys.path)
     (tmp_path / "imported_late.py").write_text("seen = []\n")
     (tmp_path / "copy.py").write_text(
@@ -113,7 +113,7 @@ def test_targets_that_weft_cannot_compile_for(text: str) -> None:
 
 
 def test_a_refusal_is_a_sentence() -> None:
-    """Of ptxas' whole report and of the compiler's failure, which name no line, the kernel's own."""
+    """The error quotes the kernel's own line, not ptxas' whole report or the compiler's failure, which name no line."""
     first_line = rf"{__file__}:{fill.fn.__code__.co_firstlineno + 1}: "
     log = "Internal error\n`ptxas` stderr:\nptxas x.ptx, line 9; error   : Feature 'a' requires b\nptxas fatal   : Aborted"
     assert refusal(PTXASError(log), fill, []) == f"{first_line}ptxas: Feature 'a' requires b"
@@ -127,7 +127,8 @@ def test_a_refusal_is_a_sentence() -> None:
 
 
 def sum_parts(w, boxes, received, out, log, epoch, ch, parts, N: tl.constexpr, LATE: tl.constexpr):
-    """out [N, N] = sum over parts of received [parts, N, N] @ w [parts, N, N]; `received` comes from the rank before."""
+    """out [N, N] = sum over parts of received [parts, N, N] @ w [parts, N, N]; `received` comes from the previous
+    rank."""
     me = wl.rank_of(ch)
     offsets = tl.arange(0, N)
     block = offsets[:, None] * N + offsets[None, :]
@@ -161,7 +162,7 @@ def sums(late: bool, guard: bool) -> Callable[[World], None]:
 
 
 def test_a_wait_inside_a_pipelined_loop_is_found() -> None:
-    """The emulator, which runs the source, calls it clean."""
+    """The emulator interprets the source, and finds nothing."""
     (one,) = gated(sums(late=True, guard=False))
     (problem,) = one.problems
     assert re.match(
@@ -174,7 +175,7 @@ def test_a_wait_inside_a_pipelined_loop_is_found() -> None:
 def test_a_verdict_does_not_depend_on_the_file_that_was_compiled_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """For the copy, Triton's cache has the code of the original, which names the original's lines."""
+    """For the copy, Triton's cache holds the original's code, which names the original's lines."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     source = Path(__file__).read_text()
     for name in ("original", "copy"):
@@ -253,7 +254,7 @@ def test_a_notify_that_leaves_out_bulk_stores_is_found(bulk: bool) -> None:
 
 @triton.jit
 def histogram(x, counts, scratch, N: tl.constexpr):
-    """Atomics that are data, which every thread makes, and a table of jumps."""
+    """Use atomics as data, made by every thread, and a jump table."""
     p = tl.program_id(0)
     offsets = tl.arange(0, N)
     tl.store(scratch + p * N + offsets, offsets)
@@ -300,7 +301,8 @@ def test_assembly_that_only_keeps_an_order_is_no_instruction() -> None:
 
 
 def test_one_line_that_is_called_before_a_wait_and_behind_it_is_two_loads() -> None:
-    """With no epoch of its own only the load that needs the wait is seen to run; the other, compiled too, needs none."""
+    """Without an epoch of its own, only the load that needs the wait is seen to run; the compiled code has another
+    load, which needs none."""
     place = (__file__, 10)
     lines_and_calls = lambda calls: [(step.line, step.calls) for step in steps_of(calls)]  # noqa: E731
     ptx = """.visible .entry k(

@@ -1,4 +1,5 @@
-"""Counters that only grow pass 2^31 and 2^32: 37 hours of a busy server. Every op and plan goes on right there."""
+"""Counters that only grow pass 2^31 and 2^32, after 37 hours of a busy server. Every op and plan stays correct
+there."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def grouped(world: World, m: int, plan: str) -> torch.Tensor:
 
 
 def inside(value: Any, name: object = "") -> Iterator[tuple[object, torch.Tensor]]:
-    """Tensors in what a World keeps, by the names of what they are in."""
+    """Yield the tensors inside what a World keeps, with the names of their containers."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, SymmetricTensor):
@@ -53,7 +54,7 @@ def wrapped(number: int) -> int:
 
 
 def age(world: World, calls: int) -> None:
-    """Everything that counts, as after so many calls like the BEFORE that were made: it grows in proportion."""
+    """Advance every counter as if BEFORE calls of this kind had been made: each grows in proportion."""
     world.synchronize()
     world.exchange("aged")
     backend: Any = world.backend

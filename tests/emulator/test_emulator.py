@@ -254,7 +254,7 @@ def compute_for_ever(x, END: tl.constexpr, STORE: tl.constexpr):
 
 @pytest.mark.parametrize("store", [False, True])
 def test_a_loop_without_an_end_is_a_deadlock(monkeypatch: pytest.MonkeyPatch, store: bool) -> None:
-    """Whether or not it changes memory; each of the loops inside another one is counted by itself."""
+    """The loop may change memory or not; a loop inside another one is counted by itself."""
     monkeypatch.setattr(interpret, "TURNS", 100)
 
     def fn(b: EmulatedBackend, end: int) -> int:
@@ -290,7 +290,7 @@ def double(x, y, N: tl.constexpr):
 
 
 def seen_by(read: Any) -> Any:
-    """Return a rank's function that returns what `read` makes of a kernel's result, with no wait in between."""
+    """Return a rank's function that applies `read` to a kernel's result, without a wait in between."""
 
     def fn(b: EmulatedBackend) -> list[float]:
         x, y = torch.ones(16), b.zeros((16,), torch.float32)
@@ -358,7 +358,7 @@ def test_a_race_names_the_launch() -> None:
 
 @jit
 def many_threads(box, flag, out, guard, N: tl.constexpr, POST: tl.constexpr, SETTLE: tl.constexpr):
-    """Program 0 adds or posts a block and counts, program 1 reads the block."""
+    """Program 0 adds or stores a block and counts it, program 1 reads the block."""
     offsets = tl.arange(0, N)
     if tl.program_id(0) == 0:
         if POST:
@@ -442,7 +442,7 @@ def test_waits_and_fences_of_scope_cta_are_refused(fence: bool) -> None:
 
 @jit
 def fenced_counts(x, flags, out, guard, N: tl.constexpr, MANY: tl.constexpr):
-    """Program 0 stores, and counts N flags up behind one fence; program 1 waits for the first MANY."""
+    """Program 0 stores, and increments N flags after one fence; program 1 waits for the first MANY."""
     if tl.program_id(0) == 0:
         tl.store(x, 7)
         flush_stores(False)
@@ -573,7 +573,7 @@ def test_event_orders_streams(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_finish_orders_nothing(seed: int) -> None:
-    """On a GPU `finish` does nothing, so the emulator must not take it for an edge between streams."""
+    """On a GPU `finish` does nothing, so the emulator must not use it as an edge between streams."""
 
     def fn(b: EmulatedBackend) -> None:
         x, y = torch.ones(64), b.empty((64,), torch.float32)
@@ -586,7 +586,7 @@ def test_finish_orders_nothing(seed: int) -> None:
 
 
 def copy_signal(bug: str) -> Any:
-    """Every rank copies to its neighbour and raises the neighbour's flag by copy engine."""
+    """Every rank copies to its neighbour, and a copy engine raises the neighbour's flag."""
 
     def fn(b: EmulatedBackend) -> float:
         box = b.symmetric(4 * 64, "box").view(0, (64,), torch.float32)
@@ -640,7 +640,7 @@ def test_collectives(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_collective_may_not_have_ended_on_the_others(seed: int) -> None:
     def fn(b: EmulatedBackend, own_part: bool, with_barrier: bool) -> None:
-        """Behind an all-gather every rank clears a part of what it (`own_part`) or its neighbour gathered."""
+        """After an all-gather every rank clears a part of what it (`own_part`) or its neighbour gathered."""
         full = b.symmetric(4 * 8 * b.size, "full").view(0, (8 * b.size,), torch.float32)
         main = b.current_stream()
         b.all_gather(full.local, torch.ones(8), main)
@@ -659,7 +659,7 @@ def test_a_collective_may_not_have_ended_on_the_others(seed: int) -> None:
 @pytest.mark.parametrize("kind", ["all_reduce", "all_to_all"])
 def test_a_collective_orders_whom_it_gives_something(kind: str, seed: int) -> None:
     def fn(b: EmulatedBackend, rows: int) -> None:
-        """Every rank writes to its neighbour's box, which the neighbour reads behind the collective."""
+        """Every rank writes to its neighbour's box, which the neighbour reads after the collective."""
         box = b.symmetric(4 * 8, "box").view(0, (8,), torch.float32)
         main, out, left = b.current_stream(), b.empty((8,), torch.float32), (b.rank - 1) % b.size
         b.copy(box.peers[(b.rank + 1) % b.size], torch.ones(8), main)
@@ -803,7 +803,7 @@ def test_kernels_of_two_streams_share_the_slots(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["call", "all_reduce"])
 def test_library_work_needs_an_sm(kind: str, seed: int) -> None:
-    """A kernel waits for a flag that comes behind library work: it must leave that an SM."""
+    """A kernel waits for a flag that follows library work: it must leave an SM for that work."""
 
     def fn(b: EmulatedBackend, programs: int) -> None:
         counter, x, one = b.zeros((1,), torch.int32), b.zeros((4,), torch.float32), b.tensor([1], torch.int32)
@@ -825,7 +825,7 @@ def test_library_work_needs_an_sm(kind: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_collectives_of_one_communicator_go_one_after_another(seed: int) -> None:
     def fn(b: EmulatedBackend, on: Any, early: bool) -> None:
-        """The first waits for a flag that comes behind (or before) the second."""
+        """The first kernel waits for a flag that comes after (or before) the second one."""
         flag, one = b.zeros((1,), torch.int32), b.tensor([1], torch.int32)
         first_stream, second_stream = b.side_stream("first"), b.side_stream("second")
         b.wait(flag, one, first_stream)
@@ -888,7 +888,8 @@ def take_in(x, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int16, torch.bfloat16])
 def test_no_number_that_host_code_writes_looks_unwritten(dtype: torch.dtype) -> None:
-    """Neither one number everywhere nor all of them in turn; beside what is written, elements stay unwritten."""
+    """Neither one number in every element nor all numbers in turn look unwritten; elements beside them stay
+    unwritten."""
     same_size = torch.uint8 if dtype.itemsize == 1 else torch.int16
     every = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32).to(same_size)
 
@@ -1003,7 +1004,7 @@ class Pair(NamedTuple):
 
 @jit
 def from_either(pair, table, out, bad, N: tl.constexpr, HOW: tl.constexpr):
-    """Takes the even elements of `low` and the odd ones of `high`; with `bad`, one too many of `low`."""
+    """Return the even elements of `low` and the odd ones of `high`; with `bad`, one too many of `low`."""
     offsets = tl.arange(0, N)
     even = offsets % 2 == 0
     if HOW == "where":
@@ -1038,7 +1039,7 @@ def test_an_address_is_held_to_the_tensor_that_it_came_from(how: str) -> None:
 
 @jit
 def peer_rows(addresses, out, start, W: tl.constexpr, N: tl.constexpr, STORE: tl.constexpr):
-    """Of all ranks' copies at once."""
+    """Read the rows of all ranks' copies at once."""
     r, c = tl.arange(0, W), tl.arange(0, N)[None, :]
     rows = tl.load(addresses + r).to(tl.pointer_type(tl.float32))[:, None] + start + c
     if STORE:
@@ -1136,7 +1137,7 @@ def test_a_masked_load_without_other_is_undefined_there(odd: bool) -> None:
 
 @pytest.mark.parametrize(("filler", "loaded"), [(0.0, 0.0), (2.0, 2.0), (None, np.nan)])
 def test_one_element_that_is_masked_is_other(filler: float | None, loaded: float) -> None:
-    """A scalar, and a block of one: to Triton's interpreter such a 0 was no `other`."""
+    """A scalar and a block of one element are loaded: Triton's own interpreter ignores `other` there."""
 
     @jit
     def one(x, out, n, OTHER: tl.constexpr):
@@ -1171,7 +1172,7 @@ def test_edge_of_a_descriptor() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_memory_used_again_has_no_past(seed: int) -> None:
-    """A tensor made where another died must not be blamed for the dead one's accesses."""
+    """A tensor at the address of a freed one must not be blamed for the freed one's accesses."""
     buffers = [np.zeros(1024, np.float32) for _ in range(2)]
 
     def fn(b: EmulatedBackend, again: bool) -> None:
@@ -1365,7 +1366,7 @@ def test_device_print_and_assert(capsys: pytest.CaptureFixture[str]) -> None:
 
 @jit
 def hand_over(x, out, guard, HOW: tl.constexpr, BETWEEN: tl.constexpr):
-    """Stores to x [16, 16] and loads it again."""
+    """Store to x [16, 16] and load it again."""
     r, c, offsets = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :], tl.arange(0, 256)
     if HOW == "scalar" or HOW == "scalar to all":
         tl.store(x, 1)
@@ -1512,7 +1513,7 @@ def test_the_same_process_compiles_afterwards() -> None:
 
 
 def line_of(text: str) -> int:
-    """The line of this file that has the text in a comment."""
+    """Return the number of this file's line that has the text in a comment."""
     lines = Path(__file__).read_text().splitlines()
     (line_number,) = [number for number, line in enumerate(lines, 1) if line.endswith(f"  # {text}")]
     return line_number
@@ -1520,7 +1521,7 @@ def line_of(text: str) -> int:
 
 @jit
 def several_stores(log, own_box, addresses, out, epoch, ch, N: tl.constexpr, LATE: tl.constexpr):
-    """Rank 0 writes to rank 1 behind its notify (LATE), or rank 1 reads before it waits."""
+    """Rank 0 writes to rank 1 after its notify (LATE), or rank 1 reads before it waits."""
     offsets, me = tl.arange(0, N), wl.rank_of(ch)
     if me == 0:
         if LATE:
@@ -1539,7 +1540,7 @@ def several_stores(log, own_box, addresses, out, epoch, ch, N: tl.constexpr, LAT
 
 @pytest.mark.parametrize("late", [True, False])
 def test_a_race_names_the_statements_that_made_it(late: bool) -> None:
-    """Other statements of the two programs did the same to other memory just before."""
+    """Just before, other statements of the two programs did the same to other memory."""
 
     def main(world: weft.World) -> None:
         ch, epoch = world.channel("c", 1, None), world.zeros((1,), torch.int32)
@@ -1560,7 +1561,7 @@ def test_a_race_names_the_statements_that_made_it(late: bool) -> None:
 
 @jit
 def exchanged(x, boxes, own_boxes, out, epoch, ch, half, N: tl.constexpr, HALVES: tl.constexpr, COUNTED: tl.constexpr):
-    """Program p sends x [N] to rank p and takes what rank p sent."""
+    """Program p sends x [N] to rank p and reads what rank p sent."""
     me, p, offsets = wl.rank_of(ch), tl.program_id(0), tl.arange(0, N)
     base = tl.load(epoch) % HALVES * half
     wl.tile_push_data(boxes, p, base + me * N + offsets, tl.load(x + offsets), offsets < N)
@@ -1598,7 +1599,7 @@ EARLY = r"a write after a read of an earlier call: rank (\d) reads in launch (\d
 @pytest.mark.parametrize("bug", ["halves", "epoch"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_memory_used_again_while_a_peer_reads_it_is_told_as_that(bug: str, seed: int) -> None:
-    """One half for two, or an epoch word that begins anew. Whichever of the two accesses came first."""
+    """The cause is one buffer instead of two, or an epoch word that starts again; either access may come first."""
     weft.spmd(three_calls(""), 2, backend="emulated", seed=seed)
     with pytest.raises(Race, match=EARLY) as caught:
         weft.spmd(three_calls(bug), 2, backend="emulated", seed=seed)
@@ -1620,7 +1621,8 @@ def test_a_call_that_is_not_counted_is_told_as_that(bug: str, why: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_copy_into_memory_that_a_peers_kernel_still_reads(seed: int) -> None:
-    """The copies of the second call follow the first launch on their rank; what comes before it is of the first call."""
+    """On each rank the copies of the second call follow the first launch; what precedes the launch belongs to the
+    first call."""
 
     def main(world: weft.World, calls: int, wait: bool) -> None:
         box, out = world.symmetric((16,), torch.float32, "box"), world.empty((16,), torch.float32)
@@ -1674,7 +1676,7 @@ def test_a_world_is_of_no_use_after_its_run() -> None:
 
 @jit
 def own_row(x, out, epoch, ch, N: tl.constexpr, DOES: tl.constexpr):
-    """Of as many programs as there are rows, one notifies (or all wait for it)."""
+    """One of the programs, one per row, notifies (or all wait for it)."""
     p, offsets = tl.program_id(0), tl.arange(0, N)
     tl.store(out + p * N + offsets, tl.load(x + offsets))
     if DOES != "nothing" and p == 0:
@@ -1686,7 +1688,7 @@ def own_row(x, out, epoch, ch, N: tl.constexpr, DOES: tl.constexpr):
 
 @pytest.mark.parametrize("does", ["nothing", "notifies", "waits"])
 def test_a_grid_that_is_not_resident_is_reported_where_it_signals(does: str) -> None:
-    """The first program notifies, so that every schedule ends: whether it would on a GPU is up to who starts first there."""
+    """The first program notifies, so that every schedule ends; on a GPU that depends on which program starts first."""
 
     def main(world: weft.World, programs: int) -> None:
         out, epoch = world.empty((programs, 16), torch.float32), world.zeros((1,), torch.int32)
@@ -1718,7 +1720,7 @@ def _drawn(world: weft.World) -> torch.Tensor:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_operators_from_a_thread_of_a_rank(seed: int) -> None:
-    """A thread that serves requests, as continuous batching has one, beside the function's own."""
+    """A thread that serves requests, as in continuous batching, runs beside the rank's function."""
 
     def main(world: weft.World) -> bool:
         asked: queue.Queue[torch.Tensor | None] = queue.Queue()
@@ -1768,7 +1770,7 @@ def test_a_thread_that_outlives_its_ranks_function_is_told_so() -> None:
 
 
 def test_a_thread_waits_in_vain_for_a_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is that of the rank; the thread hears of it, and whoever waits for the thread keeps nobody."""
+    """The error is that of the rank; the thread receives it, and a rank that waits for the thread blocks no other."""
     monkeypatch.setattr("weft.emulator.host.LEFT_BEHIND", 0.2)
     messages: list[str] = []
 
@@ -1817,7 +1819,8 @@ def test_a_traceback_shows_the_ranks_function_and_the_kernel_and_not_how_ranks_a
 
 
 def test_host_code_ends_by_calls_of_its_own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 raises while the others wait for it; what they then call in `finally` is not left to wait for an answer."""
+    """Rank 0 raises while the others wait for it; the calls that they then make in `finally` do not wait for an
+    answer."""
     monkeypatch.setattr("weft.emulator.host.LEFT_BEHIND", 0.2)
     ended = []
 

@@ -1,5 +1,5 @@
-"""What a kernel author relies on: launches that agree on every rank, signals that are counted, messages that name the
-mistake, scans in bf16."""
+"""What a kernel author relies on: launches that agree on every rank, counted signals, errors that name the mistake,
+and scans in bf16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.backends.base import Backend
 
 @weft.jit
 def ring(ch, epoch, extra):
-    """Every rank notifies its neighbour once, and `extra` times more; then waits."""
+    """Every rank notifies its neighbour once, plus `extra` times, and then waits."""
     me = wl.rank_of(ch)
     for _ in range(1 + extra):
         wl.channel_notify(ch, 0, (me + 1) % ch.world, False)
@@ -96,7 +96,7 @@ def test_a_channel_number_past_the_end_is_a_fault(wait: bool, says: str) -> None
 
 @weft.jit
 def ask(ch, epoch, END: tl.constexpr):
-    """Rank 0 answers the other; the last program of the two does not end the call, or none does."""
+    """Rank 0 answers the other rank; the last program of the two does not end the call, or none does."""
     me, p = wl.rank_of(ch), tl.program_id(0)
     if p == 0:
         wl.peer_tile_notify(ch, 0, 1 - me, False)
@@ -183,7 +183,7 @@ def test_a_launch_that_no_gpu_takes_is_refused(
 def test_a_launch_is_checked_before_any_backend() -> None:
     class Elsewhere:
         rank, size, device, name, nodes = 0, 1, torch.device("cpu"), "elsewhere", (0,)
-        clock, capturing = None, Backend.capturing
+        clock, capturing, group, sm_count = None, Backend.capturing, None, 1
         name_counters = Backend.name_counters
         name_calls = Backend.name_calls
         world_numbers = Backend.world_numbers
@@ -307,7 +307,7 @@ def test_tensors_are_needed() -> None:
             lambda: world.all_gather(x, [1.0] * 4, stream),  # type: ignore[arg-type]
             lambda: world.reduce_scatter([1.0] * 4, x, stream),  # type: ignore[arg-type]
             lambda: world.all_reduce([1.0], stream),  # type: ignore[arg-type]
-            lambda: world.all_to_all([[1.0]], [x], stream),  # type: ignore[list-item]
+            lambda: world.backend.all_to_all([[1.0]], [x], stream),  # type: ignore[list-item]
             lambda: world.call(lambda: None, [[1.0]], [], stream),  # type: ignore[list-item]
             lambda: world.signal([1], x, stream),  # type: ignore[arg-type]
         ):
@@ -508,7 +508,7 @@ def test_an_unknown_mode_of_a_notify_is_refused() -> None:
 
 
 def test_a_notify_of_a_tile_in_two_channels_is_refused() -> None:
-    """It would raise the first alone."""
+    """The notify would raise only the first channel."""
 
     def main(world: weft.World, rows: int) -> None:
         mapping = wl.StaticMapping.over(32, 2, tile_rows=rows, channel_rows=8, arrivals=1)

@@ -1,5 +1,5 @@
-"""Every public function of Triton's language in the emulator: it computes what numpy and torch do, or is refused by a
-sentence that names it."""
+"""Every public function of Triton's language in the emulator either computes what numpy and torch do, or is refused
+in a sentence that names it."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ CASES: dict[str, tuple[str, Any]] = {
 
 
 def philox(seed: int, *counters: np.ndarray) -> list[np.ndarray]:
-    """The four words of Philox 4x32-10 (Salmon et al., 2011)."""
+    """Return the four words of Philox 4x32-10 (Salmon et al., 2011)."""
     low, high = seed & 0xFFFFFFFF, seed >> 32
     c = [x.astype(np.uint64) for x in np.broadcast_arrays(*counters)]
     for _ in range(10):
@@ -311,7 +311,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def kernel_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """Returns a kernel that stores the value of statements, of a module that is written for it."""
+    """Return a kernel that stores the value of statements; its module is written for it."""
     folder, numbers = tmp_path_factory.mktemp("language"), itertools.count()
 
     def write(statements: str) -> Any:
@@ -369,7 +369,7 @@ def test_a_function_that_does_not_run_is_refused_by_name(kernel_of: Callable[[st
 
 @weft.jit
 def added(sums, values, before, TIMES: tl.constexpr, N: tl.constexpr):
-    """Every element of `values` is added to one of four sums, `TIMES` times."""
+    """Add every element of `values` to one of four sums, `TIMES` times."""
     lane = tl.arange(0, N)
     for _ in range(TIMES):
         old = tl.atomic_add(sums + lane % 4, tl.load(values + lane), mask=lane < N - 4)
@@ -433,8 +433,8 @@ def value_of_8_bits(bits: int, exponent_bits: int, mantissa_bits: int) -> float:
 @pytest.mark.parametrize("dtype", FLOAT8)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_cast_to_8_bits_is_that_of_the_hardware(source: torch.dtype, dtype: torch.dtype) -> None:
-    """On all numbers of 16 bits: `cvt.rn.satfinite`, to the nearest number of the format, of two to the even one; by a
-    search among them."""
+    """For all numbers of 16 bits it is `cvt.rn.satfinite`: to the nearest number of the format, ties to even. The
+    test searches among these numbers."""
     kind, exponent_bits, mantissa_bits, largest = FLOAT8[dtype]
     x = torch.from_numpy(ALL_16).view(torch.float16 if source == torch.float32 else source)
     if source == torch.float32:  # beside and between numbers of 16 bits
@@ -468,8 +468,8 @@ def test_a_truncating_cast_to_8_bits_is_that_of_the_hardware() -> None:
 @pytest.mark.parametrize("dtype", FLOAT8)
 @pytest.mark.parametrize("to", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_cast_from_8_bits_is_that_of_the_hardware(to: torch.dtype, dtype: torch.dtype) -> None:
-    """Exact; but Triton makes bf16 of e5m2 by a shift and a product, in which infinity is 2^16, and NaN a larger
-    number."""
+    """The cast is exact, but Triton converts e5m2 to bf16 by a shift and a product, which make infinity 2^16, and
+    NaN a larger number."""
     x = torch.arange(256, dtype=torch.uint8).view(dtype)
     out = torch.from_numpy(cast(x, getattr(tl, str(to).removeprefix("torch.")))).view(to)
     expected = x.double()
@@ -654,7 +654,7 @@ Call = tuple[str, list[np.ndarray], type]  # function, arguments, dtype of the r
 
 
 def called(calls: list[Call]) -> Iterator[tuple[Call, np.ndarray]]:
-    """Yield each call with its result, of one emulated run."""
+    """Yield each call with its result in one emulated run."""
 
     def main(world: weft.World) -> list[np.ndarray]:
         outs = []
@@ -671,7 +671,7 @@ def called(calls: list[Call]) -> Iterator[tuple[Call, np.ndarray]]:
 
 
 def takes(name: str) -> set[str]:
-    """Return the types of the first argument that a function of libdevice takes."""
+    """Return the types that a libdevice function supports as its first argument."""
     text = inspect.getsource(getattr(cuda.libdevice, name))
     return {
         kind for kind in ("int32", "int64", "uint32", "uint64", "fp32", "fp64") if f'(core.dtype("{kind}"), ' in text

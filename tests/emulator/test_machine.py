@@ -1,8 +1,8 @@
-"""The emulator's model of a GPU, rule by rule: what orders two accesses and what does not, what stands half done for others
-to see, who runs when, and what Triton's language computes.
+"""The emulator's model of a GPU, rule by rule: what orders two accesses and what does not, what others may see half
+done, which task runs when, and what Triton's language computes.
 
-Small programs, each with a correct twin: a rule that were too weak would find nothing in the wrong one, a rule that were
-too strong a fault in the right one.
+Each small program has a correct twin: a rule that is too weak finds nothing in the wrong one, and a rule that is too
+strong finds a fault in the right one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ N = 16
 
 
 def words(b: EmulatedBackend, name: str, count: int = 1) -> Any:
-    """int32 counters on every rank."""
+    """Return int32 counters on every rank."""
     return b.symmetric(4 * count, name).view(0, (count,), torch.int32)
 
 
@@ -45,7 +45,7 @@ def passes(fn: Callable[[EmulatedBackend], Any], ranks: int = 1, **options: Any)
 
 
 def races(fn: Callable[[EmulatedBackend], Any], memory: str, ranks: int = 1, **options: Any) -> None:
-    """In every schedule."""
+    """Require a race in every schedule."""
     for seed in SEEDS:
         with pytest.raises(Race, match=f"race on {memory}"):
             spmd(fn, ranks, seed=seed, **options)
@@ -56,7 +56,8 @@ def races(fn: Callable[[EmulatedBackend], Any], memory: str, ranks: int = 1, **o
 
 @jit
 def two_parts(data, flag, gate, guard, out, TARGET: tl.constexpr, N: tl.constexpr):
-    """Program 0 releases one part after the other; program 1 begins to wait once both have come, and reads both."""
+    """Program 0 releases one part after the other; program 1 starts to wait when both parts are there, and reads
+    both."""
     offsets = tl.arange(0, N)
     if tl.program_id(0) == 0:
         for part in tl.static_range(2):
@@ -71,7 +72,7 @@ def two_parts(data, flag, gate, guard, out, TARGET: tl.constexpr, N: tl.constexp
 
 
 def test_a_wait_acquires_what_first_reached_its_target() -> None:
-    """A target one too low is a race also where all arrivals had come before the wait began."""
+    """A target that is too low by one is a race even if all arrivals precede the wait."""
 
     def fn(b: EmulatedBackend, target: int) -> None:
         data, out = b.empty((2, N), torch.float32), b.empty((N,), torch.float32)
@@ -107,7 +108,7 @@ def unordered_accesses(word, out, FIRST: tl.constexpr, SECOND: tl.constexpr):
     "first_access, second_access", [("load", "update"), ("store", "update"), ("store", "look"), ("load", "store")]
 )
 def test_an_ordinary_access_and_an_unordered_atomic_one_are_a_race(first_access: str, second_access: str) -> None:
-    """Whichever comes first, unless neither changes the word or both are atomic."""
+    """The order of the two does not matter; it is no race if neither changes the word, or both are atomic."""
 
     def fn(b: EmulatedBackend, first_access: str, second_access: str) -> None:
         args = dict(
@@ -126,7 +127,7 @@ def test_an_ordinary_access_and_an_unordered_atomic_one_are_a_race(first_access:
 
 
 def test_an_exchange_orders_what_each_rank_did_before_and_does_after() -> None:
-    """Every rank reads every other's box: what the last to come did, and what those who waited for it did."""
+    """Every rank reads every other's box: what the last rank to arrive wrote, and what the waiting ranks wrote."""
 
     def fn(b: EmulatedBackend, exchange: bool) -> None:
         box, main = b.symmetric(4 * N, "box").view(0, (N,), torch.float32), b.current_stream()
@@ -156,8 +157,8 @@ def release(data, flag, gate, N: tl.constexpr):
 
 
 def test_a_copy_engines_store_does_not_carry_on_what_was_released_before() -> None:
-    """A kernel counts the flag up, then a copy engine that knows nothing of it stores a higher number: who waits for that
-    has not heard of the kernel."""
+    """A kernel increments the flag, then a copy engine that has not acquired it stores a higher number: a wait for
+    that number does not acquire from the kernel."""
 
     def fn(b: EmulatedBackend, target: int) -> None:
         data, out, flag, gate = (
@@ -197,7 +198,8 @@ def reset(flag):
 
 
 def test_a_counter_that_an_ordinary_store_resets_begins_anew() -> None:
-    """What a wait of the second call acquires is the second call's release, not what reached the number in the first."""
+    """A wait of the second call acquires the second call's release, not the one that reached the number in the first
+    call."""
 
     def fn(b: EmulatedBackend) -> None:
         data, out, flag = b.empty((N,), torch.float32), b.empty((N,), torch.float32), b.zeros((1,), torch.int32)
@@ -229,7 +231,7 @@ def fenced(data, flag, N: tl.constexpr, FENCE: tl.constexpr, SCOPE: tl.constexpr
     [("gpu", "sys", "before"), ("sys", "gpu", "before"), ("sys", "sys", ""), ("sys", "sys", "after")],
 )
 def test_a_fence_releases_in_its_own_scope_what_was_settled_before_it(fence: str, scope: str, flushed_at: str) -> None:
-    """The notify behind it is relaxed; a rank takes what its neighbour wrote."""
+    """The notify after the fence is relaxed; a rank reads what its neighbour wrote."""
 
     def fn(b: EmulatedBackend, fence: str, scope: str, flushed_at: str) -> None:
         box, flag, to = b.symmetric(4 * N, "box").view(0, (N,), torch.float32), words(b, "flag"), (b.rank + 1) % b.size
@@ -258,7 +260,8 @@ N_BULK = tl.constexpr(16)
 
 
 def test_a_kernels_end_settles_everything() -> None:
-    """Bulk stores that nothing waited for and relaxed atomics too: what comes next on the stream may read them."""
+    """This includes bulk stores that nothing waited for, and relaxed atomics: the next work on the stream may read
+    them."""
 
     def fn(b: EmulatedBackend) -> None:
         data, word, main = b.empty((N, N), torch.float32), b.zeros((1,), torch.int32), b.current_stream()
@@ -274,7 +277,7 @@ def test_a_kernels_end_settles_everything() -> None:
 
 @jit
 def pair(gate, flag, guard):
-    """Two programs of one SM: the first ends, the second waits for another kernel."""
+    """Two programs share an SM: the first ends, the second waits for another kernel."""
     if tl.program_id(0) == 0:
         tl.atomic_add(gate, 1, sem="relaxed", scope="gpu")
     else:
@@ -287,7 +290,8 @@ def raise_flag(flag):
 
 
 def test_an_sm_is_free_once_all_programs_that_share_it_have_ended() -> None:
-    """Not when the first of them ends: what waits for room there would be found to run, and on a GPU would not."""
+    """It is not free when only the first of them has ended: otherwise a program that waits for room would run here,
+    and not on a GPU."""
 
     def fn(b: EmulatedBackend) -> None:
         gate, flag, side = b.zeros((1,), torch.int32), b.zeros((1,), torch.int32), b.side_stream("late")
@@ -322,7 +326,7 @@ def poll(word, words, tries, guard, HOW: tl.constexpr, TRIES: tl.constexpr):
 
 @pytest.mark.parametrize("how", ["atomic", "volatile", "posted"])
 def test_a_program_that_polls_what_never_changes_sleeps(how: str) -> None:
-    """So that a lost signal is a deadlock, not a run without an end."""
+    """A lost signal is thus a deadlock, not an endless run."""
 
     def fn(b: EmulatedBackend) -> None:
         word, polled_words, tries = b.zeros((1,), torch.int32), b.zeros((4,), torch.int32), b.zeros((1,), torch.int32)
@@ -340,7 +344,7 @@ def test_a_program_that_polls_what_never_changes_sleeps(how: str) -> None:
 
 
 def test_a_copy_may_be_seen_half_done() -> None:
-    """By who reads what it has not waited for."""
+    """A reader that has not waited for the copy may see this."""
 
     def fn(b: EmulatedBackend) -> float:
         x, y, seen = torch.ones(64), b.zeros((64,), torch.float32), b.empty((64,), torch.float32)
@@ -355,7 +359,7 @@ def test_a_copy_may_be_seen_half_done() -> None:
 
 @jit
 def post_rows(words, counts, ROWS: tl.constexpr, LOOKS: tl.constexpr):
-    """Program 0 posts 16 bytes to each row in one go, program 1 counts the words that it sees."""
+    """Program 0 stores 16 bytes to each row at once, program 1 counts the words that it sees."""
     if tl.program_id(0) == 0:
         one = tl.full((ROWS,), 1, tl.int32)
         post(words + 4 * tl.arange(0, ROWS), one, one, one, one, one > 0)
@@ -365,7 +369,7 @@ def post_rows(words, counts, ROWS: tl.constexpr, LOOKS: tl.constexpr):
 
 
 def test_posted_words_may_be_seen_before_others_of_the_same_post() -> None:
-    """So a reader has to look at each of them."""
+    """A reader therefore has to check each word."""
 
     def fn(b: EmulatedBackend) -> list[int]:
         posted_words, counts = b.zeros((8, 4), torch.int32), b.zeros((6,), torch.int32)
@@ -382,7 +386,7 @@ def test_posted_words_may_be_seen_before_others_of_the_same_post() -> None:
 
 @jit
 def draw_tickets(ticket, owners, DRAWS: tl.constexpr):
-    """Who ran when: every draw is a point where another program may be picked."""
+    """Record which program ran when: another program may be picked at every draw."""
     for _ in range(DRAWS):
         tl.store(owners + tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu"), tl.program_id(0))
 
@@ -398,18 +402,18 @@ def draw_order(seed: int, programs: int = 4, draws: int = 150, **options: Any) -
 
 
 def stays(order: list[int]) -> float:
-    """How often the one that ran goes on."""
+    """Return how often the running program goes on."""
     return sum(a == b for a, b in zip(order, order[1:], strict=False)) / len(order)
 
 
 def longest_rest(order: list[int], programs: int = 4) -> int:
-    """The most turns that a program, which later goes on, leaves to others."""
+    """Return the most turns that other programs have before a program goes on."""
     draws_by_program = [[i for i, who in enumerate(order) if who == p] for p in range(programs)]
     return max(b - a for draws in draws_by_program for a, b in zip([0, *draws], draws, strict=False))
 
 
 def test_ways_to_schedule() -> None:
-    """By virtual time in turn; at random; one left out for long; one that goes on for long."""
+    """Schedules follow virtual time, are random, leave one program out for long, or let one run for long."""
     clock, mixed, starve, burst = (
         [draw_order(way + 4 * i) for i in range(4)] for way in (CLOCK, RANDOM, STARVE, BURST)
     )
@@ -421,13 +425,13 @@ def test_ways_to_schedule() -> None:
 
 @jit
 def add_up(x, TIMES: tl.constexpr):
-    """Loses what another program adds between its load and its store."""
+    """Lose what another program adds between this one's load and store."""
     for _ in range(TIMES):
         tl.store(x, tl.load(x) + 1)
 
 
 def test_programs_are_preempted_between_ordinary_accesses() -> None:
-    """Atomics and waits are not the only points where another program goes on."""
+    """Programs switch not only at atomics and waits."""
 
     def fn(b: EmulatedBackend) -> int:
         x = b.zeros((1,), torch.int32)
@@ -445,7 +449,7 @@ def test_programs_are_preempted_between_ordinary_accesses() -> None:
 @pytest.mark.parametrize("call", ["all_gather", "reduce_scatter", "copy"])
 @pytest.mark.parametrize("wrong", ["rows", "columns", "dtype"])
 def test_sizes_of_collectives_and_copies_must_fit(call: str, wrong: str) -> None:
-    """Refused when they are called, as NCCL would write past the end."""
+    """A call is refused if it does not fit; NCCL would write past the end."""
 
     def fn(b: EmulatedBackend) -> None:
         small, large = (2, 3), (2, 3) if call == "copy" else (2 * b.size, 3)
@@ -466,7 +470,7 @@ def test_sizes_of_collectives_and_copies_must_fit(call: str, wrong: str) -> None
 
 
 def test_collectives_take_dense_tensors_of_one_size_on_all_ranks() -> None:
-    """NCCL would take strided memory for dense, and wait for ever for ranks of other sizes."""
+    """NCCL would read strided memory as dense, and wait forever for ranks with other sizes."""
 
     def ragged(b: EmulatedBackend) -> None:
         b.all_reduce(torch.zeros(4 + b.rank), b.current_stream())
@@ -489,7 +493,7 @@ def test_collectives_take_dense_tensors_of_one_size_on_all_ranks() -> None:
 
 
 def test_parts_of_an_all_to_all_must_fit_where_they_go() -> None:
-    """Too few rows expected, or too many."""
+    """A rank expects too few rows, or too many."""
 
     def fn(b: EmulatedBackend, expected: int) -> None:
         parts = [torch.full((1 + to, 2), float(b.rank)) for to in range(b.size)]  # to + 1 rows go to rank `to`
@@ -515,7 +519,7 @@ def load_past_the_edge(desc, out, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_descriptor_pads_with_what_it_says(dtype: torch.dtype) -> None:
-    """What a load returns outside the tensor, where a kernel asked for NaN."""
+    """A load returns NaN outside the tensor if the kernel asked for that."""
 
     def fn(b: EmulatedBackend, padding: str) -> torch.Tensor:
         x, out = torch.ones(12, N, dtype=dtype)[:, :12], b.empty((N, N), torch.float32)
@@ -543,7 +547,7 @@ def numbers(x, y, low, high, i, u, shifted, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_extremes_ignore_nan_and_a_shift_keeps_the_sign_of_what_has_one(dtype: torch.dtype) -> None:
-    """As on a GPU, and not as numpy's maximum."""
+    """They follow the GPU, and not numpy's maximum."""
     nan = float("nan")
     x, y = torch.tensor([1, nan, nan, -2] * 4).to(dtype), torch.tensor([nan, 3, nan, 5] * 4).to(dtype)
     i = torch.tensor([-9, 9, -(2**31), 2**31 - 1] * 4, dtype=torch.int32)
@@ -567,7 +571,7 @@ def sum_of_all(row, out, H: tl.constexpr):
 
 
 def test_a_multicast_window_ends_where_its_memory_does() -> None:
-    """Behind it lies another rank's copy, which an address one copy further on would reach."""
+    """Another rank's copy follows the memory: an address beyond the end would reach it."""
 
     def fn(b: EmulatedBackend, past: bool) -> None:
         box = b.symmetric(2 * N, "box").view(0, (N,), torch.bfloat16)

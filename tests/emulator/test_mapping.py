@@ -1,4 +1,4 @@
-"""The mappings and tile orders as plain functions: every row has one tile, one rank and one channel, nothing twice."""
+"""The mappings and tile orders as plain functions: every row has exactly one tile, one rank and one channel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ shards = st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any)
 
 @st.composite
 def static_mappings(draw: st.DrawFn, single: bool = False) -> tuple[StaticMapping, int]:
-    """A StaticMapping and its world; the tiles may be longer than a channel or a shard unless `single`."""
+    """Draw a StaticMapping and its world; tiles may be longer than a channel or a shard unless `single`."""
     world, tile = draw(worlds), draw(st.integers(1, 24))
     channel = tile * draw(st.integers(1, 4)) if single else draw(st.integers(1, 24))
     rows = world * channel * draw(st.integers(1, 4))
@@ -81,7 +81,8 @@ def test_static_producer_counts_are_what_consumers_wait_for(case: tuple[StaticMa
 def test_static_a_wait_passes_exactly_when_its_rows_are_produced(
     case: tuple[StaticMapping, int], consumer_tile: int, rng: Random
 ) -> None:
-    """Producers finish in any order; a consumer tile of another size may go on only with all its channels complete."""
+    """Producers finish in any order; a consumer tile of another size may start only when all its channels are
+    complete."""
     producer, world = case
     consumer = StaticMapping.over(
         producer.rows, world, tile_rows=consumer_tile, channel_rows=producer.channel_rows, arrivals=producer.arrivals
@@ -163,7 +164,8 @@ def test_grouped_tile_is_a_permutation(tiles_m: int, tiles_n: int, group: int) -
 def test_reduce_order_interleaves_owners_and_tickets_follow_it(
     world: int, tiles_m: int, tiles_n: int, groups: int
 ) -> None:
-    """gemm_reduce's order: each owner's tiles come in the order of the tickets, all owners' k-th tiles side by side."""
+    """gemm_reduce's order: each owner's tiles come in the order of the tickets, and all owners' k-th tiles are
+    neighbours."""
     group = groups * world
     for me in range(world):
         by_owner: dict[int, list[tuple[int, int]]] = {r: [] for r in range(world)}
@@ -180,7 +182,7 @@ def test_reduce_order_interleaves_owners_and_tickets_follow_it(
 
 
 def partitions(size: int) -> list[tuple[int, ...]]:
-    """All valid `groups` of a world of `size`."""
+    """Yield all valid `groups` of a world of `size`."""
     all_groups: list[tuple[int, ...]] = []
 
     def grow(start: int, groups: tuple[int, ...]) -> None:

@@ -1,4 +1,5 @@
-"""The mutation engine finds every call of a small protocol, breaks exactly that call, and each break is noticed."""
+"""The mutation engine finds every call of a small protocol and breaks exactly that call, and the emulator notices
+each break."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""A new number of rows compiles nothing: what Triton makes a compiled kernel's key from does not depend on it.
-
-The launches are recorded on an emulated world, where nothing runs, and bound as for an H200. What remains is listed: a
-constant that depends on the rows takes a few values, each for a reason.
-"""
+"""A new number of rows compiles nothing: Triton's key of a compiled kernel does not depend on it. The launches are
+recorded on an emulated world, where nothing runs, and bound as for an H200. Exceptions are listed: a constant that
+depends on the rows has a few values, each for a reason."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ def norm(plan: Plan, full: bool = False) -> Run:
 
 
 def rows_alone(world: World, m: int) -> None:
-    """What stands between the ops, in order and over tiles."""
+    """Call the row-wise ops that stand between the GEMMs, in order and over tiles."""
     weight, residual = torch.zeros(N, dtype=BF), torch.zeros(m, N, dtype=BF)
     for remap in (None, Remap(m, N, -(-m // 128), 128, 256, 8)):
         x = residual if remap is None else torch.zeros(remap.shape, dtype=BF)
@@ -112,7 +110,7 @@ for name, plan in {
 
 
 def key(launch: Launch) -> Hashable:
-    """Of a compiled kernel; addresses of whole 16-byte words, as all but a caller's are."""
+    """Return the key of a compiled kernel; addresses are at whole 16-byte words, as all but a caller's are."""
     name, _, options, arguments, compile_options = specialised(launch)
     return name, options, re.sub(r"\('(\*k?\w+)', ''\)", r"('\1', 'D')", arguments), compile_options
 

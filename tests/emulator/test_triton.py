@@ -1,4 +1,4 @@
-"""Triton's own versions: which weft takes, how it refuses others, and what it hands their launcher."""
+"""Versions of Triton: which of them weft supports, how it refuses others, and what it passes to their launcher."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_another_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> No
 
 
 def test_the_emulator_is_refused_before_it_looks_for_what_is_not_there() -> None:
-    """In a process of its own: a newer Triton may lack any name that is not public, as its whole interpreter."""
+    """In a process of its own: a newer Triton may lack any private name, such as its whole interpreter."""
     script = f"""
 import sys, triton
 triton.__version__, sys.modules["triton.runtime.interpreter"] = "{NEWER}", None
@@ -158,7 +158,7 @@ def test_atomics_that_the_emulator_does_not_know_are_named() -> None:
 
 
 class RecordedDriver(OfflineDriver):
-    """Launches nothing: keeps what Triton's launcher in C would be handed."""
+    """Launches nothing, and keeps what Triton's launcher in C would receive."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -202,7 +202,8 @@ def arguments() -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """As the launcher in C reads it; hooks that call nothing, and what they would be told, are as good as none."""
+    """Return the arguments as the launcher in C reads them; hooks that call nothing, and their arguments, count as
+    none."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     if isinstance(value, tuple | list):
@@ -225,7 +226,7 @@ def test_a_repeated_launch_hands_over_what_triton_does(recorded: RecordedDriver)
 
 
 def test_a_repeated_launch_goes_with_the_addresses_of_the_day(recorded: RecordedDriver) -> None:
-    """Behind a descriptor, which takes several places; the next one goes with its own again."""
+    """The addresses follow a descriptor, which occupies several places; the next launch has its own again."""
     args = arguments()
     compiled = everything[(5,)](**args, **_triton.options({}))
     ready = _triton.repeated(everything, compiled, 5, args, ["out"])
@@ -243,7 +244,7 @@ def test_a_repeated_launch_goes_with_the_addresses_of_the_day(recorded: Recorded
 
 
 def test_a_repeated_launch_keeps_its_code_loaded(recorded: RecordedDriver) -> None:
-    """Since 3.8 a compiled kernel that nothing refers to is unloaded from the GPU."""
+    """Since 3.8 a compiled kernel without references is unloaded from the GPU."""
     args = arguments()
     compiled = everything[(5,)](**args, **_triton.options({}))
     ready = _triton.repeated(everything, compiled, 5, args)
@@ -251,7 +252,7 @@ def test_a_repeated_launch_keeps_its_code_loaded(recorded: RecordedDriver) -> No
 
 
 def test_a_repeated_launch_holds_no_tensor_of_a_tuple(recorded: RecordedDriver) -> None:
-    """They are handed over by their addresses, as Triton does itself."""
+    """The tensors are passed by address, as Triton does itself."""
     a, b, out = torch.ones(1), torch.ones(1), torch.zeros(1)
     args = dict(parts=(a, b), out=out)
     compiled = added[(1,)](**args, **_triton.options({}))
@@ -267,7 +268,8 @@ def test_a_repeated_launch_holds_no_tensor_of_a_tuple(recorded: RecordedDriver) 
 
 
 def test_a_repeated_launch_goes_with_other_descriptors_and_tuples(recorded: RecordedDriver) -> None:
-    """What Triton itself would hand over for them, and then again for the first ones; one that is encoded is kept."""
+    """The launch passes what Triton itself would pass for them, and then again for the first ones; an encoded
+    descriptor is reused."""
     first_args, second_args = arguments(), arguments()
     for args in (first_args, second_args):
         everything[(5,)](**args, **_triton.options({}))
@@ -282,13 +284,13 @@ def test_a_repeated_launch_goes_with_other_descriptors_and_tuples(recorded: Reco
 
 
 def moved(value: Any) -> Any:
-    """The tensor that a descriptor is of."""
+    """Return the tensor of a descriptor."""
     return value.base if isinstance(value, TensorDescriptor) else value
 
 
 @pytest.fixture
 def launched_here(recorded: RecordedDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
-    """A launcher whose GPU is the recorded driver."""
+    """Return a launcher whose GPU is the recorded driver."""
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(Launcher, "load", lambda *_: True)
@@ -301,7 +303,7 @@ def prepared_launch(launcher: Launcher, **fixed: Any) -> weft.Launch:
 
 
 def test_a_launch_goes_with_the_tensors_of_each_call(recorded: RecordedDriver, launched_here: Launcher) -> None:
-    """As Triton launches the kernel with them: pointers, what is seen as a matrix, and those in a NamedTuple."""
+    """Triton itself passes the same pointers, matrix views, and tensors of a NamedTuple."""
     matrix, stream = weft.Matrix(64, 64, (32, 64)), SimpleNamespace(cuda_stream=0)
     launch = prepared_launch(launched_here, x_desc=matrix, out_desc=matrix)
     assert launch.moving == ("x_desc", "out", "pair", "out_desc")
@@ -378,7 +380,7 @@ def test_what_is_left_to_triton(recorded: RecordedDriver, monkeypatch: pytest.Mo
 
 
 def test_hooks_of_the_compiler_do_not_see_weft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton would write constants as JSON for them, where a dtype inside a tuple ends the compilation."""
+    """Triton would write constants as JSON for them, and fails at a dtype inside a tuple."""
     compiled_kernels = []
     monkeypatch.setattr(
         triton.knobs.runtime, "jit_post_compile_hook", lambda **compiled: compiled_kernels.append(compiled)

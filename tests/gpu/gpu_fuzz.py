@@ -280,7 +280,7 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
     for kind in REGISTRY[op].kinds:
         forms: list[str | Plan] = [kind]
         if kind == "fused" and op != MOE:
-            usual: Any = SMALL_FUSED[op] if world.scale.presets else FUSED[op]
+            usual: Any = SMALL_FUSED[op] if world.backend.scale.presets else FUSED[op]
             if op == GATHER:
                 forms.append(FusedGatherByCopies(tile=usual.tile))
             else:
@@ -292,7 +292,7 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
         elif kind == "two_shot":
             forms += [TwoShotLowLatency(), TwoShotPush(warps=8, spread=True), TwoShotPull(programs=16)]
         elif kind == "segmented":
-            forms += [Segmented(calls=1), Segmented(calls=3, push_programs=2 if world.scale.presets else 16)]
+            forms += [Segmented(calls=1), Segmented(calls=3, push_programs=2 if world.backend.scale.presets else 16)]
         if kind != "multicast":
             plans_by_kind[kind] = rng.choice(forms)
     return plans_by_kind

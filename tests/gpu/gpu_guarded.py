@@ -31,7 +31,7 @@ TILE, STEPS = (128, 128, 64), 4
 
 def wrong_sums(world: weft.World, form: str, guard: bool, calls: int = CALLS) -> float:
     """How many calls gave a wrong sum while parts came late, each by another time. Whether a call is wrong without the guard is
-    chance, so that is no check: bench/measure/guarded.py counts it."""
+    chance, so that is no check."""
     rng = random.Random(world.rank)
     delays = [[rng.randrange(LONGEST) for _ in range(PARTS)] for _ in range(calls)]
     return float(count_wrong_sums(world, form, weft.jit(guard_loads=guard)(exchange_and_sum), SIZE, PARTS, delays))

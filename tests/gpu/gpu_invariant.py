@@ -78,7 +78,7 @@ def follow(world: weft.World, op: str, calls: int, most_rows: int, n: int, k: in
             m = -(-m // world.size) * world.size
         place, x = rng.randrange(m), draw(m, k).bfloat16()
         x[place] = row
-        plan = "auto" if i % 10 == 0 else world.scale.plan(kind)
+        plan = "auto" if i % 10 == 0 else world.backend.scale.plan(kind)
         call = partial(ops(world)[op], plan, x, w)
         y = replayed(call) if i % 10 == 9 and device.type == "cuda" else call()
         world.synchronize()

@@ -187,6 +187,40 @@ def memory_cases(world: weft.World) -> Iterator[tuple[str, Callable[[], object]]
     yield "gathered_attention, segmented", attention
 
 
+ASLEEP = 400_000_000  # clocks for which the GPU is busy, a fifth of a second
+
+
+@torch.no_grad()
+def first_call_of_a_size(world: weft.World, kind: str) -> float:
+    """The error of a first call of a size behind a busy stream, for which the host does not wait, and of the same call
+    on a second stream, which finds the tables of the first. torch raises an error where the host waits."""
+    gather = kind in ("fused", "one_shot")
+    op = weft.all_gather_matmul if gather else weft.matmul_reduce_scatter
+    weight = draw(9, 256, 512).to(world.device)
+    results = []
+
+    def run(rows: int, plan: str) -> torch.Tensor:
+        x = draw(rows + world.rank, rows * (1 if gather else world.size), 512).to(world.device)
+        return op(x, weight, world=world, plan=plan)
+
+    for _ in range(2):
+        run(128, kind)
+    expected = run(64, "sequential")
+    x = draw(64 + world.rank, 64 * (1 if gather else world.size), 512).to(world.device)
+    second = torch.cuda.Stream()
+    world.synchronize()
+    torch.cuda._sleep(ASLEEP)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results.append(op(x, weight, world=world, plan=kind))
+        with torch.cuda.stream(second):
+            results.append(op(x, weight, world=world, plan=kind))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    world.synchronize()
+    return max(distance(result, expected) for result in results)
+
+
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     yield (
         "launches at new addresses, silu_mul", BF16,
@@ -206,5 +240,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "launches at new addresses, all-gather", BF16, partial(gathered, world, OneShot())
     for plan in (*POSTED, TwoShotPush()):
         yield f"launches of graphs in one pool, {plan}", BF16, partial(pools, world, plan)
+    for kind in ("fused", "one_shot", "signaled", "decomposed"):
+        yield f"first call of a size waits for no stream, {kind}", BF16, partial(first_call_of_a_size, world, kind)
     for name, call in memory_cases(world):
         yield f"launches keep no memory, {name}", 1.0, partial(flat, world, call)

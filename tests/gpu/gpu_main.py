@@ -307,7 +307,7 @@ def shared_tiles(world: weft.World, replays: int) -> float:
         matmul(x, w, out, world, programs, gated)
         expected = x.float() @ w.float().t()
         if gated:
-            blocks = expected.view(m, -1, 2, world.scale.interleave)
+            blocks = expected.view(m, -1, 2, world.backend.scale.interleave)
             expected = (torch.nn.functional.silu(blocks[:, :, 0]) * blocks[:, :, 1]).reshape(m, gated)
         worst, first_result = max(worst, distance(out, expected)), out.clone()
         graph, differ = torch.cuda.CUDAGraph(), torch.zeros((), device=world.device, dtype=torch.int64)

@@ -102,8 +102,8 @@ def late(world: weft.World, op: str, plan: Plan, calls: int = 12) -> float:
 def chosen(world: weft.World) -> float:
     """Both levels are there; "auto", which times nothing where ranks share a GPU, is the library's, and right."""
     levels = world.levels
-    assert world.two_level_unsupported is None and levels.node.symmetric_unsupported is None, (
-        levels.node.symmetric_unsupported
+    assert world.backend.two_level_unsupported is None and levels.node.backend.symmetric_unsupported is None, (
+        levels.node.backend.symmetric_unsupported
     )
     assert (levels.node.size, levels.across.size) == (world.size // 2, 2)
     assert levels.node.sm_count == world.sm_count - 8

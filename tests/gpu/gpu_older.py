@@ -77,7 +77,7 @@ def of_plan(world: weft.World, op: str, name: str, plan: Plan | str) -> Iterator
 
 def moved_by_nccl(world: weft.World) -> Iterator[Check]:
     """What needs no symmetric memory."""
-    size, to_fit = world.size, partial(with_architecture_tiles, capability=world.capability)
+    size, to_fit = world.size, partial(with_architecture_tiles, capability=world.backend.capability)
     for op in OPS:
         yield from of_plan(world, op, "decomposed", Decomposed())
     for op in (SCATTER, ALL):
@@ -115,7 +115,7 @@ def counted(world: weft.World) -> Iterator[Check]:
     """What needs peer access and atomics, as over NVLink."""
     for op in OPS:
         for name, plan in (("fused", FUSED[op]), ("fused, second", SECOND[op])):
-            yield from of_plan(world, op, name, with_architecture_tiles(plan, world.capability))
+            yield from of_plan(world, op, name, with_architecture_tiles(plan, world.backend.capability))
         yield f"{op} fused by name", BF16, partial(gemm_case, world, op, 256, 1024, 512, "fused", calls=2)
     for op in (SCATTER, ALL):
         yield from of_plan(world, op, "signaled by copies", replace(SMALL, ctas=4, copies=True))
@@ -132,9 +132,9 @@ def counted(world: weft.World) -> Iterator[Check]:
 
 def checks(world: weft.World) -> Iterator[Check]:
     kinds = [moved_by_nccl(world)]
-    if world.peers_unsupported is None:
+    if world.backend.peers_unsupported is None:
         kinds.append(only_stored(world))
-    if world.symmetric_unsupported is None:
+    if world.backend.symmetric_unsupported is None:
         kinds.append(counted(world))
     for kind in kinds:
         for name, most, check in kind:
@@ -229,7 +229,7 @@ def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
         return run_way
 
     plan = with_architecture_tiles(
-        Signaled(ctas=1, copies=True), world.capability
+        Signaled(ctas=1, copies=True), world.backend.capability
     )  # the number of CTAs is that of idle SMs
     runs: dict[str, Callable[[], None]] = {}
     for groups, grouping in ((1,) * 64, "a wave a group"), ((64,), "one group"):
@@ -241,12 +241,12 @@ def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
         world, no_signals, programs, dict(num_warps=tile.warps, num_stages=tile.stages),
         x_desc=Matrix(m, k, (bm, bk)), w_desc=Matrix(n, k, (bn, bk)), out_desc=Matrix(m, n, (bm, bn // 2)),
         tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=tile.group_m,
-        FLAT=features(world.capability).tma,
+        FLAT=features(world.backend.capability).tma,
     )  # fmt: skip
     runs["no signals"] = partial(loop, stream, x_desc=x, w_desc=w, out_desc=out)
     for form in FORMS:
         bm, bn, bk, warps, stages = form
-        if world.capability == 80 or form != FORMS[0]:  # which needs more shared memory than the others have
+        if world.backend.capability == 80 or form != FORMS[0]:  # which needs more shared memory than the others have
             grid, options = m // bm * (n // bn), dict(num_warps=warps, num_stages=stages)
             sizes = dict(tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=8)
             if world.device.type == "cuda":  # by Triton itself: more programs than are resident, which wait for nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import weft
 from tests.gpu import gpu_main, gpu_queue
 from tests.gpu.gpu_queue import Queue
+from weft.backends import uploads
 from weft.backends.cuda import GpuBackend
 
 Check = tuple[str, float, Callable[[], float]]
@@ -133,3 +135,38 @@ def test_a_row_names_the_parts_whose_kernels_were_launched(tmp_path: Path, monke
     assert rows["moe"]["parts"] == {part: gpu_queue.tree_of_part(part) for part in ("ops/moe", "compute")}
     assert rows["none"]["parts"] == {} and len(launches) == 3
     assert all(len(known) == 12 for known in rows["moe"]["parts"].values())
+
+
+def test_uploads_are_waited_for_until_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams are ordered behind a copy while it is under way; in a capture the host waits for it."""
+
+    class Copied:
+        ended = False
+
+        def query(self) -> bool:
+            return self.ended
+
+        def synchronize(self) -> None:
+            self.ended = True
+
+    class Stream:
+        def __init__(self) -> None:
+            self.behind: list[object] = []
+
+        def wait_event(self, event: object) -> None:
+            self.behind.append(event)
+
+    capturing = False
+    monkeypatch.setattr(uploads, "any_call_allowed", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    earlier, later, streams = Copied(), Copied(), [Stream() for _ in range(4)]
+    table = uploads.Uploads(torch.device("cuda", 0))
+    table.pending = [uploads.Upload(copied, torch.empty(0)) for copied in (earlier, later)]  # type: ignore[arg-type]
+    table.precede(streams[0])  # type: ignore[arg-type]
+    assert streams[0].behind == [earlier, later]
+    earlier.ended = True
+    table.precede(streams[1])  # type: ignore[arg-type]
+    assert streams[1].behind == [later]
+    capturing = True
+    table.precede(streams[2])  # type: ignore[arg-type]
+    assert later.ended and not streams[2].behind and not table.pending

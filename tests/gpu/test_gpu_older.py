@@ -68,9 +68,10 @@ def test_without_peers_nobody_gets_symmetric_memory(monkeypatch: pytest.MonkeyPa
 
 
 def names(peers_unsupported: str | None, symmetric_unsupported: str | None) -> list[str]:
-    world: Any = SimpleNamespace(
-        size=4, capability=80, peers_unsupported=peers_unsupported, symmetric_unsupported=symmetric_unsupported
+    backend = SimpleNamespace(
+        capability=80, peers_unsupported=peers_unsupported, symmetric_unsupported=symmetric_unsupported
     )
+    world: Any = SimpleNamespace(size=4, backend=backend)
     return [name for name, _, _ in gpu_older.checks(world)]
 
 

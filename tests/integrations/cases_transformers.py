@@ -27,8 +27,9 @@ class Routed(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """of_all, of_token: how far logits are, relative to their norm: all together, and of the farthest token.
-    unexplained: the largest of `unexplained` over routers and tokens. moved: routes that are not the model's own."""
+    """The distance of logits relative to their norm, of all tokens (`of_all`) and of the farthest token
+    (`of_token`); `unexplained`, the largest over routers and tokens; and `moved`, the number of routes that are not
+    the model's own."""
 
     of_all: float
     of_token: float
@@ -42,8 +43,8 @@ class Compared(NamedTuple):
 
 @contextmanager
 def routed(model: Any) -> Iterator[list[Routed]]:
-    """The calls of the routers of a model's layers, as they come: before what parallelism makes of the ids. Of a capture there is no x,
-    whose memory the graph then uses again as it does without us."""
+    """Record the calls of the routers of a model's layers in order, before parallelism changes the ids. In a capture
+    there is no x, since the graph reuses its memory."""
     seen: list[Routed] = []
 
     def see(router: Any, inputs: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> None:
@@ -61,7 +62,7 @@ def routed(model: Any) -> Iterator[list[Routed]]:
 
 
 class Taking(TorchFunctionMode):
-    """Each `torch.topk`, which is a router's, takes the next of `ids`; of this thread alone."""
+    """Makes each `torch.topk`, which is a router's, return the next of `ids`, in this thread alone."""
 
     def __init__(self, ids: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ def unexplained(router: Any, x: torch.Tensor, ids: torch.Tensor) -> tuple[float,
 
 
 def compared(model: Any, ids: torch.Tensor, world: weft.World, two_parts: int | None = None) -> Compared:
-    """The woven model's logits of ids [.., S] with those of the model itself, as it was given, on all ranks."""
+    """Compare the woven model's logits of ids [.., S] with those of the original model on all ranks."""
     hf.weave(model, world, two_parts=two_parts)
     with routed(model) as calls:
         actual = model(ids, use_cache=False).logits
@@ -113,7 +114,8 @@ def by_taken_routes(
     taken: Sequence[torch.Tensor],
     two_parts: int | None = None,
 ) -> Compared:
-    """A woven model's logits `actual` with those of the model itself by the routes `taken`, on all ranks."""
+    """Compare a woven model's logits `actual` with those of the original model, which uses the routes `taken`, on
+    all ranks."""
     if two_parts:  # a router routes one after the other
         taken = [torch.cat(pair) for pair in zip(taken[::2], taken[1::2], strict=True)]
     if taken[0].shape[0] < ids.numel():  # each rank routes its own rows

@@ -1,4 +1,4 @@
-"""Transformers models woven (`weft.hf`), in the emulator: the tokens and logits of the model itself."""
+"""Woven Transformers models (`weft.hf`) in the emulator give the tokens and logits of the original model."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def tiny_model(kind: str, dtype: torch.dtype = BF, **changes: Any) -> Any:
 
 
 def alike(actual: torch.Tensor, expected: torch.Tensor, model: Any) -> bool:
-    """Whether tokens [B, S] are the model's own, up to a first one of which its two best logits are as good as equal:
-    within 4 ulps of bfloat16."""
+    """Return whether tokens [B, S] equal the model's own up to a first token whose two best logits are within 4 ulps
+    of bfloat16."""
     with torch.no_grad():
         best = model(expected).logits.float().topk(2).values
     for row, position in enumerate((actual == expected).long().cumprod(1).sum(1).tolist()):
@@ -80,8 +80,8 @@ def test_logits_are_the_models_own_to_rounding(kind: str, changes: dict[str, Any
 def test_residuals_held_by_rows_and_whole_give_the_same(
     monkeypatch: pytest.MonkeyPatch, plan: str, counts: bool
 ) -> None:
-    """Also with hidden states recorded, which are whole on every rank. Calls that post rows take no symmetric memory
-    for what they read and write."""
+    """Hidden states may be recorded, and are then whole on every rank. Calls with low-latency rows use no symmetric
+    memory for their operands and results."""
 
     def main(world: weft.World) -> list[Any]:
         model = hf.weave(tiny_model("Llama"), world, plan=plan)
@@ -102,7 +102,7 @@ def test_residuals_held_by_rows_and_whole_give_the_same(
 @covered("Llama", covering="[Qwen2]")
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
 def test_sharded_tokens_give_what_replicated_ones_give(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of dense layers, which no pass shards by itself: of 9 tokens, which two ranks share unevenly, and of 18."""
+    """Dense layers, which no pass shards by itself, process 9 tokens, which two ranks share unevenly, and 18."""
     monkeypatch.setattr("weft.integrations.transformers.forwards.SHARDED_FROM", 2)
 
     def main(world: weft.World) -> list[torch.Tensor]:
@@ -124,7 +124,7 @@ def test_sharded_tokens_give_what_replicated_ones_give(kind: str, monkeypatch: p
 @covered("Qwen3", covering="[Llama]")
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_two_parts_give_what_one_gives(kind: str) -> None:
-    """Also the caller's stream is ordered with the second one: what is read too early is a race."""
+    """The caller's stream is ordered with the second one: a read that is too early is a race."""
 
     def main(world: weft.World) -> list[torch.Tensor]:
         model, options = tiny_model(kind), dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(IDS))
@@ -194,7 +194,7 @@ def test_generate_gives_the_models_own_tokens(static: bool) -> None:
 
 
 def test_ranks_draw_the_same_tokens() -> None:
-    """The first rank's, though each has a generator of its own; beams too."""
+    """All ranks draw the first rank's tokens, though each has a generator of its own; beams agree too."""
 
     def main(world: weft.World) -> list[Any]:
         model = hf.weave(tiny_model("Llama", num_hidden_layers=1), world)
@@ -211,7 +211,7 @@ def test_ranks_draw_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
 def test_a_cache_of_other_heads_is_refused(kind: str) -> None:
-    """As prompts cached by the model itself, or prefix tuning, have them; and one that is made early with all heads."""
+    """Prompts cached by the original model, prefix tuning, and a cache that is allocated early have all heads."""
     changes = dict(num_local_experts=4) if kind == "Mixtral" else {}
 
     def main(world: weft.World) -> None:
@@ -246,7 +246,7 @@ def test_attention_weights_of_one_ranks_heads_are_refused() -> None:
 
 
 def test_continuous_batching_on_an_emulated_rank_says_what_does_work() -> None:
-    """Its thread would log the error that it runs into, and give empty lists."""
+    """Its thread would only log the error that it meets, and return empty lists."""
 
     def main(world: weft.World) -> None:
         model = hf.weave(tiny_model("Llama", num_hidden_layers=1), world)
@@ -286,7 +286,7 @@ def test_unweave_puts_everything_back() -> None:
 
 
 class Linear(torch.nn.Linear):
-    """Of torch's name, as peft's Linear."""
+    """A linear with torch's name, like peft's Linear."""
 
 
 def test_what_cannot_be_woven_is_named() -> None:
@@ -336,7 +336,7 @@ def test_the_example_runs_emulated() -> None:
 
 
 def test_no_mask_where_every_token_attends_to_all_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers makes one while a CUDA graph is captured; padding needs it."""
+    """Transformers makes a mask while a CUDA graph is captured; padding needs it."""
     modeling = transformers.models.llama.modeling_llama
     own_mask = modeling.create_causal_mask
 
@@ -365,8 +365,8 @@ def test_no_mask_where_every_token_attends_to_all_before_it(monkeypatch: pytest.
 
 
 def test_tokens_keep_their_bits_in_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence alone and among others; eager attention computes each by itself. A library splits K
-    where there are few rows."""
+    """A sequence runs alone and among others; eager attention computes each by itself. A library splits K if there
+    are few rows."""
     linear = torch.nn.functional.linear
 
     def library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

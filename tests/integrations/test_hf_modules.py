@@ -1,4 +1,5 @@
-"""Modules that are not as Transformers made them (`weft.hf`): a woven model refuses what it would leave out, by name."""
+"""Modules that differ from Transformers' own (`weft.hf`): a woven model refuses, by name, those that it would leave
+out."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def doubled(module: nn.Module, args: Any) -> Any:
 
 
 class LlamaMLP(llama.LlamaMLP):
-    """Of the name that the model's own has."""
+    """A module with the name of the model's own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
@@ -115,7 +116,7 @@ def test_what_comes_later_is_refused_at_the_next_pass() -> None:
 
 
 def test_hooks_that_are_called_stay() -> None:
-    """On what a woven model calls as the model itself does: with the same effect."""
+    """Hooks on modules that a woven model calls as the original does have the same effect."""
 
     def thrice(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
         return out * 3

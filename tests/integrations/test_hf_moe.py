@@ -1,4 +1,5 @@
-"""Transformers' mixtures of experts woven (`weft.hf`), in the emulator and over gloo: the tokens and logits of the model itself."""
+"""Woven mixtures of experts of Transformers (`weft.hf`), in the emulator and over gloo, give the tokens and logits
+of the original model."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def check_logits(kind: str, logits: list[torch.Tensor], **changes: Any) -> None:
 
 
 def beside_the_model(kind: str, two_parts: int | None = None, **changes: Any) -> Compared:
-    """Of 21 tokens, by rows or in two parts."""
+    """Compare 21 tokens, by rows or in two parts."""
     ids = torch.randint(1, 90, (1, 21), generator=torch.Generator().manual_seed(4))
 
     def main(world: weft.World) -> Compared:
@@ -82,7 +83,7 @@ def test_every_token_is_close_by_the_experts_that_were_taken_and_these_are_near_
 
 @pytest.mark.parametrize("wrong", ["expert", "weight"])
 def test_a_token_that_goes_to_a_wrong_expert_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one token: another expert for its second, which the model's own forward pass then takes too; or its weight."""
+    """One token has another second expert, which the original model's forward pass then uses too; or another weight."""
 
     def routes(logits: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ids, weights = hf_gate(logits, **options)
@@ -101,8 +102,8 @@ def test_a_token_that_goes_to_a_wrong_expert_is_seen(wrong: str, monkeypatch: py
 
 
 def test_routes_that_a_model_took_tell_a_near_tie_from_stale_memory() -> None:
-    """Logits by the routes that were taken are not off, also where one is another than the model's own; logits of other tokens are, and so
-    is the worst expert."""
+    """With the routes that were used, logits are close even if a route is not the model's own; logits of other
+    tokens are far off, and so is a route to the worst expert."""
 
     def main(world: weft.World) -> list[float]:
         model, ids = tiny_mixture("Mixtral", num_hidden_layers=1), IDS[:1]
@@ -163,7 +164,7 @@ def test_dense_layers_between_and_what_transformers_records(monkeypatch: pytest.
 @covered("Mixtral-False", covering="[GptOss-False]")
 @pytest.mark.parametrize(("kind", "static"), [("Mixtral", False), ("Qwen3Moe", True), ("GptOss", False)])
 def test_generate_gives_the_models_own_tokens(kind: str, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt by rows, the tokens after it by all ranks."""
+    """The prompt is computed by rows, and later tokens by all ranks."""
     monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
     ids = IDS[1:] if kind == "GptOss" else IDS  # of its first row the two best tokens are within rounding
     cache_options = dict(cache_implementation="static") if static else {}
@@ -215,8 +216,8 @@ def test_what_cannot_be_woven_is_named() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_alone_under_transformers_own_parallelism(kind: str) -> None:
-    """`experts_implementation="weft"`: of two ranks each has half of the experts, under numbers of its own and one past
-    them for the others', as Transformers' router gives them."""
+    """With `experts_implementation="weft"`, each of two ranks has half of the experts, numbered from 0, and one past
+    them for the others' experts, as Transformers' router numbers them."""
     from transformers.integrations.moe import ExpertsInterface
 
     def main(world: weft.World) -> None:
@@ -256,7 +257,7 @@ WRITES = {
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
 def test_experts_that_are_written_are_laid_out_anew(kind: str, how: str) -> None:
-    """Any of their tensors, also where the allocator puts a new one at an old one's address."""
+    """This holds for each of their tensors, even if the allocator places a new one at an old one's address."""
 
     def main(world: weft.World) -> None:
         experts = tiny_mixture(kind).model.layers[0].mlp.experts
@@ -281,7 +282,7 @@ def test_experts_that_are_written_are_laid_out_anew(kind: str, how: str) -> None
 
 
 def test_experts_that_transformers_has_split_already() -> None:
-    """Whole ones over the ranks, or columns of all of them."""
+    """Transformers has split whole experts over the ranks, or the columns of all experts."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -329,8 +330,8 @@ def test_experts_that_transformers_has_split_already() -> None:
 @pytest.mark.parametrize("ranks", some([2, 4]))
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
 def test_two_parts_give_what_one_gives(kind: str, ranks: int) -> None:
-    """The experts of 18 tokens in two parts, one's under the other's norm: what is read too early is a race. Also with a
-    dense layer between, and in one part where router logits are recorded."""
+    """The experts of 18 tokens run in two parts, one part's under the other's norm: a read that is too early is a
+    race. A dense layer may come between, and where router logits are recorded there is one part."""
     changes = dict(mlp_only_layers=[0], intermediate_size=96) if kind == "Qwen3Moe" else {}
     if ranks == 4:
         changes |= dict(num_key_value_heads=4) | (dict(num_experts=8) if kind == "Qwen3Moe" else {})

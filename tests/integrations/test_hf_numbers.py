@@ -1,4 +1,4 @@
-"""Woven models (`weft.hf`) of which a number changed after weaving: each is followed, or refused by its name."""
+"""Woven models (`weft.hf`) in which a number changes after weaving: each change is followed, or refused by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUNDED = 0.03  # how far logits of two models may be that round at other places
 
 
 class Change(NamedTuple):
-    """Another value of a number of a module, or of the configuration ("config")."""
+    """Another value of a number in a module, or in the configuration ("config")."""
 
     owner: str
     name: str
@@ -89,8 +89,8 @@ def world() -> Iterator[weft.World]:
 
 @pytest.mark.parametrize("kind", [*KINDS, *MIXTURES])
 def test_every_number_is_followed_or_refused_by_name(kind: str, world: weft.World) -> None:
-    """Numbers that the model itself reads change one at a time. Those that it does not read change together, but for
-    those that a woven model refuses, and those that say whether it is trained, which make its draws random, apart."""
+    """Numbers that the original model reads change one at a time. The others change together, except those that a
+    woven model refuses, and those that switch training on, which make its draws random: these change separately."""
     make = tiny_model if kind in KINDS else tiny_mixture
     plain, woven = (make(kind, **CHANGES.get(kind, {})) for _ in range(2))
     hf.weave(woven, world)
@@ -119,7 +119,7 @@ def test_every_number_is_followed_or_refused_by_name(kind: str, world: weft.Worl
     ("kind", "names"), [("Qwen3", ("scaling", "variance_epsilon")), ("Mixtral", ("scaling", "top_k"))]
 )
 def test_numbers_are_followed_on_every_rank(kind: str, names: tuple[str, ...]) -> None:
-    """All numbers of these names together."""
+    """All numbers with these names change together."""
 
     def main(world: weft.World) -> None:
         plain, woven = small(kind), hf.weave(small(kind), world)

@@ -1,4 +1,5 @@
-"""A woven model (`weft.hf`) whose parameters are written, in each of the ways in which models are: it computes with what was written."""
+"""A woven model (`weft.hf`) whose parameters are written, in each of the usual ways, computes with the new
+parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def small(kind: str) -> Any:
 
 
 def other_parameters(kind: str) -> dict[str, torch.Tensor]:
-    """Another model's parameters, of which none is the first one's."""
+    """Return another model's parameters, all of which differ from the first one's."""
     return {name: t.flip(0) * 0.75 + 0.03125 for name, t in small(kind).state_dict().items()}
 
 
@@ -62,7 +63,7 @@ def write_data(model: Any, state: dict[str, torch.Tensor]) -> None:
 
 
 def merge(model: Any, state: dict[str, torch.Tensor]) -> None:
-    """As adapters are merged: the product is added to `data`, which is set."""
+    """Merge adapters: add the product to `data`, and set it."""
     for name, p in model.named_parameters():
         p.data *= 0
         p.data += state[name]
@@ -74,7 +75,7 @@ def set_data(model: Any, state: dict[str, torch.Tensor]) -> None:
 
 
 def put_others(model: Any, state: dict[str, torch.Tensor]) -> None:
-    """As FSDP does: a module gets another parameter, at an address that another one may have had."""
+    """Replace parameters as FSDP does: a module gets another parameter, at an address that another one may have had."""
     for name in dict(model.named_parameters()):
         owner, leaf = name.rsplit(".", 1)
         module = model.get_submodule(owner)
@@ -91,8 +92,8 @@ WAYS: tuple[Callable[[Any, dict[str, torch.Tensor]], None], ...] = (
 @covered("Qwen3-2", covering="[Llama-2]")
 @pytest.mark.parametrize(("kind", "ranks"), [("Llama", 2), ("Qwen2", 1), ("Qwen3", 2), ("Qwen3Moe", 2), ("GptOss", 2)])
 def test_what_is_written_is_what_is_computed_with(kind: str, ranks: int) -> None:
-    """Whole models, of which several ranks have views and one alone has a stack; to the bit what a model that has the
-    parameters from the start gives when it is woven. Two ways at a time, back and forth."""
+    """Whole models, of which several ranks have views and a single rank has a stack, give the bits of a model that
+    is woven with the new parameters. Two ways to write alternate."""
     states = [other_parameters(kind), small(kind).state_dict()]
 
     def main(world: weft.World) -> None:
@@ -141,7 +142,7 @@ def test_what_leaves_no_trace_is_packed_again_when_asked_for() -> None:
 
 
 def test_packed_experts_keep_their_memory() -> None:
-    """Which a captured graph reads: also after `load_state_dict`, without a pass."""
+    """A captured graph reads that memory, which also stays after `load_state_dict` without a pass."""
 
     def main(world: weft.World) -> None:
         model = hf.weave(small("GptOss"), world)
@@ -183,7 +184,7 @@ def test_registered_experts_follow_every_tensor_of_the_module(kind: str) -> None
 
 
 def test_registered_experts_of_emulated_ranks_are_each_ranks_own() -> None:
-    """By the model's own forward pass: each rank has half of the experts, and the sum of both is the whole."""
+    """In the original forward pass each rank has half of the experts, and the sum of both is the whole."""
 
     def main(world: weft.World) -> None:
         hf.register_experts(world)
@@ -225,7 +226,7 @@ def test_another_dtype_is_named() -> None:
 
 
 def test_saved_and_loaded(tmp_path: Any) -> None:
-    """Parameters of one stack are saved one by one."""
+    """Parameters in one stack are saved one by one."""
 
     def main(world: weft.World) -> None:
         model = hf.weave(small("Llama"), world)
@@ -254,7 +255,7 @@ def split_linear(mesh: DeviceMesh, columns: int, dim: int = 0) -> nn.Linear:
 
 
 def test_linears_that_are_split_are_views_of_one_stack(mesh: DeviceMesh) -> None:
-    """Which writes reach in any way, and which takes no memory beside them."""
+    """Every way to write reaches the stack, which needs no memory besides them."""
     world: Any = SimpleNamespace(size=2, rank=0, batch_invariant=False, capturing=lambda: False)
     linears = [split_linear(mesh, n) for n in (8, 4, 6)]
     columns, x = ColumnShards(linears, world), torch.randn(3, 8)

@@ -1,4 +1,4 @@
-"""Continuous batching of Transformers with weft's attention, woven and not: the tokens that generate gives."""
+"""Continuous batching of Transformers with weft's attention, woven and not, gives the tokens of generate."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def serving_options(**options: Any) -> dict[str, Any]:
 
 
 def _page() -> str:
-    """Tokens of a page, as this version calls them."""
+    """Return the tokens of a page, under the name that this version has for them."""
     names = transformers.generation.ContinuousBatchingConfig.__dataclass_fields__
     return "page_size" if "page_size" in names else "block_size"
 
 
 def alone(model: Any) -> list[list[int]]:
-    """What generate gives, request by request."""
+    """Return what generate gives, request by request."""
     prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
     wanted = dict(max_new_tokens=6, do_sample=False, eos_token_id=95, pad_token_id=0)
     generated = [
@@ -52,7 +52,7 @@ def tokens_of(outputs: dict[str, Any]) -> list[list[int]]:
 
 
 def check_alike(actual: list[list[int]], kind: str) -> None:
-    """bfloat16 and woven: where the model's two best logits are as good as equal, either is right."""
+    """In bfloat16 and woven, either of two tokens is right if the model's two best logits are equal to rounding."""
     model = tiny_model(kind)
     for prompt, tokens, expected in zip(PROMPTS, actual, alone(model), strict=True):
         assert len(tokens) == len(expected)
@@ -61,7 +61,7 @@ def check_alike(actual: list[list[int]], kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "changes"), [("Llama", {}), ("Mistral", dict(sliding_window=4)), ("Qwen3", {})])
 def test_served_together_as_alone(kind: str, changes: dict[str, Any]) -> None:
-    """In chunks too: twelve tokens a step are fewer than the prompts have."""
+    """Prompts run in chunks too: twelve tokens a step are fewer than they have."""
     model = tiny_model(kind, torch.float32, **changes)
     assert served(hf.paged(model)) == alone(tiny_model(kind, torch.float32, **changes))
 
@@ -74,7 +74,7 @@ TAKES_MODE = (
 
 
 def test_served_woven() -> None:
-    """The loop of continuous batching without its thread, which the emulator cannot follow."""
+    """The loop of continuous batching runs without its thread, which the emulator cannot follow."""
 
     def main(world: weft.World) -> list[list[int]]:
         manager = hf.paged(hf.weave(tiny_model("Qwen3"), world)).init_continuous_batching(**serving_options())

@@ -1,5 +1,5 @@
-"""Mixtures of experts beside FSDP2: experts over the ranks, all else sharded over the same ranks by `fully_shard`. On two CPU
-processes over gloo."""
+"""Mixtures of experts with FSDP2: experts are distributed over the ranks, and `fully_shard` shards everything else
+over the same ranks. The tests run on two CPU processes over gloo."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """As Mixtral: attention, then top-2 of the experts."""
+    """A decoder like Mixtral's: attention, then top-2 of the experts."""
 
     def __init__(self, world: weft.World) -> None:
         super().__init__()
@@ -56,7 +56,8 @@ class Decoder(nn.Module):
 
 
 def train(model: nn.Module, rank: int, to_sum: list[nn.Parameter]) -> list[float]:
-    """Losses of all ranks' tokens. to_sum: parameters whose gradients are summed over the ranks here."""
+    """Return the losses of all ranks' tokens. The gradients of the parameters `to_sum` are summed over the ranks
+    here."""
     losses, optimizer = [], torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(STEPS):
         tokens = torch.randint(VOCAB, (RANKS, 2, S), generator=torch.Generator().manual_seed(step % 2))[rank]
@@ -96,5 +97,5 @@ def over_gloo(rank: int, store: str) -> None:
 
 
 def test_experts_beside_fully_shard_over_gloo(tmp_path: Path) -> None:
-    """The lines on the page: the losses and parameters of training without FSDP."""
+    """The code on the page gives the losses and parameters of training without FSDP."""
     mp.spawn(over_gloo, (str(tmp_path / "store"),), nprocs=RANKS)

@@ -1,4 +1,5 @@
-"""`weft.parallel`: torch's tensor-parallel styles with weft's ops, on emulated ranks, and over gloo beside torch's own."""
+"""`weft.parallel`: torch's tensor-parallel styles with weft's ops, on emulated ranks, and over gloo against torch's
+own."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def plan(styles: Any, dim: int, reduce: bool = True) -> dict[str, Any]:
 # -- on emulated ranks -------------------------------------------------------------------------------------------------
 @pytest.fixture
 def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
-    """Of two ranks that torch believes in; ops run on the emulated World of the thread."""
+    """Return a mesh of two ranks for torch; ops run on the emulated World of the thread."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -75,7 +76,7 @@ thread_local = threading.local()
 
 
 def split(block: nn.Module, mesh: DeviceMesh, rank: int, styles: dict[str, Any]) -> nn.Module:
-    """Styles applied, and every parameter this rank's part: the fake ranks are all rank 0."""
+    """Apply the styles, and replace every parameter by this rank's part, since the fake ranks are all rank 0."""
     full = {name: p.detach().clone() for name, p in block.named_parameters()}
     for one in styles.values():
         one.src_data_rank = None
@@ -91,7 +92,7 @@ def split(block: nn.Module, mesh: DeviceMesh, rank: int, styles: dict[str, Any])
 
 
 def gradients(block: nn.Module, rank: int, sums: bool) -> dict[str, torch.Tensor]:
-    """Of a split module's parameters the local ones; of a whole one's the parts that this rank would have."""
+    """Return the local gradients of a split module's parameters, or those parts of a whole module's gradients."""
     gradients_by_name = {}
     for name, p in block.named_parameters():
         grad = p.grad
@@ -119,7 +120,7 @@ def test_a_block_and_its_gradients(mesh: DeviceMesh, dim: int, amp: bool, monkey
     )
 
     def summed_over(world: weft.World) -> None:
-        """Gradients of the norm are summed by torch, which here has one rank: by the emulated ranks instead."""
+        """Sum the norm's gradients over the emulated ranks, since torch has one rank here."""
         monkeypatch.setattr(
             parallel.dist, "all_reduce", lambda t, group: t.copy_(sum(thread_local.world.exchange(t.clone())))
         )
@@ -170,7 +171,7 @@ def test_a_gather_is_shared_by_one_pass_and_not_by_the_next(mesh: DeviceMesh) ->
 
 @pytest.mark.parametrize("write", ["in place", "by out="])
 def test_a_gather_of_what_was_written_is_not_shared(mesh: DeviceMesh, write: str) -> None:
-    """Not by another module either, which comes to the tensor for the first time."""
+    """Another module that reads the tensor for the first time does not share it either."""
 
     def main(world: weft.World) -> None:
         thread_local.world = world
@@ -188,7 +189,7 @@ def test_a_gather_of_what_was_written_is_not_shared(mesh: DeviceMesh, write: str
 
 
 def test_no_gather_goes_into_a_capture_or_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a graph is replayed, what was gathered elsewhere is gone, or of other values."""
+    """When a graph is replayed, what was gathered elsewhere has been freed or overwritten."""
     gathers: list[nn.Module] = []
 
     def gather(x: torch.Tensor, weight: torch.Tensor, bias: Any, **_: Any) -> torch.Tensor:
@@ -224,7 +225,7 @@ def test_a_plan_that_there_is_not_is_refused_where_it_is_given() -> None:
 
 
 def test_in_inference_mode_every_module_gathers(mesh: DeviceMesh) -> None:
-    """Its tensors do not say whether they were written since."""
+    """Tensors in inference mode do not record whether they were written since."""
 
     def main(world: weft.World) -> None:
         thread_local.world = world
@@ -299,8 +300,8 @@ def test_a_deep_copy_computes_with_its_own_parameters(one_rank: DeviceMesh, dtyp
 
 
 def over_gloo(rank: int, store: str) -> None:
-    """Three steps of training, with the same state dict: in bfloat16 by weft, to rounding torch's own; what weft does not
-    compute, in float32, to the bit."""
+    """Train three steps from the same state dict: weft's ops in bfloat16 equal torch's own to rounding; what weft
+    does not compute, in float32, is equal to the bit."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))

@@ -1,5 +1,5 @@
-"""The SGLang plugin: on a module of SGLang's own names, with stand-ins for what it imports; and, where SGLANG_WHEEL names a folder of
-its Python files, on that module itself."""
+"""The SGLang plugin: on a module with SGLang's own names, with stand-ins for its imports; and, where SGLANG_WHEEL
+names a folder of its Python files, on that module itself."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Unquantized:
 
 
 def packages() -> dict[str, ModuleType]:
-    """What layernorm_sp imports, as far as a call of a linear needs it."""
+    """Provide what layernorm_sp imports, as far as a call of a linear needs it."""
     call_context: dict[str, Any] = {}
     context = dict(
         get_flags=lambda: SimpleNamespace(sp=SimpleNamespace(enabled=True)),
@@ -93,7 +93,7 @@ def seams(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
 
 
 def test_a_layers_seams_are_served(seams: ModuleType) -> None:
-    """The functions that SGLang's linears call, on a rank's tokens."""
+    """SGLang's linears call these functions with a rank's tokens."""
     m, k, n = 8, 32, 48
     x, w = torch.randn(2, m // 2, k).bfloat16(), torch.randn(2, n, k).bfloat16()
     y, v = torch.randn(2, m, k).bfloat16(), torch.randn(2, n, k).bfloat16()
@@ -137,7 +137,8 @@ def test_dense_architectures_are_taken(seams: ModuleType, caplog: pytest.LogCapt
 def test_sglang_starts_without_the_plugin(
     seams: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Off; a function of other parameters; no such module: what SGLang allows stays as it was."""
+    """With the plugin disabled, a function with other parameters, or no such module, SGLang's permissions stay as
+    they were."""
     before = seams.SP_SUPPORTED_ARCHITECTURES
     monkeypatch.setenv(sglang.WEFT_SGLANG, "0")
     sglang.register()

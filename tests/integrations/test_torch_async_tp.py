@@ -1,4 +1,4 @@
-"""torch's fused operators served by weft: called as torch.ops.symm_mem on emulated ranks and over gloo."""
+"""weft serves torch's fused operators: torch.ops.symm_mem is called on emulated ranks and over gloo."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def weights(count: int, rank: int, transposed: bool, n: int = 24) -> list[torch.
 
 
 def as_fallback(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Gathered along `dim`, with the strides that torch's fake implementation promises to compiled code."""
+    """Gather along `dim`, with the strides that torch's fake implementation promises to compiled code."""
     return torch.cat([part.movedim(dim, 0) for part in parts]).contiguous().movedim(0, dim)
 
 
@@ -85,7 +85,7 @@ def test_reduce_scatter(shape: tuple[int, ...], dim: int, transposed: bool, redu
 
 
 def scaled_weight(seed: int, n: int, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In 8 bits [32, n], its scale as torch._scaled_mm takes it, and its values."""
+    """Return 8-bit weights [32, n], their scale in the layout of torch._scaled_mm, and their values."""
     w, scale = scaled(draw(seed, n, 32), "row" if rowwise else "tensor")
     return w.t(), scale.view(1, -1) if rowwise else scale, dequantized(w, scale).double().t()
 
@@ -144,8 +144,8 @@ def test_scaled_reduce_scatter(shape: tuple[int, ...], dim: int, rowwise: bool, 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_torchs_own_cases_in_bf16(dim: int) -> None:
-    """Sizes of its AsyncTPTest, [8, 64, 32] gathered and scattered over [32, 16], three weights; the last dimension is
-    torch's, which has no GPU kernel's rival here and says so."""
+    """Sizes of its AsyncTPTest, [8, 64, 32] gathered and scattered over [32, 16], with three weights; the last
+    dimension runs torch's own operator, which refuses without a GPU."""
     whole, b = draw(3, 8, 64, 32), draw(4, 32, 16)
     terms = [draw(5 + rank, 8, 64, 32) for rank in range(2)]
 
@@ -263,7 +263,7 @@ def test_torchs_test_mode_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_world_is_made_for_what_goes_on_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's test mode goes with fake process groups, of which no World can be made."""
+    """torch's test mode uses fake process groups, of which no World can be made."""
     from torch.distributed._symmetric_memory import _test_mode
 
     def refuse(group_name: str) -> weft.World:
@@ -304,7 +304,7 @@ def test_who_asks_torch_for_its_native_kernel_gets_it(takes: bool, monkeypatch: 
 
 
 def over_gloo(rank: int, store: str) -> None:
-    """Served on CPU processes as on GPUs; what weft does not compute goes on to what torch has for CPU tensors."""
+    """CPU processes are served like GPUs; what weft does not compute reaches torch's CPU implementation."""
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     group, config = dist.group.WORLD, torch._inductor.config
     assert group is not None
@@ -326,8 +326,8 @@ def over_gloo(rank: int, store: str) -> None:
 
 
 def compiled_over_gloo(rank: int, store: str) -> None:
-    """The micro-pipeline pass, which asks for NCCL, puts in the operators that are served: cases of torch's
-    MicroPipelineTPTest, in bf16. gather or scatter: the dimension of x [.., 32] or of x @ w."""
+    """The micro-pipeline pass, which requires NCCL, inserts the operators that weft serves: cases of torch's
+    MicroPipelineTPTest, in bf16. `gather` and `scatter` are dimensions of x [.., 32] and of x @ w."""
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     dist.is_nccl_available = lambda: True
     group = dist.group.WORLD

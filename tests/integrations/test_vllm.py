@@ -1,5 +1,5 @@
-"""The vLLM plugin on stand-ins for vLLM's classes, in the emulator: what is found in a model, what is put in its place, that the
-model computes the same, and everything that must leave it vLLM's own."""
+"""The vLLM plugin on stand-ins for vLLM's classes, in the emulator: what it finds in a model, what it replaces, that
+the model computes the same, and everything that it must leave to vLLM."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODELS: dict[str, Any] = {
 
 
 class Quantized:
-    """A method of which the plugin knows nothing but that it gives a partial sum."""
+    """A method of which the plugin knows only that it returns a partial sum."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         y = x @ layer.weight.t()
@@ -57,7 +57,7 @@ def loaded(make: Any, **changes: Any) -> Any:
 
 
 def in_form(monkeypatch: pytest.MonkeyPatch, form: int) -> None:
-    """Let twins run all passes in a form, if the model allows it."""
+    """Make twins run all passes in a form, if the model allows it."""
     monkeypatch.setattr(plugin, "untimed", lambda passes: [(1, passes.max_tokens, PASS_FORMS[form])])
 
 
@@ -71,7 +71,7 @@ def output(model: nn.Module, tokens: int = 24) -> Any:
 def test_a_served_model_computes_what_it_did(
     modules: Any, monkeypatch: pytest.MonkeyPatch, name: str, tokens: int, form: int
 ) -> None:
-    """In every form that the model allows; 5 and 21 tokens are padded."""
+    """The model computes the same in every form that it allows; 5 and 21 tokens are padded."""
     expected = standin.run(lambda world: output(loaded(MODELS[name]), tokens))[0]
     in_form(monkeypatch, form)
     plugin.register()
@@ -112,8 +112,8 @@ def test_the_report_says_what_is_served(modules: Any, name: str, served: list[st
 
 
 def test_sums_that_something_else_reads_stay(modules: Any) -> None:
-    """Hidden states between layers are recorded: only the sums inside a layer go to their norms, and only the form with
-    whole residuals is allowed, since others read them."""
+    """Hidden states between layers are recorded: only the sums inside a layer move to their norms, and only the form
+    with whole residuals is allowed, since others read them."""
     plugin.register()
 
     def main(world: weft.World) -> tuple[Any, str, Any]:
@@ -168,7 +168,7 @@ def test_experts_whose_sum_something_else_takes_stay(modules: Any, attributes: d
 
 
 def test_experts_on_ranks_of_their_own_are_summed_by_the_norm(modules: Any) -> None:
-    """With expert parallelism in the tensor-parallel group. Its dummy batches come with data parallelism alone."""
+    """Expert parallelism uses the tensor-parallel group. Its dummy batches occur only with data parallelism."""
 
     class Mixture(SparseMlp):
         def __init__(self, seed: int) -> None:
@@ -295,7 +295,7 @@ DIFFERENCES: dict[str, Any] = {
 def test_ranks_that_hold_different_models_leave_them_to_vllm(
     modules: Any, monkeypatch: pytest.MonkeyPatch, difference: str
 ) -> None:
-    """Whatever an operator of the model on one rank would wait for in vain on another."""
+    """An operator of the model on one rank would wait in vain for a rank without it."""
     plugin.register()
     find_candidates = plugin.find_candidates
 
@@ -315,7 +315,8 @@ def test_ranks_that_hold_different_models_leave_them_to_vllm(
 
 
 def test_vllm_loads_without_the_plugin(modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Not asked for; off; a class that is missing; other parameters; an exception: none of them is vLLM's."""
+    """vLLM is unaffected if the plugin is not requested, is disabled, misses a class, finds other parameters, or
+    raises."""
     load_model = standin.BaseModelLoader.load_model
     monkeypatch.delenv("WEFT_VLLM")
     plugin.register()
@@ -347,7 +348,7 @@ fused_allreduce_rms_norm.__module__ = "vllm.models.common.ops.fused_allreduce_rm
 
 
 class OwnSum(DecoderLayer):
-    """A layer as below vllm/models/, which sums its attention's output itself."""
+    """A layer as in vllm/models/, which sums its attention's output itself."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -377,7 +378,8 @@ def test_layers_that_communicate_by_themselves_leave_the_model_to_vllm(modules: 
 
 
 def test_the_page_lists_the_versions() -> None:
-    """Those that were tried, the one that `make engines` installs and the one of GPUs among them."""
+    """The page lists the versions that were tried, including the one that `make engines` installs and the one on
+    GPUs."""
     root = Path(__file__).parents[2]
     table = (root / "docs/vllm.md").read_text().partition("| vLLM | |")[2].partition("\n\n")[0]
     rows = dict(re.findall(r"^\| ([\d.]+) \| (.*) \|$", table, re.M))
@@ -388,7 +390,7 @@ def test_the_page_lists_the_versions() -> None:
 
 
 def test_an_untried_version_is_served_and_says_so(modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """As far as its classes are those that are known: experts' runner is not."""
+    """It is served as far as its classes are known: the experts' runner is not."""
     monkeypatch.setattr(interface, "installed", lambda: "0.99.1")
     runner = modules["vllm.model_executor.layers.fused_moe.runner.moe_runner"]
     monkeypatch.delattr(runner, "MoERunner")
@@ -444,7 +446,7 @@ def operands(rank: int, ranks: int = 2) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("plan", ["auto", "own_rows", "sequence_parallel", "woven"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_form_gives_the_same(plan: str, ranks: int) -> None:
-    """Twice in a row, the second time with the residual of the first, and without the second GEMM."""
+    """Every form runs twice, the second time with the first one's residual and without the second GEMM."""
 
     def main(world: weft.World) -> list[torch.Tensor]:
         t = operands(world.rank, ranks)
@@ -474,7 +476,7 @@ def test_every_form_gives_the_same(plan: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("plan", ["own_rows", "sequence_parallel"])
 def test_residuals_are_held_by_rows(plan: str) -> None:
-    """What a rank does not own of the residual may be anything."""
+    """Rows of the residual that a rank does not own may have any values."""
 
     def main(world: weft.World, tokens: int) -> torch.Tensor:
         t = operands(world.rank)
@@ -488,7 +490,7 @@ def test_residuals_are_held_by_rows(plan: str) -> None:
 
 
 def test_torch_compile_follows_a_served_model(modules: Any) -> None:
-    """In one graph for any number of tokens, that names no layer."""
+    """It compiles one graph for any number of tokens, in which no layer is named."""
     plugin.register()
     graphs: list[Any] = []
 

@@ -1,6 +1,6 @@
-"""vLLM's own pass for asynchronous tensor parallelism (up to 0.31), and weft's operators where its graph calls torch's. The patterns
-are those of a vLLM wheel whose Python files lie in the folder that VLLM_WHEEL names, or else as many of their lines as
-say the same."""
+"""vLLM's own pass for asynchronous tensor parallelism (up to 0.31), and weft's operators where its graph calls
+torch's. The patterns come from a vLLM wheel whose Python files are in the folder VLLM_WHEEL, or else from lines here
+that say the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ M, K, N = 8, 16, 24
 
 
 class Gemm:
-    """As the pass has it: what it looks for, and what it puts there."""
+    """The pass's pattern and its replacement."""
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self.dtype, self.device = dtype, device
@@ -73,7 +73,7 @@ def patterns(wheel: str | None) -> list[type]:
 
 
 def engines_collectives(world: weft.World) -> Any:
-    """vLLM's, as operators."""
+    """Return vLLM's collectives, as operators."""
     library = torch.library.Library("vllm", "DEF")
     for name in ("reduce_scatter", "all_gather"):
         library.define(f"{name}(Tensor tensor, int dim, int world_size, str group_name) -> Tensor")
@@ -90,7 +90,7 @@ def engines_collectives(world: weft.World) -> Any:
 
 
 def rank(world: weft.World, wheel: str | None = None) -> tuple[list[str], float, str]:
-    """A rank's graph after the pass, how far its outputs are from what they should be, and the report."""
+    """Return a rank's graph after the pass, the errors of its outputs, and the report."""
     held, size = engines_collectives(world), world.size
     name = world.group.group_name  # type: ignore[union-attr]
     tp = SimpleNamespace(unique_name="tp:0", device_group=SimpleNamespace(group_name=name))

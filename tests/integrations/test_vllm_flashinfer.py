@@ -22,7 +22,8 @@ TOKENS = 4  # that a workspace holds
 
 
 class Workspaces:
-    """The module `flashinfer.comm`, which counts its workspaces. `error` is raised instead of making one."""
+    """A stand-in for the module `flashinfer.comm`, which counts its workspaces. If `error` is set, it is raised
+    instead of making one."""
 
     AllReduceFusionPattern = SimpleNamespace(kARResidualRMSNorm=1)
 
@@ -56,7 +57,7 @@ def started_with(
     world: weft.World, gain: Gain, error_of: int | None = None, asked_for: bool = True, version: str | None = "1.0"
 ) -> tuple[Any, Workspaces]:
     """Start an engine in a process of its own, in which FlashInfer of that version is installed; making a workspace
-    fails on the rank `error_of`. Return the model's report, and what came of the workspaces."""
+    fails on the rank `error_of`. Return the model's report, and the counts of workspaces."""
     comm = Workspaces("no memory" if world.rank == error_of else "")
     with pytest.MonkeyPatch.context() as monkeypatch, standin.served_by_plugin(monkeypatch):
         monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
@@ -79,8 +80,8 @@ def chosen(op: RowNormColumn, world: weft.World, call: Any, asked: str | Plan, c
 
 
 def few_tokens(world: weft.World) -> tuple[list[Any], list[int], float, bool]:
-    """Let FlashInfer win. Return the ranges, how many workspaces were made and destroyed, by how much passes differ
-    from vLLM's own, and whether requests called the kernel."""
+    """Let FlashInfer win. Return the ranges, how many workspaces were made and destroyed, how far passes differ from
+    vLLM's own, and whether requests called the kernel."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(RowNormColumn, "choose", chosen)
         (worker, report), comm = started_with(world, lambda tokens, form: 1.5 if isinstance(form, FlashInfer) else 0.9)
@@ -116,12 +117,12 @@ def main(world: weft.World) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def engines() -> Any:
-    """What two ranks return, which are started once for all tests."""
+    """Return the results of two ranks, which are started once for all tests."""
     return weft.spmd(main, 2, backend="gloo")
 
 
 def test_the_kernel_serves_the_passes_that_it_wins(engines: Any) -> None:
-    """Up to the tokens that its workspace holds; the model computes what it did."""
+    """It serves up to the tokens that its workspace holds; the model computes the same."""
     for ranges, workspaces, difference, called in (winning for winning, _ in engines):
         assert ranges == [(1, 1, FlashInfer(TOKENS)), (2, 4, FlashInfer(TOKENS)), (5, 8, None), (9, MOST, None)]
         assert workspaces == [1, 0] and called
@@ -129,7 +130,7 @@ def test_the_kernel_serves_the_passes_that_it_wins(engines: Any) -> None:
 
 
 def test_without_the_kernel_nothing_changes(engines: Any) -> None:
-    """A workspace that wins nowhere is freed; one rank's error leaves the form out on all ranks."""
+    """A workspace that wins nowhere is freed; an error on one rank drops the form on all ranks."""
     for results in (others for _, others in engines):
         forms, workspaces, text = results["loses"]
         assert forms == [Sequential(), FlashInfer(TOKENS)] and workspaces == [1, 1] and "FlashInfer's" not in text

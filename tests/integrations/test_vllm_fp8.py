@@ -1,5 +1,5 @@
-"""FP8 linears in the vLLM plugin, on stand-ins for vLLM's classes, in the emulator: which of them weft's operators take, that
-the model computes the same, and what leaves them vLLM's own."""
+"""FP8 linears in the vLLM plugin, on stand-ins for vLLM's classes, in the emulator: which of them weft's operators
+replace, that the model computes the same, and which stay vLLM's own."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def model(method: Fp8LinearMethod, layer: Any = DecoderLayer) -> nn.Module:
 
 
 def served(make: Any) -> tuple[nn.Module, str]:
-    """The model after vLLM's loader, and the report."""
+    """Return the model after vLLM's loader, and the report."""
     loaded = standin.BaseModelLoader().load_model(vllm_config=standin.config(make), model_config=None)
     return loaded, plugin.models[-1].text()
 
@@ -62,7 +62,7 @@ def output(decoder: nn.Module, tokens: int = 24) -> Any:
 
 
 def in_form(monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
-    """Let twins run all passes with weft's own GEMMs, by sequence parallelism, or with vLLM's."""
+    """Make twins run all passes with weft's own GEMMs, by sequence parallelism, or with vLLM's."""
     form = ShardedTokens() if sharded else Sequential()
     monkeypatch.setattr(plugin, "untimed", lambda passes: [(1, passes.max_tokens, form)])
 
@@ -72,8 +72,8 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def no_further(actual: torch.Tensor, expected: torch.Tensor, layer: Any = DecoderLayer) -> bool:
-    """Whether a result is as close to the model in 16 bits as vLLM's, and closer to vLLM's. Other sums of bfloat16, also
-    without FP8 GEMMs of weft's, turn the rounding of some elements to e4m3."""
+    """Return whether a result is as close to the 16-bit model as vLLM's, and closer to vLLM's. Other sums in
+    bfloat16, even without weft's FP8 GEMMs, change the rounding of some elements to e4m3."""
     exact = standin.run(lambda world: output(Model(layer)))[0]
     return error(actual, exact) < 1.1 * error(expected, exact) and error(actual, expected) < 0.6 * error(
         expected, exact
@@ -84,7 +84,7 @@ def no_further(actual: torch.Tensor, expected: torch.Tensor, layer: Any = Decode
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_served_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch, method: str, sharded: bool) -> None:
-    """With vLLM's products; and with weft's, which overlap, for as many tokens as ranks hold by rows."""
+    """It runs vLLM's products, or weft's, which overlap, for as many tokens as ranks hold by rows."""
     expected = standin.run(lambda world: output(model(METHODS[method]())))[0]
     in_form(monkeypatch, sharded)
     plugin.register()
@@ -102,7 +102,7 @@ def test_a_served_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch, me
 
 
 def negate_in_place(linear: Any) -> None:
-    """As vLLM writes weights that it reloads, which leaves the parameter's version unchanged."""
+    """Negate weights as vLLM writes reloaded ones, which leaves the parameter's version unchanged."""
     version = linear.weight_scale._version
     linear.weight_scale.data.copy_(-linear.weight_scale)
     assert linear.weight_scale._version == version
@@ -153,7 +153,7 @@ def test_reloaded_scales_are_used(monkeypatch: pytest.MonkeyPatch, reload: str, 
 def test_operators_read_the_scales_of_the_linears(
     monkeypatch: pytest.MonkeyPatch, layer: Any, shape: tuple[int, ...]
 ) -> None:
-    """They are operands as they are, and a CUDA graph reads what vLLM reloads in place."""
+    """The scales are operands unchanged, and a CUDA graph reads what vLLM reloads in place."""
     addresses: dict[int, list[int]] = {}
     op = {DecoderLayer: RowNormColumn, ScaledLayer: row_all_reduce.RowAllReduce}[layer]
     run = Prepared.__call__
@@ -200,7 +200,7 @@ def test_sums_that_no_norm_reads() -> None:
 
 
 def test_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the model is served as any quantised one, with vLLM's own GEMMs."""
+    """Unless it is requested, the model is served like any quantised one, with vLLM's own GEMMs."""
     monkeypatch.delenv(fp8.WEFT_VLLM_FP8)
     expected = standin.run(lambda world: output(model(METHODS["row"]())))[0]
     plugin.register()
@@ -287,7 +287,7 @@ class OtherRounding(CompressedTensorsLinearMethod):
 
 @pytest.mark.parametrize("on", [(0, 1), (1,)])
 def test_another_product_stays_vllms(monkeypatch: pytest.MonkeyPatch, on: tuple[int, ...]) -> None:
-    """On every rank, if it is another one on any."""
+    """If the product differs on any rank, it stays vLLM's on every rank."""
     monkeypatch.setattr(sys.modules[FP8_PLACE], "Fp8LinearMethod", OtherRounding)
     plugin.register()
 
@@ -332,13 +332,13 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def weight(seed: int, n: int, k: int, recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight in e4m3, and its scales as the operators take them."""
+    """Return an e4m3 weight, and its scales in the operators' layout."""
     elements, scale = scaled(drawn(seed, n, k), recipe, 128)
     return elements, scale if recipe == "block" else scale.view(-1)
 
 
 def product(x: torch.Tensor, w: tuple[torch.Tensor, torch.Tensor], recipe: str) -> torch.Tensor:
-    """The product of x, quantised by the recipe, or by row for a weight with a scale of it all, in float64."""
+    """Return the float64 product of x, quantised by the recipe, or by row for a weight with a single scale."""
     x8, x_scale = scaled(x, "row" if recipe == "tensor" else recipe)
     return wanted(x8, w[0], x_scale, w[1], recipe)
 
@@ -346,7 +346,7 @@ def product(x: torch.Tensor, w: tuple[torch.Tensor, torch.Tensor], recipe: str) 
 @pytest.mark.parametrize("plan", ["sequential", "own_rows", "sequence_parallel", "woven"])
 @pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
 def test_every_form_gives_the_same(plan: str, recipe: str) -> None:
-    """With weft's own products, since no linear of vLLM has these weights."""
+    """The products are weft's own, since no linear of vLLM has these weights."""
     h = 256
     rows, columns = [[weight(seed + r, n, k, recipe) for r in range(2)] for seed, n, k in ((10, h, K), (20, N, h))]
     xs, residual, norm = [drawn(30 + r, M, K) for r in range(2)], drawn(40, M, h), 1 + drawn(41, h)
@@ -395,7 +395,7 @@ def test_wrong_scales_are_refused() -> None:
 
 
 def test_a_linear_with_another_weight_is_multiplied_by_weft() -> None:
-    """Addresses are those of the weights at loading. Memory that is freed since may hold another layer's."""
+    """Addresses are those of the weights at loading; memory that was freed since may hold another layer's weights."""
     plugin.register()
 
     def main(world: weft.World) -> tuple[bool, bool]:
@@ -421,7 +421,7 @@ class Returning:
 
 
 def test_torch_compile_follows_a_served_model() -> None:
-    """In one graph for any number of tokens, also after vLLM has reloaded weights in place."""
+    """It compiles one graph for any number of tokens, which stays valid after vLLM has reloaded weights in place."""
     plugin.register()
 
     def main(world: weft.World) -> list[torch.Tensor]:

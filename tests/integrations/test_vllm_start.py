@@ -1,5 +1,5 @@
-"""The start of an engine: whole passes with and without weft are compared, and what wins nowhere is not there; nothing is
-made during requests. Stand-ins for vLLM's classes, in the emulator, with times from a table."""
+"""The start of an engine: it compares whole passes with and without weft, and removes what wins nowhere; nothing is
+made during requests. Stand-ins replace vLLM's classes, in the emulator, and times come from a table."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def times_of(monkeypatch: pytest.MonkeyPatch, gain: Gain) -> list[tuple[int, str]]:
-    """Let passes take times of these gains. Return the list to which each timed pass is added."""
+    """Make passes take times with these gains. Return the list to which each timed pass is added."""
     timed: list[tuple[int, str]] = []
 
     def time(self: Chooser, choice: Choice[Any], way: Any, *_: Any) -> CallTime:
@@ -95,7 +95,8 @@ def served_tokens(passes: Passes | None) -> list[int]:
 
 
 def test_weft_runs_where_it_wins_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Own rows win from 5 tokens on; whole residuals only up to 11 tokens, which is one end of their range."""
+    """Passes with sharded rows win from 5 tokens on; those with whole residuals win only up to 11 tokens, one end of
+    their range."""
     times_of(monkeypatch, lambda tokens, form: {Sequential(): 1.2 if tokens < 12 else 0.9, OwnRows(): 1.1}.get(form, 0.5) if tokens > 4 else 1.0)  # fmt: skip
 
     def main(world: weft.World) -> tuple[Any, list[int], dict[int, Plan], list[str]]:
@@ -113,9 +114,29 @@ def test_weft_runs_where_it_wins_at_both_ends(monkeypatch: pytest.MonkeyPatch) -
         assert log == ["profile", *["profile"] * len(PASS_FORMS), "capture"]
 
 
-@pytest.mark.parametrize("gain", [0.9, 1.0, 1.009])
+def test_a_form_that_is_far_slower_is_hardly_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is timed once at the highest number of tokens, and not at lower ones, but for those that are captured. vLLM's own pass is
+    timed to the end even where it is far slower."""
+    gains = {Sequential(): 1.5, OwnRows(): 0.8, PASS_FORMS[2]: 1.3}
+    timed = times_of(monkeypatch, lambda tokens, form: 1.1 if tokens <= 4 else gains.get(form, 1.2))
+    monkeypatch.setattr(chooser, "ROUNDS", 3)
+
+    def main(world: weft.World) -> list[tuple[int, int, Plan | None]]:
+        ranges = started(world)[1].ranges
+        assert ranges is not None
+        return [(compared.low, compared.high, compared.form) for compared in ranges]
+
+    for ranges in standin.run(main):
+        assert ranges == [(1, 1, Sequential()), (2, 4, Sequential()), (5, 8, Sequential()), (9, 12, Sequential())]
+    passes = {
+        way: [timed.count((tokens, way)) // 2 for tokens in (12, 8, 4)] for way in map(str, (VLLM, *PASS_FORMS[:4]))
+    }
+    assert list(passes.values()) == [[4, 4, 4], [4, 4, 4], [1, 0, 4], [4, 4, 0], [4, 4, 0]], passes
+
+
+@pytest.mark.parametrize("gain", [0.7, 0.9, 1.0, 1.009])
 def test_a_model_in_which_weft_wins_nowhere_is_vllms(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
-    """As if weft were not installed, but for the report, which has the figures."""
+    """The model is as if weft were not installed, except for the report, which has the figures."""
     times_of(monkeypatch, lambda tokens, form: gain)
 
     def main(world: weft.World) -> tuple[set[str], bool, str]:
@@ -127,11 +148,12 @@ def test_a_model_in_which_weft_wins_nowhere_is_vllms(monkeypatch: pytest.MonkeyP
     for kinds, changed, text in standin.run(main):
         assert not any(kind.startswith("weft.") for kind in kinds) and not changed
         assert "leaves to vLLM all: no pass is 1% faster with weft" in text
+        assert ("5 to 8 tokens: vLLM (not timed: all others are far slower with more tokens)" in text) == (gain == 0.7)
         assert f"9 to 12 tokens: vLLM (12 tokens 1000 us, {gain:.3f}x by Sequential()" in text, text
 
 
 def test_a_losing_pass_sees_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is vLLM's own forward, and the twin is not called."""
+    """It runs vLLM's own forward, and the twin is not called."""
     times_of(monkeypatch, lambda tokens, form: 2.0 if tokens > 8 else 0.5)
 
     def main(world: weft.World) -> list[str]:
@@ -157,7 +179,8 @@ def test_a_losing_pass_sees_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_passes_that_the_start_did_not_see_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of no tokens, of more than max_num_batched_tokens, and with what another pipeline stage sends."""
+    """These are passes without tokens, with more than max_num_batched_tokens, or with another pipeline stage's
+    tensors."""
     times_of(monkeypatch, lambda tokens, form: 2.0)
 
     def main(world: weft.World) -> list[bool]:
@@ -177,8 +200,8 @@ def test_passes_that_the_start_did_not_see_are_vllms(monkeypatch: pytest.MonkeyP
 
 
 def test_the_start_runs_each_size_and_pads_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA loads the kernels that pad at their first launch, for which it may wait for the GPU. The memory of these passes stays
-    allocated: only that of the comparison is freed."""
+    """CUDA loads the kernels that pad at their first launch, and may wait for the GPU. The memory of these passes
+    stays allocated: only that of the comparison is freed."""
     times_of(monkeypatch, lambda tokens, form: 2.0 if form == (OwnRows() if tokens <= 4 else PASS_FORMS[2]) else 0.5)
     ran: dict[int, list[Any]] = {0: [], 1: []}
 
@@ -199,7 +222,7 @@ def test_the_start_runs_each_size_and_pads_each_form(monkeypatch: pytest.MonkeyP
     ],
 )  # fmt: skip
 def test_another_option_is_compared_again(option: str, value: Any) -> None:
-    """What an engine's passes depend on is in the name of the file that has their times."""
+    """The name of the file with the times includes everything that an engine's passes depend on."""
 
     def main(world: weft.World) -> int:
         config = engine(world, fuse_allreduce_rms=False).vllm_config
@@ -212,7 +235,7 @@ def test_another_option_is_compared_again(option: str, value: Any) -> None:
 
 
 def test_padding_has_no_slots_in_the_cache() -> None:
-    """As where vLLM pads, and some kernels write a slot for each token; afterwards the pass's own are back."""
+    """vLLM pads too, and some kernels write a slot for each token; afterwards the pass has its own slots again."""
     slots, padding = torch.tensor([7, 9]), torch.tensor([False, False])
     own_slots = {"layer 0": slots, "layer 1": slots}
     context = SimpleNamespace(slot_mapping=own_slots, is_padding=padding)
@@ -225,7 +248,7 @@ def test_padding_has_no_slots_in_the_cache() -> None:
 
 
 def requests(world: weft.World, count: int) -> tuple[str, int]:
-    """Start an engine in a process of its own, and run so many passes of random sizes."""
+    """Start an engine in a process of its own, and run this many passes of random sizes."""
     with pytest.MonkeyPatch.context() as monkeypatch, standin.served_by_plugin(monkeypatch):
         faked(monkeypatch)
         times_of(monkeypatch, lambda tokens, form: 2.0)
@@ -240,7 +263,7 @@ def requests(world: weft.World, count: int) -> tuple[str, int]:
 
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.gate)])
 def test_nothing_is_made_during_requests(count: int) -> None:
-    """No compile, trial, decision or upload in passes of random sizes on CPU ranks."""
+    """Passes of random sizes on CPU ranks cause no compile, trial, decision or upload."""
     for text, prepared in weft.spmd(functools.partial(requests, count=count), 2, backend="gloo"):
         assert "since the start: 0 compiles, 0 trials, 0 decisions, 0 uploads" in text, text
         assert "2 to 4 tokens: Sequential()" in text and prepared == 0
@@ -287,8 +310,8 @@ def test_a_later_start_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_other_sources_are_compared_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A commit changes kernels without a new version, and a file may keep its size and date. What Python compiles beside the sources
-    is none of them, nor the files that it has not renamed yet."""
+    """A commit changes kernels without a new version, and a file may keep its size and date. Files that Python
+    compiles beside the sources do not count, even before it has renamed them."""
     monkeypatch.setattr(compare, "stored_at", STORED_AT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(plugin, "SOURCES", tmp_path / "weft")
@@ -308,7 +331,7 @@ def test_other_sources_are_compared_again(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_the_hash_of_the_sources_is_cheap() -> None:
-    """Less than 50 ms; the best of five, since others use this machine."""
+    """It takes less than 50 ms, the best of five, since others use this machine."""
     plugin.hash_of_sources.cache_clear()
     seconds = min(timeit.repeat(plugin.hash_of_sources.__wrapped__, number=1, repeat=5))
     assert seconds < 0.05, seconds
@@ -337,7 +360,7 @@ def test_another_worker_leaves_the_model_to_vllm(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_twins_code_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM keys compiled code by the name of the forward and by its code object. Parameters are shared."""
+    """vLLM keys compiled code by the name of the forward and by its code object. The twin shares the parameters."""
     times_of(monkeypatch, lambda tokens, form: 2.0)
 
     def main(world: weft.World) -> tuple[bool, bool, bool]:
@@ -359,7 +382,7 @@ def test_the_twins_code_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compared_passes_have_random_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of vLLM's dummy runs are all the same, for which few experts are enough. Later passes have their own."""
+    """Tokens of vLLM's dummy runs are all the same, and use few experts. Later passes have their own tokens."""
     times_of(monkeypatch, lambda tokens, form: 2.0)
     different: list[int] = []
     monkeypatch.setattr(Model, "__call__", lambda self, ids, *_: different.append(ids.unique().numel()) or ids)

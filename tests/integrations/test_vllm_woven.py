@@ -29,7 +29,7 @@ PROMPT, MIXED = [(24, 24)], [(1, 9), (8, 14), (12, 12)]
 
 
 class CachedAttention(nn.Module):
-    """Attention over the slots of each request. What it returns for padding is no number."""
+    """Attention over the slots of each request, which returns NaN for padding."""
 
     def __init__(self, d: int) -> None:
         super().__init__()
@@ -262,8 +262,8 @@ def test_operators_run_by_kernels_where_nothing_compiles_them(kind: type[Activat
 
 @pytest.mark.parametrize(("tokens", "prefix"), [(512, 256), (2432, 1024), (4352, 2048), (8192, 4096)])
 def test_parts_take_the_fewest_waves(monkeypatch: pytest.MonkeyPatch, tokens: int, prefix: int) -> None:
-    """Llama-70B's GEMMs on one of four ranks with 132 SMs. Fewest of all at 4,352 tokens are waves of 1,408 and 2,944,
-    but the GEMMs of so few tokens would not hide the other part's sums."""
+    """One of four ranks with 132 SMs runs Llama-70B's GEMMs. At 4,352 tokens, parts of 1,408 and 2,944 have the
+    fewest waves, but the GEMMs of so few tokens would not hide the other part's sums."""
     monkeypatch.setattr(woven, "usual_tile", lambda world: GemmTile(128, 256))
     sizes = [[], [(14336, 8192), (8192, 7168)], [(2560, 8192), (8192, 2048)]]
     stages = [SimpleNamespace(sizes=lambda gemms=gemms: gemms) for gemms in sizes]
@@ -321,7 +321,7 @@ def test_an_engine_whose_batches_cannot_be_split_says_why(
 
 
 def test_no_rank_weaves_if_one_cannot() -> None:
-    """Whatever vLLM's constructors raise there: passes are compared by all ranks together."""
+    """All ranks compare passes together, whatever vLLM's constructors raise on one of them."""
 
     def main(world: weft.World) -> None:
         _, passes = loaded(MODELS["dense"])
@@ -339,7 +339,7 @@ def test_no_rank_weaves_if_one_cannot() -> None:
 
 
 def test_nothing_is_made_during_requests() -> None:
-    """No compile, trial, decision or upload in woven passes of random sizes, after one of each size."""
+    """Woven passes of random sizes cause no compile, trial, decision or upload after one pass of each size."""
 
     def main(world: weft.World) -> None:
         world.backend.reference = True  # type: ignore[attr-defined]
@@ -362,7 +362,7 @@ def test_nothing_is_made_during_requests() -> None:
 
 @pytest.mark.parametrize("gain", [1.5, 0.9])
 def test_whole_layers_are_woven_where_that_wins(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
-    """Passes of enough tokens are compared. Where others win, the engine's builder is vLLM's own again."""
+    """Passes with enough tokens are compared. Where others win, the engine's builder is vLLM's own again."""
     builder = standin.Builder(standin.FullAttentionSpec(), [NAME], None, None)
     monkeypatch.setattr(standin.ModelRunner, "attn_groups", [[standin.AttentionGroup(builder)]], raising=False)
     monkeypatch.setattr(standin.ModelRunner, "_dummy_run", lambda self, num_tokens, **options: None)

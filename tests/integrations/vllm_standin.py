@@ -1,7 +1,5 @@
-"""As much of vLLM as the plugin touches: its classes by name, place and parameters, on emulated ranks.
-
-The models are written as vLLM writes them. A rank is found by its greenlet.
-"""
+"""The part of vLLM that the plugin uses: its classes by name, place and parameters, on emulated ranks. The models
+are written like vLLM's. The greenlet identifies the rank."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def current_world() -> weft.World:
 
 
 def enter(world: weft.World) -> None:
-    """Make `world` that of the current greenlet."""
+    """Make `world` the World of the current greenlet."""
     _worlds[id(greenlet.getcurrent())] = world
 
 
@@ -61,7 +59,7 @@ def get_forward_context() -> Any:
 
 @contextmanager
 def set_current_vllm_config(vllm_config: Any) -> Iterator[None]:
-    """The configuration that constructors of the current rank read inside."""
+    """Set the configuration that constructors of the current rank read."""
     _configs[id(current_world())] = vllm_config
     try:
         yield
@@ -71,7 +69,7 @@ def set_current_vllm_config(vllm_config: Any) -> Iterator[None]:
 
 @contextmanager
 def override_forward_context(forward_context: Any) -> Iterator[None]:
-    """Another context for what the current rank runs inside."""
+    """Set another context for what the current rank runs inside."""
     key, outer_context = id(current_world()), get_forward_context()
     _contexts[key] = forward_context
     try:
@@ -105,7 +103,7 @@ class UBatchSlice:
 
 @dataclass
 class Batch:
-    """vLLM's CommonAttentionMetadata. `slots` has the slots in the cache of each request's tokens, in order."""
+    """vLLM's CommonAttentionMetadata. `slots` holds the cache slots of each request's tokens, in order."""
 
     query_start_loc_cpu: torch.Tensor
     seq_lens: torch.Tensor
@@ -147,7 +145,7 @@ class AttentionGroup:
 
 
 class Builder:
-    """A builder of metadata, which are a buffer of its own, as those of FlashAttention may be."""
+    """A builder whose metadata use a buffer of its own, as FlashAttention's may."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         self.kv_cache_spec, self.layer_names, self.buffer = kv_cache_spec, layer_names, SimpleNamespace()
@@ -165,7 +163,7 @@ class UnquantizedLinearMethod:
 
 
 class Fp8LinearMethod:
-    """x is quantised by row, for a weight with a scale of it all or one a row, or by block as the weight is."""
+    """x is quantised by row if the weight has a single scale or one a row, or else by block like the weight."""
 
     block_scale = "weight_scale_inv"
 
@@ -181,7 +179,7 @@ class Fp8LinearMethod:
         setattr(layer, self.block_scale if block else "weight_scale", nn.Parameter(scale, requires_grad=False))
 
     def quantized(self, x: torch.Tensor) -> torch.Tensor:
-        """x as its elements in e4m3 have it."""
+        """Return x rounded to e4m3."""
         return dequantized(*scaled(x, "block" if self.recipe == "block" else "row"))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -201,7 +199,7 @@ class CompressedTensorsLinearMethod(Fp8LinearMethod):
 
 
 def in_fp8(model: nn.Module, method: Fp8LinearMethod) -> nn.Module:
-    """The model with all linears quantised."""
+    """Quantise all linears of the model."""
     for linear in model.modules():
         if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
             linear.quant_method = method
@@ -281,7 +279,7 @@ class GemmaRMSNorm(RMSNorm):
 
 
 class MoERunner(nn.Module):
-    """Experts by columns: each rank has a part of the inner size of all."""
+    """Experts by columns: each rank has a part of the inner dimension of all experts."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -303,7 +301,7 @@ class MoERunner(nn.Module):
 
 
 class Attention(nn.Module):
-    """Of neighbouring tokens, so that rows matter."""
+    """Attention between neighbouring tokens, so that rows matter."""
 
     def __init__(self, seed: int, row_bias: bool = False, quant_method: Any = None) -> None:
         super().__init__()
@@ -341,7 +339,7 @@ class SparseMlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """As Llama's. mlp: its class. attention_options: of the attention."""
+    """A layer like Llama's. `mlp` is its class, and `attention_options` are those of the attention."""
 
     def __init__(
         self, seed: int, mlp: type[nn.Module] = MLP, norm: type[RMSNorm] = RMSNorm, **attention_options: Any
@@ -362,7 +360,7 @@ class DecoderLayer(nn.Module):
 
 
 class Gemma2Layer(DecoderLayer):
-    """Norms before and behind both halves."""
+    """A layer with norms before and after both halves."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, norm=GemmaRMSNorm)
@@ -382,7 +380,7 @@ class Gemma2Layer(DecoderLayer):
 
 
 class ScaledLayer(DecoderLayer):
-    """As Granite's: what a half gives is scaled before it is added, so that no norm reads a sum."""
+    """A layer like Granite's: each half's result is scaled before it is added, so that no norm reads a sum."""
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
         hidden_states = hidden_states + 0.5 * self.self_attn(positions, self.input_layernorm(hidden_states))
@@ -390,7 +388,8 @@ class ScaledLayer(DecoderLayer):
 
 
 class Model(nn.Module):
-    """layer: makes one from a seed. recorded: layers whose hidden states are wanted too, as speculative decoding does."""
+    """`layer` makes one from a seed. `recorded` lists layers whose hidden states are returned too, as speculative
+    decoding needs."""
 
     def __init__(self, layer: Callable[[int], nn.Module], norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()
@@ -435,7 +434,7 @@ class WorkerBase:
 
 
 class ModelRunner:
-    """Runs passes of a model; `log` has what it was asked for."""
+    """Runs passes of a model, and records the requests in `log`."""
 
     def __init__(self, model: nn.Module, max_tokens: int) -> None:
         self.model, self.max_tokens, self.log = model, max_tokens, list[str]()
@@ -454,7 +453,7 @@ class ModelRunner:
 
 
 class Worker(WorkerBase):
-    """The worker of GPUs. A start is `determine_available_memory`, then `compile_or_warm_up_model`."""
+    """The worker on GPUs. A start calls `determine_available_memory`, then `compile_or_warm_up_model`."""
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
@@ -506,7 +505,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
 
 @contextmanager
 def served_by_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """The modules in their places, as vLLM 0.32, for a plugin whose ranks are emulated."""
+    """Install the modules as in vLLM 0.32, for a plugin whose ranks are emulated."""
     for module in (plugin, start):
         monkeypatch.setattr(module, "gather_objects", lambda value, group: group.world.exchange(value))
     loaded: list[served.ServedModel] = []
@@ -523,7 +522,7 @@ def served_by_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Modu
 
 @contextmanager
 def installed() -> Iterator[dict[str, ModuleType]]:
-    """The modules in their places. What a test does to classes is undone."""
+    """Install the modules, and undo afterwards what a test does to classes."""
     modules = {name: ModuleType(name) for name in PLACES}
     for name, things in PLACES.items():
         for thing in things:

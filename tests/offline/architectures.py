@@ -64,7 +64,7 @@ class Case:
 
 
 def cases(capability: int) -> Iterator[tuple[str, Case]]:
-    """By name, what an op launches on such a GPU: plans in its own tiles, and of CASES what has none."""
+    """Return, by name, what an op launches on such a GPU: plans in its own tiles, and those of CASES that need none."""
     fit = functools.partial(with_architecture_tiles, capability=capability)
     sizes: dict[str, dict[str, Any]] = {
         "": {}, ", bias float16": dict(bias=True, dtype=torch.float16), ", one row": dict(m=1),
@@ -101,7 +101,7 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
 
 
 def outcome(launch: Launch, k: Compiled, capability: int) -> list[str]:
-    """What of the rules does not hold."""
+    """Return the rules that the kernel breaks."""
     gpu = features(capability)
     kib, threads = gpu.shared_kib + 1, gpu.threads  # CUDA takes a KiB of each program
     programs, warps = -(-launch.grid // 132), launch.options["num_warps"]
@@ -126,7 +126,7 @@ def outcome(launch: Launch, k: Compiled, capability: int) -> list[str]:
 
 
 def compiled(capability: int, case: Case) -> list[tuple[Launch, Compiled]]:
-    """Each launch of rank 0, once, with what it compiles to."""
+    """Yield each launch of rank 0, once, with its compiled kernel."""
     by_hash: dict[str, tuple[Launch, Compiled]] = {}
     for launch in launches(case.fn, case.ranks, capability)[0]:
         k = compile_kernel(launch.kernel, launch.args, launch.options, capability)
@@ -135,7 +135,7 @@ def compiled(capability: int, case: Case) -> list[tuple[Launch, Compiled]]:
 
 
 def over_sm_limits(kernels: list[tuple[Launch, Compiled]], capability: int) -> list[str]:
-    """Of programs that pull and the GEMM's, which share an SM."""
+    """Return whether pulling programs and the GEMM's, which share an SM, exceed its limits."""
     small = [pair for pair in kernels if pair[0].options.get("co_resident")]
     pairs = [(a, b) for a in small for b in kernels if b not in small and b[0].kernel is a[0].kernel]
     shared = [a[1].shared + b[1].shared + 2048 for a, b in pairs]
@@ -147,7 +147,7 @@ def over_sm_limits(kernels: list[tuple[Launch, Compiled]], capability: int) -> l
 
 
 def judged(target: str, name: str) -> dict[str, Any]:
-    """A case as JSON: its kernels, each with registers, spills and shared memory, and what is wrong with them."""
+    """Return a case as JSON: its kernels, each with registers, spills and shared memory, and their faults."""
     capability = capability_of(target)
     case = dict(cases(capability))[name]
     try:
@@ -164,7 +164,7 @@ def judged(target: str, name: str) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """By target: cases, different launches, the most registers and shared memory, and what is wrong."""
+    """Return by target: cases, different launches, the most registers and shared memory, and faults."""
     out: dict[str, Any] = {}
     for target in sorted({row["target"] for row in rows}, key=lambda t: int(re.sub(r"\D", "", t))):
         of_target = [row for row in rows if row["target"] == target]

@@ -1,5 +1,6 @@
-"""Loops with waits that Triton pipelines or flattens (lang/guarded_loads.py): the gate refuses them as Triton alone compiles them, and
-passes them as `weft.jit` does. The emulator, which interprets the source, gets the same results from either."""
+"""Loops with waits that Triton pipelines or flattens (lang/guarded_loads.py): the gate refuses the kernels that
+Triton alone compiles, and accepts those of `weft.jit`. The emulator, which interprets the source, gets the same
+results from either."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ EARLY = "acquire: may be loaded before the wait"
 
 
 def compiled(main: Callable[[World], Any]) -> check.CheckedKernel:
-    """The kernel of `main`, which two schedules in the emulator have found clean."""
+    """Return the kernel of `main`, which two schedules in the emulator have found clean."""
     exploration = check.search(main, 2, range(2))
     assert not exploration.findings, exploration.findings
     (one,), refused = check.compile_and_check(exploration.ran, 90)
@@ -57,8 +58,9 @@ def loads_ahead(one: check.CheckedKernel) -> int:
 
 
 def missing_waits(one: check.CheckedKernel) -> int:
-    """How many waits are missing at most before the loads so far, where each part of the sum has one wait and two loads.
-    Every loop is entered once, and every `if` taken: the pipelined loop has the loads of its first iterations before it."""
+    """Return how many waits are missing at most before the loads so far, where each part of the sum has one wait and
+    two loads. Every loop is entered once, and every `if` taken: a pipelined loop has its first iterations' loads
+    before it."""
     blocks = blocks_of(one.compiled.ptx)
     counts: dict[str, tuple[int, int]] = {}  # of waits and loads, before each block
     missing = 0
@@ -76,13 +78,14 @@ def missing_waits(one: check.CheckedKernel) -> int:
 
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Triton's cache goes by what is compiled, and not by what a test puts in place of the rewriting."""
+    """Use a cache of its own: Triton's cache is keyed by the source, and not by what a test substitutes for the
+    rewriting."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
 @pytest.mark.parametrize("form", some(FORMS))
 def test_loads_stay_behind_their_waits_and_are_pipelined(form: str, own_cache: None) -> None:
-    """The gate asks for some wait before a load, so that it passes a loop that waits for its first iteration before it."""
+    """The gate requires some wait before a load, so it accepts a loop that waits for its first iteration before it."""
     alone, guarded = (compiled(summing(form, guard)) for guard in (False, True))
     assert missing_waits(alone) > 0 and missing_waits(guarded) == 0
     assert guarded.problems == []
@@ -147,7 +150,7 @@ def test_the_call_number_that_a_wait_reads_costs_no_depth(
 
 
 def instructions_of_a_step(ptx: str) -> int:
-    """How many instructions the shortest loop with tensor-core instructions has in the GPU's own code."""
+    """Return how many instructions the shortest loop with tensor-core instructions has in the GPU's own code."""
     with tempfile.TemporaryDirectory() as folder:
         source, code = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
@@ -186,7 +189,7 @@ def product_at_full_size(form: str, guard: bool) -> Compiled:
     ("form", "most"), [("step_by_step", 2), ("step_by_step_with_pointers", 29), ("by_segments", 0)]
 )
 def test_what_a_guard_costs(form: str, most: int, own_cache: None) -> None:
-    """163, 158 and 109 instructions a step of K without it, in Triton 3.6."""
+    """Without it, a step of K has 163, 158 and 109 instructions in Triton 3.6."""
     alone, guarded = (product_at_full_size(form, guard) for guard in (False, True))
     assert instructions_of_a_step(guarded.ptx) - instructions_of_a_step(alone.ptx) <= most
     assert guarded.spills == alone.spills == 0
@@ -204,7 +207,7 @@ def test_products_of_what_is_awaited(form: str, own_cache: None) -> None:
 
 
 def waits_run_ahead(ptx: str) -> bool:
-    """Whether a path leads from one wait to the next without a notify between them."""
+    """Return whether a path leads from one wait to the next without a notify between them."""
     blocks = blocks_of(ptx)
     is_wait = lambda step: "ld.acquire" in step.text  # noqa: E731
     is_notify = lambda step: re.search(r"(?:atom|red)\.global\S*release", step.text)  # noqa: E731
@@ -227,7 +230,8 @@ def waits_run_ahead(ptx: str) -> bool:
 
 @pytest.mark.parametrize("form", some(CHAINS))
 def test_waits_and_notifies_stay_in_order(form: str, own_cache: None) -> None:
-    """A flattened loop waits for the next tile before it notifies this one, which here never ends. The other loop loads too early."""
+    """A flattened loop would wait for the next tile before it notifies this one, which never ends here. The other
+    loop would load too early."""
     alone, guarded = (compiled(chained(form, guard)) for guard in (False, True))
     assert waits_run_ahead(alone.compiled.ptx) == (form == "tiles_of_a_gemm")
     assert not waits_run_ahead(guarded.compiled.ptx) and guarded.problems == []
@@ -289,7 +293,7 @@ module {
 
 @pytest.mark.parametrize("order", ["acquire", "acq_rel"])
 def test_loads_stay_behind_a_wait_by_atomics(order: str) -> None:
-    """Loads cannot be made to depend on it, so that the loop is not pipelined."""
+    """Loads cannot be made to depend on it, so the loop is not pipelined."""
     guarded = guarded_loads.guard_loads(SPIN.replace("ORDER", order))
     assert guarded == SPIN.replace("ORDER", order).replace("tt.num_stages = 3", "tt.num_stages = 1")
     cas = SPIN.replace("atomic_rmw add, ORDER", f"atomic_cas {order}").replace(

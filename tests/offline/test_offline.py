@@ -8,11 +8,9 @@ GEMMs, depth of the pulling pipelines, order of stores and releases, of acquires
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +63,7 @@ from weft.ops.moe.routing.router import gate
 from weft.ops.rotary import rotary
 from weft.ops.scaled_gemm import PROMOTED, WIDE
 from weft.ops.tiles import with_shape_tiles
+from weft.planner import table
 from weft.plans import (
     TWO_AN_SM,
     TWO_AN_SM_BY_COPIES,
@@ -104,7 +103,7 @@ class Launch:
 
 
 def launches(fn: Callable[[World], Any], ranks: int, capability: int = HOPPER) -> list[list[Launch]]:
-    """What every rank launches in `fn`, on a GPU of that capability, which runs without doing any of its work."""
+    """Return the launches of every rank in `fn`, which runs on a GPU of that capability without doing any work."""
     out: list[list[Launch]] = [[] for _ in range(ranks)]
 
     def main(world: World) -> None:
@@ -127,7 +126,8 @@ def call(
     op: str, plan: Plan, m: int = 128, n: int = 1024, k: int = 512, *, bias: bool = False, dtype: torch.dtype = BF,
     uneven: bool = False, gated: int = 0, transposed: bool = False, scaling: str = "", fast: bool = False,
 ) -> Callable[[World], Any]:  # fmt: skip
-    """m: rows a rank. transposed: the weight lies as [K, N]. scaling: of 8-bit operands."""
+    """`m` is the number of rows of a rank. `transposed`: the weight is stored as [K, N]. `scaling` is that of 8-bit
+    operands."""
 
     def fn(world: World) -> None:
         rows = [m + 40 * (r == 0) for r in range(world.size)] if uneven else [m] * world.size
@@ -152,9 +152,7 @@ def call(
 
 def shipped() -> list[tuple[str, int, Plan]]:
     """Every (op, world, plan) of the measured tables."""
-    tables = Path(weft.planner.__file__).parent / "tables"
-    rows = [row for path in sorted(tables.glob("*.json")) for row in json.loads(path.read_text())]
-    plans = {(r["op"], r["world"], Plan.from_json(json.dumps(r["plan"]))) for r in rows}
+    plans = {(r.op, r.world, r.plan) for gpu in table.models() for r in table.load(gpu)}
     return sorted((f for f in plans if f[2] != Sequential()), key=str)
 
 
@@ -688,7 +686,7 @@ def specialised(launch: Launch) -> tuple[Any, ...]:
 
 
 def integers(value: Any, path: str) -> list[tuple[str, int]]:
-    """Every integer argument; those inside a tuple are always specialised."""
+    """Return every integer argument; those inside a tuple are always specialised."""
     if isinstance(value, TensorDescriptor):
         return [(f"{path}.shape", s) for s in value.shape]
     if isinstance(value, tuple):
@@ -727,7 +725,7 @@ BREAKS = [  # newer Tritons wait for bulk stores, and put a barrier before an at
 
 @pytest.mark.parametrize(("old", "new", "says"), BREAKS)
 def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
-    """In the all-reduce kernels' own PTX, each of the edits."""
+    """Each edit of the all-reduce kernels' own PTX is found."""
     broken = []
     for launch, k in compiled(f"{AR} x8 plan 0 one row"):
         changed = re.sub(old, new, k.ptx)
@@ -736,7 +734,7 @@ def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
 
 
 def test_a_wait_behind_the_first_load_is_found() -> None:
-    """Loads of the first stages issued before any wait."""
+    """The loads of the first stages are issued before any wait."""
     ((launch, k),) = compiled(f"{AG} x8 gated")
     lines = k.ptx.splitlines()
     load = next(i for i, line in enumerate(lines) if "cp.async.bulk.tensor.3d.shared" in line)

@@ -1,5 +1,5 @@
-"""Offline gate for the other GPUs: a chosen part of what tests/offline/architectures.py compiles, each case for every kind of them. And the
-protocol's rules for acquires, in code without bulk copies."""
+"""Offline gate for the other GPUs: a chosen part of what tests/offline/architectures.py compiles, each case for
+every kind of GPU, and the protocol's rules for acquires in code without bulk copies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_kernels_compile_for_other_gpus_and_keep_the_rules(target: str, name: st
 @pytest.mark.gate
 @pytest.mark.parametrize("target", [80, 89])
 def test_waits_stand_before_their_loads_without_bulk_copies(target: int) -> None:
-    """What ran in the emulator says which loads need a wait."""
+    """The run in the emulator shows which loads need a wait."""
 
     def main(world: weft.World) -> None:
         x, w = torch.ones(32, 32).bfloat16(), torch.ones(64, 32).bfloat16()
@@ -62,7 +62,7 @@ def test_waits_stand_before_their_loads_without_bulk_copies(target: int) -> None
 
 
 def test_a_rule_that_is_broken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper's tiles do not fit on Ada, and code for Hopper is no code for Ampere."""
+    """Hopper's tiles do not fit on Ada, and code for Hopper does not run on Ampere."""
     case = dict(architectures.cases(89))[f"{AR} signaled"]
     ((launch, k),) = [pair for pair in architectures.compiled(89, case) if pair[0].kernel.__name__ == "signaled_gemm"]
     assert architectures.outcome(launch, k, 89) == []
@@ -74,7 +74,7 @@ def test_a_rule_that_is_broken_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_record_is_of_targets_that_there_are() -> None:
-    """Made by `make architectures`; what broke a rule is in it, and the page has its table of it."""
+    """`make architectures` writes it; it includes what broke a rule, and the page shows its table."""
     record = json.loads(architectures.RECORD.read_text())
     for triton, targets in record.items():
         assert triton.startswith("Triton 3.") and set(targets) <= set(architectures.TARGETS)

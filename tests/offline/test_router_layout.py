@@ -1,5 +1,5 @@
-"""A router in an MoE layer's launch and the router's own launch sum a row's scores in one order, whatever the number of warps: the
-layout of every sum is the same along a row."""
+"""A router in an MoE layer's launch and the router's own launch sum a row's scores in one order, whatever the number
+of warps: every sum has the same layout along a row."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_order_of_a_rows_sums_does_not_depend_on_the_warps(name: str) -> Non
 
 @pytest.mark.gate
 def test_ids_and_weights_are_stored_one_by_one() -> None:
-    """The hint about the addresses' order promises more than holds, which no store may use."""
+    """No store may use the hint about the order of addresses, which promises more than holds."""
     ptx = compiled(LAYERS["60 experts"], PLANS[0])["choose"].ptx
     stores = re.findall(r"st\.global\S*", ptx)
     assert stores and set(stores) == {"st.global.b32"}

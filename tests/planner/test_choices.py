@@ -1,5 +1,6 @@
-"""What the chooser takes on every shape whose plans were timed and stored (bench/results), beside what it took before: no choice may
-be more than 1% slower. Timings are replayed: a candidate takes what is stored of it; one that was not timed is none."""
+"""The chooser's plan for every shape whose plans were timed and stored (bench/results), against its former plan: no
+choice may be more than 1% slower. Timings are replayed: a candidate takes its stored time, and one without a time is
+none."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Sweep(NamedTuple):
 
 
 def sweeps() -> Iterator[Sweep]:
-    """The newest of each shape."""
+    """Return the newest sweep of each shape."""
     newest: dict[Any, Sweep] = {}
     for path in sorted(RESULTS.glob(f"{GPU}-x*/tuning/*.jsonl")):
         for row in map(json.loads, path.read_text().splitlines()):
@@ -69,7 +70,7 @@ def planner_of(size: int) -> Any:
 
 
 def stub(size: int) -> Any:
-    """As much of a World of H200s as the expected plan needs."""
+    """Return as much of a World of H200s as the expected plan needs."""
     planner = planner_of(size)
     backend = SimpleNamespace(name="cuda", limits_ctas=True, shares_gpu=False)
     messages: list[str] = []
@@ -79,7 +80,7 @@ def stub(size: int) -> Any:
 
 
 class Replayed(Chooser):
-    """A chooser whose candidates take what is stored of them."""
+    """A chooser whose candidates take their stored times."""
 
     def __init__(self, times: dict[Plan, float]) -> None:
         super().__init__(lambda *_: pytest.fail("really timed"), lambda: False)
@@ -99,7 +100,7 @@ def expected(sweep: Sweep) -> Plan:
 
 
 def chosen(sweep: Sweep, unknown: bool) -> Plan:
-    """What the chooser takes, timing what an op names, and what it may have where nothing is known of the shape."""
+    """Return the plan that the chooser picks by timing the op's candidates, and the one for a shape without any row."""
     op = REGISTRY[sweep.op]
     kinds = [kind() for kind in (Decomposed, OneShot) if kind in op.runs] if op.collective else []
     named = [*op.autotune_plans, *(op.variants if unknown else ()), *(kinds if unknown else ())]
@@ -111,7 +112,7 @@ def chosen(sweep: Sweep, unknown: bool) -> Plan:
 
 
 def nearest(sweep: Sweep, rows: list[table.Measured]) -> Plan:
-    """What a shape took that was not measured: the plan of the nearest one that was."""
+    """Return the former plan of a shape without a row: that of the nearest measured one."""
 
     def distance(r: table.Measured) -> float:
         sizes = zip(sweep[1:5], (r.world, r.m, r.n, r.k), strict=True)
@@ -126,7 +127,7 @@ def nearest(sweep: Sweep, rows: list[table.Measured]) -> Plan:
 
 
 def test_every_stored_shape_is_served_as_fast_as_before() -> None:
-    """The row of exactly the shape, as before, or what is timed faster."""
+    """The plan is that of the shape's own row, as before, or one that is timed faster."""
     compared = 0
     for sweep in sweeps():
         before = table.exact(GPU, *sweep.shape)
@@ -138,8 +139,8 @@ def test_every_stored_shape_is_served_as_fast_as_before() -> None:
 
 
 def test_a_shape_without_its_row_is_served_as_fast_as_by_the_nearest_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stored shape in turn is one that nobody measured, on machines where the nearest row decided: without a profile, and of
-    the op that has no model."""
+    """Each stored shape is treated as unmeasured, on machines where the nearest row decided: those without a
+    profile, and for the op without a model."""
     slower, compared, gained = [], 0, []
     for sweep in sweeps():
         if sweep.world != 8 and sweep.op != "all_reduce_rms_norm":
@@ -161,12 +162,12 @@ def test_a_shape_without_its_row_is_served_as_fast_as_by_the_nearest_row(monkeyp
 
 
 def test_an_expected_moe_plan_is_the_fastest_that_was_timed() -> None:
-    """Times of a few tokens' plan beside that of four launches; where they were timed in one run."""
+    """The plan of few tokens is compared with that of four launches, where one run timed both."""
     runs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in map(json.loads, (RESULTS / f"{GPU}-x2" / "moe.jsonl").read_text().splitlines()):
         runs.setdefault((row["name"], row["commit"]), {})[row["method"]] = row
     runs_of_both = [run for run in runs.values() if {"weft low latency", "weft dispatched"} <= run.keys()]
-    world: Any = SimpleNamespace(size=2, sm_count=132, capability=90, scale=Scale())
+    world: Any = SimpleNamespace(size=2, sm_count=132, backend=SimpleNamespace(capability=90, scale=Scale()))
     assert len(runs_of_both) >= 4
     for run in runs_of_both:
         row, low_latency_us = run["weft dispatched"], run["weft low latency"]["us"]

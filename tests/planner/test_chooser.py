@@ -1,4 +1,5 @@
-"""The chooser, and plan="auto" by timing: made-up times, and a library that ranks have or lack. On GPUs: tests/gpu/gpu_main.py."""
+"""The chooser, and plan="auto" by timing, with made-up times, and a library that ranks have or lack.
+tests/gpu/gpu_main.py runs it on GPUs."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ N, K = 16, 24
 
 @pytest.fixture
 def us(monkeypatch: pytest.MonkeyPatch) -> dict[Plan, tuple[float, float]]:
-    """Ranks that have a library, wrong in its last form, on machines of as many programs as a GPU. By plan, us of GPU and
-    host; rank 1 takes 1 us longer. Timed and agreed plans are noted in `noted`."""
+    """Set up ranks that have a library, whose last form is wrong, on machines with as many programs as a GPU. Return
+    us of GPU and host by plan; rank 1 takes 1 us longer. Timed and agreed plans are appended to `noted`."""
     took: dict[Plan, tuple[float, float]] = {Sequential(): (100.0, 50.0), FIRST: (90.0, 80.0), SECOND: (80.0, 80.0)}
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> CallTime:
@@ -79,7 +80,7 @@ def noted(world: weft.World) -> list[Any]:
 
 
 def emulate(fn: Callable[[weft.World], Any], ranks: int = 2) -> Any:
-    """What every rank found, which is the same."""
+    """Return the result of every rank, which must be the same."""
     results = weft.spmd(fn, ranks, backend="emulated", sm_count=32)
     assert all(result == results[0] for result in results)
     return results[0]
@@ -99,7 +100,7 @@ def taken(world: weft.World, rows: int, **options: Any) -> list[Plan]:
 
 
 def test_auto_takes_what_a_trial_found_fastest(us: dict) -> None:
-    """Of a host that is slow an eager call waits, one in a graph does not."""
+    """An eager call waits for a slow host, and one in a graph does not."""
 
     def rank(world: weft.World) -> list[Any]:
         before = taken(world, 64)
@@ -114,7 +115,7 @@ def test_auto_takes_what_a_trial_found_fastest(us: dict) -> None:
 
 
 def test_what_was_measured_or_predicted_is_what_a_plan_has_to_beat(us: dict) -> None:
-    """In each mode its own."""
+    """Each mode has its own bound."""
     us[Decomposed()] = (70.0, 95.0)
 
     def rank(world: weft.World) -> list[Plan]:
@@ -129,7 +130,7 @@ def test_what_was_measured_or_predicted_is_what_a_plan_has_to_beat(us: dict) -> 
 
 @pytest.mark.parametrize(("gpu", "timing"), [(14999.0, (2, 50.0)), (29.0, (10, 250.0))], ids=["long", "short"])
 def test_the_gpu_sleeps_until_the_host_is_ahead(gpu: float, timing: tuple[int, float], us: dict) -> None:
-    """By the first call, and by what each further one takes longer than on the GPU."""
+    """It sleeps for the first call, and for as long as each further call takes longer on the host than on the GPU."""
     us[Sequential()] = (gpu, 50.0)
 
     def rank(world: weft.World) -> list[Any]:
@@ -151,7 +152,7 @@ def test_no_plan_always_comes_behind_the_same(us: dict) -> None:
 
 
 def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
-    """As the library's GEMM counts M. Sizes that the library cannot serve take what they took before."""
+    """Rows are rounded as for cuBLAS's GEMM. Sizes that the library cannot serve keep their former plan."""
 
     def rank(world: weft.World) -> list[Any]:
         for rows in (544, 576, 560, 544, 552, 576):
@@ -166,7 +167,7 @@ def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
 
 @pytest.mark.parametrize("lacking", [{0}, {1}, {0, 1}], ids=str)
 def test_a_rank_without_the_library_leaves_all_without_a_trial(lacking: set[int], us: dict, monkeypatch: Any) -> None:
-    """And what they exchange for it, they exchange once."""
+    """The ranks exchange only once what they have."""
     ranks: dict[int, int] = {}
     monkeypatch.setattr(library_gemm, "lacks", lambda: "no" if ranks[threading.get_ident()] in lacking else None)
     monkeypatch.setattr(library_gemm, "waits", lambda *args: pytest.fail("compiled"))
@@ -224,12 +225,11 @@ def test_explain_of_a_world(us: dict) -> None:
 def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every candidate that can run there has its turns; another generation's GPU, and one with rows, stay as they are."""
+    """Every candidate that can run there is timed; a GPU of another generation, or one with rows, keeps its plan."""
     is_hopper, known = [True], [False]
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: is_hopper[0])
     monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
     monkeypatch.setattr("weft.planner.auto._planner_or_unusable", lambda world: None)
-    monkeypatch.setattr(weft.World, "capturing", lambda world: False)
     monkeypatch.setattr(AllGatherMatmul, "autotune_plans", ())
     best = REGISTRY[op].variants[1]
 
@@ -262,7 +262,7 @@ def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
 
 
 def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: list[Any]) -> None:
-    """Candidates take what `us` says of their class, else 100 us; they are noted, and not run."""
+    """Make candidates take the time that `us` has for their class, or else 100 us; record them, and run none."""
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
         ran.append(plan)
@@ -272,7 +272,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: 
 
 
 def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the first call has. Its routes are random, or even where random ones might not find room."""
+    """The size of the first call does not matter. Routes are random, or even where random ones might not fit."""
     ran: list[Plan] = []
     replayed(monkeypatch, {LowLatency: 50.0}, ran)
 
@@ -328,13 +328,13 @@ def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch:
     ],
 )
 def test_an_moe_layer_far_from_where_plans_change_is_not_timed(tokens: int, plans: int) -> None:
-    """As many rows of an expert as tokens."""
+    """An expert has as many rows as there are tokens."""
     layer = Layer(tokens, 8, 4, 64, 64, torch.bfloat16, "swiglu", None)
     assert len(MOE.candidates(SimpleNamespace(size=2), MoeCall(tokens, None, layer))) == plans  # type: ignore[arg-type]
 
 
 def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And `explain` says so, of an op that the planner has no model of."""
+    """`explain` reports it for an op that the planner has no model of."""
     replayed(monkeypatch, {TwoShotLowLatency: 60.0}, [])
 
     def main(world: weft.World) -> Any:
@@ -368,7 +368,7 @@ def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.M
 
 
 def test_attention_takes_the_library_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that are right, at the first call of a size, and never in a capture."""
+    """It picks among the right ones, at the first call of a size, and never in a capture."""
     slow, fast = (libraries.REFERENCE, replace(libraries.REFERENCE, name="fast"))
     took = {slow: 100.0, fast: 50.0}
     ran: list[str] = []

@@ -24,7 +24,7 @@ Groups = tuple[int, ...]
 
 
 def parts(m: int, slower: float = 1.0) -> SignaledParts:
-    """The GEMM with two SMs less, as their prediction has it; slower: the link, by so many times."""
+    """Return the GEMM with two SMs fewer, as in their prediction; `slower` multiplies the link's time."""
     tiles, curve = m // 256 * (8192 // 128), Curve(ALL_REDUCE)
     wave = FOUND[m][0] / -(-tiles // SMS)
     tile = 256 * 128 * 2
@@ -32,7 +32,8 @@ def parts(m: int, slower: float = 1.0) -> SignaledParts:
 
 
 def us(signaled: SignaledParts, groups: Groups) -> float:
-    """The accumulate rule, written out: a transfer starts when its group is done and the one before has ended."""
+    """Return the time by the accumulate rule: a transfer starts when its group is done and the previous transfer has
+    ended."""
     computed = moved = 0.0
     before = 0
     for waves, end in zip(groups, signaled.ends(groups), strict=True):
@@ -51,7 +52,7 @@ def of_theirs(m: int) -> Groups:
 
 
 def in_tenths(signaled: SignaledParts, m: int) -> list[Groups]:
-    """What they search: all partitions of ten steps of equally many waves, the last with what is left."""
+    """Yield their search space: all partitions of ten steps with equally many waves, the last with the rest."""
     step, n = of_theirs(m)[0], len(of_theirs(m))
     cut = [c for size in range(n) for c in itertools.combinations(range(1, n), size)]
     candidates = [tuple(step * (b - a) for a, b in itertools.pairwise((0, *c, n))) for c in cut]
@@ -60,7 +61,8 @@ def in_tenths(signaled: SignaledParts, m: int) -> list[Groups]:
 
 @pytest.mark.parametrize("m", FOUND)
 def test_what_flashoverlap_found_is_the_best_of_its_steps_and_weft_ends_with_a_shorter_group(m: int) -> None:
-    """The GEMM takes longer than the link, so the last group's transfer decides: of a tenth of the waves there, of less here."""
+    """The GEMM takes longer than the link, so the last group's transfer decides: a tenth of the waves there, and
+    less here."""
     signaled = parts(m)
     assert us(signaled, of_theirs(m)) == pytest.approx(min(us(signaled, groups) for groups in in_tenths(signaled, m)))
     gain = us(signaled, of_theirs(m)) / us(signaled, of_weft(signaled))
@@ -73,8 +75,9 @@ def test_what_flashoverlap_found_is_the_best_of_its_steps_and_weft_ends_with_a_s
 @pytest.mark.parametrize("slower", [4, 8, 16])
 @pytest.mark.parametrize("m", FOUND)
 def test_where_the_link_is_slower_than_the_gemm_groups_grow(m: int, slower: float) -> None:
-    """As over PCIe, whose curve they did not publish: so theirs, so many times as slow. The link never rests behind a short first group,
-    and few transfers use it best; ten equal groups are slower than no overlap at all from some slowness on."""
+    """This is so over PCIe, whose curve they did not publish: here their curve is slowed down by a factor. The link
+    never idles after a short first group, and few transfers use it best; ten equal groups are slower than no overlap
+    beyond some factor."""
     signaled = parts(m, slower)
     weft_groups = of_weft(signaled)
     assert list(weft_groups) == sorted(weft_groups) and len(weft_groups) <= 6 and weft_groups[0] <= 4

@@ -1,4 +1,4 @@
-"""The planner's choice for a decoder's layers beside every way that was measured, on GPUs whose profile is shipped."""
+"""The planner's choice for a decoder's layers against every measured way, on GPUs whose profile is shipped."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 @functools.cache
 def cases() -> list[Case]:
-    """What was measured together, the newest of a size and mode."""
+    """Return what was measured together, the newest of a size and mode."""
     out = []
     for world, machine in GPUS.items():
         runs: dict[Any, dict[Way, float]] = defaultdict(dict)
@@ -77,7 +77,7 @@ def cases() -> list[Case]:
 
 
 def chosen(case: Case) -> float | None:
-    """us of what is predicted fastest; None where that way was not timed."""
+    """Return the time of the way that is predicted fastest; None if it was not timed."""
     p = planner(case.world)
     return case.us.get(LayerPredictor(p, case.sizes).best(near(case.tokens, p.predictor.world), case.mode))
 
@@ -92,7 +92,7 @@ def test_rows_of_other_models_are_there() -> None:
     "case", [c for c in cases() if not c.name.startswith(FITTED)], ids=lambda c: f"{c.name} {c.mode}"
 )
 def test_sizes_that_nothing_was_fitted_to(case: Case) -> None:
-    """In a graph at most 3% behind the fastest way that was measured, and never behind plain by more than 2%."""
+    """In a graph the choice is at most 3% slower than the fastest measured way, and at most 2% slower than plain."""
     us = chosen(case)
     if us is None:
         pytest.skip("not timed")
@@ -108,7 +108,7 @@ def test_sizes_that_the_constants_are_of() -> None:
 
 
 def test_predicted_gains() -> None:
-    """Of every way over plain, in graphs: half of them within 4% of the measured gain."""
+    """Of every way's gains over plain, in graphs, half are within 4% of the measured gain."""
     off = []
     for case in cases():
         layer = LayerPredictor(planner(case.world), case.sizes)
@@ -155,12 +155,12 @@ def test_wefts_gemm_takes_whole_words_alone() -> None:
 
 
 class Machine:
-    """A World, as far as the prediction asks."""
+    """The part of a World that the prediction reads."""
 
     def __init__(self, planner: Planner | None, reason: str | None = None) -> None:
         self.kept: dict[Any, Any] = {"planner": planner}
-        self.symmetric_unsupported, self.messages = reason, [""]
-        self.backend = SimpleNamespace(limits_ctas=True)
+        self.messages = [""]
+        self.backend = SimpleNamespace(limits_ctas=True, symmetric_unsupported=reason)
 
     def cached(self, key: Any, make: Any) -> Any:
         return self.kept.setdefault(key, None) or self.kept.update({key: make()}) or self.kept[key]

@@ -1,4 +1,4 @@
-"""Which library's GEMM runs: the rule, with made-up libraries and times. On GPUs: tests/gpu/gpu_main.py."""
+"""The choice of a library's GEMM: the rule, with made-up libraries and times. tests/gpu/gpu_main.py runs it on GPUs."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def of_groups(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("us", "library"), [(50.0, "quack"), (99.0, "torch")], ids=["faster", "hardly"])
 def test_groups_by_the_faster_library(us: float, library: str, monkeypatch: Any) -> None:
-    """quack is given where the groups begin; what stands behind the last one is not compared."""
+    """quack receives the groups' first rows; rows after the last group are not compared."""
     ran: list[str] = []
 
     def gemm(x: Any, w: Any, out: Any, c: Any, ticket: Any, *tile: int, pingpong: bool, cu_seqlens_m: Any) -> None:
@@ -178,7 +178,7 @@ def test_groups_by_the_faster_library(us: float, library: str, monkeypatch: Any)
 
 
 def test_the_fastest_scaled_product_that_is_right(monkeypatch: Any) -> None:
-    """The first is trusted: it runs where no other one is right, or faster."""
+    """The first product is trusted: it runs where no other one is right, or faster."""
 
     def way(name: str, value: float) -> Any:
         def run() -> None:
@@ -215,7 +215,7 @@ def test_a_dequantized_product_is_that_of_the_values() -> None:
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten._scaled_mm_v2, "out"), reason="an older torch")
 def test_torch_takes_the_arguments_of_a_product_by_block() -> None:
-    """CPUs have no product of this recipe: torch reads all arguments and says so."""
+    """CPUs have no product of this recipe: torch reads all arguments, and its error says so."""
     x, weight = (
         ScaledTensor(torch.zeros(rows, 640).to(E4M3), torch.ones(scales, 5), "block")
         for rows, scales in ((64, 64), (256, 2))

@@ -1,5 +1,5 @@
-"""The planner: profiles that survive nothing but what is right, predictions that follow their rules, choices that are the best
-of what was predicted, and an "auto" that falls back and says so."""
+"""The planner: profiles that keep only what is right, predictions that follow their rules, choices that are the best
+of the predicted, and an "auto" that falls back and logs it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ REACHED = Pulling(fixed=15.0, rate=180.0, drain=330.0, slow=1.08)
 
 
 def gemm_us(m: int, n: int, k: int) -> float:
-    """A GPU of 132 SMs whose library uses 128 x 256 tiles."""
+    """Return the time of a GEMM on a GPU of 132 SMs whose library uses 128 x 256 tiles."""
     return 4 + math.ceil(math.ceil(m / 128) * math.ceil(n / 256) / 132) * (1.5 + 0.0112 * k)
 
 
@@ -95,7 +95,7 @@ def moved_us(operation: str, nbytes: int, ctas: int = 0) -> float:
 
 
 def made_up_profile(ran: Sequence[TimedCall] = (), machine: Hardware = MACHINE) -> Profile:
-    """A profile of a machine that keeps to simple laws."""
+    """Return a profile of a machine with simple laws."""
     grid = itertools.product((64, 256, 1024, 2048, 4096, 8192, 16384), (1024, 2048, 4096, 8192), (1024, 4096, 8192))
     waves = [
         Wave(128, bn, 64, warps, 3, per_sm, 132 * per_sm, tiles * per_sm, k, 6 + math.ceil(tiles / 132) * (1.5 + 0.0114 * k))
@@ -114,7 +114,7 @@ def made_up_profile(ran: Sequence[TimedCall] = (), machine: Hardware = MACHINE) 
 
 
 def with_fused() -> Profile:
-    """And with calls of one fused variant, as REACHED would have it."""
+    """Return the profile with calls of one fused variant, as REACHED would have it."""
     p, rows = Predictor(made_up_profile()), []
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         for m, n, k in (
@@ -389,7 +389,7 @@ def test_gemm_times_pass_through_measured_ones_and_go_on_sensibly() -> None:
 
 
 def test_gemm_times_respect_waves() -> None:
-    """Measured GEMMs, each from all others: far better than an interpolation that knows nothing of tiles."""
+    """Each measured GEMM is predicted from all others, far better than by an interpolation without tiles."""
     times: dict[tuple[int, int, int], list[float]] = {}
     for r in stored.rows("nvidia-h200-x8"):
         if r.gemm and r.call.mode == "graph":
@@ -430,7 +430,7 @@ def test_a_slower_clock_slows_gemms_and_not_transfers() -> None:
 
 
 def test_signaled_follows_the_accumulate_rule() -> None:
-    """Computed here once more, group by group."""
+    """The expected time is computed here again, group by group."""
     m, n, k = 8192, 8192, 4096
     p, plan = Predictor(made_up_profile()), Signaled(groups=(2, 3, 5, 7), ctas=8)
     tiles, programs = 64 * 32, 132 - 8
@@ -528,7 +528,7 @@ def test_decomposed_chunks_wait_for_their_shards() -> None:
 
 
 def test_a_copy_engine_pulls_whole_shards() -> None:
-    """The last shard decides where the links are slow: its arrival, and the wave of its rows behind it."""
+    """The last shard decides if links are slow: its arrival, and then the wave of its rows."""
     plan, pull = COPIED, Pulling(fixed=10.0, slow=1.0)
     m, n, k = 8192, 4096, 4096
     size = m // 8 * k * 2
@@ -558,7 +558,8 @@ def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
 
 
 def test_an_all_gather_waits_for_whole_waves() -> None:
-    """Tiles that wait for a shard keep their programs: the GEMM ends as many waves after it as they then have to do."""
+    """Tiles that wait for a shard occupy their programs: the GEMM ends as many waves after the shard as they then
+    need."""
     plan, pull = COPIED, Pulling(fixed=10.0, slow=1.0)
     p = Predictor(made_up_profile())
     n, k = 4096, 8192
@@ -584,7 +585,7 @@ def test_side_by_side_both_are_slowed_until_the_shorter_ends() -> None:
 
 
 def test_gemms_on_two_streams_share_the_sms() -> None:
-    """So that both of equal length end when the second of a single stream would."""
+    """Two GEMMs of equal length thus end when the second one on a single stream would."""
     alone = Slowdown("copy", 0, 1.0, 1.0)
     gemm_1, gemm_2, gemm_3 = Work("gemm", "", 30.0), Work("gemm 2", "", 30.0), Work("gemm", "", 10.0)
     copy = Work("comm", "", 5.0, gemm_1)
@@ -596,7 +597,7 @@ def test_gemms_on_two_streams_share_the_sms() -> None:
 
 
 def test_what_decomposed_calls_cost_is_fitted_to_them() -> None:
-    """A machine whose copies are faster in a call than in a chain."""
+    """Copies of this machine are faster in a call than in a chain."""
     predictor = Predictor(made_up_profile())
     predictor.chunking = Chunking(copy=0.8)
     shapes = ((8192, 2048, 4096), (8192, 8192, 2048), (2048, 4096, 8192), (1024, 4096, 8192), (16384, 2048, 2048))
@@ -662,7 +663,8 @@ def test_what_ran_corrects_what_is_predicted_near_it() -> None:
 
 
 def test_a_slow_host_chooses_other_plans_for_eager_calls() -> None:
-    """Of a profile that says 2 or 10 us a launch: fewer parts, or none, and a graph's calls as before."""
+    """With 2 or 10 us a launch in the profile, eager calls have fewer parts, or none, and a graph's calls are
+    unchanged."""
     op, shapes = "all_gather_matmul", [(8192, 2816, 1024), (8192, 4096, 1024)]
     fast, slow = (Planner(Predictor(made_up_profile() + [Latency("launch", 0, 0, us)])) for us in (2.0, 10.0))
     for shape in shapes:
@@ -699,7 +701,7 @@ def test_operations_of_decomposed_plans_are_those_that_a_call_gives_to_streams(o
 
 
 def test_the_host_as_it_is_now_is_what_counts() -> None:
-    """Not as it was when the profile was made; and a measured bound of the host's time moves with it."""
+    """The host's speed when the profile was made does not count, and a measured bound of the host's time is scaled."""
     op, plan, shape = "matmul_all_reduce", Decomposed(), (128, 256, 256)
     known = made_up_profile([TimedCall(op, plan.to_json(), *shape, "eager", 300.0)]) + [Latency("launch", 0, 0, 4.0)]
     as_profiled, on_slower_host = Predictor(known), Predictor(known, launch=8.0)
@@ -801,7 +803,7 @@ def steps_of_python(count: int = 100_000) -> int:
 
 
 def test_a_decision_takes_as_long_as_170_thousand_steps_of_python() -> None:
-    """Some 10 ms of a core that has nothing else to do; in steps, since a core's other thread slows both."""
+    """That is about 10 ms of an idle core; it is counted in steps, since a core's other thread slows both."""
     profile = with_fused() + [TimedCall(op, changed(VARIANTS[op], pull_programs=p).to_json(), *shape, "graph", 900.0) for op, *_ in SHAPES[::9] for p in range(17, 21) for shape in ((8192, 4096, 4096), (2048, 8192, 4096))]  # fmt: skip
     took: list[tuple[float, float]] = []
     for _ in range(5):  # each time by a planner that knows nothing yet
@@ -865,7 +867,7 @@ def test_serving_decides_for_the_nearest_of_few_token_counts() -> None:
 
 
 def just_over() -> list[tuple[str, int, int, int]]:
-    """Shapes of a few rows more than a whole number of tiles, which take a wave more."""
+    """Return shapes with a few rows more than a whole number of tiles, which take a wave more."""
     ops = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     return [
         (op, tiles * 128 + rows, n, k)
@@ -888,7 +890,8 @@ def test_the_plan_of_another_m_is_taken_only_where_it_is_faster_at_this_one() ->
 
 
 def few_rows() -> Profile:
-    """One shot is fastest up to 2 MiB, two shots beyond; all-gathers and reduce-scatters alike; nobody measured more than 8 MiB."""
+    """One shot is fastest up to 2 MiB, two shots beyond; all-gathers and reduce-scatters are alike; more than 8 MiB
+    was not measured."""
     sizes = [1 << i for i in range(16, 24)]
     rows = [
         Latency(f"one_shot {operation}", 0, s, 3 + s / 3e5)
@@ -933,7 +936,7 @@ def test_a_sum_alone_goes_by_what_was_measured(find_returns: Callable[[Any], Non
 
 
 def test_tiles_of_few_rows_take_as_long_as_the_weight_is_read() -> None:
-    """A wave of tiles says nothing of the memory: no plan's GEMM reads the weight faster than the library's."""
+    """A wave of tiles does not determine the memory's time: no plan's GEMM reads the weight faster than cuBLAS."""
     p = Predictor(made_up_profile() + [Gemm(64, 65536, 8192, 400.0), Gemm(16, 32768, 8192, 210.0)])
     rate = min(g.us / (g.m * g.k + g.n * g.k + g.m * g.n) for g in p.profile.gemms)
     two, (m, n, k) = Occupancy(NARROW, 2), (16, 32768, 8192)
@@ -959,7 +962,7 @@ def test_eager_calls_that_the_host_bounds_say_nothing_of_the_gpu() -> None:
 
 
 def test_copies_are_for_rows_that_they_can_move() -> None:
-    """What counts is whether M is whole tiles a shard, and not whether the M of the grid is for which is predicted."""
+    """M must be whole tiles a shard, and the M of the grid point that is predicted does not count."""
     plan = Signaled(ctas=4, copies=True)
     ran = [
         TimedCall("matmul_reduce_scatter", plan.to_json(), *shape, "graph", 30.0)
@@ -1007,7 +1010,8 @@ def test_the_plan_package_is_a_function_too() -> None:
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_what_is_shown_is_what_auto_runs(find_returns: Callable[[Any], None], mode: str) -> None:
-    """Also where the plan of a larger M serves, or the table has the shape, or nothing is faster."""
+    """This includes sizes that a larger M's plan serves, shapes in the table, and shapes for which nothing is
+    faster."""
     known = profile.shipped("nvidia-h200-x4")
     find_returns(known)
     world, near = Stub(), 0
@@ -1036,7 +1040,7 @@ def test_without_a_gpu_a_profile_must_be_named() -> None:
 
 
 class Stub:
-    """As much of a World as choosing needs."""
+    """The part of a World that choosing reads."""
 
     size, sm_count, device, rank = 8, 132, torch.device("cpu"), 3
 
@@ -1070,7 +1074,7 @@ def auto(
 
 @pytest.fixture
 def find_returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Says what `find` finds on a machine of 8 H200s."""
+    """Return what `find` returns on a machine of 8 H200s."""
     monkeypatch.setattr(table, "gpu_model", lambda device: "nvidia-h200")
     monkeypatch.setattr(weft_auto, "this_machine", lambda device, world: MACHINE)
     monkeypatch.setattr(weft_auto, "time_check", lambda device: 101.0)
@@ -1103,7 +1107,8 @@ def test_auto_asks_the_table_then_the_profile(find_returns: Callable[[Any], None
 def test_ranks_that_share_a_gpu_decide_as_on_the_nearest_machine(
     find_returns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its profile, without a time of their own; the model's own rows, or those of one that has rows; and explain says so."""
+    """They use its profile, without a time of their own, and the model's rows, or those of a model that has some;
+    explain reports it."""
     find_returns(None)  # which is not asked
     monkeypatch.setattr(weft_auto, "time_launch", lambda device: pytest.fail("timed"))
     monkeypatch.setattr(weft_auto, "time_check", lambda device: pytest.fail("timed"))
@@ -1135,7 +1140,7 @@ def test_explain_says_that_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_explain_says_that_ranks_on_several_nodes_run_the_sequential_plan() -> None:
-    """Where one node's ranks would overlap."""
+    """The ranks of a single node would overlap."""
 
     def main(world: weft.World, reason: str | None) -> tuple[Plan, str]:
         world.multi_node_unsupported = reason
@@ -1148,7 +1153,7 @@ def test_explain_says_that_ranks_on_several_nodes_run_the_sequential_plan() -> N
 
 
 def test_an_op_that_was_measured_in_graphs_alone_is_eager_by_those() -> None:
-    """Until somebody measures it eagerly."""
+    """This holds until somebody measures it eagerly."""
     key = "nvidia-h200", "all_reduce_rms_norm", 2, 16, 8192, 1
     taken = table.exact(*key, "graph")
     assert isinstance(taken, OneShot) and table.exact(*key, "eager") == taken
@@ -1183,7 +1188,8 @@ def test_a_profile_that_the_planner_breaks_on_is_said_and_auto_is_sequential(
 
 
 def test_ranks_meet_at_the_profile_before_they_can_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank's shape is in the measured table, the other's is not, or is empty, or another op: all raise Mismatch."""
+    """The measured table has one rank's shape, and the other rank's shape is missing, empty, or another op's: all
+    raise Mismatch."""
     known = profile.shipped("nvidia-h200-x2")
     assert known is not None
     monkeypatch.setattr(EmulatedBackend, "name", "cuda")
@@ -1327,8 +1333,8 @@ def test_slower_links_and_more_hops_take_longer() -> None:
 
 
 def test_two_levels_are_predicted_over_nodes() -> None:
-    """Two nodes hide most of what crosses between them under their GEMMs; the faster the network, the less there is to
-    hide, and the more nodes, the less there is to hide it under."""
+    """Two nodes hide most of their traffic under their GEMMs; a faster network leaves less to hide, and more nodes
+    leave less GEMM to hide it under."""
     p = Predictor(with_fused())
     row = lambda nodes, gbs=50.0: simulate_from(  # noqa: E731
         p, cluster(8 * nodes, gbs=gbs), "mlp", [(32768, 8192, 28672)], nvlink(8)
@@ -1356,7 +1362,7 @@ def test_two_levels_are_predicted_over_nodes() -> None:
 
 
 def test_noise_at_short_copies_is_not_scaled_to_a_fast_link() -> None:
-    """Measured times of short copies fall with the size now and then."""
+    """Measured times of short copies sometimes fall with the size."""
     p = with_fused()
     noisy = [replace(x, us=x.us - 2) if (x.operation, x.nbytes) == ("copy", 1 << 17) else x for x in p.latencies]
     scaled = ScaledPredictor(Predictor(replace(p, latencies=tuple(noisy))), pcie(8, 4), nvlink(8))
@@ -1424,7 +1430,8 @@ HELD_OUT = [(8192, 4096, 1792), (8192, 3584, 4096), (2048, 8192, 3584), (4096, 7
 
 @pytest.mark.gate
 def test_stored_calls_of_shapes_left_out_are_predicted() -> None:
-    """Each from a profile that is fitted to the other shapes' calls. Bounds well below what a broken model gives."""
+    """Each is predicted from a profile that is fitted to the other shapes' calls. The bounds are well below what a
+    broken model gives."""
     rows = [r for r in stored.rows("nvidia-h200-x8") if r.call.mode == "graph" and r.run not in stored.OLD]
     errors: dict[str, list[float]] = {}
     of_best = []
@@ -1448,7 +1455,7 @@ def test_errors_of_weft_are_weft_errors() -> None:
 
 
 def test_eager_calls_are_sequential_where_little_is_predicted_to_be_won() -> None:
-    """Of the shipped profile: what wins by less than EAGER_GAIN does not count, and in a graph it does."""
+    """With the shipped profile, a gain below EAGER_GAIN does not count for an eager call, and does in a graph."""
     planner = weft_auto.planner_of(weft_auto.profile_for("nvidia-h200-x2", None))
     op = "matmul_reduce_scatter"
     sizes = [(m, 12288, 24576) for m in (1152, 1536, 2048, 4096)]
@@ -1462,7 +1469,8 @@ def test_eager_calls_are_sequential_where_little_is_predicted_to_be_won() -> Non
 
 
 def test_plans_of_several_streams_have_to_win_on_a_slow_host_too() -> None:
-    """Of the shipped profile, a host of twice its time: what then does not hide it is not taken, what does, is."""
+    """With the shipped profile and a host that takes twice its time, a plan that does not hide the host is not
+    chosen, and one that does is."""
     planner = weft_auto.planner_of(weft_auto.profile_for("nvidia-h200-x2", None))
     op, hidden, bare = "all_gather_matmul", (1536, 18944, 3584), (1536, 14336, 4096)
     assert isinstance(planner.decide(op, *hidden, "eager").plan, Decomposed)

@@ -1,4 +1,4 @@
-"""weft.prepare: what it calls is all that plans are found for."""
+"""weft.prepare finds plans for exactly what it calls."""
 
 from __future__ import annotations
 

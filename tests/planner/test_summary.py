@@ -1,4 +1,4 @@
-"""The end of `weft tune`: what a profile predicts, as a table and a plot."""
+"""`weft tune` ends with a table and a plot of what the profile predicts."""
 
 from __future__ import annotations
 

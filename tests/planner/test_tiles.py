@@ -1,5 +1,5 @@
-"""Which tiles a plan gets: the rule against what was measured of GEMMs alone (bench/measure/gemm.py) and of whole ops on two GPUs
-(bench/measure/tiles.py), and which plans it touches."""
+"""The tiles of a plan: the rule against stored times of GEMMs alone (H200, 2026-11) and of whole ops on two GPUs, and the
+plans that it concerns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rows(name: str) -> list[dict]:
 
 @pytest.mark.parametrize("loop", ["flat", "told"])
 def test_a_gemm_alone_is_faster_where_the_rule_takes_half_tiles(loop: str) -> None:
-    """And elsewhere at most 6% would be won, by shapes that lose in a whole op."""
+    """Elsewhere half tiles would gain at most 6%, for shapes that lose in a whole op."""
     usual, half = f"{loop} 128x256 w8 s3 x1", f"{loop} 64x256 w4 s5 x1"
     gained = {True: [], False: []}  # type: ignore[var-annotated]
     for r in rows("nvidia-h200-x1/experiments/tile-forms.jsonl"):
@@ -74,7 +74,8 @@ def test_waves() -> None:
 
 
 def test_tiles_span_shards_where_the_kernel_lets_them() -> None:
-    """8 x 64 rows are 4 rows of tiles in an all-gather, which fill one wave, and 8, half of each empty, in sums."""
+    """8 x 64 rows are 4 rows of tiles in an all-gather, which fill one wave, and 8 rows of tiles, half of each
+    empty, in sums."""
     shards, n = [64] * 8, 256 * 24
     assert with_shape_tiles(FusedGather(), shards, n, SMS) == FusedGather()
     assert with_shape_tiles(Signaled(ctas=4, copies=True), shards, n, SMS) == Signaled(ctas=4, copies=True)

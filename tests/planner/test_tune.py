@@ -1,4 +1,5 @@
-"""`weft tune` without GPUs: every probe runs on emulated ranks (timed by nobody), the file is continued, failures are said."""
+"""`weft tune` without GPUs: every probe runs on emulated ranks without being timed, the file is continued, and
+failures are reported."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ TINY = Sizes(
 
 
 class Nobody:
-    """Runs what is to be timed, once or a few times, and says how often it did."""
+    """Runs what is to be timed, once or a few times, and counts it."""
 
     def __init__(self, world: weft.World) -> None:
         self.world, self.runs = world, 0
@@ -103,7 +104,7 @@ def empty() -> Profile:
 def tuned(
     seconds: float = 1e9, start: Profile | None = None, keep: str = ""
 ) -> tuple[Profile, list[tuple[int, int, str]], list[Probe]]:
-    """What two emulated ranks make of the probes whose name has `keep`."""
+    """Run the probes whose name contains `keep` on two emulated ranks."""
     progress: list[tuple[int, int, str]] = []
 
     def rank(world: weft.World) -> tuple[Profile, list[Probe]]:
@@ -148,7 +149,7 @@ def test_what_was_measured_is_enough_to_plan() -> None:
 
 
 def test_the_real_list_starts_with_what_any_prediction_needs() -> None:
-    """Of the sizes that GPUs are measured with, without running them."""
+    """The sizes are those for GPUs, and nothing runs."""
 
     def rank(world: weft.World) -> list[tuple]:
         bench = Bench.__new__(Bench)
@@ -255,7 +256,7 @@ def test_a_file_of_another_machine_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_again_measures_what_the_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it cannot be read, and says so where it is not asked to."""
+    """It also replaces a file that cannot be read; without being asked to, it reports the file."""
     path = tmp_path / "p.json"
     monkeypatch.setattr(tune, "this_machine", lambda device, size: MACHINE)
     monkeypatch.setattr(tune, "CudaTimer", Nobody)
@@ -326,7 +327,7 @@ def test_the_command_says_that_it_needs_gpus() -> None:
 
 
 def test_the_plain_gemm_is_right() -> None:
-    """compute/gemm.py, matmul: what waves are timed with."""
+    """compute/gemm.py's matmul times the waves."""
 
     def rank(world: weft.World) -> float:
         probes = Bench.__new__(Bench)
@@ -343,7 +344,7 @@ def test_the_plain_gemm_is_right() -> None:
 
 @pytest.mark.parametrize(("tile", "per_sm"), WAVES, ids=str)
 def test_the_tiles_that_are_timed_compile_without_spills(tile: GemmTile, per_sm: int) -> None:
-    """For sm_90a, as many programs a SM as the configuration says, with tensor cores."""
+    """They compile for sm_90a, with the configuration's number of programs an SM, and with tensor cores."""
 
     def fn(world: weft.World) -> None:
         probes = Bench.__new__(Bench)
@@ -368,7 +369,7 @@ def test_ranks_that_share_a_gpu_are_not_measured(tmp_path: Path) -> None:
 
 
 def test_ranks_on_several_nodes_are_not_measured(tmp_path: Path) -> None:
-    """Their profile would be taken for one node of as many GPUs."""
+    """Their profile would be used for one node with as many GPUs."""
 
     def main(world: weft.World) -> None:
         with pytest.raises(ProfileError, match="or of equal nodes, and of this World its ranks are on 2 nodes, 1 each"):
@@ -378,7 +379,7 @@ def test_ranks_on_several_nodes_are_not_measured(tmp_path: Path) -> None:
 
 
 def test_over_nodes_alike_the_link_between_is_measured() -> None:
-    """And added to the profile of one of them, which then tells of any number."""
+    """The link is added to the profile of one node, which then predicts any number of nodes."""
 
     def main(world: weft.World) -> Profile:
         probes = list(probes_of(Bench(world, Nobody(world), TINY)))

@@ -79,7 +79,7 @@ def test_a_dense_model_runs_by_every_method_and_auto() -> None:
     arguments = argparse.Namespace(layers=1, methods=["fused", "woven own"])
 
     def rank(world: weft.World) -> dict[str, str]:
-        plans = bench.Bench(world, arguments).plans(build_llama(world, TINY), 16)
+        plans = bench.Bench(arguments, world).plans(build_llama(world, TINY), 16)
         return {method: plan.kind for method, plan in plans.items()}
 
     assert emulate(rank, 2) == [{"libraries": "plain", "fused": "fused", "woven own": "woven"}] * 2
@@ -105,7 +105,7 @@ def test_a_model_is_measured_by_every_method(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(bench, "time_interleaved", once)
     monkeypatch.setattr(bench, "WORDS", 96)
     arguments = argparse.Namespace(layers=1, methods=["woven"], rounds=1, out=tmp_path)
-    emulate(lambda world: bench.Bench(world, arguments).run(name), 2)
+    emulate(lambda world: bench.Bench(arguments, world).run(name), 2)
     rows = [json.loads(line) for line in (tmp_path / "models.jsonl").read_text().splitlines()]
     assert [r["method"] for r in rows] == METHODS[name]
     assert all((r["error"] is None) == (r["method"] == tables.ALONE) for r in rows)
@@ -225,7 +225,7 @@ def test_experts_over_two_groups_of_two_ranks_train_as_the_whole_layer_in_float6
         routing = torch.zeros(len(x), layer_sizes.experts, dtype=torch.float64)
         routing = routing.scatter(1, top.indices, top.values / top.values.sum(1, keepdim=True)).chunk(2, 1)
         parts = zip(named["mlp.w13"], named["mlp.w2"], strict=True)
-        block = world.scale.interleave
+        block = world.backend.scale.interleave
         x = x + sum(experts_in_float64(y, routing[r // 2], *w, block) for r, w in enumerate(parts))
         wanted = [t[me] for t in (xs, *weights)]
         return [x.chunk(ranks)[me].detach(), *torch.autograd.grad(x, wanted, torch.cat(dys).detach())]

@@ -21,18 +21,15 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
-@pytest.mark.parametrize(
-    ("page", "function", "ranks", "shape"), [("README.md", "mlp", 4, (16, 64)), ("docs/moe.md", "layer", 2, (8, 32))]
-)
+@pytest.mark.parametrize(("page", "function"), [("README.md", "mlp"), ("docs/moe.md", "layer")])
 def test_the_first_code_of_a_page_runs_as_it_stands(
-    page: str, function: str, ranks: int, shape: tuple[int, ...]
+    page: str, function: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the emulator, at the sizes on the page; those for GPUs fit its arguments."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
-    code = next(block for block in blocks if "import torch" in block)
+    """In the emulator, at the sizes on the page; the sizes for GPUs fit its arguments."""
+    (code, *_) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     names: dict[str, Any] = {}
     exec(code, names)
-    assert [y.shape for y in weft.spmd(names[function], ranks, backend="emulated")] == [shape] * ranks
+    assert capsys.readouterr().out
     (sizes,) = re.findall(rf"# .*{function}\(weft.init\(\), ([\d, ]+)\)", code)
     inspect.signature(names[function]).bind(None, *sizes.split(", "))
 
@@ -131,12 +128,16 @@ def test_the_readme_states_no_speed_outside_the_generated_blocks() -> None:
 def test_the_readme_is_short() -> None:
     """Code and tables count."""
     words = re.findall(r"\S*\w\S*", re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(), flags=re.S))
-    assert len(words) <= 700, len(words)
+    assert len(words) <= 600, len(words)
 
 
-def test_the_readme_has_three_short_usages_and_one_table_of_ten_rows() -> None:
+def test_the_readmes_first_screen_has_a_picture_code_and_one_line_that_installs() -> None:
+    """Then come a table of what to write, and one of figures."""
     text = (ROOT / "README.md").read_text()
-    usages = re.findall(r"```\w*\n(.*?)```", text[text.index("## Use") : text.index("## How fast")], re.S)
-    assert len(usages) == 3 and all(len(re.findall(r"\S.*", code)) <= 6 for code in usages)
-    tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
-    assert len(tables) == 1 and len(tables[0].splitlines()) <= 2 + 10
+    screen, *parts = re.split(r"^## ", text, flags=re.M)
+    assert "overlap and fusion" in screen.split("\n\n")[1] and screen.index("![") < screen.index("```python")
+    code, shown = re.findall(r"```\w*\n(.*?)```", screen, re.S)
+    assert len(re.findall(r"\S.*", code)) <= 8 and "print(" in code and shown
+    (install,) = re.findall(r"```\w*\n(.*?)```", parts[0], re.S)
+    assert parts[0].startswith("Install\n") and len(install.splitlines()) == 1
+    assert [len(re.findall(r"^\|", part, re.M)) > 0 for part in parts[:3]] == [False, True, True]

@@ -1,4 +1,4 @@
-"""The pages of measurements: which rows count, what a ratio is of, and that the README is changed between its marks only."""
+"""The pages of measurements: which rows count, what a ratio is of, and that only the text between the README's marks is changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def row(method: str, us: float, **changes) -> dict:
 def repo(tmp_path: Path) -> Path:
     (tmp_path / "results" / "box").mkdir(parents=True)
     (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     return tmp_path
 
 
@@ -33,16 +32,15 @@ def store(repo: Path, rows: list[dict], op: str = "all_gather_matmul") -> None:
     (repo / "results" / "box" / f"{op}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
 
 
-def write(repo: Path) -> tuple[str, str]:
-    """The chapters, and the README as it then is."""
+def write(repo: Path) -> str:
+    """The chapters of measurements and of sizes."""
     machines = report.load_all(repo / "results")
-    readme = report.between_marks((repo / "README.md").read_text(), report.block(machines))
     pages = [
         page
         for machine, rows in machines.items()
         for page in (report.digest(machine, rows), report.chapter(machine, rows))
     ]
-    return "\n".join(pages), readme
+    return "\n".join(pages)
 
 
 def line_of(page: str, name: str) -> list[str]:
@@ -59,17 +57,13 @@ def test_ratios_are_to_sequential_and_to_the_limit(repo: Path) -> None:
             row("torch", 600),
         ],
     )
-    page, readme = write(repo)
+    page = write(repo)
     assert line_of(page, "MLP-1") == [
         "MLP-1", "8192×2752×4096", "200", "150", "210", "420", "280", "**1.50x**", "75%", "0.70x", "fused",
-    ]  # fmt: skip
-    assert line_of(readme, "all-gather + GEMM")[1:] == [
-        "cuBLAS, then NCCL", "**1.50x**", "–", "1.50x (MLP-1, CUDA graph)",
     ]  # fmt: skip
     assert line_of(page, "all-gather + GEMM")[1:] == [
         "**1.50x**", "–", "0.70x torch", "1.50x (MLP-1, CUDA graph)", "2026-12-01 `aaaaaaaa`",
     ]  # fmt: skip
-    assert readme.startswith("before\n") and readme.endswith("after\n") and "old" not in readme
 
 
 def test_weft_without_something_is_no_peer(repo: Path) -> None:
@@ -83,11 +77,11 @@ def test_weft_without_something_is_no_peer(repo: Path) -> None:
     ]
     ways += [row("sequential", 420), row("auto", 280)]
     store(repo, [r | {"op": "decoder"} for r in ways], "decoder")
-    page, readme = write(repo)
+    page = write(repo)
     assert (
         line_of(page, "shape")[-3:] == ["torch one_shot", "torch two_shot", "plan"] and "## decoder, forward, 8" in page
     )
-    assert "| 1.40x torch two_shot |" in page and "decoder" not in readme
+    assert "| 1.40x torch two_shot |" in page
 
 
 def test_a_geometric_mean_is_over_all_shapes_of_a_size(repo: Path) -> None:
@@ -97,27 +91,10 @@ def test_a_geometric_mean_is_over_all_shapes_of_a_size(repo: Path) -> None:
     for tokens, us in ((128, 100), (512, 400), (513, 200)):
         rows += [row(method, t, name=f"70B-{tokens}", M=tokens) for method, t in (("sequential", 200), ("auto", us))]
     store(repo, rows)
-    page, readme = write(repo)
+    page = write(repo)
     assert line_of(page, "all-gather + GEMM")[1] == "**1.81x**"  # 64 ** (1 / 7)
     assert line_of(page, "all-gather + GEMM, ≤512 tokens")[1] == "**1.00x**"
-    assert line_of(readme, "all-gather + GEMM")[2] == "**1.81x**"
-    assert line_of(readme, "all-gather + GEMM, ≤512 tokens")[2::2] == ["**1.00x**", "0.50x (70B-512, CUDA graph)"]
-
-
-def test_the_readme_has_new_versions_alone_the_newest_first(repo: Path) -> None:
-    for machine, us, world, date in (
-        ("8", 100, 8, "2026-11-20"),
-        ("4", 200, 4, "2026-11-22"),
-        ("2", 400, 2, "2026-11-23"),
-    ):
-        (repo / "results" / machine).mkdir()
-        rows = [
-            row(method, t, world=world, date=f"{date}T00:00:00") for method, t in (("sequential", 400), ("auto", us))
-        ]
-        (repo / "results" / machine / "all_gather_matmul.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    page, readme = write(repo)
-    assert "## 8" in page and "measured on 2 2026-11-23 `aaaaaaaa`, 4 2026-11-22 `aaaaaaaa`;" in readme
-    assert line_of(readme, "all-gather + GEMM")[2:] == ["**1.00x**", "–", "**2.00x**", "–", "1.00x (MLP-1, CUDA graph)"]
+    assert line_of(page, "all-gather + GEMM, ≤512 tokens")[4] == "0.50x (70B-512, CUDA graph)"
 
 
 def test_the_newest_run_counts_alone(repo: Path) -> None:
@@ -125,12 +102,12 @@ def test_the_newest_run_counts_alone(repo: Path) -> None:
     new = "2026-12-02T00:00:00"
     rows = [row("auto", 100, date=new), row("auto", 300), row("sequential", 300), row("fused", 50)]
     store(repo, [*rows, row("sequential", 200, date=new), row("decomposed", 150, date=new)])
-    assert line_of(write(repo)[0], "MLP-1")[5:8] == ["200", "100", "**2.00x**"]
+    assert line_of(write(repo), "MLP-1")[5:8] == ["200", "100", "**2.00x**"]
 
 
 def test_what_was_not_measured_is_a_dash(repo: Path) -> None:
     store(repo, [row("auto", 100), row("sequential", 130, name="70B-512", limit_us=None)])
-    page, _ = write(repo)
+    page = write(repo)
     assert line_of(page, "MLP-1")[7] == "–"
     assert line_of(page, "70B-512")[6] == "–"
 
@@ -139,7 +116,7 @@ def test_eager_calls_are_beside_the_same_in_a_graph(repo: Path) -> None:
     eager = [row("sequential", 500, mode="eager"), row("auto", 400, mode="eager"), row("torch", 250, mode="eager")]
     graph = [row("sequential", 420), row("auto", 280), row("torch", 600)]
     store(repo, [*eager, *graph, *(r | {"name": "70B-512"} for r in graph)])
-    page, _ = write(repo)
+    page = write(repo)
     assert line_of(page, "MLP-1")[5:] == [
         "420",
         "280",
@@ -158,7 +135,7 @@ def test_eager_calls_are_beside_the_same_in_a_graph(repo: Path) -> None:
 
 def test_a_shape_that_ran_in_one_mode_alone_has_a_line(repo: Path) -> None:
     store(repo, [row("sequential", 420), row("auto", 280), row("auto", 100, mode="eager", name="70B-512")])
-    page, _ = write(repo)
+    page = write(repo)
     assert line_of(page, "70B-512") == ["70B-512", "8192×2752×4096", *["–"] * 9, "100", "–"]
 
 
@@ -166,7 +143,7 @@ def test_a_decoders_plan_names_its_split_and_norms(repo: Path) -> None:
     plan = {"kind": "woven", "split": 384, "sms": 0, "norm": "decomposed"}
     rows = [row("sequential", 420, op="decoder"), row("auto", 280, op="decoder", plan=json.dumps(plan))]
     store(repo, rows, "decoder")
-    assert line_of(write(repo)[0], "MLP-1")[-1] == "woven split 384 norm decomposed"
+    assert line_of(write(repo), "MLP-1")[-1] == "woven split 384 norm decomposed"
 
 
 def test_files_of_other_benchmarks_are_passed_over(repo: Path) -> None:
@@ -190,7 +167,7 @@ def test_plotting_twice_gives_the_same_bytes(repo: Path) -> None:
     (path,) = report.plots(machines, repo / "docs/img")
     before = path.read_bytes()
     assert report.plots(machines, repo / "docs/img") == [path] and path.read_bytes() == before
-    assert f"](img/{path.name})" in write(repo)[0]
+    assert f"](img/{path.name})" in write(repo)
 
 
 @pytest.mark.parametrize(
@@ -202,12 +179,13 @@ def test_bad_results_are_named(repo: Path, text: str, says: str) -> None:
         write(repo)
 
 
-def test_a_readme_without_marks_is_not_touched(repo: Path) -> None:
-    store(repo, [row("auto", 1)])
-    (repo / "README.md").write_text("mine")
+def test_only_the_text_between_the_marks_is_changed() -> None:
+    assert (
+        report.between_marks(f"a\n{report.BEGIN}\nold\n{report.END}\nz", ["new", ""])
+        == f"a\n{report.BEGIN}\nnew\n{report.END}\nz"
+    )
     with pytest.raises(WeftError, match="must hold"):
-        write(repo)
-    assert (repo / "README.md").read_text() == "mine"
+        report.between_marks("mine", ["new"])
 
 
 def signaled_rows(op: str, times: dict[str, float], **changes) -> list[dict]:
@@ -233,7 +211,7 @@ def test_the_signaled_page_counts_wins_and_fractions_of_the_bound() -> None:
     assert line_of(page, "4096×4096×2048")[1:] == ["300", "0.75x", "30%", "0.75x", "30%"]
     assert line_of(page, "mean")[1:] == ["", "**1.22x**", "55%", "**1.34x**", "63%"]
     goal = [line.split(" | ")[1:] for line in page.splitlines() if line.startswith("| GEMM + all-to-all | 4 | NCCL")]
-    assert goal == [["4", "NCCL", "55%", "30%", "80%", "55%", "missed", "1.22x", "2.00x", "1 of 2 |"]]
+    assert goal == [["4", "NCCL", "55%", "30%", "80%", "55%", "missed", "1.22x", "2.00x", "1/2 |"]]
 
 
 def test_the_signaled_page_takes_a_shape_from_its_last_run_alone() -> None:
@@ -254,7 +232,7 @@ def test_a_signaled_bound_is_the_longer_way() -> None:
 
 def test_of_an_earlier_version_the_page_has_the_means_alone(repo: Path) -> None:
     store(repo, [row(method, us, date="2026-11-20T00:00:00") for method, us in (("sequential", 420), ("auto", 280))])
-    page, _ = write(repo)
+    page = write(repo)
     assert line_of(page, "all-gather + GEMM")[1] == "**1.50x**" and "MLP-1 |" not in page
     assert not report.plots(report.load_all(repo / "results"), repo / "docs/img")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -108,6 +109,27 @@ def test_the_time_to_the_first_token_counts_from_the_arrival() -> None:
     assert served.first_token[-1] > 0.03 and min(served.between_tokens) >= 0.005
 
 
+class AllReduceFusionPass:
+    """As vLLM's: the pass object has the number of matches in the graph that it compiled last."""
+
+    def __init__(self, matches: int) -> None:
+        self.matched_count = matches
+
+
+def test_matches_are_those_of_the_passes_that_live() -> None:
+    """The passes of two compilations count, also if the worker has frozen its objects, which stay frozen."""
+    passes = [AllReduceFusionPass(30), AllReduceFusionPass(2)]
+    gc.freeze()
+    try:
+        assert vllm_engine.replaced_matches("AllReduceFusionPass") == 32
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+    del passes
+    gc.collect()
+    assert vllm_engine.replaced_matches("AllReduceFusionPass") == 0
+
+
 def test_the_page_shows_what_the_two_turns_of_stock_differ_by() -> None:
     """And the newest row of a model, mix and method alone."""
 
@@ -122,5 +144,5 @@ def test_the_page_shows_what_the_two_turns_of_stock_differ_by() -> None:
 
     page = vllm_page.serving([row(1.5), row(1.02)])
     assert "(trtllm)" in page and "1.50x" not in page
-    cells = "| Llama-8B | decode: 8 of 128 + 64 | weft | **1.02x** | 0.99 to 1.04 | 0.98 to 1.01 | 10.0, 20.0 / 10.0, 20.0 |"
+    cells = "| Llama-8B | decode: 8 of 128 + 64 | weft | **1.02x** | 0.99–1.04 | 0.98–1.01 | 10.0, 20.0 / 10.0, 20.0 |"
     assert cells in page

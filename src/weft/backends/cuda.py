@@ -42,6 +42,7 @@ from .base import BETWEEN_CTAS, Arguments, Backend, CallRecord, R, SymmetricTens
 from .launcher import Launcher, NotingLauncher, room_of
 from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange
+from .uploads import Uploads
 
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 NCCL_CTAS = 64  # the most channels of a communicator, each of which has a CTA
@@ -99,6 +100,7 @@ class GpuBackend(Backend):
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
+        self.uploads = Uploads(device)
         self.describe: Callable[[int], str] | None = None
         self._waits: list[str] | None = None  # the ops that ranks wait in, once a wait has expired
         self.disagreement: Callable[[Mapping[int, int]], Mismatch] | None = None
@@ -113,6 +115,8 @@ class GpuBackend(Backend):
         self.check()
 
     def check(self) -> None:
+        if self.uploads.pending:
+            self.uploads.precede(self.current_stream())
         words = self.record_words.words
         if words[0]:
             address, target, seen, tile, peer = (int(w) for w in words[1:6])
@@ -164,7 +168,7 @@ class GpuBackend(Backend):
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=dtype, device=self.device)
+        return self.uploads.tensor(values, dtype)
 
     def guard(self) -> torch.Tensor:
         return self.record_words.guard
@@ -222,9 +226,13 @@ class GpuBackend(Backend):
         options: Options,
         stream: torch.cuda.Stream,
     ) -> None:
+        if self.uploads.pending:
+            self.uploads.precede(stream)
         self.launcher.launch(kernel, grid, args, options, stream)
 
     def run_launch(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Moved]) -> None:
+        if self.uploads.pending:
+            self.uploads.precede(stream)
         self.launcher.run(launch, stream, moving)
 
     def note_launches(self) -> AbstractContextManager[Notes]:
@@ -267,6 +275,8 @@ class GpuBackend(Backend):
         writes: Sequence[torch.Tensor],
         stream: torch.cuda.Stream,
     ) -> None:
+        if self.uploads.pending:
+            self.uploads.precede(stream)
         if stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index):
             fn()
             return

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TypeVar
 
@@ -40,11 +41,13 @@ class HostThread:
     def __init__(self, rank: int, body: Callable[[], None]) -> None:
         self.rank = rank
         self._thread = threading.Thread(target=self._whole, args=(body,), daemon=True)
-        self._resume, self._returned = threading.Semaphore(0), threading.Semaphore(0)
+        # What the rank's threads ask the machine's thread to run, None when its function has ended; and the errors of
+        # these requests. At most one request is under way, so each queue hands control to the other side.
+        self._requests: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._answers: SimpleQueue[BaseException | None] = SimpleQueue()
         self._lock = threading.RLock()  # held by the thread of this rank whose call is under way
         self._caller: int | None = None  # the identifier of the thread that holds the lock
         self._machine: int | None = None  # the identifier of the thread that runs programs and streams
-        self._request: Callable[[], object] | None = None
         self._failed: BaseException | None = None
         self._ended = False
 
@@ -56,37 +59,39 @@ class HostThread:
         except BaseException as error:
             failed = error
         with self._lock:  # a call that another thread of this rank has begun ends before
-            self._failed, self._ended, self._request = failed, True, None
-            self._returned.release()
+            self._failed, self._ended = failed, True
+            self._requests.put(None)
 
     def run(self) -> None:
         """Serve the requests of the rank's threads until its function ends, as the greenlet's body; raise what it
         raised."""
         self._machine = threading.get_ident()
         self._thread.start()
-        self._await_call()
-        while self._request is not None:
+        request = self._next_request()
+        while request is not None:
+            failed: BaseException | None = None
             try:
-                self._request()
+                request()
             except BaseException as error:  # the run is being ended, and the thread with it
-                self._failed = error
-            ending = self._failed is not None
-            self._resume.release()
-            if not ending:
-                self._await_call()
-            elif not self._returned.acquire(timeout=LEFT_BEHIND):
+                failed = error
+            self._answers.put(failed)
+            try:
+                request = self._next_request() if failed is None else self._requests.get(timeout=LEFT_BEHIND)
+            except Empty:
                 return
         self._thread.join()
         if self._failed is not None:
             raise self._failed
 
-    def _await_call(self) -> None:
+    def _next_request(self) -> Callable[[], object] | None:
         """Wait until the rank's function makes a call or ends, and say where it is if that takes long."""
-        if not self._returned.acquire(timeout=SILENT):
+        try:
+            return self._requests.get(timeout=SILENT)
+        except Empty:
             frame = sys._current_frames().get(self._thread.ident or 0)
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "its end"
             log.warning("rank %d's function has made no call of weft for %g seconds: at %s", self.rank, SILENT, place)
-            self._returned.acquire()
+            return self._requests.get()
 
     def outside(self) -> bool:
         """Return whether the caller is not on the machine's thread, and so has to `ask`."""
@@ -126,12 +131,10 @@ class HostThread:
 
     def ask(self, request: Callable[[], object]) -> None:
         """Run `request` on the machine's thread, where it may switch tasks; called on a thread of the rank."""
-        self._request = request
-        self._returned.release()
-        self._resume.acquire()
+        self._requests.put(request)
+        error = self._answers.get()
         _allow_recompiles()
-        if self._failed is not None:
-            error, self._failed = self._failed, None
+        if error is not None:
             if isinstance(error, GreenletExit) and threading.current_thread() is not self._thread:
                 raise WeftError(f"the emulated run of rank {self.rank} has ended with an error of another task")
             raise error

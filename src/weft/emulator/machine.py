@@ -362,25 +362,31 @@ class Machine:
 
     def _switch(self) -> None:
         """Give control to the task that is picked; returns when this task is picked again."""
-        host = self.current.host
-        if host is not None and host.outside():
-            host.ask(self._switch)
-            return
+        me, task = self.current, None
+        if self.ready and not self.closing:
+            task = self._pick()
+            if task is me:  # the machine's thread is not needed
+                return
+        if me.host is not None and me.host.outside():
+            me.host.ask(lambda: self._switch_to(task))
+        else:
+            self._switch_to(task)
+
+    def _switch_to(self, task: Task | None) -> None:
+        """Give control to the task, or to the hub if there is none; on the machine's thread."""
         if self.closing:
             raise GreenletExit
-        if not self.ready:
+        if task is None:
             self.hub.switch()
-        else:
-            me, task = self.current, self._pick()
-            if task is not me:
-                self.current = task
-                self.report.switches += 1
-                self.report.schedule = hash((self.report.schedule, task.agent))
-                if task.greenlet:
-                    task.greenlet.switch()
-                else:  # the hub begins it, since a greenlet inherits the stack depth of the one that begins it
-                    self.beginning = task
-                    self.hub.switch()
+            return
+        self.current = task
+        self.report.switches += 1
+        self.report.schedule = hash((self.report.schedule, task.agent))
+        if task.greenlet:
+            task.greenlet.switch()
+        else:  # the hub begins it, since a greenlet inherits the stack depth of the one that begins it
+            self.beginning = task
+            self.hub.switch()
 
     def pause(self) -> None:
         """Let another task run if the schedule says so: a scheduling point."""

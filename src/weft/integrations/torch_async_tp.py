@@ -169,7 +169,7 @@ def gather(
             return y
         if isinstance(gathered, ScaledTensor):
             return matmul(*factor.arguments(gathered), world=world, **factor.options)
-        return world.linear(gathered, factor.weight.t(), factor.bias, stream)
+        return world.backend.linear(gathered, factor.weight.t(), factor.bias, stream)
 
     products = [restore_shape(product(factor)) for factor in factors]
     world.finish(stream)

@@ -254,7 +254,7 @@ def gathered_linear(
     last = _gathered.get(world.name)
     # An inference tensor has no version counter, so that a later write could not be seen. Rows that were gathered
     # outside a capture, or in another one, may be gone when this graph is replayed.
-    if x.is_inference() or world.capturing():
+    if x.is_inference() or world.backend.capturing():
         y = all_gather_matmul(front.flatten(0, -2), operands.weight, operands.bias, world=world, plan=plan)
     elif last is not None and last.serves(x, key, module):
         last.served.add(id(module))

@@ -306,7 +306,7 @@ class Llama(nn.Module):
         if isinstance(batch, Batch):
             if cache is None:
                 raise ValueError("a batch needs a cache")
-            batch = self.layout(batch, cache, plan, mode="graph" if world.capturing() else "eager")
+            batch = self.layout(batch, cache, plan, mode="graph" if world.backend.capturing() else "eager")
         layout = batch
         rows, last, stream = self.hidden(ids, layout), layout.last, world.current_stream()
         picked = world.empty((layout.requests, self.config.hidden_size), self.dtype)
@@ -317,7 +317,7 @@ class Llama(nn.Module):
         world.call(pick, [rows, last], [picked], stream)
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         logits = world.empty((layout.requests, self.config.vocab_size), self.dtype)
-        world.linear(picked, head.weight, None, stream, logits)
+        world.backend.linear(picked, head.weight, None, stream, logits)
         world.finish(stream)
         return logits
 
@@ -412,7 +412,7 @@ class Llama(nn.Module):
         if sms:
             matmul(x, weight, out, self.world, sms)
         else:
-            self.world.linear(x, weight, None, self.world.current_stream(), out)
+            self.world.backend.linear(x, weight, None, self.world.current_stream(), out)
         return out
 
     def _heads(

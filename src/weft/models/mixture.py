@@ -45,7 +45,7 @@ class Experts(Sharded):
         self.split = split = Share.for_rank(
             world, mixture.parallel, mixture.num_experts, mixture.intermediate_size, False
         )
-        columns, inner, block = mixture.parallel == "tensor", split.columns, world.scale.interleave
+        columns, inner, block = mixture.parallel == "tensor", split.columns, world.backend.scale.interleave
         self.sharded_dim = {"gate_up_proj": 1, "down_proj": 2} if columns else {"gate_up_proj": 0, "down_proj": 0}
         shape = split.experts, -(-inner // block), 2, block, hidden
         self.w13 = nn.Parameter(torch.zeros(shape, dtype=dtype, device=world.device))
@@ -125,14 +125,14 @@ class MixtureMLP(nn.Module):
     def shared(self, x: Tensor, y: Tensor) -> Tensor:
         """Return y, rows or partial sums of the shared expert for x, multiplied in place by each row's sigmoid gate."""
         world, stream = self.world, self.world.current_stream()
-        share = world.linear(x, self.shared_expert_gate.weight, None, stream)
+        share = world.backend.linear(x, self.shared_expert_gate.weight, None, stream)
         world.call(lambda: y.mul_(share.sigmoid()), [y, share], [y], stream)
         return y
 
     def _routes(self, x: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return ids int32 and weights float32, both [rows, k], of routes to the experts of all ranks."""
         world, stream = self.world, self.world.current_stream()
-        logits = world.linear(x, self.gate.weight, None, stream)
+        logits = world.backend.linear(x, self.gate.weight, None, stream)
         ids, weights = gate(logits, self.mixture.top_k, world=world, renormalise=self.mixture.renormalise)
         if slots is not None:
             world.call(lambda: ids.masked_fill_(slots[:, None] < 0, -1), [ids, slots], [ids], stream)

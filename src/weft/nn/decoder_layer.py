@@ -163,7 +163,7 @@ class ReplicatedStates:
         previous ones.
         """
         world, (m, h), dtype = self.world, rows.shape, rows.dtype
-        local = torch.compiler.is_compiling() or world.size == 1 or world.symmetric_unsupported
+        local = torch.compiler.is_compiling() or world.size == 1 or world.backend.symmetric_unsupported
         if self._weave.parts == 1 and (local or posts_rows(world, m, h, dtype, plan)):
             return None
         if local:
@@ -230,7 +230,9 @@ def own_rows(rows: Tensor, world: World) -> Tensor:
 def shards_residual(world: World, rows: int, hidden: int, dtype: torch.dtype) -> bool:
     """Return whether each rank holds only its own rows of a residual of `rows` tokens. It holds all of them in small
     messages, of which every rank sums all rows itself."""
-    return world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > world.scale.replicated_bytes
+    return (
+        world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > world.backend.scale.replicated_bytes
+    )
 
 
 def all_reduce_then_norm(

@@ -70,7 +70,7 @@ class ParallelMLP(ScaledModule):
         super().__init__(world, dtype, recipe)
         self.hidden_size, self.intermediate_size, self.plan = hidden_size, intermediate_size, plan
         self.keep_gathered = keep_gathered
-        self.inner, self.block = inner, world.scale.interleave if recipe is None else inner
+        self.inner, self.block = inner, world.backend.scale.interleave if recipe is None else inner
         half = -(-inner // self.block) * self.block
         self.add_matrix("gate_up", [half, half], hidden_size)
         self.add_matrix("down", [hidden_size], inner)

@@ -148,7 +148,7 @@ def _elementwise(
 ) -> Launch:
     """Return the launch. stride: elements of a row of the kernel's input. width: columns that its tiles of R x C
     elements cover."""
-    block = world.scale.gate_block
+    block = world.backend.scale.gate_block
     c = min(1 << (width - 1).bit_length(), block)
     r = block // c
     programs = min(world.sm_count * 8, -(-rows // r) * -(-width // c))

@@ -40,7 +40,7 @@ def gather(world: World, plan: Decomposed, operands: ScaledFactors, out: torch.T
         x_part, y_part = arrived[size * lo : size * hi], product[size * lo : size * hi]
         world.all_gather(x_part, x[lo:hi], comm)
         world.wait_event(stream, world.record(comm))
-        world.linear(x_part, weight, bias, stream, y_part)
+        world.backend.linear(x_part, weight, bias, stream, y_part)
         for whole, part in ((out, y_part), (gathered, x_part)):
             _copy(world, whole.view(size, rows, -1)[:, lo:hi], part.view(size, hi - lo, -1))
     return gathered
@@ -56,7 +56,7 @@ def scatter(world: World, plan: Decomposed, operands: ScaledFactors, out: torch.
     for lo, hi in parts_of(plan, rows, size):
         x_part, y_part = together[size * lo : size * hi], partial[size * lo : size * hi]
         _copy(world, x_part.view(size, hi - lo, k), x.view(size, rows, k)[:, lo:hi])
-        world.linear(x_part, weight, None, stream, y_part)
+        world.backend.linear(x_part, weight, None, stream, y_part)
         world.wait_event(comm, world.record(stream))
         world.reduce_scatter(out[lo:hi], y_part, comm)
     world.wait_event(stream, world.record(comm))

@@ -122,16 +122,16 @@ class MatmulOp(Op[M]):
         if call.scaling is not None or not isinstance(asked, str):
             return plan
         if self.collective == "all_to_all":
-            return with_architecture_tiles(plan, world.capability)
-        return with_shape_tiles(plan, call.shards, call.n, world.sm_count, world.capability)
+            return with_architecture_tiles(plan, world.backend.capability)
+        return with_shape_tiles(plan, call.shards, call.n, world.sm_count, world.backend.capability)
 
     def batch_invariance_unsupported(self, world: World, call: M, plan: Plan) -> str | None:
         """Return why the plan does not keep the promise, or None. All plans add K in steps of one length, from the
         first to the last."""
         if call.scaling is not None:
             return "libraries multiply 8-bit operands"
-        if isinstance(plan, Decomposed) and world.size > 1 and world.symmetric_unsupported is not None:
-            return f"cuBLAS multiplies and NCCL sums: {world.symmetric_unsupported}"
+        if isinstance(plan, Decomposed) and world.size > 1 and world.backend.symmetric_unsupported is not None:
+            return f"cuBLAS multiplies and NCCL sums: {world.backend.symmetric_unsupported}"
         k_step, tile = usual_tile(world).block_k, getattr(plan, "tile", None)
         if tile is not None and tile.block_k != k_step:
             return f"its GEMM adds K in steps of {tile.block_k}, other plans in steps of {k_step}"
@@ -152,13 +152,13 @@ class MatmulOp(Op[M]):
             return reason
         if isinstance(plan, OneShot | TwoShot) and is_low_latency(plan):
             return (
-                world.peers_unsupported
+                world.backend.peers_unsupported
                 or check_16_byte_rows(K=call.k, N=call.n)
                 or self.why_uneven(world, call, plan, asked)
             )
         if isinstance(plan, Fused | TwoShot):
             return (
-                world.symmetric_unsupported
+                world.backend.symmetric_unsupported
                 or check_16_byte_rows(K=call.k, N=call.n)
                 or self.why_uneven(world, call, plan, asked)
             )
@@ -167,8 +167,8 @@ class MatmulOp(Op[M]):
         if isinstance(plan, TwoLevel):
             return None
         assert isinstance(plan, Signaled)
-        reason = lacks(world.capability, "bf16", "weft's kernels") or check_16_byte_rows(K=call.k)
-        reason = reason or (world.symmetric_unsupported if plan.copies else None)
+        reason = lacks(world.backend.capability, "bf16", "weft's kernels") or check_16_byte_rows(K=call.k)
+        reason = reason or (world.backend.symmetric_unsupported if plan.copies else None)
         if reason is None and not 0 < plan.ctas < world.sm_count:
             raise Unsupported(
                 f"{self.name}: {plan.ctas} CTAs of the communicator leave none of {world.sm_count} SMs for the GEMM"
@@ -183,7 +183,7 @@ class MatmulOp(Op[M]):
             return "its GEMM takes 16-bit operands"
         if isinstance(plan, TwoLevel):
             return "no scales of 8-bit operands go between nodes"
-        return world.symmetric_unsupported if isinstance(plan, Decomposed) else None
+        return world.backend.symmetric_unsupported if isinstance(plan, Decomposed) else None
 
     def why_uneven(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         """Return why the plan does not serve shards of these lengths, or None. The reason is "", which is not logged,

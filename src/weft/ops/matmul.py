@@ -41,7 +41,11 @@ class Shares:
     def choose(cls, world: World, tiles: int, steps: int, programs: int) -> Shares:
         """Return the fastest for `tiles` tiles of `steps` K steps. No tiles are shared if the last wave is so full that
         sharing it costs more than it saves."""
-        part, handover, cost = world.scale.min_part_steps, world.scale.handover_steps, world.scale.add_steps
+        part, handover, cost = (
+            world.backend.scale.min_part_steps,
+            world.backend.scale.handover_steps,
+            world.backend.scale.add_steps,
+        )
         waves, rest = divmod(tiles, programs)
         best = cls((waves + (rest > 0)) * steps)
         for tiles_per_helper in range(1, 5) if rest else ():
@@ -77,7 +81,7 @@ def matmul(
 @prepared
 def _matmul(world: World, m: int, n: int, k: int, columns: int, gated: bool, programs: int) -> Launch:
     """Return the launch. columns: those of the output."""
-    t, block = usual_tile(world), world.scale.interleave
+    t, block = usual_tile(world), world.backend.scale.interleave
     tiles, steps = -(-m // t.block_m) * -(-n // t.block_n), -(-k // t.block_k)
     shares = Shares.choose(world, tiles, steps, programs)
     return Launch(

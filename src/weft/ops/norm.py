@@ -120,7 +120,7 @@ def rms_norm(
     if rows:
         cols = columns(world, remap)
         runs = 1 << (-(-n // cols) - 1).bit_length()
-        r = max(1, world.scale.norm_block // (runs * cols))
+        r = max(1, world.backend.scale.norm_block // (runs * cols))
         warps = min(32, max(4, r * runs * cols // 1024))
         programs = min(-(-rows // r), world.sm_count * max(1, 16 // warps))
         shape, numbers = (
@@ -157,7 +157,7 @@ def put_rows(
     if rows == 0:
         return
     cols = columns(world, remap)
-    r = max(1, world.scale.block // cols)
+    r = max(1, world.backend.scale.block // cols)
     programs = min(world.sm_count * 4, -(-rows // r) * -(-n // cols))
     launch = _launch(world, add_rows, LaunchSizes(programs, 8, rows, n), remap, residual is not None, (("R", r),))
     launch(world.current_stream(), x=x, residual=x if residual is None else residual, out=out)
@@ -167,7 +167,7 @@ def columns(world: World, remap: Remap | None) -> int:
     """Return the columns of a contiguous run (compute/norm.py)."""
     if remap is not None:
         return remap.block_n // 2
-    return world.scale.run_columns
+    return world.backend.scale.run_columns
 
 
 def validate(

@@ -66,7 +66,7 @@ def linear(
     if scaling is None and world.batch_invariant:
         return invariant_matmul(world, x, weight, bias, stream, out)
     if scaling is None:
-        return world.linear(x, weight, bias, stream, out)
+        return world.backend.linear(x, weight, bias, stream, out)
     result = world.empty((x.shape[0], weight.shape[0]), dtype) if out is None else out
     multiply(world, scaled_operands(scaling, operands), stream, result)
     return result

@@ -120,7 +120,7 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
 
 @prepared
 def _launch(world: World, call: QuantizeCall) -> Launch:
-    block, by_row, shared = world.scale.gate_block, call.recipe == "row", call.block_rows > 1
+    block, by_row, shared = world.backend.scale.gate_block, call.recipe == "row", call.block_rows > 1
     width = 1 << (call.n - 1).bit_length()
     cols = min(width, IN_REGISTERS if by_row else SCALE_BLOCK if shared else max(block, SCALE_BLOCK))
     if not (by_row or shared or call.by_tensor):

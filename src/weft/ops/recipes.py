@@ -96,7 +96,7 @@ def check_quantized(
         check_device(op, world, "scale", scale)
         if scale.numel() != 1 or scale.dtype != torch.float32:
             raise ValueError(f"{op}: scale {dims(scale)} must be float32 [1]")
-    if missing := lacks(world.capability, "e4m3", "results in float8_e4m3fn"):
+    if missing := lacks(world.backend.capability, "e4m3", "results in float8_e4m3fn"):
         raise Unsupported(f"{op}: {missing}")
     return group
 
@@ -128,7 +128,7 @@ def check_scaled(op: str, world: World, operands: ScaledFactors, scaling: Scalin
         if actual != shape and not is_vector:
             problem = f"{name}.scales {list(actual)} do not fit {name}.values {dims(values)}"
             raise ValueError(f"{op}: {problem}: by {kind} they are {list(shape)}")
-    if missing := lacks(world.capability, "e4m3", "products of 8-bit operands"):
+    if missing := lacks(world.backend.capability, "e4m3", "products of 8-bit operands"):
         raise Unsupported(f"{op}: {missing}")
 
 

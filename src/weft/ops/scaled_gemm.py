@@ -37,7 +37,7 @@ def persistent_plans(scaling: Scaling) -> tuple[Persistent, ...]:
 
 
 def default_plan(world: World, scaling: Scaling) -> Persistent:
-    return world.scale.plan(Persistent) if world.scale.presets else persistent_plans(scaling)[0]
+    return world.backend.scale.plan(Persistent) if world.backend.scale.presets else persistent_plans(scaling)[0]
 
 
 def multiply_persistent(world: World, plan: Persistent, operands: ScaledOperands, out: torch.Tensor) -> None:

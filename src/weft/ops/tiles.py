@@ -4,7 +4,7 @@ T tiles on P programs take T / P waves, rounded up: a last wave that leaves SMs 
 one. A wave of 64 x 256 tiles with four warps takes half as long, so they pay if 128 x 256 tiles fill one wave and at
 most half of the next. The same product takes 3 to 8% longer in them if all SMs are busy, and more under communication,
 since an SM reads as many columns for half the rows. With more waves they were at most 5% faster in a GEMM alone, and up
-to 35% slower in a sum over ranks (H200, 2026-11: bench/measure/gemm.py, bench/measure/tiles.py, docs/design-notes.md).
+to 35% slower in a sum over ranks (H200, 2026-11: tests/planner/test_tiles.py, docs/design-notes.md).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def with_architecture_tiles(plan: P, capability: int) -> P:
 
 def usual_tile(world: World) -> GemmTile:
     """Return the tile of a GEMM that nothing else was chosen for."""
-    return with_architecture_tiles(world.scale.plan(FusedGather), world.capability).tile
+    return with_architecture_tiles(world.backend.scale.plan(FusedGather), world.backend.capability).tile
 
 
 def with_shape_tiles(plan: Plan, shards: Sequence[int], n: int, sms: int, capability: int = HOPPER) -> Plan:

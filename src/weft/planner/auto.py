@@ -74,7 +74,12 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
     """Return plans to time at the first call in addition to those that the op names. There are some only if the machine
     has neither a profile nor a table row for this shape, or if operands have 8 bits, for which no profile has rates;
     and only on Hopper, because the kernels have not been run on newer GPUs. Collective at the first call."""
-    if not op.variants or world.capturing() or world.backend.name != "cuda" or world.symmetric_unsupported is not None:
+    if (
+        not op.variants
+        or world.backend.capturing()
+        or world.backend.name != "cuda"
+        or world.backend.symmetric_unsupported is not None
+    ):
         return ()
     if not _is_measured(world.device):
         return ()

@@ -192,7 +192,7 @@ class LayerPredictor:
 def predicted(world: World, sizes: DecoderSizes, tokens: int, mode: str) -> Way:
     """Return the way that is predicted fastest for layers of these sizes on this World's machine; plain without a
     profile, or where the ranks have no memory in common. Collective the first time. mode: "graph" or "eager"."""
-    planner = None if world.symmetric_unsupported or tokens == 0 else planner_on(world)
+    planner = None if world.backend.symmetric_unsupported or tokens == 0 else planner_on(world)
     if planner is None:
         return _PLAIN
     layers = world.cached(("layers", sizes), lambda: LayerPredictor(planner, sizes, world.backend.limits_ctas))

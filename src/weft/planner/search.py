@@ -12,15 +12,7 @@ from dataclasses import dataclass
 from ..chooser import bucket
 from ..cost.model import Conditions
 from ..op import REGISTRY
-from ..plans import (
-    FusedGatherByCopies,
-    Plan,
-    Sequential,
-    Signaled,
-    TwoShotLowLatency,
-    TwoShotPull,
-    settings,
-)
+from ..plans import Plan, Sequential, Signaled, settings
 from .parts import NotMeasured
 from .predict import Predictor
 from .table import GAIN
@@ -83,30 +75,22 @@ class Decision:
 
 def gain(mode: str) -> float:
     """Return how many times as fast as sequential a plan must be predicted to be. Eager calls need EAGER_GAIN: those
-    predicted to win by less lost as often as they won (bench/measure/host.py, "auto" on 2 GPUs), since hosts differ
-    from call to call."""
+    predicted to win by less lost as often as they won (2 H200, 2026-11), since hosts differ from call to call."""
     return GAIN if mode == "graph" else EAGER_GAIN
 
 
 def host_overhead_factor(launches: int, mode: str) -> float:
     """Return how many times as slow as in the profile the host is assumed to be when an eager plan must be predicted to
-    win. The profile has the shortest call, and hosts are often slower: 53 us there, 61 to 147 us in two runs of
-    bench/measure/host.py (sequential calls of the smallest sizes, 2 GPUs, median 100). That delays plans of few
-    launches as much as sequential; a plan on several streams launches three times as much, and must win even then."""
+    win. The profile has the shortest call, and hosts are often slower: 53 us there, 61 to 147 us in two runs
+    (sequential calls of the smallest sizes, 2 H200, 2026-11, median 100). That delays plans of few launches as much as
+    sequential; a plan on several streams launches three times as much, and must win even then."""
     return SLOW_HOST if mode == "eager" and launches > 1 else 1.0
-
-
-VARIANT_WORDS: dict[type[Plan], str] = {
-    FusedGatherByCopies: "by copies",
-    TwoShotPull: "pulled",
-    TwoShotLowLatency: "low latency",
-}
 
 
 def brief(plan: Plan) -> str:
     """Return a plan as its kind, a word for its variant, and the fields that differ from the defaults of its class."""
     defaults = settings(type(plan)())
-    settings_text = [VARIANT_WORDS[type(plan)]] if type(plan) in VARIANT_WORDS else []
+    settings_text = [plan.variant] if plan.variant else []
     settings_text += [f"{name}={value}" for name, value in settings(plan).items() if value != defaults[name]]
     return f"{plan.kind} ({', '.join(settings_text)})" if settings_text else plan.kind
 

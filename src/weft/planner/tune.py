@@ -183,9 +183,10 @@ def run(world: World, seconds: float, out: Path | None, report: Progress, again:
     Returns the file, how many measurements it has, and how many there are in all. Raises ProfileError for a file that
     cannot be continued, for nodes that differ, and for ranks that share a GPU.
     """
-    if world.multi_node_unsupported and world.two_level_unsupported:
+    if world.multi_node_unsupported and world.backend.two_level_unsupported:
         raise ProfileError(
-            f"a profile is of one node's GPUs, or of equal nodes, and of this World {world.two_level_unsupported}"
+            "a profile is of one node's GPUs, or of equal nodes, and of this World "
+            f"{world.backend.two_level_unsupported}"
         )
     if world.backend.shares_gpu:
         raise ProfileError("ranks share a GPU, so times mean nothing")

@@ -142,7 +142,7 @@ def gather_rows(world: World, plan: Plan, shards: tuple[int, ...], specs: Tensor
         sent = [t.view(torch.uint8) for t in tensors] if as_bytes else [*tensors]
         if together:
             full = [world.empty((sum(shards), t.shape[1]), t.dtype) for t in sent]
-            world.all_gather_together(full, sent, stream)
+            world.backend.all_gather_together(full, sent, stream)
         else:
             full = [gather(t, world, shards, stream) for t in sent]
         full = [gathered.view(t.dtype) for gathered, t in zip(full, tensors, strict=True)]

@@ -123,7 +123,7 @@ def gather_to_flags(
 
     @contextmanager
     def gather(tensors: TensorList) -> Iterator[TensorList]:
-        stream, copies, captured = world.current_stream(), pulls.copies, world.capturing()
+        stream, copies, captured = world.current_stream(), pulls.copies, world.backend.capturing()
         full, pull = pulls.stage(tensors, stream)
         signals = world.side_stream("signal") if captured else copies
         yield full
@@ -272,7 +272,7 @@ def pull_parts(world: World, source: SymmetricTensor, rows: slice, max_rows: int
 
 @prepared
 def _sum(world: World, rows: int, n: int, bias: bool) -> Launch:
-    block = world.scale.block
+    block = world.backend.scale.block
     return Launch(
         world,
         sum_staged,

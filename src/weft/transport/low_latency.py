@@ -54,7 +54,7 @@ class Posting:
 def thirds_of(world: World, nbytes: int) -> Thirds:
     """Return thirds of at least `nbytes` each. Their size is a power of two, so that a batch that grows row by row
     rarely needs new memory; CUDA graphs keep the memory that they use. Collective when the memory has to grow."""
-    memory = world.buffer(_NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.scale.staging_bytes))
+    memory = world.buffer(_NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.backend.scale.staging_bytes))
 
     def make() -> Thirds:
         words, stream = memory.local.view(torch.int32), world.current_stream()

@@ -101,7 +101,7 @@ def prepare(world: World, name: str, groups: Schedule, plan: Signaled, offsets: 
         ch,
         world.tensor(words, torch.int32),
         world.tensor(offsets, torch.int32),
-        None if plan.copies else world.communicator(plan.ctas),
+        None if plan.copies else world.backend.communicator(plan.ctas),
         tuple(wait(group, arrivals) for group, arrivals in enumerate(groups.arrivals)),
     )
 

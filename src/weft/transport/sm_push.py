@@ -54,7 +54,7 @@ def _push_rows(
     world: World, programs: int, reader: int, start: int, y_offset: int, count: int, dtype: torch.dtype
 ) -> Launch:
     sizes = dict(reader=reader, start=start, y_offset=y_offset, count=count)
-    block = 4 * world.scale.block  # a thread has four 16-byte words in flight
+    block = 4 * world.backend.scale.block  # a thread has four 16-byte words in flight
     return Launch(world, push_rows, programs, dict(num_warps=16, local=True), **sizes, DTYPE=DTYPES[dtype], BLOCK=block)
 
 
@@ -66,7 +66,7 @@ def block_launch(
     table = world.cached(("push", *key), lambda: world.tensor([word for b in blocks for word in b], torch.int64))
     max_rows, max_columns = max(block.rows for block in blocks), max(block.columns for block in blocks)
     cols = min(1 << (max_columns - 1).bit_length(), 1024)
-    rows = max(1, 4 * world.scale.block // cols)
+    rows = max(1, 4 * world.backend.scale.block // cols)
     return Launch(
         world,
         push_blocks,

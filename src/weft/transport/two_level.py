@@ -74,7 +74,7 @@ def send(world: World, part: torch.Tensor, target: int, out: torch.Tensor, sourc
     across = world.levels.across
     outs = [out if node == source else out[:0] for node in range(across.size)]
     parts = [part if node == target else part[:0] for node in range(across.size)]
-    across.all_to_all(outs, parts, stream)
+    across.backend.all_to_all(outs, parts, stream)
 
 
 @dataclass(frozen=True)

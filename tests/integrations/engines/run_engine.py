@@ -43,7 +43,7 @@ CROWD = [list(range(3, 63)), [*range(3, 40), *range(63, 86)], [11] * 9, [*[1, 5,
 
 
 def checkpoint(kind: str, folder: str, dtype: str) -> str:
-    """A model of random weights that are large enough to matter."""
+    """Return a model of random weights that are large enough to matter."""
     import torch
     import transformers
 
@@ -64,12 +64,13 @@ def checkpoint(kind: str, folder: str, dtype: str) -> str:
 
 
 def exact(kind: str, folder: str) -> str:
-    """The folder of the same model for Transformers: of a quantised one the values that its weights stand for, in 32 bits."""
+    """Return the folder of the same model for Transformers; the weights of a quantised one are dequantized to 32
+    bits."""
     return f"{folder}/dequantized" if kind in QUANTIZED else folder
 
 
 def quantized_linears(model: Any, kind: str) -> dict[str, Any]:
-    """The weights and scales of the layers' linears, which become what these stand for."""
+    """Return the weights and scales of the layers' linears, whose weights become the dequantized values."""
     import torch
 
     tensors, block = {}, QUANTIZED[kind]["quant_method"] == "fp8"
@@ -96,14 +97,14 @@ def write_quantized(folder: str, tensors: dict[str, Any], entry: dict[str, Any])
 
 
 def undo(worker: Any) -> None:
-    """The model of this worker is vLLM's own again."""
+    """Restore vLLM's own model in this worker."""
     from weft.integrations.vllm.served import models
 
     models[-1].passes.remove()
 
 
 def weave(worker: Any) -> None:
-    """The passes of this worker are woven, and noted."""
+    """Weave this worker's passes, and record them."""
     from weft.integrations.vllm import woven
     from weft.integrations.vllm.row_norm_column import WovenLayers
     from weft.integrations.vllm.served import counts, models
@@ -123,12 +124,12 @@ def weave(worker: Any) -> None:
 
 
 def woven_batches(worker: Any) -> list[Any]:
-    """Of each woven pass its tokens and requests, and whether the cut was between two requests."""
+    """Return, of each woven pass, its tokens and requests, and whether the cut was between two requests."""
     return worker.woven
 
 
 def tokens(llm: Any, prompts: list[list[int]]) -> list[list[tuple[int, float]]]:
-    """Of each prompt the answer's tokens, and how far each one's logit was ahead of the second best."""
+    """Return the tokens of each prompt's answer, and how far each one's logit was above the second best."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=2)

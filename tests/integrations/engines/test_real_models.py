@@ -1,4 +1,5 @@
-"""The plugin on vLLM's own classes and models, without an engine: what it goes through, and what it sees in a model."""
+"""The plugin on vLLM's own classes and models, without an engine: the classes that it patches, and what it finds in
+a model."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Everywhere(Classes):
-    """One rank, so that no sum is made: those that would be."""
+    """One rank counts the sums that several ranks would make."""
 
     def reduces(self, module: Any) -> bool:
         return isinstance(module, self.runner) or (isinstance(module, self.row) and module.reduce_results)
@@ -47,7 +48,7 @@ class Everywhere(Classes):
 
 @contextmanager
 def configured(architecture: str, folder: Path, **further: Any) -> Iterator[Any]:
-    """vLLM's configuration of a model, and its groups of one rank."""
+    """Set vLLM's configuration of a model, and its groups of one rank."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
     from vllm.engine.arg_utils import EngineArgs
@@ -88,7 +89,7 @@ def test_the_interface_is_the_known_one() -> None:
     ],
 )  # fmt: skip
 def test_what_is_seen_in_a_model(architecture: str, sites: int, columns: int, by_rows: bool, tmp_path: Path) -> None:
-    """Of two layers."""
+    """The model has two layers."""
     seen = flow(architecture, tmp_path)
     assert (len(seen.sites), sum(site.column is not None for site in seen.sites)) == (sites, columns), seen
     assert seen.by_rows == by_rows and not seen.left, seen.left
@@ -103,7 +104,7 @@ def test_what_is_seen_in_a_model(architecture: str, sites: int, columns: int, by
     ],
 )
 def test_layers_that_communicate_by_themselves_are_named(module: str, layer: str, function: str) -> None:
-    """Those of the families below vllm/models/ that can be imported without a GPU."""
+    """These are the families below vllm/models/ that can be imported without a GPU."""
     kind = getattr(importlib.import_module(f"vllm.models.{module}.nvidia.model"), layer)
     instance = kind.__new__(kind)
     torch.nn.Module.__init__(instance)
@@ -111,7 +112,7 @@ def test_layers_that_communicate_by_themselves_are_named(module: str, layer: str
 
 
 def test_an_fp8_linear_is_read_and_multiplied_as_vllm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a checkpoint of compressed-tensors."""
+    """The checkpoint is one of compressed-tensors."""
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     with configured("LlamaForCausalLM", tmp_path, quantization_config=QUANTIZED["LlamaFP8"]) as config:

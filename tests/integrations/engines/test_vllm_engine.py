@@ -21,7 +21,7 @@ QUIET = dict(
 
 
 def engines(folder: Path, *jobs: str, **variables: str) -> tuple[dict[str, Any], str]:
-    """What the jobs made, and the log."""
+    """Return the results of the jobs, and the log."""
     out = folder / "out.json"
     env = {**os.environ, **QUIET, "VLLM_CACHE_ROOT": str(folder / "cache"), "WEFT_VLLM": "1", **variables}
     done = subprocess.run(
@@ -36,7 +36,7 @@ def engines(folder: Path, *jobs: str, **variables: str) -> tuple[dict[str, Any],
 
 
 def alike(actual: list[Any], expected: list[Any], rounding: float) -> bool:
-    """Whether answers are the same up to a token whose logit was ahead by no more than rounding."""
+    """Return whether answers agree up to a token whose logit was ahead by no more than rounding."""
     for actual_answer, expected_answer in zip(actual, expected, strict=True):
         for (token, _), (expected_token, ahead) in zip(actual_answer, expected_answer, strict=True):
             if token != expected_token:
@@ -48,8 +48,8 @@ def alike(actual: list[Any], expected: list[Any], rounding: float) -> bool:
 
 @pytest.mark.timeout(1000)
 def test_two_engines_of_one_process(tmp_path: Path) -> None:
-    """A dense model and one with experts: the tokens of vLLM itself, sums over ranks by weft's operators, one line of
-    the log each."""
+    """A dense model and one with experts give vLLM's own tokens; weft's operators sum over ranks, and each model
+    logs one line."""
     results, log = engines(tmp_path, "Llama:eager", "Qwen3Moe:eager")
     for name, rounding in (("Llama:eager", 1e-3), ("Qwen3Moe:eager", 0.1)):  # of float32, and of bfloat16
         assert alike(results[name]["tokens"], results[name]["own"], rounding), results[name]
@@ -68,7 +68,8 @@ def test_two_engines_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1000)
 def test_fp8_linears(tmp_path: Path) -> None:
-    """Those of compressed-tensors: weft's product is vLLM's, and is used only where it overlaps, which it does not here."""
+    """The linears are those of compressed-tensors: weft's product equals vLLM's, and is used only where it overlaps,
+    which is nowhere here."""
     results, _ = engines(tmp_path, "LlamaFP8:eager", WEFT_VLLM_FP8="1")
     report = results["LlamaFP8:eager"]["report"]
     assert "a row-parallel linear with its FP8 GEMM, residual and norm (4 times)" in report
@@ -79,7 +80,7 @@ def test_fp8_linears(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1000)
 def test_compiled_code_with_and_without_the_plugin(tmp_path: Path) -> None:
-    """Both share vLLM's cache of compiled code; off by WEFT_VLLM=0."""
+    """Both share vLLM's cache of compiled code; WEFT_VLLM=0 disables the plugin."""
     served, _ = engines(tmp_path, "Qwen3:compiled")
     assert "row_norm_column: " in served["Qwen3:compiled"]["report"]
     unserved, log = engines(tmp_path, "Qwen3:compiled", WEFT_VLLM="0")
@@ -89,8 +90,8 @@ def test_compiled_code_with_and_without_the_plugin(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1000)
 def test_passes_in_two_parts_over_whole_layers(tmp_path: Path) -> None:
-    """A dense model and one with experts: prompts in chunks, cached prefixes and a preempted request, in batches of
-    several requests, one of which is cut, and in decodes."""
+    """A dense model and one with experts run prompts in chunks, cached prefixes and a preempted request, in batches
+    with several requests, one of which is cut, and decode steps."""
     results, _ = engines(tmp_path, "Llama:woven", "Qwen3Moe:woven")
     for name, rounding in (("Llama:woven", 1e-3), ("Qwen3Moe:woven", 0.1)):
         job = results[name]

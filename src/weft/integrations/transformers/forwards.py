@@ -77,7 +77,7 @@ class ModelForward:
 def has_dense_masks(world: World) -> bool:
     """Return whether Transformers makes a mask even where every token attends to all before it, as inside a CUDA graph
     capture and in compiled code."""
-    return torch.compiler.is_compiling() or world.capturing()
+    return torch.compiler.is_compiling() or world.backend.capturing()
 
 
 def check_heads(cache: object, attention: HeadsShard) -> None:

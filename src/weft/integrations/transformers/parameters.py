@@ -186,7 +186,7 @@ class Parameters:
                         f"{path(module)}.{state.name} was {state.form} when the model was woven and is {form} now: "
                         "call weft.hf.unweave(model) and weave it again"
                     )
-        if world.capturing():
+        if world.backend.capturing():
             raise WeftError(
                 f"{path(self.modules[0])}: its parameters have changed since the last call, and cannot be bound again "
                 "while a CUDA graph is captured; call the model once before the capture"

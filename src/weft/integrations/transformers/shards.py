@@ -111,7 +111,7 @@ def _linear(
         return out
     if out is None:
         return F.linear(x, weight, bias)
-    return world.linear(x, weight, bias, world.current_stream(), out)
+    return world.backend.linear(x, weight, bias, world.current_stream(), out)
 
 
 class HeadShard(Bound):

@@ -3,7 +3,9 @@ engine's start in the mode in which requests run them, at both ends of ranges of
 
 Sizes that vLLM captures are captured and replayed; others are launched by the host, back to back. A form
 (`PASS_FORMS`) gets a range if it is at least MIN_SPEEDUP times as fast as vLLM's own pass at both ends; the fastest
-gets it if several do. The ranges are stored by what the times depend on, so that later starts time nothing.
+gets it if several do. Ranges are compared from the highest down: a form that is far slower at the high end of one is
+left out of the lower ones of the same mode, where the host's time weighs more. The ranges are stored by what the times
+depend on, so that later starts time nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import itertools
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch
 
 from ...chooser import MIN_SPEEDUP, Choice, Chooser
 from ...plans import Plan, Sequential
-from ...timing import CallTime
+from ...timing import back_to_back
 from .flashinfer import FlashInfer
 from .interface import VllmObject
 from .row_norm_column import PASS_FORMS, OwnRows, WovenLayers
@@ -37,7 +38,7 @@ PassWay: TypeAlias = Plan | str
 RunPass: TypeAlias = Callable[[int], object]  # runs a pass of so many tokens
 Times: TypeAlias = tuple[int, dict[str, float]]  # a number of tokens, and us by way
 IN_GRAPHS = (Sequential(), OwnRows())  # the forms of few tokens, which one GEMM's tile holds
-PASSES_TIMED = 2  # passes that are timed together, so that the host prepares the second under the first
+FAR_SLOWER = 1.3  # a form that takes so many times the fastest pass, in two passes, is timed no further
 
 
 class TokenSpan(NamedTuple):
@@ -52,7 +53,7 @@ class TokenSpan(NamedTuple):
 @dataclass(frozen=True)
 class Range:
     """The result for a range of tokens. `form` is None where vLLM's own pass runs. `us` has the times of the passes at
-    the ends, (tokens, {way: us})."""
+    the ends, (tokens, {way: us}); none if no form was worth timing."""
 
     low: int
     high: int
@@ -65,7 +66,8 @@ class Range:
         for tokens, times in self.us:
             others = [f"{times[VLLM] / us:.3f}x by {way}" for way, us in times.items() if way != VLLM]
             ends.append(f"{tokens} tokens {times[VLLM]:.0f} us, {', '.join(others)}")
-        return f"{self.low} to {self.high} tokens: {self.form or VLLM} ({'; '.join(ends)})"
+        figures = "; ".join(ends) or "not timed: all others are far slower with more tokens"
+        return f"{self.low} to {self.high} tokens: {self.form or VLLM} ({figures})"
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
@@ -89,7 +91,7 @@ def spans(passes: Passes) -> Iterator[TokenSpan]:
 
 def forms_of(by_rows: bool, passes: Passes) -> Sequence[Plan]:
     """Return the forms that the model and the World allow."""
-    forms = PASS_FORMS if by_rows and passes.world.symmetric_unsupported is None else PASS_FORMS[:1]
+    forms = PASS_FORMS if by_rows and passes.world.backend.symmetric_unsupported is None else PASS_FORMS[:1]
     return [form for form in forms if passes.woven is not None or not isinstance(form, WovenLayers)]
 
 
@@ -119,9 +121,15 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
         return (tokens, times), {form: gain for form, gain in gains.items() if gain >= MIN_SPEEDUP}
 
     ranges: list[Range] = []
-    for span in spans(passes):
-        forms = [form for form in allowed if may_run(form, span)]
+    hopeless: set[tuple[Plan, str]] = set()
+    for span in reversed(list(spans(passes))):
+        forms = [form for form in allowed if may_run(form, span) and (form, span.mode) not in hopeless]
+        if not forms:
+            ranges.append(Range(span.lows[0][0], span.high, None, ()))
+            continue
         high_times, high_gains = timed(span.high, forms, span.mode)
+        limit = FAR_SLOWER * min(high_times[1].values())
+        hopeless |= {(form, span.mode) for form in forms if high_times[1][str(form)] > limit}
         lost: list[Times] = []
         best, begin = None, span.lows[0][0]
         for low, size in span.lows if high_gains else ():
@@ -136,13 +144,13 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
         if best is None:
             ranges.append(Range(begin, span.high, None, (high_times, *lost)))
             continue
+        ranges.append(Range(begin, span.high, best, tuple(dict([high_times, times]).items())))
         if lost:
             ranges.append(Range(span.lows[0][0], begin - 1, None, tuple(lost)))
-        ranges.append(Range(begin, span.high, best, tuple(dict([high_times, times]).items())))
     passes.serve(())
     passes.put()
     del passes.stack.__dict__["weft_ids"]
-    return ranges
+    return ranges[::-1]
 
 
 def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, run: RunPass) -> Choice[PassWay]:
@@ -154,27 +162,17 @@ def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, r
         run(tokens)
 
     def prepare(way: PassWay) -> None:
-        for _ in range(2):  # a plan for graphs is prepared at the second call of a size
-            in_way(way)
+        in_way(way)
         if mode == "graph":
+            in_way(way)  # a plan for graphs is prepared at the second call of a size
             graphs[way] = captured(passes, lambda: in_way(way))
 
     def once(way: PassWay) -> None:
         graphs[way].replay() if mode == "graph" else in_way(way)
 
-    return Choice(("passes", tokens), lambda mode: VLLM, lambda: candidates, once, prepare, "whole passes", (tokens,))
-
-
-def back_to_back(run: Callable[[], object], times: int, ahead: float) -> CallTime:
-    """Time passes that are launched one after the other, with the host's work for them."""
-    times = max(times, PASSES_TIMED)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(times):
-        run()
-    torch.cuda.synchronize()
-    us = (time.perf_counter() - began) * 1e6 / times
-    return CallTime(us, us)
+    expected, title = (lambda mode: VLLM), "whole passes"
+    key = ("passes", tokens)
+    return Choice(key, expected, lambda: candidates, once, prepare, title, (tokens,), hopeless=FAR_SLOWER)
 
 
 class Compared(Switched):

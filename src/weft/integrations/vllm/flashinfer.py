@@ -144,5 +144,5 @@ def all_reduce_norm(
         return y, new_residual
 
     reads = [x, weight] + ([] if residual is None else [residual])
-    y, new_residual = world.results(launch, [(x.shape, x.dtype)] * 2, reads, world.current_stream())
+    y, new_residual = world.backend.results(launch, [(x.shape, x.dtype)] * 2, reads, world.current_stream())
     return y, new_residual

@@ -122,13 +122,15 @@ def product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale:
     known."""
     stream = world.current_stream()
     if scale is None:
-        return world.linear(x.contiguous(), weight, bias, stream)
+        return world.backend.linear(x.contiguous(), weight, bias, stream)
     linear: VllmObject = _linear_by_address.get(weight.data_ptr())
     if linear is None or linear.weight.data_ptr() != weight.data_ptr():  # it has a new weight since it was accepted
         return own_product(world, x, weight, bias, scale)
     rows, shape = x.contiguous(), (x.shape[0], weight.shape[0])
     reads = [rows, linear.weight, scale] + ([] if bias is None else [bias])
-    (y,) = world.results(lambda: [linear.quant_method.apply(linear, rows, bias)], [(shape, x.dtype)], reads, stream)
+    (y,) = world.backend.results(
+        lambda: [linear.quant_method.apply(linear, rows, bias)], [(shape, x.dtype)], reads, stream
+    )
     return y
 
 

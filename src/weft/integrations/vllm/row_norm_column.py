@@ -196,7 +196,7 @@ def run_woven(world: World, call: RowNormColumnCall, plan: TwoParts, t: LayerTen
         if t.column is None or t.column_scale is not None:
             world.copy(out[part], column_product(world, t, y), main)
         else:
-            world.linear(y, t.column, t.column_bias, main, out[part])
+            world.backend.linear(y, t.column, t.column_bias, main, out[part])
     return out, residual_of_rows(world, call, residuals)
 
 
@@ -300,7 +300,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
         if isinstance(plan, FlashInfer):
             prepared = (call.h, call.dtype) in flashinfer.workspaces(world) and call.plain_norm
             return None if prepared and call.m <= plan.max_tokens else ""  # such passes are not served, only profiled
-        return world.symmetric_unsupported or (
+        return world.backend.symmetric_unsupported or (
             f"{call.m} tokens of {world.size} ranks" if call.m < world.size else None
         )
 

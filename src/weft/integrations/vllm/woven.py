@@ -233,7 +233,7 @@ class PartOfPass(NamedTuple):
             weight, scale = weight_of(stage.row)
             bias = None if world.rank else stage.row.bias
             if scale is None and out is not None:
-                return world.linear(y.contiguous(), weight, bias, world.current_stream(), out)
+                return world.backend.linear(y.contiguous(), weight, bias, world.current_stream(), out)
             y = product(world, y, weight, bias, scale)
         if out is None:
             return y
@@ -367,7 +367,9 @@ def woven_pass(
         raise WeftError(f"vLLM has no {', '.join(missing)}")
     opaque = getattr(getattr(config, "compilation_config", None), "static_forward_context", {}).values()
     eager = dict(copies)
-    if world.symmetric_unsupported is None:  # on other ranks the form is no candidate, and they may have no kernels
+    if (
+        world.backend.symmetric_unsupported is None
+    ):  # on other ranks the form is no candidate, and they may have no kernels
         eager.update(kernels(stack, {*copies, *map(id, opaque)}, world, classes, interface.get("custom_op")))
     stages = stages_of(with_copies(stack, eager))
     return WovenPass(stages, world, config, interface)

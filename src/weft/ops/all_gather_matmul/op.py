@@ -155,7 +155,10 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     def _flag_gated_unsupported(self, world: World, call: GatherCall, plan: FlagGated, asked: str | Plan) -> str | None:
         missing = library_gemm.lacks() if world.backend.name == "cuda" else None
         reason = (
-            world.symmetric_unsupported or check_16_byte_rows(K=call.k, N=call.n) or missing and f"quack: {missing}"
+            world.backend.symmetric_unsupported
+            or check_16_byte_rows(K=call.k, N=call.n)
+            or missing
+            and f"quack: {missing}"
         )
         reason = reason or self.why_uneven(world, call, plan, asked)
         if reason is None and not self.movable(plan, call.rows, world.size):
@@ -165,10 +168,10 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     def candidates(self, world: World, call: GatherCall) -> Sequence[Plan]:
         """Return the flag-gated plans for which the shards are whole clusters of tiles, and whose GEMM passes its check
         on every rank."""
-        could = call.even and world.symmetric_unsupported is None and call.scaling is None
+        could = call.even and world.backend.symmetric_unsupported is None and call.scaling is None
         fit = [plan for plan in self.autotune_plans if could and self.movable(plan, call.rows, world.size)]
         key = (self.name, "usable", call.dtype)
-        if not fit or (key not in world.decided and world.capturing()):
+        if not fit or (key not in world.decided and world.backend.capturing()):
             return ()
         if key not in world.decided:
             world.check_same_on_all_ranks(f'{self.name}: the first call with plan="auto" in {call.dtype}')
@@ -282,8 +285,8 @@ def all_gather_swiglu(
     """Return silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard), in one launch if the plan is
     fused.
 
-    In weight [S, K] blocks of `world.scale.interleave` rows of gate and of up alternate; the last two are padded with
-    zeros. There is no gradient: use all_gather_matmul and silu_mul.
+    In weight [S, K] blocks of `world.backend.scale.interleave` rows of gate and of up alternate; the last two are
+    padded with zeros. There is no gradient: use all_gather_matmul and silu_mul.
     """
     options = plain_rows(GATHER_GEMM, rows), columns, False, *UNSCALED
     return ALL_GATHER_MATMUL(world, plan, ScaledFactors(x_shard, weight), options)[0]

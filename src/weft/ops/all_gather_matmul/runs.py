@@ -50,7 +50,7 @@ from .kernels import Gathering, Product, Pull, Shards, all_gather_gemm, copied_g
 
 def with_activation(world: World, call: GatherCall, run: Run) -> Run:
     """Return the run whose result [M, N] is the GEMM's, followed by the activation of it."""
-    launch = silu_mul_launch(world, call.rows, call.gated, call.n, world.scale.interleave)
+    launch = silu_mul_launch(world, call.rows, call.gated, call.n, world.backend.scale.interleave)
 
     def activated(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
         full = world.empty((call.rows, call.n), call.dtype)
@@ -95,7 +95,7 @@ def prepare_sequential(world: World, call: GatherCall, plan: Sequential) -> Run 
     plain = call.even and call.scaling is None and not call.gated
     if world.size == 1 or not plain or world.batch_invariant:
         return prepare_gathered(world, call, plan)
-    current, empty, all_gather, linear = world.current_stream, world.empty, world.all_gather, world.linear
+    current, empty, all_gather, linear = world.current_stream, world.empty, world.all_gather, world.backend.linear
     shape, dtype, keep = (call.rows, call.k), call.dtype, call.gathered
 
     def run(operands: ScaledFactors, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, None]:
@@ -109,7 +109,7 @@ def prepare_sequential(world: World, call: GatherCall, plan: Sequential) -> Run 
 
 def prepare_gathered(world: World, call: GatherCall, plan: Plan) -> Run:
     """Prepare the GEMM of the rows as the plan's transport brings them."""
-    if isinstance(plan, Decomposed) and world.symmetric_unsupported:
+    if isinstance(plan, Decomposed) and world.backend.symmetric_unsupported:
 
         def by_collectives_alone(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
             gathered = by_collectives.gather(world, plan, operands, out)
@@ -141,7 +141,10 @@ def prepare_fused(world: World, call: GatherCall, plan: FusedGather | FusedGathe
 def _gated_in_epilogue(world: World, tile: GemmTile) -> bool:
     """Return whether the GEMM's epilogue computes the activation: a tile's columns hold whole pairs of a gate block and
     its up block. On a batch-invariant World every plan rounds gate and up before the activation."""
-    return not world.batch_invariant and tile.block_n in (2 * world.scale.interleave, 4 * world.scale.interleave)
+    return not world.batch_invariant and tile.block_n in (
+        2 * world.backend.scale.interleave,
+        4 * world.backend.scale.interleave,
+    )
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,7 @@ def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int)
 
 def _gemm_arguments(world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool) -> dict[str, object]:
     """Return the arguments of the GEMM, which both kernels take."""
-    columns = world.scale.interleave if gated else tile.block_n // 2
+    columns = world.backend.scale.interleave if gated else tile.block_n // 2
     unscaled: dict[str, object] = {} if call.scaling else dict(scales=None)
     return dict(
         w_desc=weight_matrix(call, tile, trans_b),
@@ -211,7 +214,7 @@ def _gemm_arguments(world: World, call: GatherCall, tile: GemmTile, gated: int, 
 
 
 def _product(world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool, **options: object) -> Product:
-    gated = world.scale.interleave if gated else 0
+    gated = world.backend.scale.interleave if gated else 0
     return constants(Product, tile=tile_of(tile, tile.group_m, trans_b, call.scaling), GATED=gated, **options)
 
 
@@ -451,7 +454,7 @@ def _flag_gated(
         else:  # on a CPU: what the kernel does, shard by shard
             for p in (world.rank, *world.other_ranks):
                 world.wait(flags[p : p + 1], one, stream)
-                world.linear(gathered.split(rows)[p], weight, None, stream, out.split(rows)[p])
+                world.backend.linear(gathered.split(rows)[p], weight, None, stream, out.split(rows)[p])
         add_bias(world, out, bias, stream)
     if not call.gathered:
         return GatheredRows(None)

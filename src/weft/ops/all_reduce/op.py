@@ -96,10 +96,10 @@ class Reduce(Op[SumCall]):
             return "scales of rows do not go between nodes" if call.group else None
         # If the output has another dtype than x, a two-shot plan counts rows instead of posting them.
         if is_low_latency(plan) and (isinstance(plan, OneShot) or call.out_dtype == call.dtype):
-            return world.peers_unsupported
-        reason = world.symmetric_unsupported
+            return world.backend.peers_unsupported
+        reason = world.backend.symmetric_unsupported
         if reason is None and isinstance(plan, Multicast):
-            reason = lacks(world.capability, "multicast", "multicast addresses")
+            reason = lacks(world.backend.capability, "multicast", "multicast addresses")
         return why_no_multicast(world, call) if reason is None and isinstance(plan, Multicast) else reason
 
     def batch_invariance_unsupported(self, world: World, call: SumCall, plan: Plan) -> str | None:

@@ -72,7 +72,7 @@ def summing(make: Callable[[World, SumCall, Any], SumRun]) -> Prepare:
 def prepare_sequential(world: World, call: SumCall, plan: Plan) -> Run | OwnResult:
     if call.op != PLAIN_SUM:
         return _normalised(world, call, plan)
-    results, all_reduce, copy = world.results, world.all_reduce, world.copy
+    results, all_reduce, copy = world.backend.results, world.all_reduce, world.copy
 
     def run(operands: SumOperands, out: torch.Tensor | None) -> tuple[torch.Tensor]:
         x, stream = operands.x, world.current_stream()
@@ -168,7 +168,7 @@ def all_reduce_low_latency(
 # -- rows with counters ------------------------------------------------------------------------------------------------
 def _room(world: World) -> int:
     """Return the bytes of shared memory for the rows in flight."""
-    return (features(world.capability).shared_kib - REST_KIB) << 10
+    return (features(world.backend.capability).shared_kib - REST_KIB) << 10
 
 
 def _shots(world: World, call: SumCall, plan: TwoShotCounted) -> Shots:

@@ -110,7 +110,7 @@ def gradients(
 
     library = config.library(world, use, sizes, attention)
     reads = [*operands, *(offsets or ())]
-    return world.results(lambda: attention(library), outputs, reads, world.current_stream())
+    return world.backend.results(lambda: attention(library), outputs, reads, world.current_stream())
 
 
 def add(world: World, totals: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
@@ -170,7 +170,7 @@ def sum_over_ranks(
     ]
     sent = [dkv_by_rank[r] if r in dkv_by_rank else world.empty((0, *row), config.dtype) for r in range(world.size)]
     received = [world.empty((0 if r is None else r.hi - r.lo, *row), config.dtype) for r in ranges]
-    world.all_to_all(received, sent, stream)
+    world.backend.all_to_all(received, sent, stream)
     total = world.zeros(local_dkv.shape, torch.float32)
 
     def add_all() -> None:

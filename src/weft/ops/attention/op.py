@@ -201,7 +201,7 @@ class GatheredAttention(Op[AttentionCall]):
         if dlse is not None:
             raise RuntimeError(f"{_NAME}: the lse of return_lse has no gradient; detach it")
         call: AttentionCall = ctx.call
-        plan = Sequential() if world.size == 1 or world.symmetric_unsupported else Segmented()
+        plan = Sequential() if world.size == 1 or world.backend.symmetric_unsupported else Segmented()
         if dout is None or not call.rows:
             needed = zip((q, k, v, sinks), ctx.needs, strict=True)
             return [torch.zeros_like(t) if t is not None and need else None for t, need in needed]
@@ -221,7 +221,7 @@ class GatheredAttention(Op[AttentionCall]):
             if call.queries > config.shards[world.rank]:
                 n = config.shards[world.rank]
                 raise ValueError(f"{_NAME}: {plan} needs at most as many queries as keys, got {call.queries} and {n}")
-        return world.symmetric_unsupported
+        return world.backend.symmetric_unsupported
 
     def candidates(self, world: World, call: AttentionCall) -> Sequence[Plan]:
         """Return the plans worth a trial. With two ranks there is a single remote key range, so that Segmented(calls=1)

@@ -245,7 +245,7 @@ def attend(
         return library.packed(q, kv.k, kv.v, mask, offsets, config.scale)
 
     library, operands = config.library(world, use, sizes, attention), [q, kv.k, kv.v, *(offsets or ())]
-    out, lse = world.results(lambda: attention(library), outputs, operands, world.current_stream())
+    out, lse = world.backend.results(lambda: attention(library), outputs, operands, world.current_stream())
     return Partial(first_query, out, lse)
 
 
@@ -282,7 +282,7 @@ def merge_partials(world: World, partials: Sequence[Partial], sinks: Tensor | No
 def _merge(world: World, m: int, heads: int, d: int, first_query: int, full: int, sinks: bool) -> Launch:
     """Prepare the merge of `full` partial results of all queries and any number that begin with `first_query`."""
     cols = 1 << (d - 1).bit_length()
-    rows = max(world.scale.block // cols, 1)
+    rows = max(world.backend.scale.block // cols, 1)
     sizes = dict(M=m, first_query=first_query, HEADS=heads, D=d, FULL=full, SINKS=sinks, ROWS=rows, COLS=cols)
     programs = min(world.sm_count * 4, heads * -(-m // rows))
     return Launch(world, merge, programs, dict(num_warps=4, local=True), **sizes)

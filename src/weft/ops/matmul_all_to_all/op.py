@@ -170,12 +170,16 @@ def run_sequential(world: World, call: RoutedCall, plan: Plan, operands: Factors
     """Run the plan: one GEMM, then one all-to-all."""
     stream, me, routing, (m, n) = world.current_stream(), world.rank, call.routing, (call.sent, call.n)
     y = world.empty((m, n), call.dtype)
-    world.linear(*operands, stream, y)  # called without rows too, because ranks that share a GPU enter it together
+    world.backend.linear(
+        *operands, stream, y
+    )  # called without rows too, because ranks that share a GPU enter it together
     order = routing.by_destination(world)
     pool = world.empty((m, n), call.dtype)
     if m:
         world.call(lambda: torch.index_select(y, 0, order, out=pool), [y, order], [pool], stream)
-    world.all_to_all(out.split([counts[me] for counts in routing.counts]), pool.split(routing.counts[me]), stream)
+    world.backend.all_to_all(
+        out.split([counts[me] for counts in routing.counts]), pool.split(routing.counts[me]), stream
+    )
 
 
 @dataclass
@@ -263,7 +267,7 @@ def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Facto
         outs = [
             out[lo : lo + count] for lo, count in zip(groups.receive_offsets[g], groups.receive_counts[g], strict=True)
         ]
-        world.all_to_all(outs, parts, stream, groups.signals.communicator)
+        world.backend.all_to_all(outs, parts, stream, groups.signals.communicator)
 
     def pull(g: int, stream: Stream) -> None:
         assert pools is not None

@@ -37,7 +37,7 @@ def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Facto
 
     def multiply(target: int, y: torch.Tensor) -> None:
         start = sum(routing.counts[world.rank][: target * node.size])
-        world.linear(ordered[start : start + y.shape[0]], weight, bias, stream, y)
+        world.backend.linear(ordered[start : start + y.shape[0]], weight, bias, stream, y)
 
     sent, arrived = [], []  # `sent` is kept until this stream has waited for the transfers, as in `run_scatter`
     for target, source in node_pairs(world):

@@ -32,7 +32,7 @@ def run_sequential(
     all-to-alls of these and of the numbers of rows."""
     stream, size, (m, n) = world.current_stream(), world.size, (call.rows, call.n)
     x, weight, bias, destinations = operands
-    y = world.linear(x, weight, bias, stream)
+    y = world.backend.linear(x, weight, bias, stream)
     target_rows, sent_counts = world.empty((m,), torch.int32), world.empty((size,), torch.int32)
 
     def number() -> None:
@@ -51,8 +51,8 @@ def run_sequential(
 
     world.call(sort, [y, target_rows], [blocks], stream)
     counts = world.empty((size,), torch.int32)
-    world.all_to_all(list(out), list(blocks[:-1].view(out.shape)), stream)
-    world.all_to_all(list(counts.split(1)), list(sent_counts.split(1)), stream)
+    world.backend.all_to_all(list(out), list(blocks[:-1].view(out.shape)), stream)
+    world.backend.all_to_all(list(counts.split(1)), list(sent_counts.split(1)), stream)
     return (counts, target_rows) if call.gradient else (counts,)
 
 
@@ -61,7 +61,7 @@ def return_sequential(
 ) -> None:
     """returned [m, N] = the gradients of the rows that this rank sent, by an all-to-all of whole blocks."""
     stream, blocks = world.current_stream(), world.empty(dout.shape, dout.dtype)
-    world.all_to_all(list(blocks), list(dout), stream)
+    world.backend.all_to_all(list(blocks), list(dout), stream)
 
     def pick() -> None:
         rows = blocks.view(-1, call.n)[target_rows.clamp(min=0).long()]
@@ -122,7 +122,7 @@ def _inbox(arena: Arena) -> Inbox:
 
 def _block_shape(world: World, n: int) -> BlockShape:
     """Return the block that a program copies at once: two 16-byte words of each thread."""
-    elements = 2 * world.scale.block
+    elements = 2 * world.backend.scale.block
     cols = min(power(n), elements, 1024)
     return constants(BlockShape, ROWS=elements // cols, COLS=cols, STAGES=COPY_STAGES)
 
@@ -136,7 +136,7 @@ def _channel(world: World, direction: str, call: StaticCall, plan: Plan | None) 
 def _fused_launches(world: World, call: StaticCall, plan: FusedAllToAll, arena: Arena) -> tuple[Launch, Launch, Launch]:
     """Return the launches that number the rows, compute and send them, and receive them."""
     tile, programs = plan.tile, world.sm_count
-    block = min(world.scale.routes, NUMBERED_ELEMENTS // power(world.size))
+    block = min(world.backend.scale.routes, NUMBERED_ELEMENTS // power(world.size))
     inbox, ch = _inbox(arena), _channel(world, "rows", call, plan)
     numbering = Launch(
         world,

@@ -85,7 +85,7 @@ def prepare_reduced(world: World, call: ReduceCall, plan: Plan) -> Run:
 
     if world.size == 1:
         return alone
-    if isinstance(plan, Decomposed) and world.symmetric_unsupported and not call.everywhere:
+    if isinstance(plan, Decomposed) and world.backend.symmetric_unsupported and not call.everywhere:
         return functools.partial(by_collectives.scatter, world, plan)
     transport = collectives.reduce_all_rows if call.everywhere else REDUCES[type(plan)]
     reduce = transport(world, plan, call.shards, call.n, call.dtype)
@@ -103,7 +103,7 @@ def prepare_sequential(world: World, call: ReduceCall, plan: Sequential) -> Run 
     plain = call.scaling is None and (call.everywhere or call.even)
     if world.size == 1 or not plain or world.batch_invariant:
         return prepare_reduced(world, call, plan)
-    current, empty, product = world.current_stream, world.empty, world.linear
+    current, empty, product = world.current_stream, world.empty, world.backend.linear
     all_reduce, reduce_scatter = world.all_reduce, world.reduce_scatter
     everywhere, shape, dtype = call.everywhere, (call.shards[0], call.n), call.dtype
 

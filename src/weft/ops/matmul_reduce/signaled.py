@@ -100,7 +100,7 @@ def gemm_launch(
             OWNERS=tiling.owners,
             IN_ORDER=tiling.in_order,
             ROTATE=tiling.shard > 0,
-            FLAT=features(world.capability).tma,
+            FLAT=features(world.backend.capability).tma,
         ),
         **fixed,
     )
@@ -255,7 +255,7 @@ def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled) -> Run:
 @prepared
 def _partial_sum(world: World, n: int, dtype: torch.dtype, start: int, rows: int, own_rows: int) -> Launch:
     """Return the launch that sums this rank's own_rows rows, of the rows start .. start + rows, over ranks."""
-    block = world.scale.block
+    block = world.backend.scale.block
     return Launch(
         world,
         sum_partials,

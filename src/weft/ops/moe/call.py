@@ -53,9 +53,9 @@ class RouterOptions(NamedTuple):
 class Weights(NamedTuple):
     """The matrices and biases of this rank's El experts.
 
-    w13 [El, N, H]: for "gelu" N = I. Otherwise blocks of `world.scale.interleave` gate rows alternate with blocks of as
-    many up rows, and the last block is padded with zeros. w2 [El, H, I]. b13 [El, N] has the layout of w13's rows; b2
-    [El, H].
+    w13 [El, N, H]: for "gelu" N = I. Otherwise blocks of `world.backend.scale.interleave` gate rows alternate with
+    blocks of as many up rows, and the last block is padded with zeros. w2 [El, H, I]. b13 [El, N] has the layout of
+    w13's rows; b2 [El, H].
     """
 
     w13: torch.Tensor
@@ -165,7 +165,7 @@ def layer_rows(world: World, layer: Layer, block_m: int) -> int:
 
 def first_columns(world: World, layer: Layer) -> int:
     """Return N, the columns of an expert's first GEMM, which are the rows of its w13."""
-    block = world.scale.interleave
+    block = world.backend.scale.interleave
     return layer.inner if layer.activation == "gelu" else 2 * -(-layer.inner // block) * block
 
 

@@ -71,7 +71,7 @@ def calls(b: Bench, part: int) -> Iterator[Probe]:
     while sum(doubling) < world and world & (world - 1) == 0:
         doubling.append(sum(doubling))
     chunks = [Decomposed((1,) * world), Decomposed(tuple(doubling))] if sum(doubling) == world else [Decomposed()]
-    for op, fused in variants(b.world.capability).items():
+    for op, fused in variants(b.world.backend.capability).items():
         takes_pieces = "pieces" not in REGISTRY[op].unsupported_fields.get(Decomposed, ())
         in_pieces = [Decomposed((1,) * world, 2)] if takes_pieces else []
         plans: list[Plan] = [Sequential(), *((*chunks, *in_pieces, *fused) if b.copies else ())]
@@ -96,7 +96,7 @@ def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
 def eager_calls(b: Bench) -> Iterator[Probe]:
     """Yield, for every op and kind of plan, an eager call whose GPU time is negligible, which shows the host's time,
     and one that is bound by the GPU."""
-    for op, fused in variants(b.world.capability).items():
+    for op, fused in variants(b.world.backend.capability).items():
         plans: list[Plan] = [Sequential(), *((Decomposed(), fused[0]) if b.copies else ())]
         if Signaled in REGISTRY[op].costs:
             plans.append(b.sizes.signaled)
@@ -115,7 +115,7 @@ def eager_calls(b: Bench) -> Iterator[Probe]:
 
 def low_latency_calls(b: Bench) -> Iterator[Probe]:
     """Yield the low-latency collectives alone, and whole ops by them and by other plans."""
-    by_op = variants(b.world.capability)
+    by_op = variants(b.world.backend.capability)
     for op in by_op:
         largest = {plan: most_low_latency_bytes(op, plan, b.world.size) for plan in SHOTS}
         plans = [plan for plan in SHOTS if largest[plan]]

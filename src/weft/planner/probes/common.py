@@ -110,7 +110,7 @@ class Bench:
     """What probes work with: a World, a timer, sizes, and memory for the largest of them."""
 
     def __init__(self, world: World, timer: Timer, sizes: Sizes = SIZES) -> None:
-        self.world, self.timer, self.sizes = world, timer, fitted(sizes, world.capability)
+        self.world, self.timer, self.sizes = world, timer, fitted(sizes, world.backend.capability)
         sizes = self.sizes
         most_bytes = max(s for part in sizes.nbytes for s in part)
         elements = max(max(m * k, n * k, m * n) for part in sizes.gemms for m, n, k in part)
@@ -124,7 +124,7 @@ class Bench:
         self.x, self.w = (self._random(elements) for _ in range(2))
         self.out = world.empty((elements,), BF)
         self.full, self.part = (world.zeros((max(most_bytes // 2, 1),), BF) for _ in range(2))
-        self.copies = world.symmetric_unsupported is None
+        self.copies = world.backend.symmetric_unsupported is None
 
     def _random(self, count: int) -> torch.Tensor:
         values = self.world.empty((count,), BF)
@@ -138,7 +138,7 @@ class Bench:
 
     def library(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
         """Compute out = x @ w.T by the library's GEMM."""
-        self.world.linear(x, w, None, self.world.current_stream(), out)
+        self.world.backend.linear(x, w, None, self.world.current_stream(), out)
 
 
 def _wave_need(occupancy: Occupancy, row_tiles: int, col_tiles: int, k: int) -> int:

@@ -31,7 +31,7 @@ def collective_call(b: Bench, operation: str, ctas: int, nbytes: int) -> Callabl
     world = b.world
     shard = max(nbytes // 2 // world.size // 8 * 8, 8)
     full, part = b.full[: shard * world.size], b.part[:shard]
-    communicator = (world.communicator(ctas),) if ctas else ()
+    communicator = (world.backend.communicator(ctas),) if ctas else ()
     if operation == "all_gather":
         return lambda stream: world.all_gather(full, part, stream, *communicator)
     if operation == "reduce_scatter":
@@ -39,7 +39,7 @@ def collective_call(b: Bench, operation: str, ctas: int, nbytes: int) -> Callabl
     if operation == "all_reduce":
         return lambda stream: world.all_reduce(full, stream, *communicator)
     outs, parts = b.part[: shard * world.size].split(shard), full.split(shard)
-    return lambda stream: world.all_to_all(outs, parts, stream, *communicator)
+    return lambda stream: world.backend.all_to_all(outs, parts, stream, *communicator)
 
 
 def collective(b: Bench, operation: str, ctas: int, nbytes: int) -> Probe:

@@ -14,9 +14,9 @@ from torch import Tensor
 from ....kernel_launch import Launch, prepared
 from ....world import World
 from ..expert_parallel.place_rows_kernels import ExpertOrder, count_received
+from ..expert_rows import gathered, sum_over_topk, tables
 from ..routing.kernels import LEFT_OUT
 from ..tensor_parallel.call import Split
-from ..tensor_parallel.sequential import gathered, tables
 
 
 def gather_tokens(
@@ -56,20 +56,16 @@ def combine(
     """out [T, H] = the sum over a token's routes of weight * its row of y, + shared. route_rows [W max_tokens k]."""
     stream, (size, max_tokens_per_rank, k) = world.current_stream(), weights.shape
     rank_sums, received = (world.empty((size, max_tokens_per_rank, layer.hidden), layer.dtype) for _ in range(2))
-    by_token, flat = route_rows.view(size * max_tokens_per_rank, k), y.view(-1, layer.hidden)
 
     def add() -> None:
-        total = torch.zeros(size * max_tokens_per_rank, layer.hidden, dtype=torch.float32, device=y.device)
-        for row, weight in zip(by_token.unbind(1), weights.view(-1, k).unbind(1), strict=True):
-            rows = flat[row.clamp(min=0).long()].float() * weight[:, None]
-            total += torch.where((row >= 0)[:, None], rows, 0)
+        total = sum_over_topk(y.view(-1, layer.hidden), route_rows.view(-1, k), weights.view(-1, k))
         rank_sums.copy_(total.view(rank_sums.shape))
 
     # The list of reads leaves out y: its rows without a token are undefined, and the host does not know how many these
     # are.
     world.call(add, [route_rows, weights], [rank_sums], stream)
     if world.size > 1:
-        world.all_to_all(list(received), list(rank_sums), stream)
+        world.backend.all_to_all(list(received), list(rank_sums), stream)
     else:
         received = rank_sums
 
@@ -95,11 +91,11 @@ def tell_sources(world: World, route_rows: Tensor) -> None:
         lost[world.rank].zero_()  # this rank has counted all that it left out
 
     world.call(count, [route_rows], [lost], stream)
-    world.all_to_all(list(received), list(lost), stream)
+    world.backend.all_to_all(list(received), list(lost), stream)
     _count_received(world)(stream, words=received)
 
 
 @prepared
 def _count_received(world: World) -> Launch:
     options = dict(num_warps=1, local=True)
-    return Launch(world, count_received, 1, options, guard=world.guard(), W=world.size)
+    return Launch(world, count_received, 1, options, guard=world.backend.guard(), W=world.size)

@@ -38,6 +38,7 @@ from ..expert_parallel.dispatched import DispatchedState, FinalSumOptions, Layer
 from ..expert_parallel.kernels import RoutedRows
 from ..expert_parallel.place_rows import place_rows_launch
 from ..expert_parallel.place_rows_kernels import ExpertOrder, Masked, mask_rows
+from ..expert_rows import RowOrder
 from ..routing import route_tables
 from ..tensor_parallel.call import Split
 from . import collectives
@@ -590,7 +591,7 @@ def place_launch(world: World, state: KernelState, rows: torch.Tensor) -> BoundL
 def mask_launch(world: World, state: ExchangeState, is_backward: bool) -> Launch:
     """Return the launch of `mask_rows`. A backward pass counts nothing, since its forward pass has."""
     left_out = state.dispatched.left_out if isinstance(state, KernelState) and not is_backward else None
-    routes, block = state.row_order.route_rows.numel(), world.scale.routes
+    routes, block = state.row_order.route_rows.numel(), world.backend.scale.routes
     programs = min(max(-(-routes // block), state.local_experts), world.sm_count)
     return Launch(
         world,
@@ -600,7 +601,7 @@ def mask_launch(world: World, state: ExchangeState, is_backward: bool) -> Launch
         order=state.order,
         masked=state.masked,
         rank=rank_word(world),
-        guard=None if is_backward else world.guard(),
+        guard=None if is_backward else world.backend.guard(),
         left_out=left_out,
         routes=routes,
         MAX_M=state.exchange.max_m,
@@ -752,7 +753,7 @@ class ExchangeOp(Op[ExchangeCall]):
         return Dispatched()
 
     def unsupported(self, world: World, call: ExchangeCall, plan: Plan, asked: str | Plan) -> str | None:
-        return world.symmetric_unsupported
+        return world.backend.symmetric_unsupported
 
     def check_same_on_all_ranks(self, world: World, call: ExchangeCall, plan: Plan, **details: Hashable) -> int | None:
         return None
@@ -863,7 +864,7 @@ class Combine(ExchangeOp):
         received_dots = dots
         if world.size > 1:
             received_dots = world.empty(dots.shape, torch.float32)
-            world.all_to_all(list(received_dots), list(dots), stream)
+            world.backend.all_to_all(list(received_dots), list(dots), stream)
         own_dots, dweights = received_dots[:, : weights.numel()], world.empty(weights.shape, torch.float32)
         world.call(lambda: torch.sum(own_dots, 0, out=dweights.view(-1)), [received_dots], [dweights], stream)
         if not call.dispatch_has_gradient:  # otherwise the dispatch's backward pass combines it
@@ -879,21 +880,16 @@ def route_gradients(
     layer = state.exchange.layer
     dy = world.empty(rows.shape, rows.dtype)
     dots = world.empty((world.size, layer.max_tokens_per_rank * layer.k), torch.float32)
+    route_rows, weights = (t.view(-1, layer.k) for t in (state.row_order.route_rows, state.weights))
+    order = RowOrder(route_rows, weights, state.sources.view(-1), state.offsets)
 
     def fill() -> None:
-        flat, route_rows = rows.view(-1, layer.hidden), state.row_order.route_rows.long()
-        has_row, row = route_rows >= 0, torch.where(route_rows >= 0, route_rows, flat.shape[0])
-        weight = torch.zeros(flat.shape[0] + 1, device=rows.device)
-        full = torch.zeros(flat.shape[0] + 1, dtype=torch.bool, device=rows.device)
-        weight[row] = state.weights.flatten()
-        full.index_fill_(0, row, True)  # full[row] = True would copy from the host, which no capture may
-        gradient = flat.float()
-        dy.view(-1, layer.hidden).copy_(gradient * weight[:-1, None])
-        products = torch.zeros_like(weight)
-        torch.sum(gradient * torch.where(full[:-1, None], y.view(-1, layer.hidden), 0), 1, out=products[:-1])
-        dots.view(-1).copy_(torch.where(has_row, products[row], 0))
+        gradient, y_rows = rows.view(-1, layer.hidden).float(), y.view(-1, layer.hidden)
+        dy.view(gradient.shape).copy_(gradient * order.row_weights())
+        products = (gradient * torch.where(order.is_token, y_rows, 0)).sum(1)
+        dots.view(-1).copy_(order.by_route(products))
 
-    world.call(fill, [rows, y, state.row_order.route_rows, state.weights], [dy, dots], world.current_stream())
+    world.call(fill, [rows, y, *order.read], [dy, dots], world.current_stream())
     return dy, dots
 
 

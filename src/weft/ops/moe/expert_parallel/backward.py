@@ -112,7 +112,7 @@ def activation_gradient_launch(
     world: World, state: DispatchedState, tables: Tables, weights: Tensor, w: Weights, memory: BackwardMemory
 ) -> BoundLaunch:
     """Return the launch of `activation_gradient`. weights: float32 [W, max_tokens, k]."""
-    gate = 0 if ACTIVATIONS[state.layer.activation] == GELU.value else world.scale.interleave
+    gate = 0 if ACTIVATIONS[state.layer.activation] == GELU.value else world.backend.scale.interleave
     form = GradientForm(ACTIVATIONS[state.layer.activation], gate, w.w13.shape[1], world.size, w.b2 is not None)
     moving: dict[str, Moved] = dict(
         preactivation=memory.preactivation,
@@ -142,7 +142,7 @@ class GradientForm(NamedTuple):
 
 def gradient_sizes(world: World, state: DispatchedState, form: GradientForm) -> GradientSizes:
     """Return the sizes of the gradients' kernels."""
-    rows, cols = world.scale.gradient_block
+    rows, cols = world.backend.scale.gradient_block
     return constants(
         GradientSizes,
         W=form.ranks,
@@ -157,7 +157,7 @@ def gradient_sizes(world: World, state: DispatchedState, form: GradientForm) -> 
 
 def between_gemms(world: World) -> tuple[int, dict[str, int]]:
     """Return the number of programs of a launch between two GEMMs, as many as fit on the GPU, and its options."""
-    return world.sm_count * world.scale.programs_between_gemms, dict(num_warps=4, maxnreg=96, co_resident=True)
+    return world.sm_count * world.backend.scale.programs_between_gemms, dict(num_warps=4, maxnreg=96, co_resident=True)
 
 
 @prepared
@@ -219,7 +219,7 @@ def bias_gradient_launch(
 
 @prepared
 def _row_sums(world: World, state: DispatchedState, n: int, weighted: bool) -> Launch:
-    block, cols = world.scale.sum_block
+    block, cols = world.backend.scale.sum_block
     sizes = dict(N=n, EL=state.local_experts, ROWS=block, COLS=cols, WEIGHTED=weighted)
     return Launch(world, row_sums, world.sm_count, dict(num_warps=4, co_resident=True), **sizes)
 
@@ -236,7 +236,7 @@ def take_gradients_launch(
 
 @prepared
 def _take_gradients(world: World, experts: int, count: int) -> Launch:
-    block = world.scale.routes
+    block = world.backend.scale.routes
     programs = min(world.sm_count, max(1, -(-count // block)))
     return Launch(world, take_gradients, programs, dict(num_warps=4), num_routes=count, experts=experts, BLOCK=block)
 

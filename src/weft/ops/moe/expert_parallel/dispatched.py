@@ -174,7 +174,7 @@ def unsupported(world: World, layer: Layer, plan: DispatchedGemms | FusedMoe | L
             return f"rows must be whole 16-byte words, and {name} {size} is not a multiple of 8"
     if layer.experts % world.size or world.size > 32:
         return f"{layer.experts} experts over {world.size} ranks"
-    block = world.scale.interleave
+    block = world.backend.scale.interleave
     if layer.activation != "gelu" and plan.tile.block_n not in (2 * block, 4 * block):
         return f"tiles of {plan.tile.block_n} columns do not hold 1 or 2 blocks of {block} gate and up rows"
     if -(-layer.hidden // plan.tile.block_n) > ROW_OF_TILES.value:
@@ -348,7 +348,7 @@ def _first_gemm(
 ) -> Launch:
     layer, plan, act, h = state.layer, state.plan, ACTIVATIONS[state.layer.activation], state.layer.hidden
     bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
-    block = 0 if act == GELU.value else world.scale.interleave
+    block = 0 if act == GELU.value else world.backend.scale.interleave
     sizes = constants(
         GatheredSizes,
         ARRIVALS=state.dispatch_programs,
@@ -491,7 +491,7 @@ def final_sum_launch(
 @prepared
 def _final_sum_launch(world: World, state: DispatchedState, half_size: int, sum_options: FinalSumOptions) -> Launch:
     layer = state.layer
-    block = min(32 * FINAL_SUM_WARPS * ELEMENTS_PER_THREAD // 2, world.scale.norm_block)
+    block = min(32 * FINAL_SUM_WARPS * ELEMENTS_PER_THREAD // 2, world.backend.scale.norm_block)
     cols = min(power(layer.hidden), block)
     rows = block // cols
     blocks = -(-layer.max_tokens_per_rank // rows) * -(-layer.hidden // cols)
@@ -542,7 +542,7 @@ def layer_sizes(world: World, layer: Layer, tile: TileShape, **blocks: int) -> L
         BK=tile.block_k,
         EVEN_K=h % tile.block_k == 0,
         ACT=act,
-        GATE_BLOCK=0 if act == GELU.value else world.scale.interleave,
+        GATE_BLOCK=0 if act == GELU.value else world.backend.scale.interleave,
         **blocks,
     )
 

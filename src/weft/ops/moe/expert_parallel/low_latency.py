@@ -48,7 +48,7 @@ def unsupported(world: World, layer: Layer, plan: LowLatency) -> str | None:
     if routes > MAX_ROUTES:
         tokens = f"{world.size} ranks with up to {layer.max_tokens_per_rank} tokens"
         return f"{routes} routes, of {tokens}, are more than {MAX_ROUTES}"
-    block = world.scale.interleave
+    block = world.backend.scale.interleave
     if layer.activation != "gelu" and plan.tile.block_n != 2 * block:
         return f"tiles of {plan.tile.block_n} columns do not hold 1 block of {block} gate and up rows"
     return dispatched_unsupported(world, layer, plan)

@@ -243,7 +243,7 @@ class Moe(Op[MoeCall]):
         return list(results[: 1 + call.counted])
 
     def saved_shapes(self, world: World, call: MoeCall, plan: str | Plan) -> Shapes:
-        plan = plan if isinstance(plan, Dispatched) else world.scale.plan(Dispatched)
+        plan = plan if isinstance(plan, Dispatched) else world.backend.scale.plan(Dispatched)
         return call.saved_shapes(world, plan.tile.block_m)
 
     def postprocess(
@@ -346,7 +346,11 @@ class Moe(Op[MoeCall]):
         else:
             assert isinstance(plan, Dispatched)
             reason = dispatched.unsupported(world, call.layer, plan)
-        return world.symmetric_unsupported or lacks(world.capability, "tma", "an MoE layer's kernels") or reason
+        return (
+            world.backend.symmetric_unsupported
+            or lacks(world.backend.capability, "tma", "an MoE layer's kernels")
+            or reason
+        )
 
     def dense_operands(self, plan: Plan, operands: MoeOperands) -> MoeOperands:
         """Make all operands contiguous but `received`, which is written and must stay where it is."""
@@ -495,7 +499,7 @@ def check_experts(world: World, operands: MoeOperands, activation: str) -> None:
     if w13.dim() != 3 or w2.dim() != 3 or w13.shape[0] != w2.shape[0] or w13.shape[0] < 1:
         raise ValueError(f"{NAME}: w13 {dims(w13)} and w2 {dims(w2)} must be [El, N, H] and [El, H, I]")
     local_experts, n, h = w13.shape
-    inner, block = w2.shape[2], world.scale.interleave
+    inner, block = w2.shape[2], world.backend.scale.interleave
     wanted = inner if activation == "gelu" else 2 * -(-inner // block) * block
     if h != x.shape[1] or w2.shape[1] != h or n != wanted:
         raise ValueError(
@@ -534,8 +538,8 @@ def packed(op: str, name: str, t: MaybeTensor, dim: int, activation: str) -> May
 
 def pack(w13: torch.Tensor, *, world: World, layout: str = "blocked") -> torch.Tensor:
     """Interleave gate and up rows of the first matrices (or biases) in the blocks that the kernels take: [El, blocks,
-    2, rows of a block, ..], where blocks of `world.scale.interleave` gate rows alternate with blocks of as many up
-    rows, and the last block is padded with zeros.
+    2, rows of a block, ..], where blocks of `world.backend.scale.interleave` gate rows alternate with blocks of as many
+    up rows, and the last block is padded with zeros.
 
     Args:
         w13: [El, 2 I, ..]. With layout "blocked", I gate rows are followed by I up rows (Mixtral's w1 and w3, or Qwen's
@@ -553,7 +557,7 @@ def pack(w13: torch.Tensor, *, world: World, layout: str = "blocked") -> torch.T
             f'pack: w13 {dims(w13)} must be [El, 2 I, ..], layout "blocked" or "interleaved", got {layout!r}'
         )
     gate, up = w13.chunk(2, 1) if layout == "blocked" else (w13[:, 0::2], w13[:, 1::2])
-    (local_experts, inner, *rest), block = gate.shape, world.scale.interleave
+    (local_experts, inner, *rest), block = gate.shape, world.backend.scale.interleave
     blocks = -(-inner // block)
     interleaved = w13.new_zeros(local_experts, 2, blocks * block, *rest)
     interleaved[:, 0, :inner], interleaved[:, 1, :inner] = gate, up

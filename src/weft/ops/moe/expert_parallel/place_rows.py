@@ -34,7 +34,7 @@ def place_rows_launch(
 
 @prepared
 def _place_rows(world: World, state: DispatchedState, arrivals: int, clear_padding: bool, half_size: int) -> Launch:
-    layer, block = state.layer, world.scale.placed_elements
+    layer, block = state.layer, world.backend.scale.placed_elements
     cols = min(power(layer.hidden), block)
     return Launch(
         world,

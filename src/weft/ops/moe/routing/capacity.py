@@ -53,7 +53,7 @@ def run_capacity(
 ) -> tuple[torch.Tensor]:
     routes, by_weight = call.m * call.k, call.drop == "probability"
     dropped = world.empty((call.experts,), torch.int32)
-    _limit(world, call.experts, by_weight, min(power(routes), world.scale.block))(
+    _limit(world, call.experts, by_weight, min(power(routes), world.backend.scale.block))(
         world.current_stream(),
         ids=operands.ids,
         weights=operands.weights,

@@ -64,7 +64,7 @@ def _partials(world: World, columns: int) -> Partials:
 def _blocks(world: World, call: LossCall) -> tuple[int, dict[str, int]]:
     """Return how many programs share the rows, and the kernels' sizes: columns, those rounded up, rows of a block."""
     columns = power(call.e)
-    rows = max(1, world.scale.gate_block // columns)
+    rows = max(1, world.backend.scale.gate_block // columns)
     return min(-(-call.m // rows), world.sm_count), dict(E=call.e, P=columns, R=rows)
 
 

@@ -44,7 +44,7 @@ def run_placement(
 ) -> None:
     if routes := call.m * call.k:
         columns = power(max(call.replicas, 1))
-        block = max(16, world.scale.gate_block // columns)
+        block = max(16, world.backend.scale.gate_block // columns)
         programs = min(-(-routes // block), 4 * world.sm_count)
         launch = _place(world, programs, block, columns, call.k, call.experts, call.replicas)
         launch(world.current_stream(), ids=operands.ids, table=operands.table, physical_ids=out, routes=routes)

@@ -277,7 +277,7 @@ def routes_of(
 
     def make() -> Routes:
         shape = (world.size, max_tokens_per_rank, k)
-        block = world.scale.sent_routes
+        block = world.backend.scale.sent_routes
         programs = min(-(-max_tokens_per_rank * k // block), MAX_SHARE_PROGRAMS, world.sm_count)
         buffer_shape = (2, *shape) if alternating else shape
         ids, weights = (world.symmetric(buffer_shape, dtype, SHARE) for dtype in (torch.int32, torch.float32))
@@ -378,7 +378,7 @@ def make_builder(
     options, arguments = dict(num_warps=4, maxnreg=168, local=True), dict(rank=rank_word(world), s=kernel_sizes)
     place, place_again = (
         Launch(world, place_routes, place_programs, options, **common, **arguments, guard=guard, left_out=left_out)
-        for guard, left_out in ((world.guard(), routes.left_out), (None, None))
+        for guard, left_out in ((world.backend.guard(), routes.left_out), (None, None))
     )
     return TableBuilder(routes, rows, kernel_sizes, counts, count_launch, place, place_again)
 
@@ -387,7 +387,7 @@ def table_kernel_sizes(
     world: World, routes: Routes, sizes: TableSizes, list_tiles: bool, tp_size: int, cumulative_targets: bool
 ) -> TableKernelSizes:
     """Return the kernels' sizes. The other arguments are those of `make_builder`."""
-    w, k, section = world.size, routes.ids.shape[2], world.scale.section
+    w, k, section = world.size, routes.ids.shape[2], world.backend.scale.section
     routes_per_source = sizes.max_tokens_per_rank * k
     wp, elp = power(w), max(32, power(sizes.local_experts))
     block = section
@@ -406,7 +406,7 @@ def table_kernel_sizes(
         BLOCK=block,
         SECTION=section,
         RUNS=min(8, 2048 // elp),
-        CHUNK=max(1, min(power(blocks_per_source), world.scale.counts // (wp * elp))),
+        CHUNK=max(1, min(power(blocks_per_source), world.backend.scale.counts // (wp * elp))),
         TILES=section // 2 if list_tiles else 0,
         CUMULATIVE=cumulative_targets,
     )

@@ -82,7 +82,7 @@ def activation_gradient_launch(
 @prepared
 def _activation_backward(world: World, state: DispatchedState, n: int, inner: int) -> Launch:
     act = ACTIVATIONS[state.layer.activation]
-    form = GradientForm(act, 0 if act == GELU.value else world.scale.interleave, n, 0, False)
+    form = GradientForm(act, 0 if act == GELU.value else world.backend.scale.interleave, n, 0, False)
     programs, options = between_gemms(world)
     sizes = gradient_sizes(world, state, form)
     return Launch(world, activation_backward, programs, options, N=n, inner=inner, s=sizes)
@@ -276,7 +276,7 @@ def reduce_dweights(world: World, layer: Split, droutes: Tensor | None, weights:
     received = sent
     if size > 1:
         received = world.empty((size, n), torch.float32)
-        world.all_to_all(list(received), list(sent), stream)
+        world.backend.all_to_all(list(received), list(sent), stream)
     world.call(
         lambda: torch.sum(received[:, : dweights.numel()], 0, out=dweights.view(-1)), [received], [dweights], stream
     )

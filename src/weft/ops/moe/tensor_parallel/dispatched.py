@@ -150,7 +150,7 @@ def keep_shards_launch(
 
 @prepared
 def _keep_shards(world: World, state: DispatchedState, half_size: int) -> Launch:
-    layer, block = state.layer, min(32 * 4 * ELEMENTS_PER_THREAD, world.scale.norm_block)
+    layer, block = state.layer, min(32 * 4 * ELEMENTS_PER_THREAD, world.backend.scale.norm_block)
     cols = min(power(layer.hidden), block)
     sizes = dict(
         half_size=half_size, tokens=world.size * layer.max_tokens_per_rank, H=layer.hidden, COLS=cols, K=layer.k

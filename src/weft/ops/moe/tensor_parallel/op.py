@@ -149,7 +149,7 @@ class Half(Op[G]):
 
     def unsupported(self, world: World, call: G, plan: Plan, asked: str | Plan) -> str | None:
         assert isinstance(plan, DispatchedColumns)
-        reason = world.symmetric_unsupported or lacks(world.capability, "tma", "an MoE layer's kernels")
+        reason = world.backend.symmetric_unsupported or lacks(world.backend.capability, "tma", "an MoE layer's kernels")
         return reason or dispatched.unsupported(world, call.layer, plan)
 
     def layer(
@@ -169,7 +169,7 @@ class Half(Op[G]):
         experts, k = local_experts * (world.size // tp_size), ids.shape[1]
         if k > min(experts, MAX_TOPK):
             raise ValueError(f"{self.title}: k {k} of ids {dims(ids)}: at most {MAX_TOPK}, and no more than {experts}")
-        tile = world.scale.plan(DispatchedColumns).tile.block_m
+        tile = world.backend.scale.plan(DispatchedColumns).tile.block_m
         return Split(max(tokens), experts, k, hidden, inner, dtype, activation, tp_size=tp_size, tile=tile)
 
     def tokens_per_rank(self, world: World, rows: Sequence[int] | None, x: torch.Tensor) -> tuple[int, ...]:
@@ -216,7 +216,7 @@ class AllGatherGroupedMatmul(Half[FirstHalfCall]):
             raise ValueError(f"{self.title}: activation {activation!r} is not one of {list(ACTIVATIONS)}")
         if keep not in KEEPS:
             raise ValueError(f"{self.title}: keep {keep!r} is not one of {list(KEEPS)}")
-        block, gated = world.scale.interleave, activation != "gelu"
+        block, gated = world.backend.scale.interleave, activation != "gelu"
         columns, step = (n // 2, block) if gated else (n, 1)  # the last block may be padded
         if n % (2 * step if gated else 1) or not columns - step < (inner or columns) <= columns:
             raise ValueError(

@@ -1,0 +1,107 @@
+"""What all measuring programs have in common: a command line, a World, cases that the next run goes on with, and stamped rows."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import functools
+import gc
+import os
+import subprocess
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import weft
+from bench.common import peers
+from bench.common.resume import BEGAN, keep, unfinished
+
+T = TypeVar("T")
+Row = dict[str, Any]
+
+
+def commit() -> str:
+    """Return the commit that is measured: WEFT_COMMIT, where a copy without its history runs, or git's."""
+    if "WEFT_COMMIT" in os.environ:
+        return os.environ["WEFT_COMMIT"]
+    try:
+        return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def options(
+    words: Sequence[str] | None = None, choices: Mapping[str, Collection[str]] | None = None, **defaults: Any
+) -> argparse.Namespace:
+    """Return the values of --out DIR, which is made, of --seconds, after which no case begins, and of an option for each default. An
+    option has the type of its default: a list accepts several words, and False becomes a switch."""
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--seconds", type=float, default=1e9)
+    for name, default in defaults.items():
+        flag, allowed = f"--{name.replace('_', '-')}", (choices or {}).get(name)
+        if default is False:
+            p.add_argument(flag, action="store_true")
+        elif isinstance(default, list):
+            p.add_argument(flag, nargs="*", type=type(default[0]) if default else str, default=default, choices=allowed)
+        else:
+            p.add_argument(flag, type=type(default), default=default, choices=allowed)
+    a = p.parse_args(words)
+    a.out.mkdir(parents=True, exist_ok=True)
+    return a
+
+
+class Program:
+    """A measurement by all ranks. `fixed` are the fields that all of its rows have."""
+
+    def __init__(self, a: argparse.Namespace, file: str, world: weft.World | None = None, **fixed: Any) -> None:
+        self.a, self.file, self.world = a, file, world or weft.init()
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.fixed = dict(world=self.world.size, commit=commit(), date=date, **fixed)
+
+    @functools.cached_property
+    def link(self) -> float:
+        """The GB/s at which a copy engine reads a peer's memory, measured once. Collective."""
+        rate = peers.link_rate(self.world)
+        self.fixed["link_gbs"] = round(rate, 1)
+        return rate
+
+    def log(self, *text: object) -> None:
+        """Print on rank 0."""
+        if self.world.rank == 0:
+            print(f"{time.time() - BEGAN:4.0f}s", *text, flush=True)
+
+    def keep(self, rows: Iterable[Row], file: str = "") -> list[Row]:
+        """Append the rows to the program's file, or to another one of the same folder, and return them."""
+        stamped = [row | self.fixed for row in rows]
+        keep(self.world, self.a.out / (file or self.file), stamped)
+        return stamped
+
+    def cases(self, cases: Mapping[str, T]) -> Iterator[T]:
+        """Yield the cases that no earlier run has ended, with the GPU's memory given back between them. Collective."""
+        for case in unfinished(self.world, self.a.out, cases, self.a.seconds):
+            yield case
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def tolerating(self, name: str) -> Iterator[None]:
+        """Print an exception on the rank that raised it: a case that cannot be timed leaves the others."""
+        try:
+            yield
+        except Exception as error:
+            print(f"rank {self.world.rank}, {name}: {type(error).__name__}: {error}"[:600], flush=True)
+
+    def end(self) -> None:
+        torch.cuda.synchronize()
+        dist.destroy_process_group()
+
+
+def gains(times: Mapping[str, float], base: str) -> str:
+    """Return each method's us, and how many times as fast as the base it was."""
+    return " | ".join(f"{name} {us:.0f} ({times[base] / us:.2f}x)" for name, us in times.items())

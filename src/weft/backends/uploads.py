@@ -1,0 +1,71 @@
+"""Small tables copied to a GPU without the host waiting for its streams."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@contextmanager
+def any_call_allowed() -> Iterator[None]:
+    """Within it, this thread may look at events while streams are captured: it looks only at those of uploads, which no
+    capture contains."""
+    mode = ctypes.c_int(RELAXED)
+    driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+class Upload(NamedTuple):
+    """A copy that may not have ended, and its tensor, whose memory nothing else may get before."""
+
+    copied: torch.cuda.Event
+    tensor: torch.Tensor
+
+
+class Uploads:
+    """The uploads of a rank, and the order of other streams behind them.
+
+    An upload is a copy from pinned memory on the current stream. What reads the tensor later may be on any stream, so
+    each launch, and each call of an operator, first orders its stream behind the uploads that have not ended
+    (`precede`). Where there is none, that is one look at `pending`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pending: list[Upload] = []
+
+    def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of these values on the GPU."""
+        pinned = torch.tensor(list(values), dtype=dtype, device="cpu", pin_memory=True)
+        with torch.cuda.device(self.device):
+            tensor = pinned.to(self.device, non_blocking=True)  # torch keeps `pinned` until the copy has ended
+            copied = torch.cuda.Event()
+            copied.record()
+        self.pending = [*self.pending, Upload(copied, tensor)]
+        return tensor
+
+    def precede(self, stream: torch.cuda.Stream) -> None:
+        """Order what `stream` gets from now on behind all uploads. A stream that is captured cannot wait for an event
+        from outside, so the host waits instead: only a first call uploads, and a capture comes after it."""
+        with any_call_allowed():
+            if torch.cuda.is_current_stream_capturing():
+                for upload in self.pending:
+                    upload.copied.synchronize()
+            self.pending = [upload for upload in self.pending if not upload.copied.query()]
+        for upload in self.pending:
+            stream.wait_event(upload.copied)

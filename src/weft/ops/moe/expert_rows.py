@@ -1,0 +1,222 @@
+"""Rows in the order of their experts, by torch operations alone: what the sequential plans of all layers share.
+
+Sorts and searches make the same routes as `place_routes`, so that the two halves of a layer may run by different plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ...backends import library_gemm
+from ...world import World
+from .tensor_parallel.call import Split, route_parts
+
+
+def gathered(world: World, layer: Split, t: Tensor, fill_value: int) -> Tensor:
+    """Return t of all ranks, [W max_tokens, ..]; rows beyond a rank's tokens are `fill_value`."""
+    stream, max_tokens_per_rank = world.current_stream(), layer.max_tokens_per_rank
+    if t.shape[0] < max_tokens_per_rank:
+        routes_per_source = world.empty((max_tokens_per_rank, *t.shape[1:]), t.dtype)
+
+        def fill() -> None:
+            routes_per_source[: t.shape[0]] = t
+            routes_per_source[t.shape[0] :] = fill_value
+
+        world.call(fill, [t], [routes_per_source], stream)
+        t = routes_per_source
+    if world.size == 1:
+        return t
+    full = world.empty((world.size * max_tokens_per_rank, *t.shape[1:]), t.dtype)
+    world.all_gather(full, t, stream)
+    return full
+
+
+def tables(ids: Tensor, me: int, layer: Split, local_experts: int) -> dict[str, Tensor]:
+    """Return the parts of the routes without the weights (`route_tables.Tables`), int64. ids [W, max_tokens, k]."""
+    (size, max_tokens_per_rank, k), tile, device = ids.shape, layer.tile, ids.device
+    source_step = torch.arange(size, device=device)
+    source = (me - source_step) % size
+    local_id = ids[source].flatten().long() - me // layer.tp_size * local_experts
+    expert = torch.where(
+        (local_id >= 0) & (local_id < local_experts) & (ids[source].flatten() >= 0), local_id, local_experts
+    )
+    order = torch.argsort(expert, stable=True)
+    sorted_expert = expert[order]
+    starts = torch.searchsorted(sorted_expert, torch.arange(local_experts + 1, device=device))
+    counts = starts.diff()
+    offsets = torch.nn.functional.pad((-(-counts // tile) * tile).cumsum(0), (1, 0))
+    position = torch.arange(order.numel(), device=device)
+    rows = -(-size * max_tokens_per_rank * min(k, local_experts) // tile) * tile + local_experts * tile
+    row = torch.where(sorted_expert < local_experts, offsets[sorted_expert] + position - starts[sorted_expert], rows)
+
+    def values_by_row(values: Tensor) -> Tensor:
+        """Return `values` by row, with -1 in rows without a route; the extra last row takes routes without a row."""
+        return torch.full((rows + 1,), -1, device=device).index_copy(0, row, values)
+
+    routes = max_tokens_per_rank * k
+    route_rows = torch.empty_like(row).index_copy(0, order, torch.where(sorted_expert < local_experts, row, -1))
+    sources = values_by_row(source[order // routes] * max_tokens_per_rank + order % routes // k)[:rows]
+    step_of_row = values_by_row(order // routes)
+    first_row = torch.arange(0, rows, tile, device=device)
+    in_use = first_row < offsets[-1]
+    expert_of_tile = torch.searchsorted(offsets[1:], first_row, right=True).clamp(max=local_experts - 1)
+    last_row = torch.minimum(first_row + tile, offsets[expert_of_tile] + counts[expert_of_tile]) - 1
+    first_step, last_step = step_of_row[first_row], step_of_row[torch.where(in_use, last_row, first_row)]
+    tile_order = torch.argsort(torch.where(in_use, last_step, size), stable=True)
+    touched = in_use & (first_step <= source_step[:, None]) & (last_step >= source_step[:, None])
+    return dict(
+        sources=sources,
+        received=counts,
+        route_rows=route_rows.view(size, routes)[source],  # the permutation of sources is its own inverse
+        offsets=offsets,
+        tiles=torch.stack([first_row, expert_of_tile, first_step, last_step], 1)[tile_order],
+        tile_count=in_use.sum()[None],
+        targets=touched.sum(1),
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+    """Return [rows, N] for x [rows, K] in expert order, where each expert's rows begin at offsets [El + 1], by the
+    library's grouped GEMM where it takes these tensors. Values behind the last expert's rows are undefined."""
+    if takes_groups(x, *weight.shape[1:]):
+        y = library_gemm.multiply_groups(x, weight, offsets.int())
+    else:
+        y = x.new_zeros(x.shape[0], weight.shape[1])
+        for (start, end), matrix in zip(pairwise(offsets.tolist()), weight, strict=True):
+            y[start:end] = x[start:end] @ matrix.t()
+    return y if bias is None else y + bias[expert_of_rows(len(x), offsets)]
+
+
+def takes_groups(x: Tensor, *sizes: int) -> bool:
+    """Return whether the library's grouped GEMM takes x [rows, ..] and matrices of these sizes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0 and not any(n % 8 for n in sizes)
+
+
+def expert_of_rows(rows: int, offsets: Tensor) -> Tensor:
+    """Return the expert of each row, [rows]; the last expert for rows behind all."""
+    row = torch.arange(rows, device=offsets.device)
+    return torch.searchsorted(offsets[1:].long(), row, right=True).clamp(max=len(offsets) - 2)
+
+
+def sums(rows: Tensor, offsets: Tensor) -> Tensor:
+    """Return float32 [El, N], the sums of each expert's rows; `rows` is zero where there is no token."""
+    experts = torch.arange(len(offsets) - 1, device=rows.device)
+    return (expert_of_rows(len(rows), offsets) == experts[:, None]).float() @ rows.float()
+
+
+def products(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """Return [El, M, N], a^T b of each expert's rows, which are zero where there is no token."""
+    if takes_groups(a, a.shape[1], b.shape[1]):
+        by_expert = torch._grouped_mm(a.t(), b, offs=offsets[1:].int())
+        return torch.where(offsets.diff()[:, None, None] > 0, by_expert, 0)
+    return torch.stack([a[i:j].t() @ b[i:j] for i, j in pairwise(offsets.tolist())])
+
+
+def sum_over_topk(rows: Tensor, route_rows: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return float32 [W max_tokens, H], the sum of rows, times the routes' weights unless None, over a token's routes
+    in their order. route_rows, weights: [W max_tokens, k]."""
+    total = torch.zeros(len(route_rows), rows.shape[1], device=rows.device)
+    for i, row in enumerate(route_rows.unbind(1)):
+        part = rows[row.clamp(min=0).long()].float()
+        total += torch.where((row >= 0)[:, None], part if weights is None else part * weights[:, i : i + 1], 0)
+    return total
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The positions of rows in expert order, from a call's routes."""
+
+    route_rows: Tensor  # [W max_tokens, k]
+    weights: Tensor
+    sources: Tensor  # [rows]
+    offsets: Tensor
+
+    @classmethod
+    def from_routes(cls, world: World, layer: Split, routes: Tensor) -> RowOrder:
+        """Return the order in these routes."""
+        parts, n, k = route_parts(world, layer, routes), world.size * layer.max_tokens_per_rank * layer.k, layer.k
+        route_rows, weights = (t[:n].view(-1, k) for t in (parts.route_rows, parts.weights))
+        return cls(route_rows, weights, parts.sources[: layer.rows(world)], parts.offsets[: layer.local(world) + 1])
+
+    @property
+    def read(self) -> list[Tensor]:
+        return [self.route_rows, self.weights, self.sources, self.offsets]
+
+    @property
+    def is_token(self) -> Tensor:
+        """Return whether each row is a token's, bool [rows, 1]."""
+        return (self.sources >= 0)[:, None]
+
+    def in_expert_order(self, tokens: Tensor) -> Tensor:
+        """Return tokens [W max_tokens, H] in expert order, [rows, H], with zeros in rows without a token."""
+        return torch.where(self.is_token, tokens[self.sources.clamp(min=0).long()], 0)
+
+    def row_weights(self) -> Tensor:
+        """Return the weights by row, float32 [rows, 1], with 0 for rows without a token."""
+        rows = len(self.sources)
+        row = torch.where(self.route_rows >= 0, self.route_rows, rows).flatten().long()
+        by_row = torch.zeros(rows + 1, device=self.route_rows.device)
+        return by_row.index_copy(0, row, self.weights.flatten())[:rows, None] * self.is_token
+
+    def store_gradients(self, gradients: list[Tensor], a: Tensor, b: Tensor) -> None:
+        """Fill the gradients that are asked for: of the matrices, a^T b of each expert's rows, and of the biases, the
+        sums of a's rows. a is zero where there is no token."""
+        if gradients:
+            gradients[0].copy_(products(a, torch.where(self.is_token, b, 0), self.offsets))
+        if len(gradients) > 1:
+            gradients[1].copy_(sums(a, self.offsets))
+
+    def by_route(self, values: Tensor) -> Tensor:
+        """Return values [rows] by route, [W max_tokens k], with 0 for routes without a row."""
+        return torch.where(self.route_rows >= 0, values[self.route_rows.clamp(min=0).long()], 0).flatten()
+
+
+def activation_gradient(preactivation: Tensor, dy: Tensor, activation: str, block: int) -> Tensor:
+    """Return the gradient of preactivation, in its layout."""
+    if activation == "gelu":
+        x = preactivation.float()
+        below = 0.5 * (1 + torch.erf(x * 0.5**0.5))
+        return (dy.float() * (below + x * torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5)).to(preactivation.dtype)
+    inner = dy.shape[1]
+    gate, up = halves(preactivation, inner, block)
+    if activation == "gpt_oss":
+        gate_in_range, up_in_range = gate <= 7, up.abs() <= 7
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
+        s = torch.sigmoid(1.702 * gate)
+        dgate, dup = up * s * (1 + 1.702 * gate * (1 - s)) * gate_in_range, gate * s * up_in_range
+    else:
+        s = torch.sigmoid(gate)
+        dgate, dup = up * s * (1 + gate * (1 - s)), gate * s
+    rows, columns = preactivation.shape
+    parts = preactivation.new_zeros(rows, 2, columns // 2)
+    parts[:, 0, :inner], parts[:, 1, :inner] = dy.float() * dgate, dy.float() * dup
+    return parts.view(rows, 2, columns // (2 * block), block).transpose(1, 2).reshape(rows, columns)
+
+
+def halves(preactivation: Tensor, inner: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return float32 gate and up [rows, I] of columns that `pack` interleaved."""
+    parts = preactivation.float().view(preactivation.shape[0], preactivation.shape[1] // (2 * block), 2, block)
+    return parts[:, :, 0].flatten(1)[:, :inner], parts[:, :, 1].flatten(1)[:, :inner]
+
+
+def swiglu(preactivation: Tensor, inner: int, block: int) -> Tensor:
+    gate, up = halves(preactivation, inner, block)
+    return (torch.nn.functional.silu(gate) * up).to(preactivation.dtype)
+
+
+def gelu(preactivation: Tensor, inner: int, block: int) -> Tensor:
+    return torch.nn.functional.gelu(preactivation.float()).to(preactivation.dtype)
+
+
+def clamped(preactivation: Tensor, inner: int, block: int) -> Tensor:
+    gate, up = halves(preactivation, inner, block)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(preactivation.dtype)
+
+
+ACTIVATED: dict[str, Callable[[Tensor, int, int], Tensor]] = {"swiglu": swiglu, "gelu": gelu, "gpt_oss": clamped}
