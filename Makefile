@@ -67,6 +67,8 @@ structure:
 # The emulator, and of the kernels compiled for sm_90a those in float16 and what shows that the rules find what they are for.
 newest:
 	@$(MAKE) --no-print-directory with-newest VENV=.venv-newest TRITON=$(TRITON_NEWEST)
+	@WEFT_STOCK_TRITON=1 .venv-newest/bin/python -m pytest -n 2 --dist loadgroup tests/offline/test_stock.py tests/emulated/test_all_reduce.py \
+	  tests/emulated/test_ops.py -k "stock or test_every_plan_against_torch and 2] and not sequential"
 
 with-newest: install
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/emulator/test_triton.py tests/emulator/test_emulator.py \

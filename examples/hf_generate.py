@@ -1,4 +1,4 @@
-"""Generate tokens with a Transformers model that is split over all GPUs. One line gives its communication to weft.
+"""Generate tokens with a Transformers model that is split over all GPUs. One line runs its communication with weft.
 
 torchrun --nproc-per-node N examples/hf_generate.py meta-llama/Llama-3.1-8B-Instruct
 python examples/hf_generate.py --emulated     a small random model on two emulated ranks, on a CPU

@@ -1,4 +1,4 @@
-"""The start of the examples: `python FILE --emulated` on emulated ranks without a GPU, `torchrun --nproc-per-node N FILE` on GPUs."""
+"""Start an example: `python FILE --emulated` on emulated ranks without a GPU, `torchrun --nproc-per-node N FILE` on GPUs."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A tensor-parallel MLP in plain torch under torch.compile, whose GEMMs with collectives weft serves.
+"""A tensor-parallel MLP in plain torch under torch.compile; weft computes its GEMMs with collectives.
 
 On GPUs:            torchrun --nproc-per-node 8 examples/torch_async_tp.py
 On emulated ranks:  python examples/torch_async_tp.py --emulated  (the operators only, without torch.compile)
@@ -34,7 +34,7 @@ def main(world, tokens=16, hidden=64, inner=32):
 
 
 def compiled(world, tokens=1024, hidden=4096, inner=14336):
-    """Run torch's own tensor parallelism, sequence-parallel between its layers. One more line lets weft serve it."""
+    """Run torch's own tensor parallelism, sequence-parallel between its layers. One more line runs its operators with weft."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

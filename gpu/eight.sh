@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Everything that is checked and measured on a machine with eight GPUs, or with as many as there are, in calls that end by themselves
-# within MINUTES (9.5) and go on where the last one ended: checks with a rank on every GPU, what gpu/measure.sh measures, random calls, and
-# vLLM's mixes, where gpu/vllm.sh has put it. Results go to ${OUT:-gpu/out}, checks/*.json of them to python -m tests.gpu.gpu_record,
-# the rest as gpu/measure.sh says. Prints what is left, and exits with 0 once nothing is.
-# Environment: PARTS, some of checks measure fuzz vllm, in their order; MINUTES; RANKS, the GPUs that take part (all).
+# Checks and measures a machine with eight GPUs, or with as many as there are, in calls that end by themselves within MINUTES (9.5). A call
+# continues where the last one ended: checks with a rank on every GPU, the measurements of gpu/measure.sh, random calls, and vLLM's mixes
+# if gpu/vllm.sh has unpacked vLLM. Results are written to ${OUT:-gpu/out}: python -m tests.gpu.gpu_record reads checks/*.json, and
+# gpu/measure.sh names the places of the rest. The script prints what is left, and exits with 0 once nothing is.
+# Environment: PARTS, some of checks measure fuzz vllm, in this order; MINUTES; RANKS, the number of GPUs (all).
 set -u
 cd "$(dirname "$0")/.."
 out=${OUT:-gpu/out}
@@ -15,7 +15,7 @@ mkdir -p "$out/checks"
 
 minutes() { awk "BEGIN { print ($end - $SECONDS) / 60 }"; }
 
-checked() { # a part's name, then gpu/run.sh's parts; with what earlier calls have found in the record
+checked() { # a part's name, then gpu/run.sh's parts: run them, with the results of earlier calls in the record
   local name=$1 log=$out/checks/$1.log found; shift
   [ ! -f "$out/checks/$name.done" ] || return 0
   for found in "$out"/checks/*.json; do

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Measures a machine with several GPUs, whatever their number, in calls that end by themselves within MINUTES (9.5). The results go to
-# ${OUT:-gpu/out}; a call with the same folder goes on where the last one ended, prints what is left, and exits with 0 once nothing is.
-# First every step gets its seconds once, then those that were cut go on, and last those that failed are tried again. Then, where git is,
-# for machine <gpu>-x<N>:
+# Measures a machine with several GPUs in calls that end by themselves within MINUTES (9.5). Results are written to ${OUT:-gpu/out}; a call
+# with the same folder continues where the last one ended, prints what is left, and exits with 0 once nothing is. First every step runs
+# once for its seconds, then the steps that were cut continue, and last the steps that failed run again. Where git is, the results of
+# machine <gpu>-x<N> then belong here:
 #   profile/*.json              src/weft/planner/profiles/ (where it is while this runs, for "auto")
 #   predictions/*.jsonl         bench/results/<machine>/predictions/
 #   tuning/sweep.jsonl          bench/results/<machine>/tuning/<run>.jsonl, then python -m bench.pages.table <gpu>
@@ -10,9 +10,9 @@
 #   decoder/decoder-table.json  its rows of src/weft/planner/tables/<gpu>.json
 #   signaled/*.jsonl            bench/results/<machine>/signaled/<run>.jsonl
 #   results/*.jsonl             bench/results/<machine>/
-# and the pages again: make pages.
-# Environment: PARTS, some of the functions' names below, in their order; vllm needs what gpu/vllm.sh puts there, and is left out
-# otherwise; MINUTES; RANKS, the GPUs that take part (all).
+# and make pages writes the pages again.
+# Environment: PARTS, some of the functions' names below, in their order (vllm needs gpu/vllm.sh's packages, and is left out otherwise);
+# MINUTES; RANKS, the number of GPUs (all).
 set -u
 cd "$(dirname "$0")/.."
 out=${OUT:-gpu/out}
@@ -26,10 +26,10 @@ gpu=$(python3 -c 'import torch; print(torch.cuda.get_device_name(0).lower().repl
 sms=$(python3 -c 'import torch; print(torch.cuda.get_device_properties(0).multi_processor_count)')
 machine=$gpu-x$ranks
 made=$out/profile/$machine.json shipped=src/weft/planner/profiles/$machine.json
-started=60 # seconds at most from the time at which a program starts nothing further to its end
+started=60 # the most seconds that a program runs after its --seconds are over
 left=0
 
-step() { # name, seconds, then a command that takes --seconds: its turn, if this is the one
+step() { # name, seconds, then a command with an option --seconds: run it if this is its turn
   local name=$1 seconds=$2 began=$SECONDS room=$((end - SECONDS - started)) state rc; shift 2
   local kept=$out/state/$name log=$out/$name.log
   state=$(cat "$kept" 2>/dev/null || echo new)
@@ -46,16 +46,16 @@ step() { # name, seconds, then a command that takes --seconds: its turn, if this
   cat "$log.now" >> "$log" && rm "$log.now"
 }
 
-spmd() { # name, seconds, then a module and its options: on all ranks
+spmd() { # name, seconds, then a module and its options: run it on all ranks
   local name=$1 seconds=$2; shift 2
   step "$name" "$seconds" torchrun --nproc-per-node "$ranks" -m "$@"
 }
 
-whole() { # the same, of a program whose result is of one run: it begins again
+whole() { # the same for a program whose result is of one run: it begins anew
   again=$out/$1 spmd "$@"
 }
 
-use_profile() { # in part only where none is shipped
+use_profile() { # a profile that is not complete serves only if none is shipped
   [ -f "$made" ] || return 0
   if [ ! -f "$shipped" ] || grep -qs done "$out/state/profile"; then cp "$made" "$shipped"; fi
 }
@@ -79,7 +79,7 @@ signaled() {
   spmd signaled-ops 90 bench.measure.signaled --parts ops --modes graph --out "$out/signaled"
 }
 
-moe() { # with vLLM's experts and quack's, where gpu/vllm.sh and gpu/quack.sh have put them
+moe() { # with vLLM's experts and quack's if gpu/vllm.sh and gpu/quack.sh have unpacked them
   local quack=${AT_QUACK:-/dev/shm/weft-quack/site-packages} vllm=${AT_VLLM:-/dev/shm/weft-vllm}
   local -x PYTHONPATH=$PYTHONPATH:$quack:$quack/nvidia_cutlass_dsl/dsl_packages:$vllm VLLM_LOGGING_LEVEL=ERROR
   local -x QUACK_CACHE_DIR=${QUACK_CACHE_DIR:-/dev/shm/weft-quack-cache}
@@ -111,7 +111,7 @@ vllm() { # an engine takes 100 s to start
 
 rm -f "$out/profile/shipped"
 if [ -f "$shipped" ]; then cp "$shipped" "$out/profile/shipped"; fi
-# The checks' record goes by the content of src, so that it is left as it was.
+# The checks' record depends on the content of src, so the shipped profile is restored.
 trap 'if [ -f "$out/profile/shipped" ]; then mv "$out/profile/shipped" "$shipped"; else rm -f "$shipped"; fi' EXIT
 use_profile
 for turn in new cut failed report; do

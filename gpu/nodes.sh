@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Two nodes on one machine, by tests/gpu/gpu_nodes.py alone: 2 x 2 and 2 x 4 ranks, which share the GPUs where those are fewer; results, graphs,
-# and a peer, a node and a killed node that stay away. Ends by itself within 10 minutes. Logs and JSON go to ${OUT:-gpu/out}; gpu/run.sh
-# makes the same checks among all others.
+# Runs tests/gpu/gpu_nodes.py alone: two nodes on one machine, with 2 x 2 and 2 x 4 ranks, which share GPUs if there are fewer. It checks
+# results and graphs, and that a rank or node that does not come, or is killed, ends in an error. The script ends by itself within
+# 10 minutes and writes logs and JSON to ${OUT:-gpu/out}; gpu/run.sh makes the same checks among all others.
 set -u
 cd "$(dirname "$0")/.."
 out=${OUT:-gpu/out} failed=0
@@ -14,7 +14,7 @@ for ranks in 4 8; do
     > "$out/nodes-$ranks.log" 2>&1 || { failed=1; echo "two nodes, $ranks ranks: FAILED"; }
   grep -E "passed|failed|FAILED" "$out/nodes-$ranks.log" | tail -3
 done
-for kind in peer node killed; do  # beside each other: they wait, and each holds little of the GPU
+for kind in peer node killed; do  # at the same time: they wait, and each needs little of the GPU
   timeout -k 5 200 python3 -m tests.gpu.gpu_nodes --away $kind --ranks 4 --out "$out/nodes-away-$kind.json" > "$out/nodes-away-$kind.log" 2>&1 &
 done
 wait

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# quack on a GPU machine that cannot install it, in parts small enough to carry, and what is measured with it on one GPU:
-#   gpu/quack.sh pack WHEELS           where there is a network: .quack/{0,1,..}/, of a folder with quack's wheel and those it needs
-#   gpu/quack.sh carry N [M ..] [last] on the GPU machine, one call after the other: keeps the parts, and unpacks all behind the last
-#   gpu/quack.sh check                 there: compiles the forms of its grouped GEMMs and checks them, 100 s at most
-#   gpu/quack.sh moe [WORDS]           there: bench.measure.moe_one_gpu within SECONDS_OF (270), also with vLLM where gpu/vllm.sh has
-#                                      put it; WORDS: other arguments than MOE's. Rows go to bench/results/<gpu>-x1/moe_one_gpu.jsonl
+# Installs quack on a GPU machine without a network, in parts that are small enough to carry, and measures with it on one GPU:
+#   gpu/quack.sh pack WHEELS           with a network: pack a folder of quack's wheel and its requirements into .quack/{0,1,..}/
+#   gpu/quack.sh carry N [M ..] [last] on the GPU machine, call by call: keep the parts, and unpack all of them after the last
+#   gpu/quack.sh check                 on it: compile the forms of quack's grouped GEMMs and check them, within 100 s
+#   gpu/quack.sh moe [WORDS]           on it: run bench.measure.moe_one_gpu within SECONDS_OF (270), with vLLM if gpu/vllm.sh has
+#                                      unpacked it; WORDS replace the arguments MOE. The rows belong in
+#                                      bench/results/<gpu>-x1/moe_one_gpu.jsonl
 set -eu
 cd "$(dirname "$0")/.."
 parts=.quack
-at=${AT:-/dev/shm/weft-quack/site-packages} # quack takes a library for what does not change only under a folder of this name
+at=${AT:-/dev/shm/weft-quack/site-packages} # quack treats a library as unchanging only in a folder of this name
 vllm=${AT_VLLM:-/dev/shm/weft-vllm}
 out=${OUT:-gpu/out}
 limit=${SECONDS_OF:-270}
@@ -44,7 +45,7 @@ check() {
   timeout 110 python3 -c 'from bench.common.quack_moe import FORMS, usable; print(len(usable(100)), "forms of", len(FORMS))'
 }
 
-moe() { # starts again where a method has lost the GPU, without it
+moe() { # if a method has lost the GPU, start again without it
   mkdir -p "$out"
   local left
   for _ in 1 2 3; do

@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
-# The plugin in vLLM 0.26 (torch 2.11) on a GPU machine that cannot install it, in parts small enough to carry, each at most 64 MiB:
-#   gpu/vllm.sh pack              where there is a network: .venv-vllm-parts/{0,1,..}/, of vLLM what it needs there, flashinfer,
-#                                 and the other dependencies that the GPU machine lacks
-#   gpu/vllm.sh carry N [last]    on the GPU machine, once a part, one call after the other: keeps part N, and unpacks all
-#                                 parts into $AT behind the last
-#   gpu/vllm.sh missing           there: which modules vLLM still lacks
-#   gpu/vllm.sh serve WORDS       there: bench.measure.vllm_serving WORDS
-#   gpu/vllm.sh run 1             there: one rank, on which the plugin has nothing to serve
-#   gpu/vllm.sh run N             there: N ranks that share the GPU, without and with the plugin, whose answers are compared
-# It needs nvcc there, by which flashinfer compiles its all-reduce.
-# FlashAttention 2's library is left out; FlashAttention 3 serves Hopper.
+# Installs vLLM 0.26 (torch 2.11) on a GPU machine without a network, in parts of at most 64 MiB, and runs weft's plugin in it:
+#   gpu/vllm.sh pack              with a network: pack vLLM, flashinfer and the other packages that the GPU machine lacks into
+#                                 .venv-vllm-parts/{0,1,..}/
+#   gpu/vllm.sh carry N [last]    on the GPU machine, once for each part, call by call: keep part N, and unpack all parts into $AT after
+#                                 the last
+#   gpu/vllm.sh missing           on it: print the modules that vLLM still lacks
+#   gpu/vllm.sh serve WORDS       on it: run bench.measure.vllm_serving WORDS
+#   gpu/vllm.sh run 1             on it: run one rank, on which the plugin has nothing to serve
+#   gpu/vllm.sh run N             on it: compare the answers of N ranks that share the GPU, without and with the plugin
+# flashinfer compiles its all-reduce by nvcc, which the machine must have. FlashAttention 2's library is not packed, because
+# FlashAttention 3 serves Hopper.
 set -eu
 cd "$(dirname "$0")/.."
 parts=.venv-vllm-parts
 at=${AT:-/dev/shm/weft-vllm}
 out=${OUT:-gpu/out}
 export PYTHONPATH=$at:$PWD/src:$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
-# flashinfer's fused all-reduce without NVLink multicast: "trtllm"; vLLM would try "mnnvl" first.
+# "trtllm" is flashinfer's fused all-reduce without NVLink multicast; vLLM would try "mnnvl" first.
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_FLASHINFER_ALLREDUCE_BACKEND=trtllm NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 
-# What vLLM and flashinfer require and the GPU machine lacks. It has torch, Triton, Transformers, numpy and nvcc. Left out as big and unused
-# for models in bf16: cutlass-dsl, cutile, cudnn-frontend, tilelang, quack, humming, tokenspeed and the decoders of video.
+# The requirements of vLLM and flashinfer that the GPU machine lacks; it has torch, Triton, Transformers, numpy and nvcc. These are not packed,
+# because they are big and models in bf16 do not use them: cutlass-dsl, cutile, cudnn-frontend, tilelang, quack, humming, tokenspeed and the decoders of video.
 lacks=(vllm==0.26.0
   annotated-types==0.8.0 anthropic==2.14.0 apache-tvm-ffi==0.1.10 astor==0.8.1 blake3==1.0.11 cachetools==8.0.2 cbor2==6.3.0 cffi==2.1.1
   compressed-tensors==0.17.0 cryptography==50.0.2 depyf==0.20.0 dill==0.4.1 dnspython==2.9.2 docstring-parser==0.18.0
@@ -57,7 +57,7 @@ pack() {
   du -sm "$parts"/*
 }
 
-carry() { # keeps part N; the last one, with a word behind its number, also unpacks them all
+carry() { # keep part N and, with a word after its number, unpack all parts
   mkdir -p "$at"
   mv "$parts/$1/part" "$at.part$1"
   if [ "${2:-}" ]; then
@@ -67,7 +67,7 @@ carry() { # keeps part N; the last one, with a word behind its number, also unpa
   fi
 }
 
-entry_points() { # weft's, as an installed weft has them: vLLM finds its plugins so
+entry_points() { # write weft's entry points, by which vLLM finds its plugins
   python3 - "$at" <<'PY'
 import sys, tomllib
 from pathlib import Path
@@ -83,7 +83,7 @@ groups = project["entry-points"].items()
 PY
 }
 
-missing() { # names, one a line, as far as an import of the engine says them; what is named is stood in for to find the next
+missing() { # print a name a line: each module that an import of the engine lacks is replaced by a stand-in to find the next
   python3 - <<'PY'
 import importlib, sys, types
 from unittest import mock

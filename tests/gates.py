@@ -18,7 +18,8 @@ import pytest
 
 
 def some(cases: Iterable[Any], quick_cases: int = 1) -> list[Any]:
-    """For `parametrize`: all cases, of which those behind the first few are left to `make gates`. A tuple is of several names."""
+    """Return all cases for `parametrize`, with those after the first few marked for `make gates`. A tuple gives the
+    values of several names."""
 
     def left(case: Any) -> Any:
         return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.gate)

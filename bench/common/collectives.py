@@ -1,5 +1,5 @@
-"""The library's all-gather and reduce-scatter of rows, as torch.autograd has them beside cuBLAS: what layers that train are
-compared with. And what the same computation takes without them, under which no overlap comes."""
+"""NCCL's all-gather and reduce-scatter of rows under torch.autograd beside cuBLAS, the baseline for layers that train, and the same
+computation without communication, which is the limit of all overlap."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """NCCL's, on the caller's stream, of as even parts as there are."""
+    """NCCL's collectives on the caller's stream, over parts that are as even as possible."""
 
     def __init__(self, world: weft.World) -> None:
         self.world = world
@@ -38,8 +38,9 @@ class Collectives:
 
 
 class Elided(Collectives):
-    """None: in place of a sum this rank's rows of its own part, in place of a gather what the same one of the first pass
-    gave. So each rank computes all that it computes beside the library's, experts on the same routes."""
+    """Collectives without communication. `sum` returns this rank's rows of its own part, and `gather` returns what the
+    same call of the first pass returned, so that each rank computes all that it computes with NCCL, with its experts on
+    the same routes."""
 
     def __init__(self, world: weft.World) -> None:
         super().__init__(world)
@@ -47,7 +48,7 @@ class Elided(Collectives):
         self.next_kept = 0
 
     def passes(self, fn: Callable[[], T]) -> Callable[[], T]:
-        """Return `fn` as one pass: the same collectives in the same order in every call."""
+        """Return `fn` as one pass, in each call of which the same collectives run in the same order."""
 
         def run() -> T:
             self.next_kept = 0
@@ -66,7 +67,7 @@ class Elided(Collectives):
 
 
 class Gathered(torch.autograd.Function):
-    """The all-gather of rows, as many of every rank; backward the reduce-scatter."""
+    """The all-gather of rows, where every rank has the same number; the backward pass is the reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
@@ -79,7 +80,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Scattered(torch.autograd.Function):
-    """The reduce-scatter of rows; backward the all-gather."""
+    """The reduce-scatter of rows; the backward pass is the all-gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:

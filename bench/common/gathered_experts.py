@@ -1,6 +1,6 @@
-"""An MoE layer as vLLM runs it by default with its experts over data-parallel ranks: NCCL gathers all ranks' tokens and routes in one
-launch, each rank applies its own experts to the tokens that chose them, and NCCL reduce-scatters the sums. The experts are vLLM's
-`fused_experts`, in its tuned tiles where it has some for the GPU, or quack's grouped GEMMs. The router is weft's."""
+"""An MoE layer as vLLM runs it by default with experts over data-parallel ranks: NCCL gathers all ranks' tokens and routes in one launch,
+each rank applies its own experts to the tokens that chose them, and NCCL reduce-scatters the sums. The experts are vLLM's
+`fused_experts`, with vLLM's tuned tiles for the GPU if it has any, or quack's grouped GEMMs. The router is weft's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 import weft
 from bench.common.quack_moe import QuackExperts, local_routes, usable
 from bench.common.timing import time_interleaved
-from weft.backends import library_gemm
 from weft.backends.library_gemm import Form
+from weft.integrations import quack
 
 if TYPE_CHECKING:
     from bench.measure.moe import Layer
@@ -25,7 +25,7 @@ Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # all tokens, ids, weights
 
 
 def gathered(layer: Layer) -> list[Tensor]:
-    """Return tokens, ids and weights of all ranks, of the layer's next routing."""
+    """Return the tokens, ids and weights of all ranks for the layer's next routing."""
     world, parts = layer.world, layer.routed()
     sent = [part.contiguous().view(torch.uint8) for part in parts]
     whole = [world.empty((world.size * len(part), part.shape[1]), torch.uint8) for part in sent]
@@ -65,7 +65,7 @@ def vllm_experts(layer: Layer) -> Experts:
 
 
 def quack_experts(layer: Layer, forms: Sequence[Form]) -> Experts:
-    """Return quack's GEMMs in the forms that are the fastest for one routing of the layer."""
+    """Return quack's GEMMs in the forms that were fastest for one routing of the layer."""
     world, local = layer.world, layer.model.experts // layer.world.size
     experts = QuackExperts(world, layer.w13, layer.w2, layer.model.k)
 
@@ -79,26 +79,26 @@ def quack_experts(layer: Layer, forms: Sequence[Form]) -> Experts:
 
 
 def installed(world: weft.World, seconds: float = 75) -> tuple[dict[str, Callable[[Layer], Experts]], dict[str, str]]:
-    """Return what makes each library's experts, and the versions, of those that are here. Rank 0 compiles quack's forms within
-    `seconds`. Collective."""
+    """Return, for each library that is installed, a function that makes its experts, and its version. Rank 0 compiles
+    quack's forms within `seconds`. Collective."""
     makers: dict[str, Callable[[Layer], Experts]] = {}
     versions: dict[str, str] = {}
     if version := vllm_version():
         makers["vllm"], versions["vllm"] = vllm_experts, version
-    if lacks := library_gemm.lacks():
+    if lacks := quack.lacks():
         print(f"rank {world.rank}, quack: {lacks}", flush=True)
         return makers, versions
     shared = [usable(seconds) if world.rank == 0 else None]
     dist.broadcast_object_list(shared)
     if forms := shared[0]:
-        makers["quack"], versions["quack"] = partial(quack_experts, forms=forms), str(library_gemm.installed())
+        makers["quack"], versions["quack"] = partial(quack_experts, forms=forms), str(quack.installed())
     return makers, versions
 
 
 def vllm_version() -> str | None:
     try:
         import vllm
-    except Exception as error:  # a library may raise anything if its dependencies do not suit it
+    except Exception as error:  # a library may raise anything if its dependencies have other versions
         print(f"vllm: {type(error).__name__}: {error}"[:300], flush=True)
         return None
     return str(vllm.__version__)

@@ -1,5 +1,5 @@
-"""What weft is measured against: cuBLAS + NCCL, torch's own fused ops, and quack's all-gather + GEMM where it is installed. Each
-takes and gives what weft's op does."""
+"""The baselines of weft's ops: cuBLAS + NCCL, torch's own fused ops, and quack's all-gather + GEMM if it is installed. Each has the same
+operands and result as weft's op."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch.distributed._symmetric_memory as symm
 
 import weft
 from weft.backends import library_gemm
+from weft.integrations import quack
 from weft.op import Op
 
 Run = Callable[[], object]
 
 
 def cublas_nccl(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> Run:
-    """Return a function that runs the library GEMM and the library collective, one after the other, outputs allocated by the
+    """Return a function that runs cuBLAS's GEMM and NCCL's collective one after the other, with outputs from the
     caching allocator."""
     if op == "all_gather_matmul":
 
@@ -56,7 +57,8 @@ def cublas_nccl_mlp(x: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor, wo
 
 
 def torch_fused(op: str, x: torch.Tensor, w: torch.Tensor) -> Run | None:
-    """Return a call of torch.distributed's asynchronous tensor parallelism (symmetric memory); None for an op that it lacks."""
+    """Return a call of torch.distributed's asynchronous tensor parallelism (symmetric memory), or None for an op that
+    it lacks."""
     group = dist.group.WORLD.group_name
     symm.enable_symm_mem_for_group(group)
     if op == "all_gather_matmul":
@@ -66,10 +68,10 @@ def torch_fused(op: str, x: torch.Tensor, w: torch.Tensor) -> Run | None:
     return None
 
 
-def quack(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Run]:
-    """Return quack's all-gather + GEMM by name, in each form of its GEMM that weft tries; for CUDA graphs. Empty where quack
-    cannot run."""
-    if op != "all_gather_matmul" or library_gemm.lacks() is not None:
+def quack_runs(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Run]:
+    """Return quack's all-gather + GEMM, by name, in each form of its GEMM that weft tries; it needs CUDA graphs. Empty
+    where quack cannot run."""
+    if op != "all_gather_matmul" or quack.lacks() is not None:
         return {}
     from quack.distributed import AllGatherRunner
     from quack.gemm import gemm
@@ -87,26 +89,27 @@ def quack(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Ru
 
         return run
 
-    fit = [form for form in library_gemm.FORMS if x.shape[0] % (form.tile_m * form.cluster_m) == 0]
+    fit = [form for form in quack.FORMS if x.shape[0] % (form.tile_m * form.cluster_m) == 0]
     return {f"quack {form.tile_m}x{form.tile_n}": run_of(form) for form in fit}
 
 
 def without_quack(run: Run) -> Run:
-    """Return `run` as it runs where quack is not installed."""
+    """Return a function that calls `run` as if quack were not installed."""
 
     def alone() -> object:
-        lacks, library_gemm.lacks = library_gemm.lacks, lambda: "left out"
-        knowledge, Op.table_version = Op.table_version, -1 - Op.table_version  # what "auto" decides then is kept apart
+        lacks, quack.lacks = quack.lacks, lambda: "left out"
+        # "auto" keeps its decisions of another table version apart.
+        knowledge, Op.table_version = Op.table_version, -1 - Op.table_version
         try:
             return run()
         finally:
-            library_gemm.lacks, Op.table_version = lacks, knowledge
+            quack.lacks, Op.table_version = lacks, knowledge
 
     return alone
 
 
 def collective(op: str, m: int, n: int, k: int, world: int, dtype: torch.dtype) -> Run:
-    """Return a call of the library's collective alone, on this op's sizes."""
+    """Return a call of NCCL's collective alone, on this op's sizes."""
     cols = k if op == "all_gather_matmul" else n
     full = torch.randn(m, cols, device="cuda", dtype=dtype)
     part = torch.randn(m // world, cols, device="cuda", dtype=dtype)
@@ -118,7 +121,8 @@ def collective(op: str, m: int, n: int, k: int, world: int, dtype: torch.dtype) 
 
 
 def link_rate(world: weft.World) -> float:
-    """Return the GB/s that a copy engine pulls from the next rank while every rank does the same, 64 MiB, CUDA graph."""
+    """Return the GB/s at which a copy engine pulls 64 MiB from the next rank in a CUDA graph while every rank does the
+    same."""
     from bench.common.timing import time_interleaved
 
     memory = world.symmetric((64 << 20,), torch.uint8, "link probe")

@@ -7,10 +7,11 @@ import contextlib
 import datetime
 import functools
 import gc
+import math
 import os
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import weft
 from bench.common import peers
 from bench.common.resume import BEGAN, keep, unfinished
+from bench.common.timing import RIGHT
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -36,13 +38,16 @@ def commit() -> str:
 
 
 def options(
-    words: Sequence[str] | None = None, choices: Mapping[str, Collection[str]] | None = None, **defaults: Any
+    words: Sequence[str] | None = None,
+    choices: Mapping[str, Collection[str]] | None = None,
+    seconds: float = 1e9,
+    **defaults: Any,
 ) -> argparse.Namespace:
     """Return the values of --out DIR, which is made, of --seconds, after which no case begins, and of an option for each default. An
     option has the type of its default: a list accepts several words, and False becomes a switch."""
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--seconds", type=float, default=1e9)
+    p.add_argument("--seconds", type=float, default=seconds)
     for name, default in defaults.items():
         flag, allowed = f"--{name.replace('_', '-')}", (choices or {}).get(name)
         if default is False:
@@ -62,7 +67,8 @@ class Program:
     def __init__(self, a: argparse.Namespace, file: str, world: weft.World | None = None, **fixed: Any) -> None:
         self.a, self.file, self.world = a, file, world or weft.init()
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.fixed = dict(world=self.world.size, commit=commit(), date=date, **fixed)
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        self.fixed = dict(world=self.world.size, gpu=gpu, commit=commit(), date=date, **fixed)
 
     @functools.cached_property
     def link(self) -> float:
@@ -105,3 +111,21 @@ class Program:
 def gains(times: Mapping[str, float], base: str) -> str:
     """Return each method's us, and how many times as fast as the base it was."""
     return " | ".join(f"{name} {us:.0f} ({times[base] / us:.2f}x)" for name, us in times.items())
+
+
+def worst_error(
+    world: weft.World, name: str, call: Callable[[], Any], error: Callable[[Any], float] = lambda result: 0.0
+) -> float:
+    """Return the largest error of two calls on any rank, infinity if a rank raises an exception. A method whose error is not below RIGHT
+    is printed, and the caller leaves it out. Collective."""
+    largest, reason = 0.0, ""
+    try:
+        for _ in range(2):
+            largest = max(largest, error(call()))
+        world.synchronize()
+    except Exception as e:
+        largest, reason = math.inf, repr(e)[:300]
+    largest, reason = max(world.exchange((largest, reason)))
+    if not largest < RIGHT and world.rank == 0:
+        print(f"left out: {name}: {largest} {reason}", flush=True)
+    return largest

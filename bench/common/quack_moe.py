@@ -2,7 +2,7 @@
 by an index and has the SwiGLU in its epilogue, GEMM 2 writes its rows in the order of the experts, and one kernel sums every token's rows.
 
 Router and tables are weft's (`moe.gate`, `share`, `build_tables`, with tiles of one row, so that no row is padded): four launches, cheaper
-than a sort, and nothing waits for the host. The sum is weft's too, as weft sums its own rows. What is quack's are the two GEMMs.
+than a sort, and without a wait for the host. weft's kernel also sums the rows. The two GEMMs are quack's.
 
 `python -m bench.common.quack_moe TILE_M TILE_N CLUSTER_M PINGPONG` compiles both GEMMs in one form into quack's cache and checks them; it
 exits with 0 if they are right.
@@ -32,8 +32,8 @@ from weft.kernel_launch import prepared
 from weft.ops.moe.expert_parallel.kernels import store_sums, weighted_sum
 from weft.ops.moe.routing.route_tables import build_tables, share
 
-# What quack 0.6.5 tunes on Hopper for a GEMM that gathers; and single CTAs and tiles of 64 rows, which it does not try, for experts with
-# few rows.
+# The forms that quack 0.6.5 tunes on Hopper for a GEMM that gathers and, for experts with few rows, single CTAs and tiles of 64 rows,
+# which it does not try.
 FORMS = (
     *(Form(128, n, cluster, True) for n in (128, 160, 192) for cluster in (2, 1)),
     *(Form(128, 256, cluster, False) for cluster in (2, 1)),
@@ -47,8 +47,9 @@ BUFFER = "quack"  # tables of their own, without a list of tiles
 
 
 class Routed(NamedTuple):
-    """Routes in the order of their experts, int32 but for weights: starts [E + 1] of every expert's rows, tokens [T k] of the rows,
-    route_rows [T k], the row of every route, and its weight, float32 [1, T, k]."""
+    """Routes in the order of their experts, int32 but for the weights: starts [E + 1] of every expert's rows; tokens [T
+    k], the token of each row; route_rows [T k], the row of every route; and the weight of every route, float32 [1, T,
+    k]."""
 
     starts: torch.Tensor
     tokens: torch.Tensor
@@ -74,7 +75,8 @@ def _sum_routes(world: weft.World, tokens: int, h: int, k: int) -> weft.Launch:
 
 
 def interleaved(w13: torch.Tensor) -> torch.Tensor:
-    """[E, 2 I, H] of gate rows, then up rows, with the rows in pairs, as quack's gated epilogue takes them."""
+    """Return [E, 2 I, H] with gate rows and up rows in pairs, as quack's gated epilogue needs them, from gate rows
+    followed by up rows."""
     return torch.stack(w13.chunk(2, 1), 2).flatten(1, 2)
 
 
@@ -82,7 +84,9 @@ def interleaved(w13: torch.Tensor) -> torch.Tensor:
 def _config(form: Form) -> Any:
     from quack.gemm_config import GemmConfig
 
-    tile_m, tile_n, cluster_m, pingpong = form  # one object a form: quack keys what it has prepared by its identity
+    tile_m, tile_n, cluster_m, pingpong = (
+        form  # one object for each form, because quack prepares by the object's identity
+    )
     return GemmConfig(
         tile_m=tile_m, tile_n=tile_n, pingpong=pingpong, cluster_m=cluster_m, cluster_n=1, is_dynamic_persistent=False
     )
@@ -91,7 +95,7 @@ def _config(form: Form) -> Any:
 def gated_gemm(
     form: Form, x: torch.Tensor, w13: torch.Tensor, starts: torch.Tensor, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """[rows, I]: SwiGLU of x [T, H] at `tokens` @ w13 [E, 2 I, H] transposed, of interleaved rows."""
+    """Return [rows, I], the SwiGLU of x [T, H] at `tokens` @ w13 [E, 2 I, H] transposed, whose rows are interleaved."""
     from quack.gemm_interface import gemm_gated
 
     _, hidden = gemm_gated(
@@ -108,7 +112,7 @@ def gated_gemm(
 
 
 def second_gemm(form: Form, hidden: torch.Tensor, w2: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """[rows, H]: hidden [rows, I] @ w2 [E, H, I] transposed."""
+    """Return [rows, H], hidden [rows, I] @ w2 [E, H, I] transposed."""
     from quack.gemm import gemm
 
     y = hidden.new_empty(hidden.shape[0], w2.shape[1])
@@ -118,7 +122,8 @@ def second_gemm(form: Form, hidden: torch.Tensor, w2: torch.Tensor, starts: torc
 
 
 class QuackExperts:
-    """A layer's experts, in the forms `first` and `second`. w13 [E, 2 I, H], w2 [E, H, I]: as `moe.moe` takes them unpacked."""
+    """A layer's experts, with GEMMs in the forms `gated_form` and `down_form`. w13 [E, 2 I, H], w2 [E, H, I]: the
+    operands of `moe.moe`, unpacked."""
 
     def __init__(self, world: weft.World, w13: torch.Tensor, w2: torch.Tensor, k: int) -> None:
         self.world, self.w13, self.w2, self.k = world, interleaved(w13), w2, k
@@ -132,7 +137,7 @@ class QuackExperts:
         return Routed(tables.offsets, tables.sources[: tokens * self.k], tables.route_rows, weights_all)
 
     def experts(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
-        """[T k, H], the rows in the order of the experts. Row 0 is finite even where no expert has a row."""
+        """Return [T k, H], the rows in the order of the experts. Row 0 is finite even where no expert has a row."""
         hidden = gated_gemm(self.gated_form, x, self.w13, routed.starts, routed.tokens)
         y = second_gemm(self.down_form, hidden, self.w2, routed.starts)
         y[:1].nan_to_num_()
@@ -142,7 +147,7 @@ class QuackExperts:
         return self.sums(x, self.routed(logits))
 
     def sums(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
-        """[T, H]: every token's weighted sum over its routes."""
+        """Return [T, H], every token's weighted sum over its routes."""
         world, (tokens, h) = self.world, x.shape
         stream, out = world.current_stream(), torch.empty_like(x)
         if x.is_cuda:
@@ -155,15 +160,15 @@ class QuackExperts:
         return out
 
     def tune(self, x: torch.Tensor, routed: Routed, forms: Sequence[Form], time_of: TimeOf) -> None:
-        """Take the fastest of these forms for each GEMM, of this routing. Raises RuntimeError where none runs."""
+        """Set the fastest of these forms for each GEMM of this routing. Raises RuntimeError if no form runs."""
         self.gated_form = fastest({f: lambda f=f: gated_gemm(f, x, self.w13, *routed[:2]) for f in forms}, time_of)
         hidden = gated_gemm(self.gated_form, x, self.w13, *routed[:2])
         self.down_form = fastest({f: lambda f=f: second_gemm(f, hidden, self.w2, routed[0]) for f in forms}, time_of)
 
 
 def local_routes(ids: torch.Tensor, weights: torch.Tensor, first_expert: int, local: int) -> Routed:
-    """Routes to the `local` experts from `first_expert` on, as `QuackExperts.sums` takes them. Rows of routes to other experts come last, behind
-    those of `starts`, so that no GEMM computes them; such a route reads row 0 with weight 0."""
+    """Return the routes to the `local` experts from `first_expert` on, for `QuackExperts.sums`. Rows of routes to other
+    experts follow those of `starts`, so that no GEMM computes them; such a route reads row 0 with weight 0."""
     expert = ids.flatten().long() - first_expert
     is_local = (expert >= 0) & (expert < local)
     in_order, order = torch.where(is_local, expert, local).sort(stable=True)
@@ -174,14 +179,14 @@ def local_routes(ids: torch.Tensor, weights: torch.Tensor, first_expert: int, lo
 
 
 def fastest(fns: Mapping[Form, Callable[[], torch.Tensor]], time_of: TimeOf) -> Form:
-    """The form of the least time, of those that run."""
+    """Return the form with the least time among the forms that run."""
     runs: dict[str, Callable[[], object]] = {}
     forms, reason = {str(form): form for form in fns}, ""
     for form, fn in fns.items():
         try:
             fn()
             runs[str(form)] = fn
-        except Exception as error:  # not every form takes every shape
+        except Exception as error:  # some forms support only some shapes
             reason = f"{type(error).__name__}: {error}"
     if not runs:
         raise RuntimeError(f"no form of quack's GEMM runs; the last one: {reason}")
@@ -190,8 +195,8 @@ def fastest(fns: Mapping[Form, Callable[[], torch.Tensor]], time_of: TimeOf) -> 
 
 
 def usable(seconds: float, forms: Sequence[Form] = FORMS) -> list[Form]:
-    """The forms that are right, as far as `seconds` allow to try them. Where quack has a folder for what it compiles (QUACK_CACHE_DIR),
-    each is tried once."""
+    """Return the forms with right results among those that could be tried within `seconds`. Where quack has a folder
+    for what it compiles (QUACK_CACHE_DIR), each form is tried once."""
     kept = Path(os.environ["QUACK_CACHE_DIR"]) / "right.json" if "QUACK_CACHE_DIR" in os.environ else None
     verdicts = {Form(*form): right for *form, right in json.loads(kept.read_text())} if kept and kept.exists() else {}
     verdicts |= tried(seconds, [form for form in forms if form not in verdicts])
@@ -201,8 +206,8 @@ def usable(seconds: float, forms: Sequence[Form] = FORMS) -> list[Form]:
 
 
 def tried(seconds: float, forms: Sequence[Form]) -> dict[Form, bool]:
-    """Whether each form is right that a process of its own has tried within `seconds`, all at once, one a core. What they compile is in
-    quack's cache."""
+    """Return, for each form that a process tried within `seconds`, whether its result was right. All cores try forms at
+    once, and what they compile stays in quack's cache."""
     waiting, running, verdicts = list(forms), dict[Form, subprocess.Popen[bytes]](), dict[Form, bool]()
     deadline = time.time() + seconds
     while (waiting or running) and time.time() < deadline:
@@ -222,7 +227,7 @@ def tried(seconds: float, forms: Sequence[Form]) -> dict[Form, bool]:
 
 
 def check(form: Form) -> None:
-    """Both GEMMs in this form, of ragged groups, one of them empty, against float32."""
+    """Check both GEMMs in this form against float32, with ragged groups, one of which is empty."""
     generator = torch.Generator("cuda").manual_seed(0)
     x, w13, w2 = (
         torch.randn(*shape, device="cuda", generator=generator).bfloat16() * 0.1

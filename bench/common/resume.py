@@ -1,4 +1,4 @@
-"""Measurements that end in a given time, and that the next run with the same folder and arguments goes on with."""
+"""Measurements that end within a given time, and that the next run with the same folder and arguments continues."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import weft
 
-BEGAN = time.time()  # of the program, near enough
+BEGAN = time.time()  # about the time at which the program began
 T = TypeVar("T")
 
 
 def arguments_of(words: Sequence[str]) -> str:
-    """Return a program's name and arguments, but for its folder and its time."""
+    """Return a program's name and arguments without its folder and its seconds."""
     kept = [Path(words[0]).stem, *words[1:]]
     for option in {"--out", "--seconds"}.intersection(kept):
         position = kept.index(option)
@@ -25,10 +25,12 @@ def arguments_of(words: Sequence[str]) -> str:
 
 
 def unfinished(world: weft.World | None, out: Path, cases: Mapping[str, T], seconds: float = 1e9) -> Iterator[T]:
-    """Yield, by their names, the cases of this program that OUT/cases.txt does not have as ended, until `seconds` of the program are over.
+    """Yield the cases of this program that OUT/cases.txt does not list as ended, until the program has run for
+    `seconds`.
 
-    A case ends when the next one is asked for. One that began in an earlier run and did not end comes last, since it may
-    have ended that run. Prints which are left. Collective; a program of one process has no World.
+    A case ends when the caller asks for the next one. A case that began in an earlier run and did not end comes last,
+    because it may have ended that run. The names of the cases that are left are printed. Collective; a program of one
+    process has no World.
     """
     path, is_rank_0 = out / "cases.txt", world is None or world.rank == 0
 

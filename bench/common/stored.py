@@ -1,10 +1,9 @@
-"""Measured calls of ops, read from bench/results, and a profile fitted to them, with which the predictor can be developed and
-judged without GPUs.
+"""Measured calls of ops from bench/results, and a profile fitted to them, with which the predictor can be developed and judged without GPUs.
 
-`rows` reads the rows that bench/measure/run.py wrote (the benchmark and its tuning runs). `fitted` makes a Profile of such rows. It
-takes GEMMs and collectives as the benchmark timed them alone (a collective also as the sequential call less its GEMM), and waves of
-tiles from a log of one GPU. Copies, barriers and slow-downs of a GEMM were not timed alone: least squares fits them to the decomposed
-plans' times. The profile's `source` says that it was fitted; it is never shipped.
+`rows` reads the rows of bench/measure/run.py (the benchmark and its tuning runs). `fitted` makes a Profile of such rows. GEMMs and
+collectives are as the benchmark timed them alone (a collective also as the sequential call minus its GEMM), and waves of tiles come from
+a log of one GPU. Copies, barriers and slow-downs of a GEMM were not timed alone: least squares fits them to the decomposed plans' times.
+The profile's `source` records that it was fitted; it is never shipped.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from weft.plans import Decomposed, Plan, Sequential
 
 RESULTS = Path(__file__).parents[1] / "results"
 OPS = tuple(collectives())
-OLD = ("x8-2",)  # runs of kernels that have changed since, from which no figure is made
+OLD = ("x8-2",)  # runs of kernels that have changed since; no figure uses them
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured call; rows of one `run` and shape were interleaved. gemm, comm: the us of the GEMM and of the collective alone, where the
-    run timed them. date: in ISO form, "" in old rows of tuning runs."""
+    """One measured call. Rows of one `run` and shape were interleaved. gemm, comm: the us of the GEMM and of the
+    collective alone, if the run timed them. date: in ISO form, "" in old rows of tuning runs."""
 
     run: str
     name: str
@@ -57,7 +56,7 @@ def plan_of(text: str) -> Plan | None:
 
 
 def rows(machine: str, results: Path = RESULTS) -> list[Row]:
-    """Return all rows of one machine's folder: those of tuning runs and those of the benchmark."""
+    """Return all rows of one machine's folder, from tuning runs and from the benchmark."""
     out = []
     for path in sorted((results / machine / "tuning").glob("*.jsonl")):
         for r in map(json.loads, path.read_text().splitlines()):
@@ -131,8 +130,8 @@ def fitted(measured: Sequence[Row], world: int) -> Profile:
 
 
 def _with_copies(profile: Profile) -> Profile:
-    """Return the profile with copies, barriers and contention that make the decomposed plans' predicted times fit the measured
-    ones."""
+    """Return the profile with copies, barriers and slow-downs such that the predicted times of decomposed plans are
+    closest to the measured ones."""
     calls = [r for r in profile.calls if json.loads(r.plan)["kind"] == "decomposed"]
     bare = replace(profile, calls=())
     start = dict(copy=6.0, rate=370.0, barrier=9.0, gemm=1.08, other=1.05, sum=6.0, nccl=1.2)

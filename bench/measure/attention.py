@@ -3,22 +3,21 @@
 torchrun --nproc-per-node N -m bench.measure.attention --out DIR [--shapes 32x32-16384-none ...] [--plans JSON ...] [--backward] [--torch]
          [--decoder 32768 ...] [--seconds S]
 
-Appends rows to DIR/attention.jsonl. A shape is "<heads>x<kv heads>-<S>-<none|causal|zigzag>", S the rows of all ranks or "<m>*",
-rows a rank; D is 128. `us` is a call in a CUDA graph, the slowest rank's median of interleaved rounds. "nccl+cudnn": two
-all-gathers and one call of the library; with a causal mask weft's sequential plan, since torch has no call for a part of a
-sequence. "compute alone": the library's calls that the mask needs, on keys that are there. "communication alone": the two
-all-gathers. overlap = (compute alone + communication alone - us) / communication alone. limit_us = max(FLOPs at RATE, bytes of
-the keys that a rank sees of others / the link's measured rate), of the rank that has most to do.
+The program appends rows to DIR/attention.jsonl. A shape is "<heads>x<kv heads>-<S>-<none|causal|zigzag>", where S counts the rows of all
+ranks, or is "<m>*" for m rows on each rank; D is 128. `us` is a call in a CUDA graph, the slowest rank's median of interleaved rounds.
+The method "nccl+cudnn" makes two all-gathers and one call of cuDNN; with a causal mask it is weft's sequential plan, because torch cannot
+compute a part of a sequence. "compute alone" makes the library's calls that the mask needs, on keys that have arrived. "communication
+alone" makes the two all-gathers. overlap = (compute alone + communication alone - us) / communication alone. limit_us = max(FLOPs at
+RATE, bytes of other ranks' keys that a rank reads / the link's measured rate), on the rank with the most work.
 
---decoder: context-parallel prefill of prompts of so many tokens (examples/context_parallel.py), LAYERS layers of Llama-3.1-8B's
-sizes; `op` "context_parallel_prefill", `M` tokens, `N` layers, `K` hidden size; "nccl+cudnn" is the sequential plan, and torch's
-context_parallel is there with --torch.
+--decoder times the context-parallel prefill of prompts of so many tokens (examples/context_parallel.py) through LAYERS layers of
+Llama-3.1-8B's sizes: `op` "context_parallel_prefill", `M` tokens, `N` layers, `K` hidden size; "nccl+cudnn" is the sequential plan.
+--torch adds torch's context_parallel.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import runpy
 import time
 from collections.abc import Callable, Iterator
@@ -32,10 +31,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import weft
-from bench.common import peers
-from bench.common.resume import keep, unfinished
+from bench.common.program import Program, options
 from bench.common.timing import error_of, time_interleaved
-from bench.measure.run import capturable, commit
+from bench.measure.run import capturable
 from weft.op import REGISTRY
 from weft.ops.attention import libraries
 from weft.ops.attention.key_ranges import KeyGroup, KeyRange, causal_key_ranges
@@ -83,7 +81,7 @@ class Shape:
 
 
 class Attention:
-    """One shape's operands on this rank, and ways to compute it."""
+    """One shape's operands on this rank, and the ways to compute it."""
 
     def __init__(self, world: weft.World, shape: Shape) -> None:
         self.world, self.shape = world, shape
@@ -110,7 +108,7 @@ class Attention:
         )
 
     def taken(self) -> Plan:
-        """Return the plan that "auto" took, after a call."""
+        """Return the plan that "auto" chose, after a call."""
         op, operands = REGISTRY["gathered_attention"], (self.q, self.k, self.v, None)
         call = op.check(self.world, operands, (self.shape.causal, None, 0, None, None, self.layout))
         return op.choose(self.world, call, "auto", True)
@@ -134,7 +132,7 @@ class Attention:
             self.library.forward(self.q[group.first_query :], *keys, False, D**-0.5)
 
     def limit(self, link: float) -> float:
-        """Return the us that a call takes at least. link: GB/s."""
+        """Return the least us of a call. link: GB/s."""
         shape, pairs, received = self.shape, 0.0, 0
         for block in self.key_ranges.local:
             pairs += shape.rows * (block.hi - block.lo) * (0.5 if block.causal else 1)
@@ -158,13 +156,15 @@ class Attention:
 
 @contextmanager
 def context_parallel(world: weft.World, rows: int, causal: bool, rotate: str) -> Iterator[Attend]:
-    """Yield torch's own context parallelism, by cuDNN, of `rows` rows of every rank, with the sequence split as torch likes:
-    zigzag with a mask."""
-    import torch.distributed.tensor.experimental._attention as cp  # torch's private module, which may be elsewhere
+    """Yield torch's own context parallelism over cuDNN for `rows` rows of every rank. With a mask torch needs the
+    sequence in the zigzag layout."""
+    import torch.distributed.tensor.experimental._attention as cp  # torch's private module, which another version may lack
 
     cp.set_rotate_method(rotate)
     cp._cp_options.enable_load_balance = causal
-    length = torch.empty(1, 1, rows * world.size, 1, device=world.device)  # of what is split, all that torch looks at
+    length = torch.empty(
+        1, 1, rows * world.size, 1, device=world.device
+    )  # torch reads only the length of the split buffer
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -179,9 +179,9 @@ def context_parallel(world: weft.World, rows: int, causal: bool, rotate: str) ->
 
 
 def timed(fns: dict[str, Run], world: weft.World, calls: int) -> dict[tuple[str, str], float]:
-    """Return us by name and mode, of CUDA graphs where all can be captured."""
+    """Return us by name and mode, in CUDA graphs if all functions can be captured."""
     for fn in fns.values():
-        fn()  # what "auto" tries is not captured
+        fn()  # "auto" times plans now, because a capture cannot
     mode = "graph" if all(world.exchange(all(map(capturable, fns.values())))) else "eager"
     return {(name, mode): us for name, us in time_interleaved(fns, mode=mode, calls=calls, rounds=5).items()}
 
@@ -189,15 +189,15 @@ def timed(fns: dict[str, Run], world: weft.World, calls: int) -> dict[tuple[str,
 def peers_of(
     world: weft.World, rows: int, causal: bool, calls: int, use: Callable[[Attend], Run]
 ) -> dict[tuple[str, str], float]:
-    """Return us by method and mode of use(torch's attention); not interleaved with the others, since torch changes what it calls
-    while it is on."""
+    """Return us by method and mode of use(torch's attention). These calls are not interleaved with the others, because
+    torch replaces its attention while context parallelism is on."""
     times = {}
     for rotate in ("allgather", "alltoall"):
         method = f"torch context_parallel, {rotate}"
         try:
             with context_parallel(world, rows, causal, rotate) as attention:
                 times |= timed({method: use(attention)}, world, calls)
-        except (ImportError, AttributeError, RuntimeError, ValueError, TypeError) as e:  # alike on all ranks
+        except (ImportError, AttributeError, RuntimeError, ValueError, TypeError) as e:  # on all ranks alike
             print(f"{method}: {e}"[:300], flush=True)
     return times
 
@@ -248,15 +248,7 @@ def measure(world: weft.World, text: str, a: argparse.Namespace, link: float) ->
     shape = dict(
         op="gathered_attention", name=f"{size.heads}x{size.kv_heads}-{total}-{mask}", M=total, N=size.heads, K=D
     )
-    fixed = dict(
-        world=world.size,
-        limit_us=round(case.limit(link), 1),
-        error=round(error, 5),
-        commit=commit(),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        link_gbs=round(link, 1),
-        library=case.library.name,
-    )
+    fixed = dict(limit_us=round(case.limit(link), 1), error=round(error, 5), library=case.library.name)
     rows = []
     for way, us in times.items():
         alone = way.endswith(" alone")
@@ -290,55 +282,26 @@ def decoded(world: weft.World, length: int, a: argparse.Namespace) -> list[dict]
     if a.torch:
         times |= peers_of(world, rows, True, 1, use)
     return [
-        dict(
-            op="context_parallel_prefill",
-            name=f"Llama-3.1-8B, {LAYERS} layers, {length}",
-            M=length,
-            N=LAYERS,
-            K=sizes["hidden_size"],
-            mode=mode,
-            method=way,
-            us=round(us, 1),
-            world=world.size,
-            commit=commit(),
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        )
+        dict(op="context_parallel_prefill", name=f"Llama-3.1-8B, {LAYERS} layers, {length}", M=length, N=LAYERS,
+             K=sizes["hidden_size"], mode=mode, method=way, us=round(us, 1))
         for (way, mode), us in times.items()
-    ]
+    ]  # fmt: skip
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--shapes", nargs="*", default=SHAPES)
-    p.add_argument("--plans", nargs="*", default=[], help="plans as JSON, timed beside auto")
-    p.add_argument(
-        "--backward", action="store_true", help="forward and backward too, in a graph where they can be captured"
-    )
-    p.add_argument("--decoder", nargs="*", default=[], type=int, help="tokens of prompts: a decoder's prefill too")
-    p.add_argument("--torch", action="store_true", help="torch's context_parallel too, in a run of its own")
-    p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
-    a = p.parse_args()
+    a = options(shapes=SHAPES, plans=[], backward=False, decoder=[], torch=False)
     a.plans = [Plan.from_json(plan) for plan in a.plans]
-    a.out.mkdir(parents=True, exist_ok=True)
-    start, world = time.time(), weft.init()
-    link = peers.link_rate(world)
-    for text in unfinished(world, a.out, {f"attention {shape}": shape for shape in a.shapes}, a.seconds):
-        rows = measure(world, text, a, link)
-        torch.cuda.empty_cache()
-        keep(world, a.out / "attention.jsonl", rows)
-        if world.rank == 0:
-            figures = " | ".join(
-                f"{r['method']} {r['us']:.0f}" + (f" ({r['overlap']})" if r.get("overlap") else "") for r in rows
-            )
-            print(f"{time.time() - start:.0f}s {rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} "
-                  f"error {rows[0]['error']} plan {rows[3]['plan']}: {figures}", flush=True)  # fmt: skip
-    for length in unfinished(world, a.out, {f"prefill {tokens}": tokens for tokens in a.decoder}, a.seconds):
-        rows = decoded(world, length, a)
-        keep(world, a.out / "attention.jsonl", rows)
-        if world.rank == 0:
-            print(rows[0]["name"], {row["method"]: row["us"] for row in rows}, flush=True)
-    dist.destroy_process_group()
+    run = Program(a, "attention.jsonl")
+    link = run.link
+    for text in run.cases({f"attention {shape}": shape for shape in a.shapes}):
+        rows = run.keep(measure(run.world, text, a, link))
+        figures = " | ".join(f"{r['method']} {r['us']:.0f} ({r.get('overlap')})" for r in rows)
+        bounds = f"limit {rows[0]['limit_us']} error {rows[0]['error']} plan {rows[3]['plan']}"
+        run.log(f"{rows[0]['name']} {bounds}: {figures}")
+    for length in run.cases({f"prefill {tokens}": int(tokens) for tokens in a.decoder}):
+        rows = run.keep(decoded(run.world, length, a))
+        run.log(rows[0]["name"], {row["method"]: row["us"] for row in rows})
+    run.end()
 
 
 if __name__ == "__main__":

@@ -1,42 +1,36 @@
-"""The benchmark of batch-invariant dense layers: weft's mode, vLLM's mode as it is rebuilt here, and what neither promises.
+"""The benchmark of batch-invariant dense layers: weft's mode, vLLM's mode as it is rebuilt here, and layers that promise nothing.
 
 torchrun --nproc-per-node N -m bench.measure.batch_invariance --out DIR [--models ...] [--tokens ...] [--seconds 420]
 
-A layer is the linears, sums, residual adds and norms of a Llama layer on N ranks: QKV, output, gate and up, SiLU-mul, down;
-in place of attention the output projection takes fixed rows. The methods, all in CUDA graphs, interleaved:
+A layer consists of the linears, sums, residual adds and norms of a Llama layer on N ranks: QKV, output, gate and up, SiLU-mul, down.
+The output projection reads fixed rows in place of attention's. All methods are interleaved, in CUDA graphs:
 
     weft norm        `matmul` and `all_reduce_rms_norm` on a batch-invariant World
-    weft rows        `matmul_all_reduce` and `rms_norm` there, with the sum under the GEMM
-    weft shards      `all_gather_matmul`, `matmul_reduce_scatter` and `rms_norm` of own rows there; the same bits as "weft rows"
+    weft rows        `matmul_all_reduce` and `rms_norm` on it, with the sum under the GEMM
+    weft shards      `all_gather_matmul`, `matmul_reduce_scatter` and `rms_norm` of own rows; the same bits as "weft rows"
     rebuilt          what vLLM 0.33 does with VLLM_BATCH_INVARIANT=1: a persistent Triton GEMM without TMA, a one-stage sum of
                      any size in the order of the ranks, add, and a norm of one program a row. The GEMM's tile and the sum's
                      programs are the fastest of a few for each shape, timed first: a better table than vLLM's own
-    auto             weft without the promise, the fastest of the three ways
-    libraries        cuBLAS, NCCL, add and norm in one kernel
+    auto ..          the same three ways on an ordinary World
+    libraries        cuBLAS, NCCL, and add and norm in one kernel
 
-Each method's rows are compared with float32 before it is timed; one that is wrong is left out, and says so. Rows go to
-DIR/batch_invariance.jsonl, and the ratios of "rebuilt" to each of weft's to the standard output.
+The program compares each method's rows with float32 before it times them, and prints and leaves out a method that is wrong. It appends
+rows to DIR/batch_invariance.jsonl, and prints the ratio of "rebuilt" to each of weft's ways.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import triton.language as tl
 
 import weft
+from bench.common.program import Program, options, worst_error
 from bench.common.timing import RIGHT, error_of, time_interleaved
-from bench.measure.run import commit
 from weft.lang.channel import address_of, calls_of, end_call
 from weft.lang.intrinsics import wait_until
 from weft.lang.mapping import balanced_rows
@@ -56,7 +50,8 @@ BLOCKS = (36, 132)  # programs of the rebuilt sum; vLLM's kernel has 36
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a whole layer: hidden, columns of the queries, of keys and values together, and of the gate."""
+    """The sizes of a whole layer: hidden size, columns of the queries, columns of keys and values together, and columns
+    of the gate."""
 
     hidden: int
     queries: int
@@ -78,8 +73,8 @@ class Weights(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a layer of m tokens starts from: normalised rows and their residual, the same on all ranks, and this rank's
-    columns of attention's output."""
+    """The inputs of a layer of m tokens: normalised rows and their residual, which are the same on all ranks, and this
+    rank's columns of attention's output."""
 
     normed: torch.Tensor
     residual: torch.Tensor
@@ -113,8 +108,9 @@ def pointer_gemm(
 
 @weft.jit(do_not_specialize=("count",))
 def one_stage(parts, out, epoch, ch, count, BLOCK: tl.constexpr):
-    """out [count] = the sum of every rank's part, in the order of the ranks, read by each rank. parts: their addresses.
-    Channel 0 counts the ranks whose parts are complete, 1 + p those whose program p has read all that it reads."""
+    """out [count] = the sum of every rank's part in the order of the ranks; each rank reads all parts. parts: their
+    addresses. Channel 0 counts the ranks whose parts are complete, and channel 1 + p the ranks whose program p has
+    finished reading."""
     W: tl.constexpr = ch.world
     pid, calls = tl.program_id(0), calls_of(ch)
     if pid == 0:
@@ -136,7 +132,7 @@ def one_stage(parts, out, epoch, ch, count, BLOCK: tl.constexpr):
 
 @weft.jit
 def row_norm(x, weight, out, N, eps, BLOCK: tl.constexpr):
-    """out = x / rms(x) * weight [N], a program a row, in two passes over it."""
+    """out = x / rms(x) * weight [N], by one program for each row, in two passes over it."""
     row = tl.program_id(0).to(tl.int64) * N
     i = tl.arange(0, BLOCK)
     squares = 0.0
@@ -169,7 +165,7 @@ class Method(ABC):
         """Return the normalised rows, and the new residual, of residual + the sum over ranks of x @ weight.T."""
 
     def rows_of_rank(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows that a rank holds between linears, of those of all ranks."""
+        """Return the rows that this rank holds between linears, given the rows of all ranks."""
         return rows
 
     def whole(self, rows: torch.Tensor) -> torch.Tensor:
@@ -206,7 +202,7 @@ class Rows(Method):
 
 
 class FusedNorm(Rows):
-    """All rows on all ranks; the sum, residual and norm are one op, in which an owner keeps a row's residual."""
+    """All rows on all ranks. Sum, residual add and norm are one op, in which the owner of a row keeps its residual."""
 
     def residual(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.split(balanced_rows(len(rows), self.world.size))[self.world.rank].contiguous()
@@ -239,7 +235,7 @@ class Shards(Method):
 
 
 class Rebuilt(Method):
-    """vLLM's mode, with a tile for each shape and the number of a sum's programs, which `tune` sets."""
+    """vLLM's mode. `tune` sets a tile for each shape and the number of programs of the sum."""
 
     def __init__(self, world: weft.World) -> None:
         super().__init__(world)
@@ -298,7 +294,7 @@ class Rebuilt(Method):
         return y, kept
 
     def tune(self, batch: Batch, weights: Weights, fastest: Callable[[dict[Any, Callable[[], object]]], Any]) -> None:
-        """Set the tile of each product and the programs of the sum for these sizes."""
+        """Set the tile of each product and the number of programs of the sum for these sizes."""
         m, hidden = batch.normed.shape
         for weight in (weights.qkv, weights.out, weights.gate_up, weights.down):
             x, out = torch.zeros(m, weight.shape[1], device=weight.device, dtype=BF), None
@@ -350,7 +346,7 @@ class Bench:
     """The methods on two Worlds of the same ranks, one of which is batch-invariant."""
 
     def __init__(self, invariant: weft.World, ordinary: weft.World, rounds: int = 5) -> None:
-        self.world, self.rounds, self.start = invariant, rounds, time.time()
+        self.world, self.rounds = invariant, rounds
         self.rebuilt = Rebuilt(ordinary)
         self.methods: dict[str, Method] = {
             "weft norm": FusedNorm(invariant),
@@ -363,80 +359,42 @@ class Bench:
             "libraries": Rows(ordinary, "sequential"),
         }
 
-    def log(self, *text: object) -> None:
-        if self.world.rank == 0:
-            print(f"{time.time() - self.start:4.0f}s", *text, flush=True)
-
     def fastest(self, calls: dict[Any, Callable[[], object]]) -> Any:
-        """Return the name of the fastest call, the same on all ranks; one that cannot run is left out."""
-        good = {}
-        for name, call in calls.items():
-            try:
-                call()
-                self.world.synchronize()
-                good[name] = call
-            except Exception as e:
-                self.log("left out:", name, repr(e)[:200])
+        """Return the name of the fastest call, the same on all ranks, among the calls that can run."""
+        good = {name: call for name, call in calls.items() if worst_error(self.world, str(name), call) == 0}
         us = time_interleaved(good, mode="graph", calls=4, rounds=3)
         return min(us, key=us.__getitem__)
 
     def measure(self, model: Model, weights: Weights, m: int) -> dict[str, tuple[float, float]]:
-        """Return us and error of each method that is right."""
+        """Return us and error of each method whose result is right."""
         batch = batch_of(model, m, self.world)
         rows, calls, errors = expected(batch, weights, self.world), {}, {}
         self.rebuilt.tune(batch, weights, self.fastest)
         for name, method in self.methods.items():
-            error, message = 0.0, ""
-            try:
-                call = method.layer(batch, weights)
-                for _ in range(2):
-                    y = call()
-                method.world.synchronize()
-                error = error_of(method.whole(y), rows)
-            except Exception as e:
-                error, message = float("inf"), repr(e)[:300]
-            errors[name] = max(self.world.exchange(error))
-            if errors[name] < RIGHT:
-                calls[name] = call
-            else:
-                self.log("left out:", name, errors[name], message)
+            call = method.layer(batch, weights)
+            error = worst_error(method.world, name, call, lambda y, method=method: error_of(method.whole(y), rows))
+            if error < RIGHT:
+                calls[name], errors[name] = call, error
         us = time_interleaved(calls, mode="graph", calls=10 if m <= 512 else 4, rounds=self.rounds)
         return {name: (us[name], errors[name]) for name in calls}
 
 
 def ratios(us: dict[str, float]) -> str:
-    """Return the times, and how many times as long the rebuilt mode takes as each of the others."""
+    """Return the times, and the rebuilt mode's time over each of them."""
     return ", ".join(f"{name} {t:.0f} us ({us['rebuilt'] / t:.2f}x)" for name, t in us.items() if "rebuilt" in us)
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", required=True, type=Path)
-    p.add_argument("--models", nargs="*", default=list(MODELS))
-    p.add_argument("--tokens", nargs="*", type=int, default=[2048, 8192, 64, 512, 1])
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--seconds", type=float, default=420, help="start no further size after this many")
-    a = p.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
+    a = options(models=list(MODELS), tokens=[2048, 8192, 64, 512, 1], rounds=5)
     bench = Bench(weft.init(batch_invariant=True), weft.init(batch_invariant=False), a.rounds)
-    world = bench.world
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    fixed = dict(world=world.size, gpu=torch.cuda.get_device_name(), commit=commit(), date=date)
-    for name in a.models:
-        weights = weights_of(MODELS[name], world)
-        for m in a.tokens:
-            if max(world.exchange(time.time() - bench.start)) > a.seconds:
-                bench.log(f"out of time at {name}, {m} tokens")
-                continue
-            measured = bench.measure(MODELS[name], weights, m)
-            bench.log(f"{name}, {m} tokens:", ratios({method: us for method, (us, _) in measured.items()}))
-            with open(a.out / "batch_invariance.jsonl", "a") as f:
-                for method, (us, error) in measured.items() if world.rank == 0 else ():
-                    f.write(
-                        json.dumps(dict(model=name, M=m, method=method, us=round(us, 2), error=error) | fixed) + "\n"
-                    )
-    torch.cuda.synchronize()
-    dist.destroy_process_group()
+    run = Program(a, "batch_invariance.jsonl", bench.world)
+    weights = {name: weights_of(MODELS[name], run.world) for name in a.models}
+    for name, m in run.cases({f"invariant {name} {m}": (name, m) for name in a.models for m in a.tokens}):
+        measured = bench.measure(MODELS[name], weights[name], m)
+        run.log(f"{name}, {m} tokens:", ratios({method: us for method, (us, _) in measured.items()}))
+        shape = dict(model=name, M=m)
+        run.keep(dict(shape, method=q, us=round(us, 2), error=error) for q, (us, error) in measured.items())
+    run.end()
 
 
 if __name__ == "__main__":

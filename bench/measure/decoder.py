@@ -1,32 +1,29 @@
-"""The decoder's benchmark: layers of Llama-3.3-70B, or of another model, over all ranks, prefill, decode and request mixes,
-way by way.
+"""The decoder's benchmark: layers of Llama-3.3-70B, or of another model, over all ranks, for prefill, decode and request mixes.
 
 torchrun --nproc-per-node N -m bench.measure.decoder --out DIR [--parts prefill decode eager mixes] [--tune] [--layers 8] [--sms 116 ..]
          [--models 70B ..] [--norms auto ..] [--ways fused ..] [--seconds S]
 
-Appends rows to DIR/decoder.jsonl. All methods of one size are timed in one interleaved run, CUDA graphs of whole forward
-passes (embedding, layers, final norm; no output head); `us` is the median over rounds of the slowest rank. Methods:
+The program appends rows to DIR/decoder.jsonl. It times all methods of one size in one interleaved run of CUDA graphs of whole forward
+passes (embedding, layers, final norm; no output head); `us` is the slowest rank's median over rounds. The methods:
     sequential       cuBLAS + NCCL all-reduce, then add and norm in one kernel
     fused            all_reduce_rms_norm, not woven
     equal split      woven, half the tokens each
-    smart split      woven, the split of the measured profile of cuBLAS, or without one half of the tokens in whole tiles
-    n SMs            woven on weft's own GEMM with n programs, the split of the wave model
-    n SMs, cuBLAS    woven, smart split, cuBLAS asked to leave the other SMs
+    smart split      woven, split by the measured profile of cuBLAS; without a profile one half of the tokens is whole tiles
+    n SMs            woven on weft's own GEMM with n programs, split by the wave model
+    n SMs, cuBLAS    woven, smart split; cuBLAS is asked to leave the other SMs
     sequence         all-gather + GEMM and GEMM + reduce-scatter, plan "auto"
-    auto             what the table says: the shipped one, or with --tune the one this run has just measured
-    no communication `gemm_us` of every row: the GEMMs, attention and norms alone
-Mixes run for half a second at a time, in which the GPU's power limit holds its clock down: `sm_mhz` and `watts` are what rank 0's
-GPU had under each method.
-"eager": prefill passes that the host launches, method by method; with --tune what "auto" is outside graphs comes from these.
---tune times all of them once, measures the profile, and writes DIR/decoder-table.json, for
-src/weft/planner/tables/<gpu>.json. A method that fails is said and left out.
+    auto             the choice of the shipped table or, with --tune, of the table that this run has measured
+    no communication the GEMMs, attention and norms alone: `gemm_us` of every row
+A mix runs for half a second at a time, in which the GPU's power limit lowers its clock: `sm_mhz` and `watts` are rank 0's under each
+method. The part "eager" times prefill passes whose kernels the host launches; with --tune they decide what "auto" is outside graphs.
+--tune times all methods once, measures the profile, and writes DIR/decoder-table.json, for src/weft/planner/tables/<gpu>.json.
+A method that fails is printed and left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import gc
 import json
 import math
@@ -34,21 +31,17 @@ import random
 import statistics
 import threading
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import weft
-from bench.common import peers
-from bench.common.resume import keep, unfinished
+from bench.common.program import Program, gains, options, worst_error
 from bench.common.timing import time_interleaved
-from bench.measure.run import commit
 from weft.models import Batch, Cache, Graphs, Llama, llama
 from weft.nn import weave
 from weft.nn.weave import LayerPlan, LayerTimes, Table
@@ -60,7 +53,7 @@ _LLAMA_3 = dict(
         rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     ),
 )  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {  # of the vocabulary a few words: a whole output head under 8 of 80 layers would hide them
+MODELS: dict[str, dict[str, Any]] = {  # the vocabulary is small: a whole output head would take longer than 8 of 80 layers
     "70B": dict(
         _LLAMA_3, vocab_size=1024, hidden_size=8192, intermediate_size=28672, num_attention_heads=64,
         num_key_value_heads=8, head_dim=128,
@@ -96,8 +89,9 @@ def _mean_between(a: float, b: float) -> float:
 
 
 def lengths(stats: tuple[int, int, int], count: int, rng: random.Random, most: int = 4096) -> list[int]:
-    """Return random lengths of that mean, median and 90th percentile: uniform in the logarithm between the shortest, the median,
-    the 90th percentile and the longest. Shortest and longest make the mean come out."""
+    """Return random lengths with this mean, median and 90th percentile. They are uniform in the logarithm between the
+    shortest, the median, the 90th percentile and the longest, where the shortest and the longest are such that the mean
+    is right."""
     mean, median, high = stats
     middle = 0.4 * _mean_between(median, high)
 
@@ -121,8 +115,9 @@ def lengths(stats: tuple[int, int, int], count: int, rng: random.Random, most: i
 
 
 def schedule(mix: str, slots: int, requests: int, sizes: tuple[int, ...]) -> list[Batch]:
-    """Return the steps of an engine that has all requests at once: tokens of all that decode, then chunks of prompts, up to CHUNK
-    rows; `sizes`: to which rows for single tokens are rounded up, so that a step with padding is no longer than CHUNK."""
+    """Return the steps of an engine that has all requests at once. A step has the tokens of all requests that decode,
+    then chunks of prompts, up to CHUNK rows. sizes: numbers of rows to which single tokens are padded, so that a padded
+    step is no longer than CHUNK."""
     rng = random.Random(len(mix))
     prompts, outputs = (lengths(stats, requests, rng) for stats in MIXES[mix])
     waiting, running, free = list(range(requests))[::-1], {}, list(range(slots))[::-1]  # type: ignore[var-annotated]
@@ -152,7 +147,7 @@ def schedule(mix: str, slots: int, requests: int, sizes: tuple[int, ...]) -> lis
 def local(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, world: weft.World, **_: Any
 ) -> Any:
-    """Add and norm of this rank's own partial: what is left without communication."""
+    """Add and normalise this rank's own partial sums, without communication."""
     return weft.rms_norm(x, weight, eps, world=world, residual=residual)
 
 
@@ -170,7 +165,7 @@ def leaving(sms: int) -> Iterator[None]:
 
 
 class Meter(threading.Thread):
-    """Clock and power of this GPU, sampled while it runs, by what runs."""
+    """Samples of this GPU's clock and power, grouped by the method that runs."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -178,7 +173,7 @@ class Meter(threading.Thread):
         self.running, self.on = "", True
 
     def run(self) -> None:
-        with contextlib.suppress(ModuleNotFoundError):  # torch asks nvidia-ml-py
+        with contextlib.suppress(ModuleNotFoundError):  # torch needs nvidia-ml-py for this
             while self.on:
                 self.samples[self.running].append((torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3))
                 time.sleep(0.02)
@@ -189,27 +184,25 @@ class Meter(threading.Thread):
         return dict(zip(("sm_mhz", "watts"), means, strict=True))
 
 
-class Bench:
-    def __init__(self, world: weft.World, a: argparse.Namespace, model_name: str, start: float) -> None:
-        self.world, self.a, self.model_name, self.start = world, a, model_name, start
+class Bench(Program):
+    def __init__(self, a: argparse.Namespace, model_name: str, world: weft.World) -> None:
+        super().__init__(a, "decoder.jsonl", world, dtype="bfloat16", layers=a.layers)
+        self.model_name = model_name
         self.config = dict(MODELS[model_name], num_hidden_layers=a.layers)
-        self.model = Llama(self.config, world=world)
+        self.model = Llama(self.config, world=self.world)
         c = self.model.config
-        self.name = weave.name_of(world, c.hidden_size, c.intermediate_size)
+        self.name = weave.name_of(self.world, c.hidden_size, c.intermediate_size)
         self.profile: LayerTimes | None = None
         self.choices: dict[int, LayerPlan] = {}
         self.eager: dict[int, LayerPlan] = {}
         self.smart: list[float] = []  # gains of smart splits over equal ones
-        self.fixed = dict(
-            op="decoder", world=world.size, dtype="bfloat16", commit=commit(), layers=a.layers,
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            link_gbs=round(peers.link_rate(world), 1), attention="flash" if self.model.flash else "sdpa",
-            heads=c.num_attention_heads, kv_heads=c.num_key_value_heads, head_dim=c.head_dim,
+        self.fixed |= dict(
+            op="decoder", attention="flash" if self.model.flash else "sdpa", heads=c.num_attention_heads,
+            kv_heads=c.num_key_value_heads, head_dim=c.head_dim,
         )  # fmt: skip
-
-    def log(self, *words: object) -> None:
-        if self.world.rank == 0:
-            print(f"{time.time() - self.start:4.0f}s", *words, flush=True)
+        self.log(
+            f"{model_name}, {gpu_model(self.world.device)}, attention {self.fixed['attention']}, link {self.link:.0f} GB/s"
+        )
 
     def cache(self, slots: int, max_len: int) -> Cache:
         cache = Cache(self.config, world=self.world, slots=slots, max_len=max_len)
@@ -218,7 +211,7 @@ class Bench:
         return cache
 
     def methods(self, tokens: int) -> dict[str, tuple[LayerPlan, int]]:
-        """Return, by name of the method, its plan and the SMs that cuBLAS is asked to leave."""
+        """Return, by the name of a method, its plan and the number of SMs that cuBLAS is asked to leave."""
         model = self.model
         out = {"sequential": (LayerPlan("plain"), 0)}
         for norm in self.a.norms:
@@ -252,21 +245,7 @@ class Bench:
 
     def working(self, todo: dict[str, Run]) -> dict[str, Run]:
         """Return the methods that run on every rank."""
-        out = {}
-        for name, run in todo.items():
-            try:
-                run()
-                self.world.synchronize()
-                error = ""
-            except Exception as e:
-                error = repr(e)[:300]
-                if self.world.rank == 0:
-                    traceback.print_exc()
-            if any(errors := self.world.exchange(error)):
-                self.log(f"left out: {name}: {next(e for e in errors if e)}")
-            else:
-                out[name] = run
-        return out
+        return {name: run for name, run in todo.items() if worst_error(self.world, name, run) == 0}
 
     def time(self, todo: dict[str, Run], us_guess: float, rounds: int) -> dict[str, float]:
         calls = max(1, min(10, int(20000 / us_guess)))
@@ -316,7 +295,7 @@ class Bench:
             )  # fmt: skip
 
     def launched(self, name: str, batch: Batch, cache: Cache) -> None:
-        """Time forward passes whose kernels the host launches one by one, without a graph."""
+        """Time forward passes without a graph, whose kernels the host launches one by one."""
         tokens, c = batch.tokens, self.model.config
         ids = torch.randint(c.vocab_size, (tokens,), device=self.world.device)
         plans = {q: plan for q, (plan, leave) in self.methods(tokens).items() if not leave}
@@ -339,17 +318,15 @@ class Bench:
             )  # fmt: skip
 
     def log_times(self, name: str, times: dict[str, float]) -> None:
-        base = times["sequential"]
-        self.log(
-            name, f"x{self.world.size}:", " | ".join(f"{q} {us:.0f} ({base / us:.3f}x)" for q, us in times.items())
-        )
+        self.log(f"{name}: {gains(times, 'sequential')}")
 
     def row(self, **fields: Any) -> None:
-        keep(self.world, self.a.out / "decoder.jsonl", [{**fields, **self.fixed}])
+        self.keep([fields])
 
     # -- the profile of the layer's GEMMs
     def measure_profile(self, rows: int, step: int = 128) -> None:
-        """Return the us of a layer's GEMMs by cuBLAS and of the fused norm, at every `step` tokens: the slowest rank's."""
+        """Measure the us of a layer's GEMMs by cuBLAS and of the fused norm at every `step` tokens, on the slowest
+        rank."""
         world, model = self.world, self.model
         layer: Any = model.model.layers[0]
         weights = [layer.self_attn.qkv, layer.self_attn.out, layer.mlp.gate_up, layer.mlp.down]
@@ -389,7 +366,7 @@ class Bench:
 
     # -- request mixes
     def mix(self, name: str) -> None:
-        """Time some steps from the middle of a schedule, one after another, tables and graphs made before."""
+        """Time some steps from the middle of a schedule one after another, with tables and graphs made before."""
         world, model, a = self.world, self.model, self.a
         slots = min(1024, 128 * world.size)
         sizes = (*(s for s in (1, 2, 4, 8, 16, 32, 64) if s < CHUNK), *range(128, CHUNK + 1, 128))
@@ -415,33 +392,24 @@ class Bench:
             if method == "no communication":
                 llama.all_reduce_then_norm = local
             try:
-                every[method] = [graphs.prepare(i, b) for i, b in zip(ids, steps, strict=True)]
-                for run in every[method]:  # captures
-                    run()
-                world.synchronize()
-                error = ""
-            except Exception as e:
-                error = repr(e)[:300]
-                if world.rank == 0:
-                    traceback.print_exc()
-            llama.all_reduce_then_norm = summing
-            if any(errors := world.exchange(error)):
-                self.log(f"left out: {name} {method}: {next(e for e in errors if e)}")
-                every.pop(method, None)
+                runs = [graphs.prepare(i, b) for i, b in zip(ids, steps, strict=True)]
+                if worst_error(world, f"{name} {method}", partial(run_all, runs)) == 0:  # the first calls capture
+                    every[method] = runs
+            finally:
+                llama.all_reduce_then_norm = summing
         tokens = sum(b.tokens for b in steps)
         meter = Meter()
 
         def measured(q: str, runs: list[Run]) -> Run:
             def run() -> None:
                 meter.running = q
-                for step in runs:
-                    step()
+                run_all(runs)
 
             return run
 
         fns = {q: measured(q, runs) for q, runs in every.items()}
         meter.start()
-        times = time_interleaved(fns, mode="eager", calls=1, rounds=a.rounds)  # graphs inside
+        times = time_interleaved(fns, mode="eager", calls=1, rounds=a.rounds)  # each step replays a graph
         meter.on = False
         self.log_times(f"{name}, {len(steps)} steps, {tokens} tokens", times)
         self.log(name, {q: tuple(meter.means(q).values()) for q in fns})
@@ -458,8 +426,8 @@ class Bench:
         torch.cuda.empty_cache()
 
     def table(self) -> None:
-        """Runs of equal choices become one. The profile is kept if smart splits gained more often than not. What this
-        run did not measure stays as it was."""
+        """Write the table of choices, in which a run of equal choices is one entry. The profile is kept if smart splits
+        gained more often than not. Entries that this run did not measure stay as they were."""
         if self.smart and statistics.median(self.smart) < 1:
             self.log(f"no profile: smart splits gained {[round(g, 3) for g in self.smart]}")
             self.profile = None
@@ -477,6 +445,11 @@ class Bench:
             others = [r for r in rows if (r["world"], r["N"], r["K"]) != size]
             path.write_text(json.dumps(others + table.to_rows(*size)) + "\n")
             print(f"rows -> {path}, for src/weft/planner/tables/{gpu_model(self.world.device)}.json", flush=True)
+
+
+def run_all(runs: list[Run]) -> None:
+    for run in runs:
+        run()
 
 
 def _runs(best: dict[int, LayerPlan]) -> weave.Choices:
@@ -497,84 +470,45 @@ def _between(sizes: list[int], us: list[float], m: int) -> float:
 
 
 def prompts(tokens: int) -> Batch:
-    """Return the batch of four prompts of equal length, or of more where they would be longer than 4,096."""
+    """Return the batch of four equally long prompts, or of more if they would be longer than 4,096 tokens."""
     count = max(4, tokens // 4096)
     return Batch.prefill([tokens // count] * count)
 
 
 def measure(bench: Bench, a: argparse.Namespace) -> None:
-    world, model = bench.world, bench.model_name
-    bench.log(
-        f"{model}, {gpu_model(world.device)} x{world.size}, attention {bench.fixed['attention']}, link "
-        f"{bench.fixed['link_gbs']} GB/s"
-    )
-    todo: list[tuple[str, Run]] = []
+    model, todo = bench.model_name, dict[str, Run]()
+    prefill, decode = bench.cache(8, 4096), bench.cache(max(a.decode), HISTORY + 8)
+    if a.tune and a.profile:
+        todo["profile"] = partial(bench.measure_profile, a.profile)
+    for n in a.prefill if "prefill" in a.parts else ():
+        todo[f"{model}-prefill-{n}"] = partial(bench.size, f"{model}-prefill-{n}", prompts(n), prefill)
+    for n in a.decode if "decode" in a.parts else ():
+        todo[f"{model}-decode-{n}"] = partial(bench.size, f"{model}-decode-{n}", Batch.decode([HISTORY] * n), decode)
+    for n in a.eager if "eager" in a.parts else ():
+        todo[f"{model}-eager-{n}"] = partial(bench.launched, f"{model}-prefill-{n}", prompts(n), prefill)
     if a.tune:
-        todo += [("profile", lambda: bench.measure_profile(a.profile))] if a.profile else []  # type: ignore[misc]
-    if "prefill" in a.parts:
-        cache = bench.cache(8, 4096)
-        todo += [
-            (f"{model}-prefill-{n}", lambda n=n, c=cache: bench.size(f"{model}-prefill-{n}", prompts(n), c))  # type: ignore[misc]
-            for n in a.prefill
-        ]
-    if "decode" in a.parts:
-        cache = bench.cache(max(a.decode), HISTORY + 8)
-        todo += [
-            (
-                f"{model}-decode-{n}",
-                lambda n=n, c=cache: bench.size(f"{model}-decode-{n}", Batch.decode([HISTORY] * n), c),  # type: ignore[misc]
-            )
-            for n in a.decode
-        ]
-    if "eager" in a.parts:
-        cache = bench.cache(8, 4096)
-        todo += [
-            (f"{model}-eager-{n}", lambda n=n, c=cache: bench.launched(f"{model}-prefill-{n}", prompts(n), c))  # type: ignore[misc]
-            for n in a.eager
-        ]
-    if a.tune:
-        todo.append(("table", bench.table))
+        todo["table"] = bench.table
     if "mixes" in a.parts:
-        todo += [(m, lambda m=m: bench.mix(m)) for m in a.mixes]  # type: ignore[misc]
-    cases = {f"decoder {model}, {name}": run for name, run in todo}
-    for run in unfinished(world, a.out, cases, a.seconds):
-        try:
+        todo |= {mix: partial(bench.mix, mix) for mix in a.mixes}
+    for run in bench.cases({f"decoder {model}, {name}": run for name, run in todo.items()}):
+        with bench.tolerating(model):
             run()
-        except Exception:
-            bench.log("FAILED")
-            traceback.print_exc()
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", required=True, type=Path)
-    p.add_argument("--parts", nargs="*", default=["prefill", "decode", "mixes"])
-    p.add_argument("--models", nargs="*", default=["70B"], choices=list(MODELS))
-    p.add_argument("--ways", nargs="*", default=[], help="names of methods to time, beside sequential; none: all")
-    p.add_argument("--prefill", nargs="*", type=int, default=list(PREFILL))
-    p.add_argument("--eager", nargs="*", type=int, default=list(PREFILL))
-    p.add_argument("--decode", nargs="*", type=int, default=list(DECODE))
-    p.add_argument("--mixes", nargs="*", default=list(MIXES))
-    p.add_argument("--layers", type=int, default=8)
-    p.add_argument(
-        "--sms", nargs="*", type=int, default=[116], help="programs of weft's own GEMM, or SMs left to cuBLAS"
+    sizes = dict(
+        prefill=list(PREFILL), eager=list(PREFILL), decode=list(DECODE), mixes=list(MIXES), layers=8, sms=[116]
     )
-    p.add_argument("--norms", nargs="*", default=["auto"], help="plans of all_reduce_rms_norm, as JSON or names")
-    p.add_argument("--weave-from", type=int, default=128, help="fewest tokens that are woven")
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--steps", type=int, default=120, help="of each request mix")
-    p.add_argument("--tune", action="store_true")
-    p.add_argument("--profile", type=int, default=16384, help="tokens up to which the profile is measured; 0: none")
-    p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
-    a = p.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    start, world = time.time(), weft.init()
+    a = options(
+        choices=dict(models=MODELS), parts=["prefill", "decode", "mixes"], models=["70B"], ways=[], **sizes, norms=["auto"],
+        weave_from=128, rounds=5, steps=120, tune=False, profile=16384,
+    )  # fmt: skip
+    world = weft.init()
     for model_name in a.models:
         torch.manual_seed(0)
-        measure(Bench(world, a, model_name, start), a)
-        gc.collect()
-        torch.cuda.empty_cache()
-    dist.destroy_process_group()
+        bench = Bench(a, model_name, world)
+        measure(bench, a)
+    bench.end()
 
 
 if __name__ == "__main__":

@@ -1,36 +1,29 @@
 """GEMMs of 8-bit operands on one GPU, method by method: torchrun --nproc-per-node 1 -m bench.measure.fp8 --out DIR [--seconds S]
 
-Each size in one interleaved run, CUDA graphs: weft's own kernel in several tiles (FORMS), and "auto", which chooses at first
-use; torch._scaled_mm by tensor and by row, with and without fast accumulation; torch's product by block, DeepGEMM's and
-quack's (by tensor), where they can be imported; and cuBLAS in bfloat16. The most important sizes go first: Llama-70B,
-Qwen2.5-32B and DeepSeek-V3's dense layers as 1, 2, 4 and 8 ranks split them. Appends a row a size to DIR/fp8.jsonl: `us` by
-"recipe: method", `error` of each against a float64 product of the dequantized operands, over some rows. Recipes: tensor and row
-(fast accumulation), slow (by row, promoted), block. What fails or is wrong is printed once and left out. Rows named "quantizing" time SiLU-mul and
-add + norm with and without the 8-bit rows that they can end in. Kernels are compiled by
-several processes first.
+Each size is one interleaved run of CUDA graphs: weft's own kernel in several tiles (FORMS), and "auto", which chooses at first use;
+torch._scaled_mm by tensor and by row, with and without fast accumulation; torch's product by block, DeepGEMM's, and quack's by tensor,
+if they can be imported; and cuBLAS in bfloat16. The most important sizes are first: the dense layers of Llama-70B, Qwen2.5-32B and
+DeepSeek-V3 as 1, 2, 4 and 8 ranks split them. The program appends a row for each size to DIR/fp8.jsonl: `us` by "recipe: method", and
+`error` of each method beside a float64 product of some dequantized rows. The recipes are tensor and row (fast accumulation), slow (by
+row, promoted) and block. A method that fails or is wrong is printed once and left out. Rows named "quantizing" have the times of
+SiLU-mul and add + norm, with and without 8-bit rows as their result. Several processes compile the kernels first.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import multiprocessing
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import triton
 
 import weft
-from bench.common.resume import keep, unfinished
+from bench.common.program import Program, options
 from bench.common.timing import time_interleaved
-from bench.measure.run import commit
 from weft.backends import library_gemm
 from weft.backends.library_gemm import ScaledOperands
 from weft.compute.scaled_gemm import Scales, scaled_matmul
@@ -42,7 +35,7 @@ from weft.transport.memory import descriptor
 
 BF, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 RIGHT = 2e-2  # relative error of a right result
-ROWS = 128  # of the check against float64
+ROWS = 128  # rows that are compared with float64
 RECIPES = {
     "tensor": Scaling("tensor", True), "row": Scaling("row", True), "slow": Scaling("row", False), "block": Scaling("block"),
 }  # fmt: skip
@@ -52,13 +45,13 @@ def form(block_m: int, block_n: int, warps: int, stages: int, per_sm: int = 1, f
     return Persistent(GemmTile(block_m, block_n, 128, warps, stages), per_sm, flatten)
 
 
-# What "auto" chooses from; and, where sums are promoted, a tile whose halves two warp groups split by columns, as the
-# sums over ranks have it, and one of half the columns, for few tiles.
+# The candidates of "auto" and, for promoted sums, a tile whose halves two warp groups split by columns, as in the sums over
+# ranks, and a tile of half the columns, for few tiles.
 PROMOTES = [*PROMOTED, form(128, 128, 8, 4, 1, False), form(128, 64, 4, 4, 2, False)]
 FORMS = {"tensor": list(WIDE), "row": list(WIDE), "slow": PROMOTES, "block": PROMOTES}
 # M, hidden and inner size of a rank
 QUANTIZED = [(4096, 8192, 7168), (1024, 8192, 3584), (16384, 7168, 4608), (64, 8192, 7168)]
-MODELS = {  # hidden, intermediate, columns of QKV, columns of what the output projection takes
+MODELS = {  # hidden, intermediate, columns of QKV, columns of the output projection's input
     "Llama-70B": (8192, 28672, 10240, 8192), "Qwen2.5-32B": (5120, 27648, 7168, 5120),
     "DeepSeek-V3": (7168, 18432, 24576, 16384),
 }  # fmt: skip
@@ -73,7 +66,7 @@ def plan_label(plan: Persistent) -> str:
 def launched(
     plan: Persistent, o: ScaledOperands, out: torch.Tensor, sms: int, by_columns: bool = False
 ) -> Callable[[], object]:
-    """Return a launch of weft's own kernel without a World, for the compiling processes too."""
+    """Return a launch of weft's own kernel without a World, so that the compiling processes can use it too."""
     (x, x_scales, _), (weight, weight_scales, _), bias, _ = o
     (m, k), n, tile = x.shape, len(weight), plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
@@ -111,7 +104,7 @@ def column_major(o: ScaledOperands) -> ScaledOperands:
 
 
 def compiled(job: tuple[str, Persistent, bool]) -> str:
-    """Compile it, in a process of its own; what went wrong, if something did."""
+    """Compile a form in a process of its own, and return the error's text, or ""."""
     name, plan, by_columns = job
     try:
         o = operands(512, 512, 512, RECIPES[name])
@@ -127,13 +120,13 @@ def jobs(recipes: list[str]) -> list[tuple[str, Persistent, bool]]:
 
 
 def sizes() -> Iterator[tuple[str, int, int, int]]:
-    """Return (name, M, N, K): the layers of 4 and 8 ranks at usual numbers of tokens first."""
+    """Yield (name, M, N, K), beginning with the layers of 4 and 8 ranks at usual numbers of tokens."""
     for small in (True, False):
         for m in (4096, 8192, 1024, 16384, 2048, 512) if small else (4096, 1024, 16384, 512, 8192, 2048):
             for ranks in (4, 8, 2, 1):
                 for model, (h, i, qkv, o) in MODELS.items():
                     layers = {"gate_up": (2 * i // ranks, h), "down": (h, i // ranks)}
-                    if not small:  # DeepSeek-V3's query projection goes up from 1,536
+                    if not small:  # DeepSeek-V3's query projection has 1,536 inputs
                         layers = {"qkv": (qkv // ranks, 1536 if model == "DeepSeek-V3" else h), "o": (h, o // ranks)}
                     for layer, (n, k) in layers.items():
                         yield f"{model} {layer} x{ranks}", m, n, k
@@ -231,7 +224,7 @@ def measure(size: tuple[str, int, int, int], recipes: list[str], world: weft.Wor
 
 
 def summary(row: dict[str, Any], recipes: list[str]) -> str:
-    """Return, for each recipe the best of weft's tiles, "auto", and the best of the others, in TFLOP/s."""
+    """Return the TFLOP/s of each recipe: the best of weft's tiles, "auto", and the best of the others."""
     flops, parts = 2e-6 * row["M"] * row["N"] * row["K"], []
     for recipe in recipes:
         us = {way.partition(": ")[2]: t for way, t in row["us"].items() if way.startswith(f"{recipe}: ")}
@@ -244,8 +237,8 @@ def summary(row: dict[str, Any], recipes: list[str]) -> str:
 
 
 def quantizing(m: int, h: int, inner: int, world: weft.World, rounds: int) -> dict[str, Any]:
-    """Return the us of SiLU-mul and of add + norm as they are, and ending in 8-bit rows; and of the quantization alone, of
-    the rows of both."""
+    """Return the us of SiLU-mul and of add + norm, each with and without 8-bit rows as the result, and of the
+    quantization of their rows alone."""
     x, residual = (torch.randn(m, h, device="cuda", dtype=BF) for _ in range(2))
     hidden = torch.randn(m, inner, device="cuda", dtype=BF)
     gate_up, weight, one = torch.randn(m, 2 * inner, device="cuda", dtype=BF), torch.ones(h, device="cuda", dtype=BF), torch.ones(1, device="cuda")  # fmt: skip
@@ -278,43 +271,26 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", required=True, type=Path)
-    p.add_argument("--seconds", type=float, default=1e9, help="start no further size after this many")
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--processes", type=int, default=12)
-    p.add_argument("--recipes", nargs="*", default=["row", "block", "slow", "tensor"], choices=list(RECIPES))
-    p.add_argument("--only-quantizing", action="store_true", help="time SiLU-mul and norm alone, and compile no GEMM")
-    a = p.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    start, todo = time.time(), [] if a.only_quantizing else jobs(a.recipes)
-    with ProcessPoolExecutor(a.processes, multiprocessing.get_context("spawn")) as pool:  # starts none for no job
+    recipes = ["row", "block", "slow", "tensor"]
+    a = options(choices=dict(recipes=RECIPES), recipes=recipes, rounds=5, processes=12, only_quantizing=False)
+    todo = [] if a.only_quantizing else jobs(a.recipes)
+    with ProcessPoolExecutor(
+        a.processes, multiprocessing.get_context("spawn")
+    ) as pool:  # without jobs no process starts
         bad = {j for j, why in zip(todo, pool.map(compiled, todo), strict=True) if why and not print(j, why)}
-    print(f"{time.time() - start:.0f}s: compiled", flush=True)
-    world = weft.init()
-    fixed = dict(
-        gpu=torch.cuda.get_device_properties(0).name, commit=commit(), triton=triton.__version__, versions=versions(),
-        rounds=a.rounds, date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    )  # fmt: skip
-    for m, h, inner in unfinished(world, a.out, {f"FP8 quantizing {mhi}": mhi for mhi in QUANTIZED}):
-        row = quantizing(m, h, inner, world, a.rounds)
-        keep(world, a.out / "fp8.jsonl", [row | fixed])
-        us = row["us"]
-        ratios = [
-            f"{way} {t / us[way.partition(',')[0]]:.2f}x"
-            for way, t in us.items()
-            if not way.startswith("q") and "," in way
-        ]
-        print(f"{time.time() - start:4.0f}s quantizing {m} x {h}, {inner}: {', '.join(ratios)}", flush=True)
-    cases = {} if a.only_quantizing else {f"FP8 GEMMs {size}": size for size in sizes()}
-    for size in unfinished(world, a.out, cases, a.seconds):
-        row = measure(size, a.recipes, world, bad, a.rounds)
-        keep(world, a.out / "fp8.jsonl", [row | fixed])
-        print(f"{time.time() - start:4.0f}s {summary(row, a.recipes)}", flush=True)
-    dist.destroy_process_group()
+    run = Program(a, "fp8.jsonl", triton=triton.__version__, versions=versions(), rounds=a.rounds)
+    for m, h, inner in run.cases({f"FP8 quantizing {mhi}": mhi for mhi in QUANTIZED}):
+        (row,) = run.keep([quantizing(m, h, inner, run.world, a.rounds)])
+        us = {way: t for way, t in row["us"].items() if not way.startswith("q") and "," in way}
+        ratios = [f"{way} {t / row['us'][way.partition(',')[0]]:.2f}x" for way, t in us.items()]
+        run.log(f"quantizing {m} x {h}, {inner}: {', '.join(ratios)}")
+    for size in run.cases({} if a.only_quantizing else {f"FP8 GEMMs {size}": size for size in sizes()}):
+        (row,) = run.keep([measure(size, a.recipes, run.world, bad, a.rounds)])
+        run.log(summary(row, a.recipes))
+    run.end()
 
 
 if __name__ == "__main__":
-    from bench.measure import fp8  # by the name that the compiling processes know it by
+    from bench.measure import fp8  # the compiling processes import it by this name
 
     fp8.main()

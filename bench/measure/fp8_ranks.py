@@ -1,32 +1,28 @@
 """weft's overlapped operators of 8-bit operands beside torch's:
 torchrun --nproc-per-node N -m bench.measure.fp8_ranks --out DIR [--seconds S] [--recipes row block tensor]
 
-The MLP layers of Llama-70B, Qwen2.5-32B and DeepSeek-V3's dense part, split over the ranks: all-gather + GEMM of the
-column-parallel one, GEMM + reduce-scatter and, last, GEMM + all-reduce of the row-parallel one. All methods of a size
-and mode are timed in one interleaved run:
+The MLP layers of Llama-70B, Qwen2.5-32B and DeepSeek-V3's dense part are split over the ranks: all-gather + GEMM of the
+column-parallel linear, GEMM + reduce-scatter and, last, GEMM + all-reduce of the row-parallel one. All methods of a size and mode are
+timed in one interleaved run:
 
-    sequential         NCCL and the library's scaled GEMM, outputs by the caching allocator. The fastest form counts:
-                       the GEMM of each library, rows and scales gathered by one NCCL launch ("coalesced") or by two
+    sequential         NCCL and a library's scaled GEMM, with outputs from the caching allocator; the fastest form counts: the GEMM of
+                       each library, with rows and scales gathered by one NCCL launch ("coalesced") or by two
     torch symm_mem     torch's fused operators of scaled operands (by row and by tensor; no all-reduce)
     weft auto, weft fused, weft decomposed
     bf16 sequential, bf16 weft auto      the same values in bfloat16
-    gemm, comm         the fastest library's scaled GEMM alone, of the whole size, and the collective alone
+    gemm, comm         the fastest library's scaled GEMM of the whole size alone, and the collective alone
 
-Each result is compared with float64 products of the dequantized operands, in some rows, and as a whole with the first
-sequential form; what fails or is wrong is printed once and left out. In mode "graph" every method is in a CUDA graph;
-one that cannot be captured is in "eager" alone, beside the other methods in eager mode. Appends a row a size and mode
-to DIR/fp8_ranks.jsonl. `limit_us` is that of bench/measure/run.py.
+The program compares some rows of each result with float64 products of the dequantized operands, and the whole result with the first
+sequential form; it prints once and leaves out a method that fails or is wrong. In mode "graph" every method is in a CUDA graph; a
+method that cannot be captured is in mode "eager" alone. The program appends a row for each size and mode to DIR/fp8_ranks.jsonl.
+`limit_us` is that of bench/measure/run.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import datetime
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +32,10 @@ import triton
 
 import weft
 from bench.common import peers
-from bench.common.resume import keep, unfinished
+from bench.common.program import Program, options
 from bench.common.timing import error_of, time_interleaved
 from bench.measure.fp8 import BF, E4M3, MODELS, RECIPES, RIGHT, ROWS, operands, rows_of, versions
-from bench.measure.run import OPS, capturable, commit
+from bench.measure.run import OPS, capturable
 from weft.backends import library_gemm
 from weft.backends.library_gemm import ScaledOperands
 from weft.op import trial_title
@@ -67,7 +63,7 @@ class Size(NamedTuple):
 
 
 def sizes(world: int, recipes: list[str], ops: list[str]) -> Iterator[Size]:
-    """Return the sizes, the most important ones first, those of the all-reduce last."""
+    """Yield the sizes, the most important ones first and those of the all-reduce last."""
     for group in ([op for op in ops if op != OPS[2]], [op for op in ops if op == OPS[2]]):
         for m in TOKENS:
             for recipe in recipes:
@@ -79,7 +75,7 @@ def sizes(world: int, recipes: list[str], ops: list[str]) -> Iterator[Size]:
 
 # -- the operands ------------------------------------------------------------------------------------------------------
 class Layer:
-    """The operands of this rank, and what a right result is."""
+    """The operands of this rank, and the expected result."""
 
     def __init__(self, size: Size, world: weft.World) -> None:
         self.size, self.world = size, world
@@ -92,7 +88,7 @@ class Layer:
         shard = size.m // world.size
         some = torch.randperm(shard, generator=torch.Generator().manual_seed(shard))[: ROWS // world.size].cuda()
         all_rows = torch.cat([some + shard * rank for rank in range(world.size)])
-        self.rows = some if size.op == SCATTER else all_rows  # of the result, which are compared
+        self.rows = some if size.op == SCATTER else all_rows  # rows of the result that are compared
         x = rows_of(self.whole_x, all_rows).dequantized().double()
         self.expected = x @ o.weight.dequantized(SCALE_BLOCK).double().t()
         if size.op != GATHER:
@@ -101,13 +97,13 @@ class Layer:
             self.expected = self.expected.chunk(world.size)[world.rank]
 
     def error(self, result: torch.Tensor, trusted: torch.Tensor | None) -> float:
-        """Return the larger error: of some rows against float64, or of all against a result that is trusted."""
+        """Return the larger error, of some rows against float64 and of all rows against a result that is trusted."""
         of_rows = error_of(result[self.rows], self.expected)
         return of_rows if trusted is None else max(of_rows, error_of(result, trusted))
 
 
 def gathered(x: ScaledTensor, world: int, coalesced: bool = False) -> ScaledTensor:
-    """Return all ranks' rows and their scales, by NCCL."""
+    """Return all ranks' rows and their scales, which NCCL gathers."""
     parts = [t.view(torch.uint8) for t in ((x.values,) if x.recipe == "tensor" else (x.values, x.scales))]
     whole = [torch.empty(len(t) * world, t.shape[1], device=t.device, dtype=t.dtype) for t in parts]
     with dist.distributed_c10d._coalescing_manager() if coalesced else contextlib.nullcontext():
@@ -119,7 +115,8 @@ def gathered(x: ScaledTensor, world: int, coalesced: bool = False) -> ScaledTens
 
 # -- the methods -------------------------------------------------------------------------------------------------------
 def products(o: ScaledOperands) -> dict[str, Product]:
-    """Return the libraries' scaled products with the layer's weight, by name, outputs by the caching allocator."""
+    """Return the libraries' scaled products with the layer's weight by name, with outputs from the caching
+    allocator."""
     weight, recipe = o.weight.values.t(), o.weight.recipe
     if recipe != "block":
         scale, fast = o.weight.scales.view(1, -1) if recipe == "row" else o.weight.scales, o.fast_accum
@@ -137,7 +134,8 @@ def by_block(o: ScaledOperands, product: library_gemm.ScaledProduct) -> Product:
 
 
 def ready(product: str, x: ScaledTensor) -> ScaledTensor:
-    """Return x with its scales in the layout that the library takes without a copy, as a quantization can write them."""
+    """Return x with its scales in the layout that the library reads without a copy; a quantization can write this
+    layout."""
     if x.recipe != "block":
         return x
     if product == "torch":
@@ -148,7 +146,7 @@ def ready(product: str, x: ScaledTensor) -> ScaledTensor:
 
 
 def sequential(layer: Layer, product: str, multiply: Product) -> dict[str, peers.Run]:
-    """Return the forms of the library's collective and its product, one after the other."""
+    """Return the forms of NCCL's collective and a library's product, one after the other."""
     o, size, world = layer.o, layer.size, layer.world.size
     if size.op == GATHER:
         forms = {"": False} | ({COALESCED: True} if size.recipe != "tensor" else {})
@@ -193,7 +191,7 @@ def torch_fused(layer: Layer) -> dict[str, peers.Run]:
 
 
 def overlapped(layer: Layer) -> dict[str, peers.Run]:
-    """Return weft's and torch's operators, and those of 16-bit operands."""
+    """Return weft's and torch's operators, and weft's with 16-bit operands."""
     o, world, fn = layer.o, layer.world, getattr(weft, layer.size.op)
     weft_ways: dict[str, peers.Run] = {
         f"weft {plan}": lambda plan=plan: fn(o.x, o.weight, plan=plan, use_fast_accum=o.fast_accum, world=world)
@@ -209,15 +207,15 @@ _printed: set[tuple[str, ...]] = set()
 
 
 def left_out(size: Size, way: str, why: str, world: weft.World) -> None:
-    """Print once for each op and recipe why a method is left out."""
+    """Print, once for each op and recipe, why a method is left out."""
     if (size.op, size.recipe, way) not in _printed and world.rank == 0:
         print(f"left out: {size.op}, {size.recipe}, {way}: {why}", flush=True)
     _printed.add((size.op, size.recipe, way))
 
 
 class Checked:
-    """The methods that give the right result on all ranks, with their errors. The first one is what others are compared
-    with as a whole."""
+    """The methods whose result is right on all ranks, with their errors. The first one is the reference for the whole
+    results of the others."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.trusted = layer, None
@@ -225,7 +223,7 @@ class Checked:
         self.errors: dict[str, float] = {}
 
     def add(self, ways: dict[str, peers.Run]) -> bool:
-        """Add what is right of `ways`; return whether something was. Collective."""
+        """Add the methods of `ways` whose result is right, and return whether there were any. Collective."""
         before, world = len(self.runs), self.layer.world
         for way, run in ways.items():
             result, error, why = None, float("inf"), ""
@@ -246,7 +244,7 @@ class Checked:
 
 
 def methods(layer: Layer) -> tuple[dict[str, peers.Run], dict[str, float]]:
-    """Return the methods that are right, by name, and their errors. Collective; the same names on all ranks."""
+    """Return the right methods by name, and their errors. Collective; the names are the same on all ranks."""
     o, size, checked = layer.o, layer.size, Checked(layer)
     gemms: dict[str, peers.Run] = {}
     for product, multiply in products(o).items():
@@ -256,13 +254,15 @@ def methods(layer: Layer) -> tuple[dict[str, peers.Run], dict[str, float]]:
     if not gemms:
         return {}, {}
     checked.add(overlapped(layer))
-    cols = size.k // 2 if size.op == GATHER else size.k  # as many bytes in bfloat16, which random numbers are made of
+    cols = (
+        size.k // 2 if size.op == GATHER else size.k
+    )  # as many bytes in bfloat16, for which torch can draw random numbers
     comm = peers.collective(size.op, size.m, size.n, cols, layer.world.size, BF)
     return checked.runs | gemms | {"comm": comm}, checked.errors
 
 
 def timed(layer: Layer, runs: dict[str, peers.Run], mode: str, rounds: int) -> dict[str, float]:
-    """Return the us of each method; of "sequential" and "gemm" also those of the fastest form. Collective."""
+    """Return the us of each method, and of the fastest form of "sequential" and of "gemm". Collective."""
     size = layer.size
     if mode == "graph":
         for way in [way for way in runs if way == "torch symm_mem" or way.endswith(COALESCED)]:
@@ -270,7 +270,7 @@ def timed(layer: Layer, runs: dict[str, peers.Run], mode: str, rounds: int) -> d
                 left_out(size, f"{way} in a graph", "it cannot be captured", layer.world)
                 runs = {name: run for name, run in runs.items() if name != way}
     calls = 3 if size.m * size.n * size.k > 1 << 38 else 10
-    if mode == "eager" and size.m <= 1024:  # the host's time decides, which varies
+    if mode == "eager" and size.m <= 1024:  # the host's time decides, and it varies
         calls, rounds = 30, 3 * rounds
     us = time_interleaved(runs, mode=mode, calls=calls, rounds=rounds)
     for part in (SEQUENTIAL, "gemm"):
@@ -279,14 +279,14 @@ def timed(layer: Layer, runs: dict[str, peers.Run], mode: str, rounds: int) -> d
 
 
 def taken(layer: Layer, mode: str) -> str | None:
-    """Return the JSON of the plan that "auto" took; None where it timed no plans."""
+    """Return the JSON of the plan that "auto" chose, or None if it timed no plans."""
     size = layer.size
     trial = layer.world.choices.last(trial_title(size.op, size.recipe), (size.m, size.n, size.k))
     return None if trial is None else trial.chosen(mode).to_json()
 
 
 def summary(row: dict[str, Any]) -> str:
-    """Return the ratios to sequential, and how much of the way from sequential to the limit "auto" goes."""
+    """Return the ratios to sequential, and the share of the possible saving that "auto" reached."""
     us, base, limit = row["us"], row["us"][SEQUENTIAL], row["limit_us"]
     ways = {way: t for way, t in us.items() if not way.startswith((SEQUENTIAL, "gemm", "comm"))}
     ratios = " | ".join(f"{way} {base / t:.2f}x" for way, t in ways.items())
@@ -298,41 +298,26 @@ def summary(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", required=True, type=Path)
-    p.add_argument("--seconds", type=float, default=1e9, help="start no further size after this many")
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--recipes", nargs="*", default=["row", "block", "tensor"], choices=["row", "block", "tensor"])
-    p.add_argument("--ops", nargs="*", default=list(OPS), choices=OPS)
-    p.add_argument("--modes", nargs="*", default=["graph", "eager"], choices=["graph", "eager"])
-    a = p.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    start, world = time.time(), weft.init()
-    torch.manual_seed(world.rank)
-    link = peers.link_rate(world)
-    fixed = dict(
-        world=world.size, link_gbs=round(link, 1), gpu=torch.cuda.get_device_properties(0).name, commit=commit(),
-        triton=triton.__version__, versions=versions(), rounds=a.rounds,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    )  # fmt: skip
-    cases = {f"FP8 {size}": size for size in sizes(world.size, a.recipes, a.ops)}
-    for size in unfinished(world, a.out, cases, a.seconds):
-        for row in measured(size, world, link, a.modes, a.rounds):
-            keep(world, a.out / "fp8_ranks.jsonl", [row | fixed])
-            if world.rank == 0:
-                print(f"{time.time() - start:4.0f}s {summary(row)}", flush=True)
-        torch.cuda.empty_cache()
-    dist.destroy_process_group()
+    recipes, modes = ["row", "block", "tensor"], ["graph", "eager"]
+    choices = dict(recipes=recipes, ops=OPS, modes=modes)
+    a = options(choices=choices, recipes=recipes, ops=list(OPS), modes=modes, rounds=5)
+    run = Program(a, "fp8_ranks.jsonl", triton=triton.__version__, versions=versions(), rounds=a.rounds)
+    torch.manual_seed(run.world.rank)
+    link = run.link
+    for size in run.cases({f"FP8 {size}": size for size in sizes(run.world.size, a.recipes, a.ops)}):
+        for row in measured(size, run.world, link, a.modes, a.rounds):
+            run.log(summary(*run.keep([row])))
+    run.end()
 
 
 def measured(size: Size, world: weft.World, link: float, modes: list[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each mode; none where no library multiplies by this recipe. Collective."""
+    """Yield a row for each mode; none if no library multiplies with this recipe. Collective."""
     layer = Layer(size, world)
     runs, errors = methods(layer)
     for mode in modes if runs else ():
         try:
             us = timed(layer, runs, mode, rounds)
-        except Exception:  # the same on all ranks, or the next collective waits for the one that failed
+        except Exception:  # all ranks raise it, or the next collective waits for the rank that did
             left_out(size, f"all methods in mode {mode}", traceback.format_exc(limit=-3)[-900:], world)
             continue
         limit = max(us["gemm"], size.received(world.size) / link / 1e3)

@@ -23,7 +23,7 @@ from bench.common.program import Program, gains, options
 from bench.common.timing import error_of, time_interleaved
 
 BF = torch.bfloat16
-LLAMA_70B = dict(  # of the vocabulary a few words: a whole head under 8 of 80 layers would hide them
+LLAMA_70B = dict(  # the vocabulary is small: a whole head would take longer than 8 of 80 layers
     vocab_size=1024, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
     max_position_embeddings=16384, rms_norm_eps=1e-5,
 )  # fmt: skip
@@ -45,7 +45,7 @@ def prefill(model: Any, tokens: int) -> Callable[[], torch.Tensor]:
 
 
 def decode(model: Any, batch: int, length: int) -> Callable[[], torch.Tensor]:
-    """Return a function that runs one token of each sequence, always at the same position, as a step of a server's batch does."""
+    """Return a function that runs one token of each sequence at a fixed position, like a step of a server's batch."""
     cache = transformers.StaticCache(config=model.config, max_cache_len=length + 8)
     ids = torch.randint(1000, (batch, 1), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     start = torch.randint(1000, (batch, length), device="cuda", generator=torch.Generator("cuda").manual_seed(4))

@@ -1,10 +1,10 @@
-"""A Transformers mixture of experts woven, beside Transformers' own expert parallelism of it:
+"""A woven Transformers mixture of experts, beside Transformers' own expert parallelism of it:
 torchrun --nproc-per-node N -m bench.measure.hf_moe --out DIR [--models Qwen3-30B ..] [--tokens 2048 ..] [--batches 1 ..]
 
-Sizes of Mixtral-8x7B, Qwen3-30B-A3B and GPT-OSS-120B with fewer layers, random weights. Appends rows to DIR/hf_moe.jsonl: `us` of
-a forward pass, the slowest rank's median of interleaved rounds; "prefill": M tokens of one sequence, without a cache; "decode": one
-token of each of M sequences over a static cache of `length` tokens. mode "graph": captured in a CUDA graph, both ways. Methods
-"transformers" and "weft".
+The models have the sizes of Mixtral-8x7B, Qwen3-30B-A3B and GPT-OSS-120B with fewer layers, and random weights. The program appends rows
+to DIR/hf_moe.jsonl: `us` of a forward pass, the slowest rank's median of interleaved rounds; "prefill": M tokens of one sequence, without
+a cache; "decode": one token of each of M sequences over a static cache of `length` tokens. In mode "graph" both methods,
+"transformers" and "weft", are captured in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.common.timing import error_of, time_interleaved
 from bench.measure.hf import decode, prefill
 
 BF = torch.bfloat16
-COMMON = dict(vocab_size=1024, max_position_embeddings=16384, rms_norm_eps=1e-5)  # a few words, as in hf.py
+COMMON = dict(vocab_size=1024, max_position_embeddings=16384, rms_norm_eps=1e-5)  # the vocabulary is small, as in hf.py
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-30B": ("Qwen3Moe", dict(
         hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,

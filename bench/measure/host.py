@@ -1,12 +1,19 @@
-"""The host's time for a call: torchrun --nproc-per-node N -m bench.measure.host --out DIR [--calls 1000]
+"""The host's time for a call: torchrun --nproc-per-node N -m bench.measure.host --out DIR [--calls 1000] [--parts known auto]
 
-Appends a row for each op and method to DIR/host.jsonl: the median us from a call to its return, of a shape that was called before,
-without waiting for the GPU, on the slowest rank. "library" is the two calls of cuBLAS and NCCL that an op replaces; the other methods
-are the op by each kind of plan.
+Appends rows to DIR/host.jsonl, of the slowest rank. "library" is the two calls of cuBLAS and NCCL that an op replaces.
+
+known    the median us from a call to its return, of a shape that was called before, without waiting for the GPU: an op by each kind
+         of plan
+auto     the us of an eager call back to back, the op by "auto", of GEMMs of models from 3,584 to 12,288 wide; the median of
+         interleaved rounds
+
+To compare two versions of weft, run it by turns with either's src first in PYTHONPATH.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +24,7 @@ import torch.distributed as dist
 import weft
 from bench.common import peers
 from bench.common.program import Program, options
+from bench.common.timing import time_interleaved
 
 BF = torch.bfloat16
 OPS = {
@@ -28,8 +36,8 @@ AHEAD = 40  # calls between two synchronisations: a queue that is full makes the
 
 
 def took(fns: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
-    """Return the us on the host of a call of each function. The functions alternate after AHEAD calls, because hosts are slower
-    for a while."""
+    """Return the host's us for a call of each function. The functions alternate after AHEAD calls, because a host may
+    be slow for a while."""
     us: dict[str, list[float]] = {name: [] for name in fns}
     for _ in range(calls // AHEAD + 1):
         for name, fn in fns.items():
@@ -47,7 +55,7 @@ def operands(world: weft.World, op: str, m: int, n: int, k: int) -> tuple[torch.
 
 
 def known(world: weft.World, calls: int) -> list[dict]:
-    """Time known calls: of small GEMMs, so that the host's time is what counts, and of the ops without one."""
+    """Time known calls of small GEMMs with collectives, for which the host's time decides, and of the other ops."""
     rows = []
     with torch.no_grad():
         for op, fns in others(world).items():
@@ -70,6 +78,34 @@ def known(world: weft.World, calls: int) -> list[dict]:
         }
         rows += [dict(what="known", op="all_reduce", method=name, us=us) for name, us in took(fns, calls).items()]
     return rows
+
+
+MODELS = {3584: 18944, 4096: 14336, 8192: 28672, 12288: 49152}  # hidden and intermediate sizes
+ROWS = (128, 192, 384, 768, 1152, 1536, 2048, 3072, 4096, 8192, 12288)
+MOST = 5e12  # FLOPs of a GEMM; a longer one takes as long in a graph
+
+
+def eager_auto(world: weft.World, calls: int) -> list[dict]:
+    """Time eager calls of GEMMs with collectives, whose GPU's time counts too."""
+    rows = []
+    with torch.no_grad():
+        for op, (hidden, inner), m in itertools.product(OPS, MODELS.items(), ROWS):
+            part = inner // world.size
+            n, k = (2 * part, hidden) if op == "all_gather_matmul" else (hidden, part)
+            flops = 2 * m * n * k
+            if flops > MOST:
+                continue
+            x, w = operands(world, op, m, n, k)
+            fns = {
+                "library": peers.cublas_nccl(op, x, w, world.size),
+                "auto": functools.partial(getattr(weft, op), x, w, world=world),
+            }
+            us = time_interleaved(fns, mode="eager", calls=max(3, min(12, int(1e13 / flops))), rounds=5)
+            rows += [dict(what="auto", op=op, method=name, us=t, M=m, N=n, K=k) for name, t in us.items()]
+    return rows
+
+
+PARTS = {"known": known, "auto": eager_auto}
 
 
 def others(world: weft.World) -> dict[str, dict[str, Callable[[], object]]]:
@@ -100,9 +136,9 @@ def others(world: weft.World) -> dict[str, dict[str, Callable[[], object]]]:
 
 
 def main() -> None:
-    a = options(calls=1000)
+    a = options(calls=1000, parts=list(PARTS), choices=dict(parts=PARTS))
     run = Program(a, "host.jsonl")
-    seen = run.world.exchange(known(run.world, a.calls))
+    seen = run.world.exchange([row for part in a.parts for row in PARTS[part](run.world, a.calls)])
     for row in run.keep(rows[0] | dict(us=round(max(r["us"] for r in rows), 1)) for rows in zip(*seen, strict=True)):
         run.log(row)
     run.end()

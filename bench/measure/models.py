@@ -1,18 +1,18 @@
-"""Layers of whole models as two papers measured them, on `weft.models`, beside torch and NCCL in the same run:
+"""Layers of whole models that two papers measured, on `weft.models`, beside torch and NCCL in the same run:
 torchrun --nproc-per-node N -m bench.measure.models --out DIR [--only LLaMA2-7B ..] [--layers 2] [--seconds S]
-Training steps and blocks of a diffusion transformer: models_training.py, whose rows go to the same file.
+models_training.py times training steps and blocks of a diffusion transformer, and writes to the same file.
 
-TileLink's eight (its Figure 11, 8 H800s): batch 4, sequence 8192, two layers of each. FlashOverlap's inference: a chunk of 16,384
-tokens of Llama-70B. GPT-3's MLPs have two matrices and GELU; here they are gated, of two thirds of the width: the same work and bytes.
-Appends rows to DIR/models.jsonl: `us` of a forward pass in a CUDA graph (embedding, layers, last norm), the slowest rank's median of
-interleaved rounds; `error`, relative, from "libraries". Methods:
-    libraries    dense: cuBLAS, NCCL's all-reduce, add and norm in one kernel; experts: NCCL's all-gather, torch's sort, index and
-                 `torch._grouped_mm` of this rank's experts, NCCL's reduce-scatter (everything on the device, as a graph needs it)
-    fused, woven, sequence    as in decoder.py, woven by copy engines; with experts sequence alone
+TileLink's Figure 11 (8 H800s) has eight models with batch 4 and sequence 8,192, two layers of each; FlashOverlap's inference has a chunk
+of 16,384 tokens of Llama-70B. GPT-3's MLPs have two matrices and GELU; here they are gated and have two thirds of the width, with the
+same work and bytes. The program appends rows to DIR/models.jsonl: `us` of a forward pass in a CUDA graph (embedding, layers, last norm),
+the slowest rank's median of interleaved rounds; `error`, relative to "libraries". The methods:
+    libraries    dense: cuBLAS, NCCL's all-reduce, and add and norm in one kernel; experts: NCCL's all-gather, torch's sort, index and
+                 `torch._grouped_mm` of this rank's experts, NCCL's reduce-scatter, all on the device, as a graph requires
+    fused, woven, sequence    the methods of decoder.py, woven by copy engines; models with experts have sequence alone
     woven own    woven, with weft's own GEMM on all SMs
-    auto         what the planner takes; a row of its own where that is none of these
-    without communication    "libraries" less its collectives: what each rank computes, under which nothing can hide more. `error`
-                 is of no meaning there, and null
+    auto         the planner's choice; it has a row of its own if it is none of these
+    without communication    "libraries" without its collectives: each rank's computation, which is the limit of all overlap. Its
+                 `error` is null
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from weft.ops.activation import silu_mul_blocks
 from weft.ops.moe.routing.router import gate
 
 Tensor = torch.Tensor
-WORDS = 1024  # of a vocabulary: a whole output head under 2 layers would hide them
+WORDS = 1024  # the vocabulary is small: a whole output head would take longer than 2 layers
 
 
 def dense(hidden: int, inner: int, heads: int, kv_heads: int = 0) -> dict[str, Any]:
@@ -72,8 +72,8 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # config, and new
 
 
 class Picked(torch.autograd.Function):
-    """Rows order // k of x, order a permutation of k times its rows, `back` its inverse; backward without atomic additions, which
-    those of torch's `index_select` are."""
+    """Rows order // k of x, where `order` is a permutation of k times the rows of x and `back` its inverse. The
+    backward pass has no atomic additions, unlike that of torch's `index_select`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:
@@ -89,12 +89,12 @@ class Picked(torch.autograd.Function):
 def experts_here(
     world: weft.World, group: int, full: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor
 ) -> Tensor:
-    """Return this rank's part of the weighted sums [M, H] of all tokens `full`, from torch's operators, differentiable. w13, w2:
-    as `weft.moe.moe` takes them, of the group-th so many experts, all their columns or some."""
+    """Return this rank's part of the weighted sums [M, H] of all tokens `full`, computed by torch's operators,
+    differentiable. w13, w2: the operands of `weft.moe.moe` for this group's experts, with all their columns or some."""
     (local, hidden, inner), k = w2.shape, ids.shape[1]
     local_ids = ids.flatten() - group * local
     local_ids, order = local_ids.masked_fill((local_ids < 0) | (local_ids >= local), local).sort(stable=True)
-    is_local = (local_ids < local)[:, None]  # what the other rows hold is anything: they are of no expert here
+    is_local = (local_ids < local)[:, None]  # the other rows belong to no expert of this rank and hold anything
     last = torch.arange(local, dtype=local_ids.dtype, device=local_ids.device)
     ends = torch.searchsorted(local_ids, last, right=True, out_int32=True)
     back = order.argsort()
@@ -145,7 +145,7 @@ def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout, collectives:
 def alone(
     partial: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: weft.World, **_: object
 ) -> tuple[Tensor, Tensor]:
-    """Do what `all_reduce_rms_norm` does, but for the all-reduce: the method "without communication"."""
+    """Do what `all_reduce_rms_norm` does without the all-reduce, for the method "without communication"."""
     return weft.rms_norm(partial, weight, eps, world=world, residual=residual)
 
 
@@ -165,7 +165,7 @@ class Bench(Program):
         super().__init__(a, "models.jsonl", world, op="models", dtype="bfloat16", mode="graph", layers=a.layers)
 
     def plans(self, model: Llama, tokens: int) -> dict[str, LayerPlan]:
-        """Return the plans by method; "auto" stands for the method that it takes, or comes last with a plan of its own."""
+        """Return the plans by method. If "auto" chooses a plan of its own, it comes last."""
         auto = model.plan("auto", tokens)
         if model.config.mixture is not None:
             return {"sequence": auto}
@@ -215,7 +215,7 @@ class Bench(Program):
     def record(
         self, name: str, tokens: int, model: Llama, times: dict[str, float], errors: dict[str, float | None], taken: str
     ) -> None:
-        """taken: the method that "auto" is."""
+        """Keep the rows. taken: the method whose plan "auto" chose."""
         c, shape = model.config, dict(N=model.config.hidden_size)
         if c.mixture is None:
             shape |= dict(K=c.intermediate_size)

@@ -1,18 +1,17 @@
-"""Training steps of layers, and blocks of a diffusion transformer, as FlashOverlap measured them (section 6), beside torch and
-NCCL in the same run: torchrun --nproc-per-node N -m bench.measure.models_training --out DIR [--only NAME ..] [--modes eager graph] [--seconds S]
+"""Training steps of layers, and blocks of a diffusion transformer, as in FlashOverlap (section 6), beside torch and NCCL in the same run:
+torchrun --nproc-per-node N -m bench.measure.models_training --out DIR [--only NAME ..] [--modes eager graph] [--seconds S]
 
     Llama-70B training    two sequences of 8,192 tokens; forward and backward
-    Mixtral training      four sequences of 8,192 tokens, sizes of Mixtral-8x7B; forward and backward. Experts are over the ranks, but of
-                          four ranks two and two share the columns of the same experts (EP 2 x TP 2)
-    video diffusion       33,792 tokens, sizes of Step-Video-T2V: full attention, norms modulated, MLP with GELU; forward
+    Mixtral training      four sequences of 8,192 tokens, sizes of Mixtral-8x7B; forward and backward. The ranks have different experts,
+                          but of four ranks each pair shares the columns of the same experts (EP 2 x TP 2)
+    video diffusion       33,792 tokens, sizes of Step-Video-T2V: full attention, modulated norms, MLP with GELU; forward
 
-Rows are over the ranks between the layers' parts, heads and columns inside. Both sides are one module of `weft.nn` and `weft.moe`,
-with the same weights and the same arithmetic but for what stands where ranks meet: "libraries" NCCL's all-gather and
-reduce-scatter beside cuBLAS and `torch._grouped_mm`, under autograd; "auto" the modules as they are. For the backward pass both keep
-the gathered rows and what the experts' activations take. "without communication" is "libraries" less its collectives, as in
-models.py. Not there, as the same on both sides: rotary positions, weights of norms, the optimiser, attention to a video's text.
-Appends rows to DIR/models.jsonl as models.py does, `error` the largest of the result's and, of a training step, those of the
-gradients of x and of a weight.
+The ranks have different rows between the parts of a layer, and different heads and columns inside. Both methods are the same modules of
+`weft.nn` and `weft.moe` with the same weights and arithmetic. "libraries" communicates by NCCL's all-gather and reduce-scatter beside
+cuBLAS and `torch._grouped_mm`, under autograd; "auto" runs the modules as they are. For the backward pass both save the gathered rows and
+the inputs of the experts' activations. "without communication" is "libraries" without its collectives, as in models.py. Both leave out
+rotary positions, weights of norms, the optimiser, and attention to a video's text. The program appends rows to DIR/models.jsonl as
+models.py does; `error` is the largest of the result's and, of a training step, of the gradients of x and of a weight.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from weft.ops.activation import silu_mul_blocks
 
 Tensor = torch.Tensor
 TOP_K = 2  # experts of a token
-SHARING = {4: 2}  # ranks that share the columns of the same experts, by ranks
-# Attention is computed by the first of these that can.
+SHARING = {4: 2}  # by number of ranks, how many share the columns of the same experts
+# The first of these that can compute the attention does so.
 LIBRARIES = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 class Sizes(NamedTuple):
-    """Of a layer. experts 0: a gated MLP, or with `video` one with GELU."""
+    """The sizes of a layer. experts 0: a gated MLP, or with `video` an MLP with GELU."""
 
     hidden: int
     inner: int
@@ -96,7 +95,8 @@ BY_LIBRARIES = {
 
 
 class LayerOf(nn.Module):
-    """x [m_r, H] -> [m_r, H], rows of this rank; collectives: beside the libraries' GEMMs, None for weft's ops."""
+    """x [m_r, H] -> [m_r, H], the rows of this rank. collectives: NCCL's beside the libraries' GEMMs, or None for
+    weft's ops."""
 
     def __init__(self, s: Sizes, world: weft.World) -> None:
         super().__init__()
@@ -155,10 +155,12 @@ class Layers(nn.ModuleList):
 
 
 class Step:
-    """Of several layers: calls give the result, and of a training step the gradients of x and of each weight.
+    """A step of several layers: a call returns the result and, of a training step, the gradients of x and of each
+    weight.
 
-    The leaves of each call's graph are its own: those of an earlier call would be bound to the stream that it ran on, as long as
-    anything holds its graph, and no CUDA graph could be captured on another."""
+    Each call's graph has leaves of its own. Leaves of an earlier call would be bound to the stream of that call as long
+    as anything holds its graph, and no CUDA graph could be captured on another stream.
+    """
 
     def __init__(self, world: weft.World, s: Sizes, layers: int) -> None:
         torch.manual_seed(1)

@@ -1,40 +1,38 @@
-"""The MoE layer on real models' sizes, beside the libraries: NCCL all-to-all and torch's grouped GEMM.
+"""The MoE layer on real models' sizes, beside NCCL's all-to-all and torch's grouped GEMM.
 
-torchrun --nproc-per-node N -m bench.measure.moe --out DIR [--models ...] [--tokens ...] [--zipf 1.0] [--plans JSON ...] [--seconds S]
+torchrun --nproc-per-node N -m bench.measure.moe --out DIR [--models ...] [--tokens ...] [--zipf 1.0] [--plans JSON ...] [--eager] [--seconds S]
 torchrun --nproc-per-node N -m bench.measure.moe --out DIR --one-launch [--seconds 100]
 torchrun --nproc-per-node N -m bench.measure.moe --out DIR --stamps [--models ...] [--tokens ...]
-torchrun --nproc-per-node N -m bench.measure.moe --out DIR --models FlashMoE-ungated-E32 --tokens 4096 8192 16384
 
-Appends rows to DIR/moe.jsonl, and with --stamps to DIR/moe_stamps.jsonl where the time of a fused call goes. `us` is a layer, gate
-included, in a CUDA graph, the slowest rank's median of interleaved rounds; the routing changes from call to call within the graph.
-"library" is captured with split sizes known in advance and no gate, the strongest that the libraries give; "library, eager" reads
-them back, with the gate, as users write it. "vllm" and "quack", where they are installed, of gated experts: theirs between NCCL's
-all-gather and reduce-scatter (bench/common/gathered_experts.py). limit_us = max(FLOPs at RATE, bytes of weights touched / MEMORY, bytes that dispatch and
-combine move each way / the link's measured rate). Of the same run: gemm_us, both grouped GEMMs alone, each by torch or weft, whichever
-is faster; tables_us, the gate and the tables alone; alone_us, what no overlapping saves: max(gemm_us, weights, bytes) + tables_us.
+The program appends rows to DIR/moe.jsonl or, with --stamps, rows with the shares of a fused call's tasks to DIR/moe_stamps.jsonl. `us` is
+a layer with its router in a CUDA graph, the slowest rank's median of interleaved rounds; the routing changes from call to call within the
+graph. --plans are plans as JSON, of Dispatched where no kind is named; --one-launch times the plans of one launch and of few tokens.
+"library" is captured with split sizes known in advance and without the router, the fastest form of the libraries; "library, eager"
+(--eager) reads the sizes back and has the router, as users write it. "vllm" and "quack", if they are installed, are their gated experts
+between NCCL's all-gather and reduce-scatter (bench/common/gathered_experts.py). limit_us = max(FLOPs at RATE, bytes of weights touched /
+MEMORY, bytes that dispatch and combine move each way / the link's measured rate). Of the same run: gemm_us, both grouped GEMMs alone, the
+faster of torch's and weft's; tables_us, the router and the tables alone; alone_us, the limit of all overlap: max(gemm_us, weights,
+bytes) + tables_us.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import weft
-from bench.common import gathered_experts, peers
+from bench.common import gathered_experts
 from bench.common.gathered_experts import Experts, layer_by
-from bench.common.resume import BEGAN, keep, unfinished
+from bench.common.program import Program, options
 from bench.common.timing import capture, error_of, time_interleaved
 from bench.measure import moe_alone
-from bench.measure.run import commit
 from weft import moe
 from weft.ops.moe.expert_parallel import fused
 from weft.plans import NARROW, Dispatched, FusedMoe, GemmTile, LowLatency, Plan
@@ -43,7 +41,7 @@ BF = torch.bfloat16
 RATE = 700.0  # TFLOP/s of the best grouped GEMM known on an H200 (docs/moe.md)
 MEMORY = 4.3  # TB/s of an H200
 Way = Callable[[], torch.Tensor]
-ROUTINGS = 4  # that a graph goes through
+ROUTINGS = 4  # routings of the calls in one graph
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ MODELS = {
 }
 # FlashInfer's published size of its expert-parallel layers on 4 Hopper GPUs, without the inner size, which is assumed to be 2048.
 PUBLISHED = {"FlashInfer-EP4": Model(4096, 2048, 32, 6)}
-# FlashMoE's experts as its paper has them: GELU of two matrices, and 8 to 128 of them.
+# FlashMoE's experts in its paper: 8 to 128 of them, with GELU and two matrices.
 UNGATED = {f"FlashMoE-ungated-E{e}": Model(2048, 2048, e, 2, "gelu") for e in (8, 16, 32, 64, 128)}
 KNOWN = MODELS | PUBLISHED | UNGATED
 
@@ -101,7 +99,7 @@ TIMED: list[tuple[str, int, list[str]]] = [
 
 
 class Layer:
-    """One layer's tensors on this rank, and routings that change."""
+    """One layer's tensors on this rank, with routings that change from call to call."""
 
     def __init__(self, world: weft.World, model: Model, tokens: int, zipf: float) -> None:
         self.world, self.model, self.tokens, device = world, model, tokens, world.device
@@ -138,7 +136,8 @@ class Layer:
         return self.layer(self.next_tokens(), plan)
 
     def layer(self, x: torch.Tensor, plan: str | Plan) -> torch.Tensor:
-        """Return the layer's result by weft; the router of ONE_LAUNCH, which knows no skewed routing, is in its launch."""
+        """Return the layer's result by weft. ONE_LAUNCH has the router in its launch, which supports no skewed
+        routing."""
         world, k, options = self.world, self.model.k, dict(activation=self.model.activation)
         if plan == ONE_LAUNCH:
             router = moe.TopKRouter(self.router, k)
@@ -148,7 +147,7 @@ class Layer:
 
 
 class Library:
-    """What one writes with torch.distributed and torch._grouped_mm."""
+    """The layer as one writes it with torch.distributed and torch._grouped_mm."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.size = layer, layer.world.size
@@ -160,7 +159,8 @@ class Library:
         return p / p.sum(-1, keepdim=True), e
 
     def counts(self, x: torch.Tensor) -> tuple:
-        """Return weights, order of routes, rows to and from ranks, order by expert and its ends. Waits for the host."""
+        """Return the weights, the order of the routes, the rows to and from each rank, the order by expert and its
+        ends. The host waits for the GPU."""
         model, size = self.layer.model, self.size
         local = model.experts // size
         p, e = self.gate(x)
@@ -200,20 +200,22 @@ class Library:
 
 
 def baselines(layer: Layer, installed: Mapping[str, Callable[[Layer], Experts]]) -> dict[str, Way]:
-    """Return the layer by each library's gated experts between NCCL's collectives, for those that run in a CUDA graph."""
+    """Return the layer with each library's gated experts between NCCL's collectives, for the libraries that run in a
+    CUDA graph."""
     runs: dict[str, Way] = {}
     for name, experts_of in installed.items() if layer.gated else ():
         try:
             run = layer_by(layer, experts_of(layer))
             capture(run, 1)
             runs[name] = run
-        except Exception as error:  # a library may raise anything, on all ranks alike
+        except Exception as error:  # a library may raise anything, and does so on all ranks
             print(f"{name}: {type(error).__name__}: {error}"[:400], flush=True)
     return runs
 
 
 def limits(layer: Layer, link: float) -> tuple[float, float]:
-    """Return the us that the rank with most work needs for its FLOPs, and for the bytes of weights or rows. link: GB/s."""
+    """Return the us that the rank with the most work needs for its FLOPs, and for the bytes of its weights or rows.
+    link: GB/s."""
     model, world, size = layer.model, layer.world, layer.world.size
     local, flops, touched, sent = model.experts // size, 0.0, 0.0, 0.0
     matrix = (2 + layer.gated) * model.hidden * model.inner  # elements of an expert
@@ -254,34 +256,22 @@ def measure(
     shape = dict(
         op="moe", name=f"{name}-{tokens}", M=tokens, N=model.inner, K=model.hidden, E=model.experts, top_k=model.k
     )
-    shape["activation"] = model.activation
-    fixed = dict(
-        world=world.size, mode="graph", zipf=a.zipf, commit=commit(), link_gbs=round(link, 1), versions=a.versions
-    )
     by_flops, by_bytes = limits(layer, link)
     alone = {name: times.pop(name) for name in (*gemms, "tables")}
     gemm = sum(min(alone[f"{half} {whose}"] for whose in ("torch", "weft")) for half in ("first", "second"))
-    fixed |= dict(
-        gemm_us=round(gemm, 1),
-        tables_us=round(alone["tables"], 1),
-        alone_us=round(max(gemm, by_bytes) + alone["tables"], 1),
-    )
+    shape |= dict(
+        activation=model.activation, mode="graph", zipf=a.zipf, versions=a.versions, gemm_us=round(gemm, 1),
+        tables_us=round(alone["tables"], 1), alone_us=round(max(gemm, by_bytes) + alone["tables"], 1),
+        limit_us=round(max(by_flops, by_bytes), 1),
+    )  # fmt: skip
     return [
-        dict(
-            shape,
-            method=way,
-            us=round(us, 1),
-            error=errors.get(way),
-            limit_us=round(max(by_flops, by_bytes), 1),
-            plan=plans[way].to_json() if way in plans else None,
-            **fixed,
-        )
+        dict(shape, method=way, us=round(us, 1), error=errors.get(way), plan=str(plans[way].to_json() if way in plans else None))
         for way, us in times.items()
-    ]
+    ]  # fmt: skip
 
 
 def stamps(world: weft.World, name: str, tokens: int, way: str) -> dict:
-    """Return the share of each task in the programs' time in the one launch of fused calls, without waits, on this rank."""
+    """Return the share of each task in the time of the programs of fused calls on this rank, without waits."""
     layer, plan = Layer(world, KNOWN[name], tokens, 0.0), PLANS[way]
     assert isinstance(plan, FusedMoe)
     times = fused.stamped(world, world.sm_count * plan.per_sm)
@@ -293,61 +283,38 @@ def stamps(world: weft.World, name: str, tokens: int, way: str) -> dict:
     *parts, whole = times.double().mean(0).tolist()
     kinds = ("sending", "GEMM 1", "GEMM 2", "sums", "own sums")
     shares = {kind: round(part / whole, 4) for kind, part in zip(kinds, parts, strict=True)}
-    fixed = dict(op="moe stamps", name=f"{name}-{tokens}", method=way, world=world.size, commit=commit())
+    fixed = dict(op="moe stamps", name=f"{name}-{tokens}", method=way)
     return fixed | dict(us=round(whole / calls / 1e3, 1), in_tasks=round(sum(parts) / whole, 4), **shares)
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--models", nargs="*", default=list(MODELS), choices=list(KNOWN))
-    p.add_argument("--tokens", nargs="*", type=int, default=[512, 2048, 8192])
-    p.add_argument("--zipf", type=float, default=0.0)
-    p.add_argument(
-        "--plans", nargs="*", default=[], help="plans as JSON, of Dispatched where no kind is named, timed beside auto"
-    )
-    p.add_argument(
-        "--one-launch", action="store_true", help="the plans of one launch and of few tokens, at a few sizes"
-    )
-    p.add_argument(
-        "--stamps", action="store_true", help="where the time of a fused call goes, of the models and tokens"
-    )
-    p.add_argument("--eager", action="store_true")
-    p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
-    a = p.parse_args()
+    sizes = dict(models=list(MODELS), tokens=[512, 2048, 8192], zipf=0.0, plans=[])
+    a = options(choices=dict(models=KNOWN), **sizes, one_launch=False, stamps=False, eager=False)
     usual = json.loads(Dispatched().to_json())
     plans_by_name = {
         p: Plan.from_json(p if "kind" in json.loads(p) else json.dumps(usual | json.loads(p))) for p in a.plans
     }
-    sizes = [(name, tokens, plans_by_name) for tokens in sorted(a.tokens, reverse=True) for name in a.models]
+    todo = [(name, tokens, plans_by_name) for tokens in sorted(a.tokens, reverse=True) for name in a.models]
     if a.one_launch:
-        sizes = [(name, tokens, {way: PLANS[way] for way in ways}) for name, tokens, ways in TIMED]
-    a.out.mkdir(parents=True, exist_ok=True)
-    world = weft.init()
+        todo = [(name, tokens, {way: PLANS[way] for way in ways}) for name, tokens, ways in TIMED]
+    run = Program(a, "moe_stamps.jsonl" if a.stamps else "moe.jsonl")
+    world, link = run.world, run.link
     a.installed, a.versions = gathered_experts.installed(world) if world.size > 1 else ({}, {})
-    link = peers.link_rate(world)
     with torch.no_grad():
-        cases = {f"MoE {name} {tokens}": (name, tokens, plans) for name, tokens, plans in sizes}
-        for name, tokens, plans in unfinished(world, a.out, cases, a.seconds):
+        for name, tokens, plans in run.cases(
+            {f"MoE {name} {tokens}": (name, tokens, plans) for name, tokens, plans in todo}
+        ):
             if a.stamps:
-                rows = [stamps(world, name, tokens, way) for way in STAMPED]
-                keep(world, a.out / "moe_stamps.jsonl", rows)
-                print(*(rows if world.rank == 0 else ()), sep="\n", flush=True)
+                run.log(*run.keep(stamps(world, name, tokens, way) for way in STAMPED))
                 continue
             try:
-                rows = measure(world, name, tokens, plans, a, link)
+                rows = run.keep(measure(world, name, tokens, plans, a, link))
             except weft.WeftError as e:
-                rows = []
                 print(f"{name} {tokens}: {type(e).__name__}: {e}"[:400], flush=True)
-            torch.cuda.empty_cache()
-            keep(world, a.out / "moe.jsonl", [dict(row, plan=str(row["plan"])) for row in rows])
-            if world.rank == 0 and rows:
-                figures = " | ".join(f"{r['method'][:200]} {r['us']:.0f} ({r['error']})" for r in rows)
-                print(
-                    f"{time.time() - BEGAN:.0f}s {rows[0]['name']} x{world.size} limit {rows[0]['limit_us']}: {figures}",
-                    flush=True,
-                )
-    dist.destroy_process_group()
+                continue
+            figures = " | ".join(f"{r['method'][:200]} {r['us']:.0f} ({r['error']})" for r in rows)
+            run.log(f"{rows[0]['name']} limit {rows[0]['limit_us']}: {figures}")
+    run.end()
 
 
 if __name__ == "__main__":

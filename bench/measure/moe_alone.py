@@ -1,6 +1,6 @@
-"""What a layer of `moe.py` takes at least: its grouped GEMMs alone, and what stands before them, the gate and the tables.
+"""The parts of a layer of `moe.py` alone: its grouped GEMMs, and the router and tables that precede them.
 
-Functions to time, of one routing that has been; nobody waits for anybody in the GEMMs, and nothing runs beside them.
+The functions here are timed for one routing. The GEMMs wait for no rank, and nothing runs beside them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def library_gemms(library: Library) -> dict[str, Callable[[], object]]:
 
 
 def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
-    """Return weft's grouped GEMMs, with the activation, as "dispatched" has them."""
+    """Return weft's grouped GEMMs with the activation, as plan "dispatched" launches them."""
     world, (x, ids, weights) = layer.world, layer.routed()
     operands = MoeOperands(x, ids, weights, packed("moe", "w13", layer.packed, 5, layer.model.activation), layer.w2)
     w, call = (
@@ -46,7 +46,7 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     dispatched.prepare_dispatched(world, call, plan)(operands, torch.empty_like(x))
     world.synchronize()
     _, built, _ = dispatched.tables_of(world, dispatched.plan_state(world, kind, plan))
-    tables = route_tables.Tables(*(t.clone() for t in built))  # the next call's are another routing's
+    tables = route_tables.Tables(*(t.clone() for t in built))  # the next call overwrites them for another routing
     dispatch_flags = world.channel("nobody to wait for", world.size, None)
     dispatch_flags.counters.fill_(1 << 30)
     state = replace(dispatched.plan_state(world, kind, plan), dispatch_flags=dispatch_flags)
@@ -54,22 +54,23 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     hidden, y = (inbox.new_empty(state.rows, cols) for cols in (kind.inner, kind.hidden))
     workspace = dispatched.LayerWorkspace(SimpleNamespace(local=inbox), None, hidden, y)
     counters = torch.zeros(32, dtype=torch.int32, device=x.device)
+    product = dispatched.GroupedProduct(workspace.hidden, w.w2, w.b2)
     launches = dict(
         first=dispatched.first_gemm(world, state, w, tables, workspace),
-        second=dispatched.grouped_gemm(world, state, tables, workspace.hidden, w.w2, w.b2, workspace.y, counters),
+        second=dispatched.grouped_gemm(world, state, tables, product, workspace.y, counters),
     )
     return {half: lambda step=step: step.on(world.current_stream()) for half, step in launches.items()}
 
 
 def gemms_of(layer: Layer, library: Library) -> dict[str, Callable[[], object]]:
-    """Return both libraries' GEMMs of each half, by "first torch", .., "second weft"."""
+    """Return torch's and weft's GEMM of each half, by "first torch", .., "second weft"."""
     every = {"torch": library_gemms(library), "weft": own_gemms(layer)}
     return {f"{half} {whose}": fn for whose, fns in every.items() for half, fn in fns.items()}
 
 
 def tables(layer: Layer) -> Callable[[], object]:
-    """Return a function that runs the router, shares the routes with all ranks and makes the tables. Memory alternates between
-    calls, since no rows come back that would show when a peer has read it."""
+    """Return a function that runs the router, shares the routes with all ranks and builds the tables. Calls alternate
+    between two buffers, because no rows come back to show that a peer has read one."""
     world, model, capacity = layer.world, layer.model, layer.tokens
     sizes = route_tables.TableSizes(model.experts // world.size, capacity, Dispatched.tile.block_m)
     shared = route_tables.routes_of(world, capacity, model.k, alternating=True)

@@ -1,12 +1,11 @@
-"""Dispatch and combine by themselves on real models' sizes, beside the library's all-to-all.
+"""Dispatch and combine alone on real models' sizes, beside NCCL's all-to-all.
 
 torchrun --nproc-per-node N -m bench.measure.moe_exchange --out DIR [--models ...] [--tokens ...] [--zipf 1.0]
 
-Appends rows to DIR/moe_exchange.jsonl, `op` "moe_dispatch" and "moe_combine". `us` is the median of calls launched ahead of the GPU,
-by events between them, on the slowest rank; a combine stands between two dispatches, so ranks meet in each. "library":
-`all_to_all_single` of sizes known in advance, with what makes rows by expert of tokens and the weighted sum of rows, as one writes
-it with torch. limit_us = bytes of the rows that leave a rank, each token once for each rank that has one of its experts / the link's
-measured rate.
+The program appends rows to DIR/moe_exchange.jsonl, `op` "moe_dispatch" and "moe_combine". `us` is the median of calls that the host
+launches ahead of the GPU, by events between them, on the slowest rank; a combine stands between two dispatches, so the ranks meet in each.
+"library" is `all_to_all_single` with sizes known in advance, with torch's ordering of the rows by expert and weighted sum. limit_us = bytes
+of the rows that leave a rank, each token once for each rank with one of its experts / the link's measured rate.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ Phases = tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]
 
 
 def weft_phases(layer: Layer, **options: Any) -> Phases:
-    """Return weft's dispatch and combine, for routings that change from call to call. Combine takes the arrived rows as y."""
+    """Return weft's dispatch and combine, for routings that change from call to call. The combine sums the rows that
+    arrived."""
     routed = [moe.gate(layer.logits(x), layer.model.k, world=layer.world) for x in layer.xs]
 
     def dispatch() -> Any:
@@ -59,7 +59,7 @@ def library_phases(layer: Layer) -> Phases:
 
 
 def times(phases: Phases) -> tuple[float, float]:
-    """Return the us of both on the slowest rank."""
+    """Return the us of dispatch and of combine on the slowest rank."""
     dispatch, combine = phases
     us_of_phases: tuple[list[float], list[float]] = ([], [])
     combine(dispatch())
@@ -84,7 +84,7 @@ def times(phases: Phases) -> tuple[float, float]:
 
 
 def limit(layer: Layer, link: float) -> float:
-    """Return the us of the links of the rank from which most rows leave. link: GB/s."""
+    """Return the us of the links of the rank that sends the most rows. link: GB/s."""
     world, model = layer.world, layer.model
     local, sent = model.experts // world.size, 0
     for x in layer.xs:

@@ -1,17 +1,16 @@
-"""The MoE layer on one GPU beside what a user would pick there: vLLM's fused experts, quack's and torch's grouped GEMMs, compiled or not.
+"""The MoE layer on one GPU beside its alternatives: vLLM's fused experts, quack's and torch's grouped GEMMs, compiled or not.
 
 torchrun --nproc-per-node 1 -m bench.measure.moe_one_gpu --out DIR [--models ...] [--tokens ...] [--zipf 0 1] [--compile TOKENS ...]
-    [--methods ...] [--skip N] [--sweep] [--seconds S]
+    [--methods ...] [--seconds S]
 
-Appends rows to DIR/moe_one_gpu.jsonl, size by size in the order of --zipf, --tokens and --models, and the reason to
-DIR/moe_one_gpu_failed.jsonl where a method fails at a size; started again with the same DIR it goes on behind them. `us` is a layer with
-its gate (router GEMM, softmax, top-k, weights that sum to one), in a CUDA graph in which the tokens change from call to call, the median
-of interleaved rounds. Methods: "weft", plan="auto"; "weft, one launch", the plan whose launch includes the router (uniform routing only);
-"vllm", `fused_topk` and `fused_experts` with vLLM's own table of tiles for the GPU
-where it has one (its version stands in the row); "quack", its gathering, gated grouped GEMM and its plain one, each in the fastest of
-its forms for the size (bench/common/quack_moe.py); "torch", sort, gather, `torch._grouped_mm` and sums, with all sizes on the device;
-"torch compiled", the same by torch.compile, at some numbers of tokens. A method that is not installed has no row. With --sweep also each
-of PLANS. error: of the method's result against torch's, relative, of the norm.
+The program appends rows to DIR/moe_one_gpu.jsonl, size by size in the order of --zipf, --tokens and --models, and the reason to
+DIR/moe_one_gpu_failed.jsonl if a method fails at a size; another run with the same DIR continues after them. `us` is a layer with its
+router (GEMM, softmax, top-k, weights that sum to one), in a CUDA graph in which the tokens change from call to call, the median of
+interleaved rounds. The methods are "weft", plan="auto"; "weft, one launch", the plan whose launch includes the router (uniform routing
+only); "vllm", `fused_topk` and `fused_experts` with vLLM's own table of tiles for the GPU, if there is one; "quack", its gathering, gated
+grouped GEMM and its plain one, each in the fastest of its forms (bench/common/quack_moe.py); "torch", sort, gather, `torch._grouped_mm`
+and sums, with all sizes on the device; and "torch compiled", the same under torch.compile, at the tokens of --compile. A method that is
+not installed has no row. error: the relative error of a method's result beside torch's.
 """
 
 from __future__ import annotations
@@ -21,48 +20,31 @@ import gc
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-import weft
 from bench.common.gathered_experts import vllm_version
+from bench.common.program import Program, options
 from bench.common.quack_moe import QuackExperts, usable
-from bench.common.resume import keep
+from bench.common.resume import BEGAN
 from bench.common.timing import capture, error_of, time_interleaved
 from bench.measure import moe
 from bench.measure.moe import MODELS, ROUTINGS, Layer, Model
-from bench.measure.run import commit
-from weft.backends import library_gemm
 from weft.backends.library_gemm import Form
-from weft.ops.moe.expert_parallel.op import LOW_LATENCY_32, NARROW_32, NARROW_64
-from weft.plans import Dispatched, GemmTile, LowLatency, Plan, TileShape
+from weft.integrations import quack
+from weft.plans import Plan
 
 KNOWN = MODELS | {"DeepSeek-V3": Model(7168, 2048, 256, 8)}
 TOKENS = [8192, 512, 2048, 64, 16384]  # the most important first
 Method = Callable[[torch.Tensor], torch.Tensor]
-# Plans for few rows of an expert: those that "auto" times, each beside the form that it took the place of or that lost to it.
-STEPS_OF_64 = TileShape(16, 128, 64, 4, 4)
-PLANS: list[Plan] = [
-    LowLatency(),
-    LowLatency(STEPS_OF_64),
-    LowLatency(TileShape(16, 128, 128, 4, 4)),
-    LOW_LATENCY_32,
-    NARROW_32,
-    NARROW_64,
-    replace(NARROW_64, tile=replace(NARROW_64.tile, group_m=16)),
-    replace(NARROW_64, tile=replace(NARROW_64.tile, block_k=64, stages=4)),
-    Dispatched(GemmTile(64, 256, 64, 8, 4, 16)),
-]
 
 
 def by_torch(layer: Layer) -> Method:
-    """Return the layer as one writes it with torch's grouped GEMM: nothing waits for the host."""
+    """Return the layer as one writes it with torch's grouped GEMM, without a wait for the host."""
     model, router, skew = layer.model, layer.router, None if layer.even else layer.skew
     w13, w2 = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
 
@@ -96,7 +78,7 @@ def by_vllm(layer: Layer) -> Method:
 
 
 def by_quack(layer: Layer, forms: Sequence[Form]) -> Method:
-    """quack's GEMMs in the forms that are the fastest for these tokens."""
+    """Return quack's GEMMs in the forms that are fastest for these tokens."""
     experts = QuackExperts(layer.world, layer.w13, layer.w2, layer.model.k)
     x = layer.xs[0]
     experts.tune(
@@ -128,30 +110,28 @@ class Size(NamedTuple):
         return f"{self.model}-{self.tokens}"
 
 
-class Bench:
-    """What all sizes have in common: the methods that are there, with their versions, and where rows and failures go."""
+FAILED = "moe_one_gpu_failed.jsonl"
 
-    def __init__(self, world: weft.World, a: argparse.Namespace) -> None:
-        self.world, self.a, self.start = world, a, time.time()
-        self.rows, self.failed = a.out / "moe_one_gpu.jsonl", a.out / "moe_one_gpu_failed.jsonl"
+
+class Bench(Program):
+    """What all sizes have in common: the methods that are installed, with their versions."""
+
+    def __init__(self, a: argparse.Namespace) -> None:
+        super().__init__(a, "moe_one_gpu.jsonl")
         self.methods, self.versions = ["weft", ONE_LAUNCH, "torch"], dict(torch=torch.__version__)
-        lost = {r["method"] for r in stored(self.failed) if r["fatal"]}
+        lost = {r["method"] for r in stored(a.out / FAILED) if r["fatal"]}
         if "vllm" in a.methods and (version := vllm_version()):
             self.methods.append("vllm")
             self.versions["vllm"] = version
         self.forms: list[Form] = []
-        lacks = library_gemm.lacks()
+        lacks = quack.lacks()
         if "quack" in a.methods and "quack" not in lost and lacks is None:
             self.forms = usable(a.compile_seconds)
-            self.versions["quack"] = str(library_gemm.installed())
-        print(f"{self.seconds:.0f}s quack: {lacks or f'{len(self.forms)} forms'}", flush=True)
+            self.versions["quack"] = str(quack.installed())
+        self.log(f"quack: {lacks or f'{len(self.forms)} forms'}")
         if self.forms:
             self.methods.append("quack")
         self.methods = [m for m in self.methods if m in a.methods and m not in lost]
-
-    @property
-    def seconds(self) -> float:
-        return time.time() - self.start
 
     def method(self, name: str, layer: Layer) -> Method:
         if name == COMPILED:
@@ -164,16 +144,16 @@ class Bench:
         return by_quack(layer, self.forms) if name == "quack" else by_torch(layer)
 
     def fail(self, size: Size, method: str, error: Exception) -> None:
-        """Write the reason. Raises the error where no further call to the GPU can succeed."""
+        """Write the reason, and raise the error if no further call to the GPU can succeed."""
         reason = f"{type(error).__name__}: {error}"[:500]
         fatal = not isinstance(error, torch.OutOfMemoryError) and is_lost()
-        keep(None, self.failed, [dict(name=size.name, zipf=size.zipf, method=method, reason=reason, fatal=fatal)])
-        print(f"{self.seconds:.0f}s {size.name} {method}: {reason}", flush=True)
+        self.keep([dict(name=size.name, zipf=size.zipf, method=method, reason=reason, fatal=fatal)], FAILED)
+        self.log(f"{size.name} {method}: {reason}")
         if fatal:
             raise error
 
     def prepared(self, size: Size, layer: Layer) -> tuple[dict[str, Method], dict[str, float]]:
-        """The methods that run at this size, also in a CUDA graph, and their errors."""
+        """Return the methods that run at this size, also in a CUDA graph, and their errors."""
         expected, runs, errors = by_torch(layer)(layer.xs[0]), dict[str, Method](), dict[str, float]()
         ways: dict[str, Callable[[], Method]] = {"weft": lambda: by_weft(layer, "auto")}
         ways |= {
@@ -181,7 +161,6 @@ class Bench:
         }
         if size.compiled:
             ways[COMPILED] = partial(self.method, COMPILED, layer)
-        ways |= {f"weft {plan}": partial(by_weft, layer, plan) for plan in (PLANS if self.a.sweep else ())}
         for name, make in ways.items():
             try:
                 fn = make()
@@ -206,33 +185,32 @@ class Bench:
         calls = 2 * ROUTINGS if size.tokens <= 2048 else ROUTINGS
         times = time_interleaved({name: partial(run_next, name) for name in runs}, mode="graph", calls=calls, rounds=7)
         shape = dict(op="moe on one GPU", name=size.name, M=size.tokens, N=model.inner, K=model.hidden, E=model.experts)
-        fixed = dict(top_k=model.k, zipf=size.zipf, mode="graph", gpu=torch.cuda.get_device_name())
-        fixed |= dict(versions=self.versions, commit=commit())
+        fixed = dict(top_k=model.k, zipf=size.zipf, mode="graph", versions=self.versions)
         return [dict(shape, method=m, us=round(us, 1), error=round(errors[m], 5), **fixed) for m, us in times.items()]
 
     def run(self, sizes: Sequence[Size]) -> None:
-        measured = {(r["name"], r["zipf"], r["method"]) for path in (self.rows, self.failed) for r in stored(path)}
-        for i, size in enumerate(sizes):
-            if self.seconds > self.a.seconds:
-                print(f"{self.seconds:.0f}s the time is over: --skip {self.a.skip + i} goes on", flush=True)
+        paths = [self.a.out / name for name in (self.file, FAILED)]
+        measured = {(r["name"], r["zipf"], r["method"]) for path in paths for r in stored(path)}
+        for size in sizes:
+            if time.time() - BEGAN > self.a.seconds:
+                self.log(f"the seconds are over: {size.name} is left")
                 break
             if measured & {(size.name, size.zipf, m) for m in (COMPILED if size.compiled else "torch", "all")}:
                 continue
             try:
-                rows = self.measure(size)
-            except Exception as error:  # of all methods at once, as no memory for all graphs
+                rows = self.keep(self.measure(size))
+            except Exception as error:  # it concerns all methods, as if memory lacks for all graphs
                 self.fail(size, "all", error)
                 continue
             finally:
                 gc.collect()
                 torch.cuda.empty_cache()
-            keep(None, self.rows, rows)
             times = " | ".join(f"{r['method']} {r['us']:.0f} ({r['error']:.4f})" for r in rows)
-            print(f"{self.seconds:.0f}s {size.name} zipf {size.zipf}: {times}", flush=True)
+            self.log(f"{size.name} zipf {size.zipf}: {times}")
 
 
 def is_lost() -> bool:
-    """Whether the GPU refuses all further calls, as after an access out of bounds."""
+    """Return whether the GPU refuses all further calls, as after an access out of bounds."""
     try:
         torch.cuda.synchronize()
     except Exception:
@@ -245,32 +223,17 @@ def stored(path: Path) -> list[dict]:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--models", nargs="*", default=list(KNOWN))
-    p.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
-    p.add_argument(
-        "--zipf", nargs="*", type=float, default=[0.0], help="exponents of the law of the routing; 0: uniform"
-    )
-    p.add_argument("--methods", nargs="*", default=["weft", ONE_LAUNCH, "vllm", "quack", "torch"])
-    p.add_argument(
-        "--compile", nargs="*", type=int, default=[], help="tokens at which torch.compile is timed too, at the end"
-    )
-    p.add_argument("--compile-seconds", type=float, default=75, help="for quack's forms, all at once")
-    p.add_argument("--sweep", action="store_true", help="also plans for few rows of an expert")
-    p.add_argument("--skip", type=int, default=0, help="so many sizes, which an earlier call has measured")
-    p.add_argument("--seconds", type=float, default=1e9, help="start no further size after this many")
-    a = p.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(weft.init(), a)
+    methods = ["weft", ONE_LAUNCH, "vllm", "quack", "torch"]
+    a = options(models=list(KNOWN), tokens=TOKENS, zipf=[0.0], methods=methods, compile=[], compile_seconds=75.0)
+    bench = Bench(a)
     with torch.no_grad():
-        bench.run(ordered(a.models, a.tokens, a.zipf, a.compile)[a.skip :])
-    dist.destroy_process_group()
+        bench.run(ordered(a.models, a.tokens, a.zipf, [*map(int, a.compile)]))
+    bench.end()
 
 
 def ordered(models: Sequence[str], tokens: Sequence[int], zipf: Sequence[float], compiled: Sequence[int]) -> list[Size]:
-    """The routings one after the other, of each all models at one number of tokens before the next; at the end what is compiled, which
-    takes some 20 s a size."""
+    """Return the sizes routing by routing, with all models at one number of tokens before the next number. Compiled
+    sizes come last, because each takes some 20 s."""
     plain = [Size(model, t, z) for z in zipf for t in tokens for model in models]
     return [*plain, *(Size(model, t, zipf[0], True) for t in compiled for model in models)]
 

@@ -1,11 +1,12 @@
-"""MoE layers of which one rank begins late, beside NCCL's all-to-all layer and a collective alone.
+"""MoE layers in which one rank begins late, beside NCCL's all-to-all layer and a collective alone.
 
 torchrun --nproc-per-node N -m bench.measure.moe_stragglers --out DIR [--models ...] [--tokens ...] [--delays 0 0.5 1 2] [--seconds S]
 
-Appends rows to DIR/moe_stragglers.jsonl. All ranks begin a call together but one, another in each call, whose GPU sleeps first, for
-`delay` times what a layer of the libraries takes. `us` and `p95_us`: median and 95th percentile over calls of the time from the common
-beginning to the end on the rank that ends last; `others_us`: the median for the ranks that are not late, on average. Methods: "auto";
-"library", NCCL's all-to-all and torch's grouped GEMM (bench/measure/moe.py); "all-reduce", of the rows of a rank. Calls are CUDA graphs.
+The program appends rows to DIR/moe_stragglers.jsonl. All ranks but one begin a call together; the GPU of that rank, another in each call,
+first sleeps for `delay` times the libraries' time for a layer. `us` and `p95_us` are the median and 95th percentile over calls of the time
+from the common beginning to the end on the last rank; `others_us` is the median of the mean over the ranks that are not late. The methods
+are "auto"; "library", NCCL's all-to-all and torch's grouped GEMM (bench/measure/moe.py); and "all-reduce", of a rank's rows. Calls are
+CUDA graphs.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from bench.common.timing import capture, time_interleaved
 from bench.measure.moe import KNOWN, Layer, Library
 
 CALLS = 40  # of each method and delay
-CLOCK = 1_000_000  # cycles by which the GPU's clock is measured
+CLOCK = 1_000_000  # cycles of the sleep that measures the GPU's clock
 
 
 def figures(us: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return a row's times from those of all ranks by call, of which rank `call % ranks` is late."""
+    """Return a row's figures from the times of all ranks by call, where rank `call % ranks` is late."""
     last = sorted(max(call) for call in us)
     others = [statistics.fmean(t for rank, t in enumerate(call) if rank != i % len(call)) for i, call in enumerate(us)]
     p95 = last[min(len(last) - 1, int(0.95 * len(last)))]
@@ -36,7 +37,8 @@ def figures(us: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def timed(call: Callable[[], object], cycles: int) -> float:
-    """Return the us from a beginning that all ranks have in common to the end of a call before which this GPU sleeps."""
+    """Return the us from a beginning that all ranks share to the end of a call, before which this GPU sleeps for
+    `cycles`."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.all_reduce(torch.empty(1, device="cuda"))
     begin.record()

@@ -1,13 +1,14 @@
-"""Layers whose experts' columns are split over the ranks, on TileLink's sizes, beside the libraries: NCCL and torch's grouped GEMM.
+"""Layers whose experts' columns are split over the ranks, on TileLink's sizes, beside NCCL and torch's grouped GEMM.
 
 torchrun --nproc-per-node N -m bench.measure.moe_tensor --out DIR [--models ...] [--tokens ...] [--plans JSON ...] [--seconds S]
 
-Appends rows to DIR/moe_tensor.jsonl, of three ops: both halves and, "moe_tp", the whole. `us` is a call in a CUDA graph, the slowest
-rank's median of interleaved rounds; M tokens of all ranks together. weft's routing changes from call to call within the graph, and its
-tables are made in it; "library" has the order of its rows known in advance: all-gather, index, `torch._grouped_mm` and activation;
-`torch._grouped_mm`, index, weighted sum, reduce-scatter. limit_us = max(the GEMM, bytes of the collective / the link's measured rate),
-of the whole the sum of both halves'; the GEMM is the faster of `torch._grouped_mm` and weft's alone in the same run (gemm_us). tables_us:
-the tables of a call alone, for which its first GEMM waits and which the library's side has for nothing.
+The program appends rows to DIR/moe_tensor.jsonl, of three ops: both halves and "moe_tp", the whole layer. `us` is a call in a CUDA graph,
+the slowest rank's median of interleaved rounds; M counts the tokens of all ranks. --plans are plans of DispatchedColumns as JSON. weft's
+routing changes from call to call within the graph, which also builds the tables; "library" knows the order of its rows in advance:
+all-gather, index, `torch._grouped_mm` and activation; then `torch._grouped_mm`, index, weighted sum, reduce-scatter. limit_us = max(the
+GEMM, bytes of the collective / the link's measured rate), and for the whole the sum of both halves' limits; gemm_us is the faster of
+`torch._grouped_mm` and weft's GEMM alone in the same run. tables_us is the time of a call's tables alone, for which its first GEMM waits
+and which "library" does not build.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from weft.ops.moe.tensor_parallel.op import FIRST_HALF, GATHER_NAME
 from weft.plans import DispatchedColumns, Plan
 
 BF = torch.bfloat16
-ROUTINGS = 4  # that a graph goes through
+ROUTINGS = 4  # routings of the calls in one graph
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class Model:
 
 MODELS = {f"MoE-{i + 1}": Model(2048, 1536, e, k) for i, (e, k) in enumerate([(8, 2), (32, 2), (32, 5)])}
 MODELS |= {f"MoE-{i + 4}": Model(4096, 2048, e, k) for i, (e, k) in enumerate([(8, 2), (32, 2), (32, 5)])}
-MODELS["Flux"] = Model(8192, 8192, 32, 4, "gelu")  # its paper's size, of one matrix each way
+MODELS["Flux"] = Model(8192, 8192, 32, 4, "gelu")  # the size in its paper, with one matrix each way
 
 
 class Layer:
-    """One layer's tensors on this rank, and routings that change."""
+    """One layer's tensors on this rank, with routings that change from call to call."""
 
     def __init__(self, world: weft.World, model: Model) -> None:
         self.world, self.model, device, size = world, model, world.device, world.size
@@ -96,7 +97,7 @@ class Layer:
 
 
 class Library:
-    """What one writes with torch.distributed and torch._grouped_mm, for the first of the routings."""
+    """The layer as one writes it with torch.distributed and torch._grouped_mm, for the first of the routings."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.size = layer, layer.world.size
@@ -139,8 +140,7 @@ class Library:
 
 
 def own_gemms(layer: Layer, library: Library, outputs: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
-    """Return weft's GEMMs alone, for the routing of the last call, which returned `given`: they wait for nothing and run
-    alone."""
+    """Return weft's GEMMs alone, for the routing of the call that returned `outputs`; they wait for nothing."""
     world, (hidden, routes, ids) = layer.world, outputs
     w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.model.activation)
     operands = GatherOperands(layer.x, ids, layer.routes[0][1], w13)
@@ -153,17 +153,17 @@ def own_gemms(layer: Layer, library: Library, outputs: tuple[torch.Tensor, ...])
     tables = state.tables(route_parts(world, call.layer, routes))
     y, full = hidden.new_empty(hidden.shape[0], layer.model.hidden), library.gathered(layer.x)
     workspace = dispatched.LayerWorkspace(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
-    w = Weights(w13, layer.w2)
+    w, product = Weights(w13, layer.w2), dispatched.GroupedProduct(hidden, layer.w2)
     launches = dict(
         first=dispatched.first_gemm(world, dispatched_state, w, tables, workspace),
-        second=dispatched.grouped_gemm(world, dispatched_state, tables, hidden, w.w2, w.b2, workspace.y, counters),
+        second=dispatched.grouped_gemm(world, dispatched_state, tables, product, workspace.y, counters),
     )
     return {name: lambda step=step: step.on(world.current_stream()) for name, step in launches.items()}
 
 
 def tables_alone(layer: Layer, outputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:
-    """Return a function that does what comes before the first GEMM of a call: the routes shared with all ranks, and the tables
-    made of them."""
+    """Return a function that does what precedes the first GEMM of a call: it shares the routes with all ranks and
+    builds the tables."""
     world, (_, routes, ids) = layer.world, outputs
     weights, routes = layer.routes[0][1], routes.clone()
     w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.model.activation)

@@ -1,12 +1,13 @@
-"""Forward and backward passes of the MoE layer on real models' sizes, beside the libraries: NCCL all-to-all, or of layers whose
-columns are split over the ranks all-gather and reduce-scatter, and torch's grouped GEMM under autograd.
+"""Forward and backward passes of the MoE layer on real models' sizes, beside torch's grouped GEMM under autograd with NCCL's all-to-all
+or, for layers whose columns are split over the ranks, NCCL's all-gather and reduce-scatter.
 
-torchrun --nproc-per-node N -m bench.measure.moe_training --out DIR [--models ...] [--tokens 8192] [--parallel expert tensor] [--keep ...] [--seconds S]
+torchrun --nproc-per-node N -m bench.measure.moe_training --out DIR [--models ...] [--tokens 8192] [--parallel expert tensor] [--keep ...]
+    [--seconds S]
 
-Appends rows to DIR/moe_training.jsonl: `op` "moe_backward" (of a forward pass that was made before) and "moe_step" (forward and
-backward), us of the slowest rank, in a CUDA graph, and TFLOP/s a GPU, of three matrices an expert: 12 H I operations a row
-backward, 18 a step, what is computed again not counted. "library" is captured with split sizes known in advance; no method has
-the gate in it. The name of a layer of split columns has "tensor" in it.
+The program appends rows to DIR/moe_training.jsonl: `op` "moe_backward" (after a forward pass that is not timed) and "moe_step" (forward and
+backward), us of the slowest rank in a CUDA graph, and TFLOP/s of a GPU for three matrices an expert: 12 H I operations for each row
+backward and 18 for each step, without what is computed again. "library" is captured with split sizes known in advance; no method includes
+the router. The names of layers with split columns contain "tensor".
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from weft import moe
 
 
 class Exchanged(torch.autograd.Function):
-    """all_to_all_single of rows, and back for the gradient."""
+    """The all-to-all of rows; the backward pass sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, gives: list[int], gets: list[int]) -> torch.Tensor:
@@ -47,7 +48,8 @@ class Exchanged(torch.autograd.Function):
 
 
 class Timed:
-    """A layer's operands as leaves; a step and a backward pass of it. dy: the gradient of its result."""
+    """A layer whose operands are leaves, with a training step and a backward pass to time. dy: the gradient of its
+    result."""
 
     dy: torch.Tensor
 
@@ -79,7 +81,7 @@ class Timed:
 
 
 class Trained(Timed):
-    """Of experts over ranks."""
+    """A layer whose experts are distributed over the ranks."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.library = layer, Library(layer)
@@ -108,7 +110,7 @@ class Trained(Timed):
 
 
 class InParts(Timed):
-    """Of every expert's columns over ranks."""
+    """A layer in which every rank has some columns of every expert."""
 
     def __init__(self, world: weft.World, model: Model, tokens: int) -> None:
         self.world, self.k, self.inner, device = world, model.k, model.inner // world.size, world.device

@@ -1,22 +1,20 @@
-"""The benchmark of all-reduce + residual + RMSNorm: every plan beside NCCL and torch's symmetric memory, per number of tokens.
+"""The benchmark of all-reduce + residual + RMSNorm: every plan beside NCCL and torch's symmetric memory, by number of tokens.
 
 torchrun --nproc-per-node N -m bench.measure.norm --out DIR [--tokens ...] [--hidden 8192] [--modes graph eager] [--plans TEXT ...]
 
-What is compared: x [M, H] bfloat16 partial on every rank -> normalised rows on every rank, new residual. `sequential` is
-NCCL's all-reduce in place and a torch.compile'd residual add + RMSNorm of all rows; weft's plans keep the residual sharded and
-write to symmetric memory, and `pull` plans read x from there (what a producing GEMM writes into); "private" in a method's
-name: x and the output are ordinary tensors. Every method is checked against a float32 sum before it is timed; one that fails is
-left out, and says so. Rows go to DIR/all_reduce_rms_norm.jsonl (M: tokens, N: hidden size), the times of weft's plans also to
-DIR/sweep.jsonl (for bench/pages/table.py). `limit_us`: the bytes that a rank must receive over 378 GB/s, what a copy engine sustains.
+All methods compute normalised rows on every rank and the new residual from partial sums x [M, H] in bfloat16. `sequential` is NCCL's
+all-reduce in place and a torch.compile'd residual add + RMSNorm of all rows. weft's plans shard the residual and write to symmetric
+memory, and `pull` plans read x from there, where a producing GEMM would write it; with "private" in a method's name x and the output are
+ordinary tensors. --plans selects the methods whose name contains one of the texts. The program compares every method with a float32 sum
+before it times it, and prints and leaves out a method that fails. It appends rows to DIR/all_reduce_rms_norm.jsonl (M: tokens, N: hidden
+size), and the times of weft's plans to DIR/sweep.jsonl (for bench/pages/table.py). `limit_us`: the bytes that a rank must receive over
+378 GB/s, a copy engine's rate.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +22,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm
 
 import weft
-from bench.common import peers
-from bench.common.resume import keep, unfinished
+from bench.common.program import Program, options, worst_error
+from bench.common.resume import keep
 from bench.common.timing import RIGHT, error_of, time_interleaved
-from bench.measure.run import commit
 from weft.lang.mapping import balanced_rows
 from weft.planner.auto import auto as chosen
 from weft.plans import Decomposed, OneShot, Plan, Sequential, TwoShotLowLatency, TwoShotPull, TwoShotPush
@@ -40,7 +37,8 @@ Method = tuple[Callable[[], Any], Callable[[], torch.Tensor]]  # a call, and its
 
 
 def plans(tokens: int, hidden: int, world: int) -> list[Plan]:
-    """Return the plans to time for a size: one shot where its memory is small, and two shots by way and programs."""
+    """Return the plans to time for a size: one shot if its memory is small, and two shots in several forms and numbers
+    of programs."""
     candidates: list[Plan] = []
     if tokens * hidden * 2 <= 4 << 20:
         candidates += [OneShot(warps=w) for w in (8, 16)]
@@ -70,23 +68,15 @@ def compiled_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         return out, kept
 
     torch._dynamo.config.recompile_limit = 64
-    return torch.compile(add_norm, dynamic=False)  # a kernel for every size
+    return torch.compile(add_norm, dynamic=False)  # torch compiles a kernel for every size
 
 
-class Bench:
-    def __init__(self, world: weft.World, out: Path, rounds: int, only: list[str]) -> None:
-        self.world, self.out, self.rounds, self.only = world, out, rounds, only
-        self.start, self.norm = time.time(), compiled_norm()
-        self.link = peers.link_rate(world)
+class Bench(Program):
+    def __init__(self, a: argparse.Namespace) -> None:
+        super().__init__(a, f"{OP}.jsonl", dtype="bfloat16")
+        self.norm = compiled_norm()
+        self.log(f"{self.world.size} GPUs, link {self.link:.0f} GB/s")
         symm.enable_symm_mem_for_group(dist.group.WORLD.group_name)
-        self.fixed = {
-            "world": world.size, "dtype": "bfloat16", "commit": commit(), "link_gbs": round(self.link, 1),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        }  # fmt: skip
-
-    def log(self, *text: Any) -> None:
-        if self.world.rank == 0:
-            print(f"{time.time() - self.start:4.0f}s", *text, flush=True)
 
     def tokens(self, m: int, h: int, modes: list[str]) -> None:
         world = self.world
@@ -102,21 +92,7 @@ class Bench:
         total += residual.float()
         expected = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * weight.float()
         methods = self.methods(m, h, x, residual, residual_shard, weight)
-        calls: dict[str, Callable[[], Any]] = {}
-        for name, (call, result) in methods.items():
-            error, message = 0.0, ""
-            try:
-                for _ in range(2):
-                    call()
-                world.synchronize()
-                error = error_of(result(), expected)
-            except Exception as e:
-                error, message = float("inf"), repr(e)[:300]
-            error = max(world.exchange(error))
-            if error < RIGHT:
-                calls[name] = call
-            else:
-                self.log("left out:", name, error, message)
+        calls = self.right(methods, expected)
         del total, expected
         buffer = torch.zeros_like(x)
         out, kept = torch.empty_like(x), torch.empty_like(x)
@@ -124,6 +100,15 @@ class Bench:
         calls["norm alone"] = lambda: self.norm(x, residual, weight, out, kept)
         for mode in modes:
             self.measure(m, h, mode, calls)
+
+    def right(self, methods: dict[str, Method], expected: torch.Tensor) -> dict[str, Callable[[], Any]]:
+        """Return the calls of the methods that give the right result on every rank."""
+
+        def error(name: str) -> float:
+            call, result = methods[name]
+            return worst_error(self.world, name, call, lambda _: error_of(result(), expected))
+
+        return {name: call for name, (call, _) in methods.items() if error(name) < RIGHT}
 
     def methods(
         self,
@@ -140,7 +125,8 @@ class Bench:
         group = dist.group.WORLD.group_name
 
         def in_place(reduce: Callable[[torch.Tensor], Any], part: torch.Tensor) -> Method:
-            """The collective works in place, so the first call's result is kept: later ones sum sums."""
+            """Return a method with an in-place collective. The result of the first call is kept, because later calls
+            sum sums."""
             results: list[torch.Tensor] = []
 
             def call() -> None:
@@ -185,7 +171,7 @@ class Bench:
                 todo["private " + plan.to_json()] = (x, None, plan)
         todo["weft sequential"] = (x, None, Sequential())
         for name, (part, to, plan) in todo.items():
-            if self.only and name != "auto" and not any(text in name for text in self.only):
+            if self.a.plans and name != "auto" and not any(text in name for text in self.a.plans):
                 continue
             results: list[torch.Tensor] = [x]
 
@@ -200,11 +186,7 @@ class Bench:
     def measure(self, m: int, h: int, mode: str, calls: dict[str, Callable[[], Any]]) -> None:
         world = self.world
         many = 20 if m <= 2048 else 8
-        try:
-            times = time_interleaved(calls, mode=mode, calls=many, rounds=self.rounds)
-        except Exception as e:
-            self.log(f"{m} tokens {mode}: {e!r}"[:500])
-            return
+        times = time_interleaved(calls, mode=mode, calls=many, rounds=self.a.rounds)
         nccl, norm = times.pop("nccl alone"), times.pop("norm alone")
         limit = 2 * (world.size - 1) / world.size * m * h * 2 / LINK / 1e3
         if world.rank:
@@ -213,17 +195,15 @@ class Bench:
         trial = world.choices.last(OP, (m, h, 1))
         seq, auto = times["sequential"], (trial.chosen(mode) if trial else chosen(OP, world, m, h, 1, mode)).to_json()
         shape = dict(op=OP, name=f"{m} tokens", M=m, N=h, K=1, mode=mode)
-        fixed = dict(
-            gemm_us=0.0, comm_us=round(nccl, 2), norm_us=round(norm, 2), limit_us=round(limit, 2), **self.fixed
-        )
+        fixed = dict(gemm_us=0.0, comm_us=round(nccl, 2), norm_us=round(norm, 2), limit_us=round(limit, 2))
         tuned = {plan: us for plan, us in times.items() if plan.startswith("{")}
         plans_of = {"auto": auto} | {plan: plan for plan in tuned}
-        keep(world, self.out / f"{OP}.jsonl", [
+        self.keep(
             dict(shape, method=names.get(method, method), us=round(us, 2), plan=plans_of.get(method), **fixed)
             for method, us in times.items()
-        ])  # fmt: skip
+        )
         tuned[Sequential().to_json()] = seq
-        keep(world, self.out / "sweep.jsonl", [dict(shape, world=world.size, times=tuned)])
+        keep(world, self.a.out / "sweep.jsonl", [dict(shape, world=world.size, times=tuned)])
         self.log(f"{m} tokens, {mode}: sequential {seq:.1f} (nccl {nccl:.1f}, norm {norm:.1f}), limit {limit:.1f}")
         for name in sorted(times, key=lambda n: times[n]):
             us = times[name]
@@ -232,30 +212,13 @@ class Bench:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", required=True, type=Path)
-    p.add_argument("--tokens", nargs="*", type=int, default=[16, 64, 256, 1024, 2048, 4096, 8192, 16384, 1])
-    p.add_argument("--hidden", type=int, default=8192)
-    p.add_argument("--modes", nargs="*", default=["graph", "eager"])
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument(
-        "--plans", nargs="*", default=[], help="only methods whose name (a plan's JSON) contains one of these"
-    )
-    p.add_argument("--seconds", type=float, default=1e9, help="start no further size after this many")
-    a = p.parse_args()
-    a.out.mkdir(parents=True, exist_ok=True)
-    world = weft.init()
-    bench = Bench(world, a.out, a.rounds, a.plans)
-    bench.log(f"{world.size} GPUs, link {bench.link:.0f} GB/s")
-    for m in unfinished(world, a.out, {f"norm {tokens} x {a.hidden}": tokens for tokens in a.tokens}, a.seconds):
-        try:
+    tokens = [16, 64, 256, 1024, 2048, 4096, 8192, 16384, 1]
+    a = options(tokens=tokens, hidden=8192, modes=["graph", "eager"], rounds=5, plans=[])
+    bench = Bench(a)
+    for m in bench.cases({f"norm {tokens} x {a.hidden}": tokens for tokens in a.tokens}):
+        with bench.tolerating(f"{m} tokens"):
             bench.tokens(m, a.hidden, a.modes)
-        except Exception as e:
-            print(f"rank {world.rank}, {m} tokens: {e!r}"[:600], flush=True)
-            if isinstance(e, weft.WeftError):
-                break
-    torch.cuda.synchronize()
-    dist.destroy_process_group()
+    bench.end()
 
 
 if __name__ == "__main__":

@@ -1,25 +1,25 @@
-"""Calls beside what was predicted of them: torchrun --nproc-per-node N -m bench.measure.predictions --out DIR [--profile FILE] [--seconds S]
+"""Calls beside their predictions: torchrun --nproc-per-node N -m bench.measure.predictions --out DIR [--profile FILE] [--seconds S]
 
-Runs, for each op and shape, every division of a decomposed plan, every fused variant, and the partitions of signaled plans (all, where
-they are few), and appends to DIR/predictions-xN.jsonl what was predicted and what was measured.
+For each op and shape the program runs every division of a decomposed plan, every fused variant, and the partitions of signaled plans (all
+of them if they are few), and appends the predicted and the measured times to DIR/predictions-xN.jsonl.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import itertools
 import json
 import os
 import random
-import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from bench.common.resume import keep, unfinished
+import torch
+
+import weft
+from bench.common.program import Program, options
 from weft.cost.decomposed import divisions
 from weft.cost.signaled import groupings
 from weft.errors import WeftError
@@ -27,9 +27,10 @@ from weft.planner.auto import profile_for
 from weft.planner.predict import Predictor
 from weft.planner.profile import Profile
 from weft.planner.search import Planner, brief, candidates
+from weft.planner.tuner import CudaTimer
 from weft.plans import KINDS, Decomposed, Plan, Signaled, partition
 
-SHAPES = {  # (M, N, K) of the GEMM on one rank; none of those that weft tune measures
+SHAPES = {  # (M, N, K) of the GEMM on one rank; weft tune measures none of these
     "all_gather_matmul": (
         (512, 4096, 6144), (6144, 5120, 4096), (384, 6144, 6144), (1280, 7168, 5120), (3072, 6144, 6144), (12288, 3072, 4096),
         (2048, 4608, 5120), (7168, 3584, 5120),
@@ -49,8 +50,8 @@ SHAPES = {  # (M, N, K) of the GEMM on one rank; none of those that weft tune me
 }  # fmt: skip
 COPIES = Signaled(copies=True).family
 LABELS = [*KINDS, COPIES]
-FEW = 40  # partitions of one signaled GEMM that are all tried; of more, as many drawn
-CHOSEN, MISTAKEN = "chosen", "wave size mistaken"  # tags; others are "groups of g", for ablations
+FEW = 40  # so many partitions of one signaled GEMM are tried; if there are more, they are drawn
+CHOSEN, MISTAKEN = "chosen", "wave size mistaken"  # tags; the others are "groups of g"
 
 
 def partitions(waves: int, draw: random.Random) -> list[tuple[int, ...]]:
@@ -94,54 +95,41 @@ def plans_to_run(profile: Profile, planner: Planner, op: str, m: int, n: int, k:
     return todo
 
 
-def measure(out: Path, profile: Profile, seconds: float) -> None:
-    import torch
-
-    import weft
-    from weft.planner.tuner import CudaTimer
-
-    world = weft.init()
-    timer, planner, start = CudaTimer(world), Planner(Predictor(profile)), time.monotonic()
+def measure(run: Program, profile: Profile) -> None:
+    world = run.world
+    timer, planner = CudaTimer(world), Planner(Predictor(profile))
     most = max(max(m * k, n * k) for shapes in SHAPES.values() for m, n, k in shapes)
     x, w = (torch.randn(most, device=world.device, dtype=torch.bfloat16) * 0.1 for _ in range(2))
-    fixed = {"world": world.size, "profile": profile.digest, "date": datetime.date.today().isoformat()}
-    out.mkdir(parents=True, exist_ok=True)
-    cases = {f"predicted {op} {SHAPES[op][i]}": (op, *SHAPES[op][i]) for i in range(8) for op in SHAPES}
-    for op, m, n, k in unfinished(world, out, cases, seconds):
+    for op, m, n, k in run.cases(
+        {f"predicted {op} {SHAPES[op][i]}": (op, *SHAPES[op][i]) for i in range(8) for op in SHAPES}
+    ):
         rows = m // world.size if op == "all_gather_matmul" else m
-        a, b = x[: rows * k].view(rows, k), w[: n * k].view(n, k)
-        options: dict[str, Any] = {}
+        operands, options = (x[: rows * k].view(rows, k), w[: n * k].view(n, k)), dict[str, Any](world=world)
         if op == "matmul_all_to_all":
             options["destinations"] = weft.route([i % world.size for i in range(m)], world=world)
         for plan, tags in plans_to_run(profile, planner, op, m, n, k).items():
-            failure, us = "", 0.0
+            failure, us, predicted = "", 0.0, 0.0
             try:
-                run = lambda plan=plan: getattr(weft, op)(a, b, world=world, plan=plan, **options)  # noqa: E731, B023
-                run()
-                us = timer.graph(run)
-                predicted = planner.predictor.time(op, plan, m, n, k)
+                call = partial(getattr(weft, op), *operands, plan=plan, **options)
+                call()
+                us, predicted = timer.graph(call), planner.predictor.time(op, plan, m, n, k)
             except (WeftError, RuntimeError, ValueError) as e:
                 failure = f"{type(e).__name__}: {e}"
             if any(world.exchange(failure)):
-                print(
-                    f"left out: {op} {m} x {n} x {k} {brief(plan)}: {failure}", flush=True
-                ) if world.rank == 0 else None
+                run.log(f"left out: {op} {m} x {n} x {k} {brief(plan)}: {failure}")
                 continue
             row = dict(op=op, M=m, N=n, K=k, plan=json.loads(plan.to_json()), us=round(us, 2))
-            row |= dict(predicted=round(predicted, 2), tags=tags)
-            keep(world, out / f"predictions-x{world.size}.jsonl", [row | fixed])
-        if world.rank == 0:
-            print(f"{time.monotonic() - start:4.0f}s {op} {m} x {n} x {k}", flush=True)
-    torch.distributed.destroy_process_group()
+            run.keep([row | dict(predicted=round(predicted, 2), tags=tags)])
+        run.log(f"{op} {m} x {n} x {k}")
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--profile")
-    p.add_argument("--seconds", type=float, default=200)
-    a = p.parse_args()
-    measure(a.out, profile_for(a.profile, int(os.environ["WORLD_SIZE"])), a.seconds)
+    a = options(profile="", seconds=200)
+    size = int(os.environ["WORLD_SIZE"])
+    profile = profile_for(a.profile or None, size)
+    run = Program(a, f"predictions-x{size}.jsonl", profile=profile.digest)
+    measure(run, profile)
+    run.end()
 
 
 if __name__ == "__main__":

@@ -3,36 +3,34 @@
 python -m bench.measure.run [--ops ...] [--shapes ... | --size M,H,I ...] [--modes graph eager] [--tune] [--seconds S] [--out DIR]
 torchrun --nproc-per-node N -m bench.measure.run --out DIR --file FILE   the examples of the ops that FILE defines, plan by plan
 
-On all GPUs, or on those that torchrun gives. A size is M tokens over all ranks, hidden size H and intermediate size I of the whole MLP.
-Prints a line for each size, and at the end the rows of the README. Appends rows to DIR/<op>.jsonl. All methods of one shape and mode are timed in one interleaved run; `us` is the median over
-rounds of the slowest rank. `limit_us` = max(GEMM alone, bytes each rank must receive / link rate), the link rate measured
-at the start of the run with a copy engine. --tune first times the candidate plans of bench/common/candidates.py on every shape, writes
-them to DIR/sweep.jsonl (for bench/pages/table.py) and lets "auto" choose among what it just learned.
+The benchmark runs on all GPUs, or on those of torchrun's ranks. A size is M tokens over all ranks, hidden size H and intermediate size I
+of the whole MLP. The program prints a line for each size, and at the end the rows of the README, and appends rows to DIR/<op>.jsonl. All
+methods of one shape and mode are timed in one interleaved run; `us` is the slowest rank's median over rounds. `limit_us` = max(GEMM alone,
+bytes each rank must receive / link rate), where a copy engine measures the link rate at the start. --tune first times the candidate plans
+of bench/common/candidates.py on every shape, writes them to DIR/sweep.jsonl (for bench/pages/table.py), and lets "auto" choose among them.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
 import weft
 from bench.common import candidates, peers, shapes
-from bench.common.resume import keep, unfinished
+from bench.common.program import Program, gains
+from bench.common.resume import keep
 from bench.common.timing import time_interleaved
 from bench.pages import report
-from weft.backends import library_gemm
+from weft.integrations import quack
 from weft.op import REGISTRY, Op
 from weft.planner.auto import auto as chosen
 from weft.planner.search import brief
@@ -41,17 +39,7 @@ from weft.plans import FlagGated, Plan, Sequential
 
 BF = torch.bfloat16
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-NEEDED = ("sequential", "gemm", "comm")  # of every row
-
-
-def commit() -> str:
-    """Return the commit that is measured: WEFT_COMMIT, where a copy without its history runs, or git's."""
-    if "WEFT_COMMIT" in os.environ:
-        return os.environ["WEFT_COMMIT"]
-    try:
-        return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+NEEDED = ("sequential", "gemm", "comm")  # methods that every row needs
 
 
 def capturable(fn: peers.Run) -> bool:
@@ -65,23 +53,19 @@ def capturable(fn: peers.Run) -> bool:
         return False
 
 
-class Bench:
-    def __init__(
-        self, world: weft.World, out: Path, modes: list[str], rounds: int, methods: tuple[str, ...] = ("",)
-    ) -> None:
-        self.world, self.out, self.modes, self.rounds, self.methods = world, out, modes, rounds, methods
-        self.start = time.time()
-        self.link = peers.link_rate(world)
-        self.fixed = {
-            "world": world.size, "dtype": "bfloat16", "commit": commit(), "link_gbs": round(self.link, 1),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        }  # fmt: skip
+class Bench(Program):
+    def __init__(self, a: argparse.Namespace) -> None:
+        super().__init__(a, "", dtype="bfloat16")
+        self.methods = tuple(a.methods)
+        self.log(f"link {self.link:.0f} GB/s")
 
     def tune(self, op: str, shape: shapes.MLP, x: torch.Tensor, w: torch.Tensor, mnk: tuple[int, int, int]) -> None:
-        """Time the candidates and teach "auto" the fastest of each mode."""
+        """Time the candidates and teach "auto" the fastest plan of each mode."""
         todo, seq = candidates.working(op, self.world, x, w), Sequential().to_json()
-        todo[seq] = peers.cublas_nccl(op, x, w, self.world.size)  # what a plan has to beat, without weft's host time
-        for mode in self.modes:
+        todo[seq] = peers.cublas_nccl(
+            op, x, w, self.world.size
+        )  # a plan has to beat these calls, which cost no host time of weft
+        for mode in self.a.modes:
             times = time_interleaved(
                 todo, mode=mode, calls=3 if mnk[0] * mnk[1] > 1 << 27 else 10, rounds=3 if mnk[0] > 1024 else 9
             )
@@ -90,7 +74,7 @@ class Bench:
             m, n, k = mnk
             row = dict(op=op, name=shape.name, M=m, N=n, K=k, mode=mode, times=times)
             row |= {key: self.fixed[key] for key in ("world", "commit", "date")}
-            keep(self.world, self.out / "sweep.jsonl", [row])
+            keep(self.world, self.a.out / "sweep.jsonl", [row])
             if self.world.rank == 0:
                 three = sorted(times, key=lambda q: times[q])[:4]
                 print("   ", mode, " | ".join(f"{times[q]:.0f} {brief(Plan.from_json(q))}" for q in three), flush=True)
@@ -114,16 +98,16 @@ class Bench:
             "gemm": lambda: torch.mm(full, w.t(), out=y),
             "comm": peers.collective(op, m, n, k, world.size, BF),
         }
-        if library_gemm.lacks() is None:
+        if quack.lacks() is None:
             fns["auto without quack"] = peers.without_quack(fns["auto"])
-        if op == OPS[0] and library_gemm.lacks() is None:
+        if op == OPS[0] and quack.lacks() is None:
             fns |= {
                 f"flag_gated {form.tile_m}x{form.tile_n}": lambda form=form: fn(
                     x, w, world=world, plan=FlagGated(*form)
                 )
-                for form in library_gemm.FORMS
+                for form in quack.FORMS
             }
-            fns |= peers.quack(op, x, w, world.size)
+            fns |= peers.quack_runs(op, x, w, world.size)
         symm_mem = peers.torch_fused(op, x, w)
         if symm_mem:
             fns["torch symm_mem"] = symm_mem
@@ -131,7 +115,7 @@ class Bench:
         self.measure(op, shape, (m, n, k), fns, received, lambda mode: self.taken(op, m, n, k, mode))
 
     def taken(self, op: str, m: int, n: int, k: int, mode: str) -> Plan:
-        """Return the plan that "auto" took, after a call."""
+        """Return the plan that "auto" chose, after a call."""
         trial = self.world.choices.last(op, (m, n, k))
         return trial and trial.faster[mode] or chosen(op, self.world, m, n, k, mode)
 
@@ -168,7 +152,7 @@ class Bench:
         self.measure("parallel_mlp", shape, (m, n, k), fns, received, None)
 
     def time_registered(self, op: Op) -> None:
-        """Time an op of somebody's own: every kind of plan that serves it, beside sequential, on its examples."""
+        """Time an op that a user defined on its examples: every kind of plan that can serve it, beside sequential."""
         for name, (operands, options) in op.examples(self.world).items():
             call = op.check(self.world, operands, options)
             plans = {kind: op.choose(self.world, call, kind, False) for kind in op.kinds}
@@ -178,15 +162,12 @@ class Bench:
                 fn()
             self.world.synchronize()
             sizes = dict(zip("MNK", op.sizes(call), strict=True))
-            for mode in self.modes:
-                times = time_interleaved(fns, mode=mode, rounds=self.rounds)
-                rows = [
-                    dict(op=op.name, name=name, mode=mode, method=method, us=round(us, 2), **sizes, **self.fixed)
-                    for method, us in times.items()
-                ]
-                keep(self.world, self.out / f"{op.name}.jsonl", rows)
-                if self.world.rank == 0:
-                    print(op.name, name, mode, " | ".join(f"{way} {us:.1f}" for way, us in times.items()), flush=True)
+            for mode in self.a.modes:
+                times = time_interleaved(fns, mode=mode, rounds=self.a.rounds)
+                shape = dict(op=op.name, name=name, mode=mode, **sizes)
+                rows = (dict(shape, method=method, us=round(us, 2)) for method, us in times.items())
+                self.keep(rows, f"{op.name}.jsonl")
+                self.log(op.name, name, mode, " | ".join(f"{way} {us:.1f}" for way, us in times.items()))
 
     def measure(
         self,
@@ -201,7 +182,7 @@ class Bench:
         for fn in fns.values():
             fn()
         self.world.synchronize()
-        for mode in self.modes:
+        for mode in self.a.modes:
             todo = dict(fns)
             if mode == "graph" and "torch symm_mem" in todo and not capturable(todo["torch symm_mem"]):
                 del todo["torch symm_mem"]
@@ -209,26 +190,18 @@ class Bench:
                 todo = {
                     name: run for name, run in todo.items() if name != "decomposed" and not name.startswith("quack")
                 }
-            calls, rounds = 3 if m * n > 1 << 27 else 10, self.rounds
-            if mode == "eager" and m <= 1024:  # the host's time decides, which varies
+            calls, rounds = 3 if m * n > 1 << 27 else 10, self.a.rounds
+            if mode == "eager" and m <= 1024:  # the host's time decides, and it varies
                 calls, rounds = 30, 3 * rounds
             times = time_interleaved(todo, mode=mode, calls=calls, rounds=rounds)
             gemm, comm = times.pop("gemm"), times.pop("comm")
             limit = max(gemm, received / self.link / 1e3)
-            if self.world.rank:
-                continue
             plans = {"auto": taken(mode).to_json()} if taken and "auto" in times else {}
-            fixed = dict(gemm_us=round(gemm, 2), comm_us=round(comm, 2), limit_us=round(limit, 2), **self.fixed)
-            keep(self.world, self.out / f"{op}.jsonl", [
-                dict(op=op, name=shape.name, M=m, N=n, K=k, mode=mode, method=method, us=round(us, 2), plan=plans.get(method), **fixed)
-                for method, us in times.items()
-            ])  # fmt: skip
-            seq = times["sequential"]
-            figures = " | ".join(f"{name} {us:.0f} ({seq / us:.2f}x)" for name, us in times.items())
-            print(
-                f"{time.time() - self.start:4.0f}s {op} {shape.name} x{self.world.size} {mode}: gemm {gemm:.0f} comm {comm:.0f} | {figures}",
-                flush=True,
-            )
+            fixed = dict(op=op, name=shape.name, M=m, N=n, K=k, mode=mode)
+            fixed |= dict(gemm_us=round(gemm, 2), comm_us=round(comm, 2), limit_us=round(limit, 2))
+            rows = (dict(fixed, method=q, us=round(us, 2), plan=plans.get(q)) for q, us in times.items())
+            self.keep(rows, f"{op}.jsonl")
+            self.log(f"{op} {shape.name} {mode}: gemm {gemm:.0f} comm {comm:.0f} | {gains(times, 'sequential')}")
 
 
 def size(text: str) -> shapes.MLP:
@@ -274,27 +247,25 @@ def main() -> None:
     if "RANK" not in os.environ:
         raise SystemExit(start_ranks())
     a.out.mkdir(parents=True, exist_ok=True)
-    world = weft.init()
-    torch.manual_seed(world.rank)
-    bench = Bench(world, a.out, a.modes, a.rounds, tuple(a.methods))
+    bench = Bench(a)
+    torch.manual_seed(bench.world.rank)
     if a.file:
         known = set(REGISTRY)
         sys.path.insert(0, str(a.file.parent))
         importlib.import_module(a.file.stem)
         for name in sorted(set(REGISTRY) - known):
             bench.time_registered(REGISTRY[name])
-        dist.destroy_process_group()
+        bench.end()
         return
     cases = {f"{op} {shape.name}": (op, shape) for shape in a.sizes for op in a.ops}
-    for op, shape in unfinished(world, a.out, cases, a.seconds):
+    for op, shape in bench.cases(cases):
         bench.mlp(shape) if op == "parallel_mlp" else bench.op(op, shape, a.tune)
-        torch.cuda.empty_cache()
-    if world.rank == 0:
+    if bench.world.rank == 0:
         table, plots = report.ending(a.out)
         Console().print(table)
         print("plots:", *plots)
         print(report.table_of_means(report.load(a.out)))
-    dist.destroy_process_group()
+    bench.end()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import triton.language as tl
 
 import weft
 from bench.common import peers, shapes
-from bench.common.program import Program, gains, options
+from bench.common.program import Program, gains, options, worst_error
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
 from weft.kernel_launch import Launch, Matrix, prepared
@@ -53,7 +53,7 @@ def plain_gemm(
 
 
 def plain(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, left: int) -> None:
-    """Launch `plain_gemm`. left: the SMs that it leaves free."""
+    """Launch `plain_gemm`. left: the number of SMs that it leaves free."""
     (m, k), n = x.shape, w.shape[0]
 
     _plain(world, m, n, k, left)(world.current_stream(), x_desc=x, w_desc=w, out_desc=out)
@@ -73,8 +73,8 @@ def _plain(world: weft.World, m: int, n: int, k: int, left: int) -> Launch:
 def reordered(
     world: weft.World, op: str, x: torch.Tensor, w: torch.Tensor, plan: Signaled, out: torch.Tensor | None = None
 ) -> Callable[[], object]:
-    """Return the signaled GEMM of an op alone, to tiles, or (all-reduce) in order to `out`. Its signals are its own: they run
-    ahead."""
+    """Return the signaled GEMM of an op alone, which writes tiles or (all-reduce) rows in order to `out`. It has
+    signals of its own, for which nothing waits."""
     (m, k), n = x.shape, w.shape[0]
     call = ReduceCall((m // world.size,) * world.size, n, k, x.dtype, False, m, op == AR, out is not None)
     tiling = signaled.tiling_of(world, call, plan, out is not None and op == AR and n % 8 == 0)
@@ -91,7 +91,7 @@ def reordered(
 
 class Bench(Program):
     def __init__(self, a: argparse.Namespace) -> None:
-        super().__init__(a, "signaled.jsonl", dtype="bfloat16", gpu=torch.cuda.get_device_name(0))
+        super().__init__(a, "signaled.jsonl", dtype="bfloat16")
 
     def rand(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=BF) * scale
@@ -103,17 +103,7 @@ class Bench(Program):
 
     def right(self, name: str, fn: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool:
         """Return whether two calls are right on every rank."""
-        worst, message = 0.0, ""
-        try:
-            for _ in range(2):
-                worst = max(worst, error_of(fn(), expected))
-            self.world.synchronize()
-        except weft.Unsupported as e:
-            worst, message = float("inf"), str(e)
-        worst = max(self.world.exchange(worst))
-        if worst > RIGHT:
-            self.log(f"left out: {name}: {worst} {message}")
-        return worst <= RIGHT
+        return worst_error(self.world, name, fn, lambda y: error_of(y, expected)) < RIGHT
 
     # -- parts
     def gemm(self) -> None:
@@ -152,7 +142,8 @@ class Bench(Program):
         return 10 if m * n * k < 1 << 37 else 3
 
     def plans(self, m: int, n: int, owners: int) -> dict[str, Signaled]:
-        """Return a few plans: groups of a plan with 8 CTAs, other numbers of CTAs of the default, and what copy engines move."""
+        """Return some plans: groups of a plan with 8 CTAs, the default groups with other numbers of CTAs, and plans
+        whose groups copy engines move."""
         plan = replace(Signaled(), ctas=8)
         out = {f"default, {ctas} CTAs": replace(plan, ctas=ctas) for ctas in CTAS}
         tiles = owners * -(-m // owners // plan.tile.block_m) * -(-n // plan.tile.block_n)
@@ -209,7 +200,7 @@ class Bench(Program):
         plans = {name: p for name, p in plans.items() if self.right(f"{op} {name}", lambda p=p: run(p), expected)}
         fns: Fns = {"sequential": seq, "gemm": lambda: torch.mm(x, w.t(), out=y), "comm": comm}
         fns |= {name: lambda p=p: run(p) for name, p in plans.items()}
-        if op != A2A:  # what comes next reads the tiles
+        if op != A2A:  # the next kernel reads the tiles
             fns |= {
                 f"{name}, tiles": partial(getattr(weft, f"{op}_tiles"), x, w, world=world, plan=p)
                 for name, p in plans.items()

@@ -49,7 +49,8 @@ NO_MULTICAST = dict(
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine is started with; `utilization` is its share of each GPU's memory, `cache` its keys and values in bytes a rank."""
+    """The arguments of an engine. utilization: its share of each GPU's memory. cache: the bytes of its keys and values
+    on a rank."""
 
     model: str
     method: str
@@ -78,8 +79,8 @@ class Load:
 
 @dataclass
 class Served:
-    """The seconds from the first request to the last answer, from each request's arrival to its first token, and between tokens; and what
-    was seen in the engine's processes meanwhile."""
+    """The seconds from the first request to the last answer, from each request's arrival to its first token, and
+    between tokens; and what the watches saw in the engine's processes meanwhile."""
 
     seconds: float = 0.0
     first_token: list[float] = field(default_factory=list)
@@ -88,10 +89,9 @@ class Served:
 
 
 def serve(engine: Any, load: Load, prompts: list[Any], params: list[Any]) -> Served:
-    """Serve all requests by an `LLMEngine` and return the times. A request that waits for others to end arrives when it is sent, unless
-    arrivals have a rate."""
+    """Serve all requests by an `LLMEngine` and return the times. Without a rate a request arrives when it is sent."""
     arrivals, served = load.arrivals(), Served()
-    last_token: dict[str, float] = {}  # of a request in flight, or its arrival
+    last_token: dict[str, float] = {}  # the time of a request's last token, or of its arrival
     answered: set[str] = set()
     sent, start = 0, time.perf_counter()
     while sent < len(prompts) or last_token:
@@ -155,7 +155,7 @@ def replaced_matches(pass_name: str) -> int:
     earlier process compiled the code. The pass keeps the number itself: vLLM's table of matches has none of AllReduceFusionPass."""
     frozen = gc.get_freeze_count()
     gc.unfreeze()  # get_objects leaves out frozen objects, and vLLM freezes all that a worker has when it starts
-    count = sum(kept.matched_count for kept in gc.get_objects() if type(kept).__name__ == pass_name)
+    count = sum(live.matched_count for live in gc.get_objects() if type(live).__name__ == pass_name)
     if frozen:
         gc.freeze()
     return count
@@ -179,7 +179,8 @@ def checkpoint(model: str, folder: str) -> None:
 
 
 def start(setup: Setup) -> Any:
-    """Return the engine. Explicit bytes of cache, since vLLM's profile of the memory would count what the engines beside it allocate."""
+    """Return the engine. Its cache has explicit bytes, because vLLM's own estimate would count the memory of the
+    engines beside it."""
     from vllm import LLM
 
     passes = METHODS[setup.method]
@@ -204,7 +205,7 @@ def start(setup: Setup) -> Any:
 
 
 def facts(llm: Any, setup: Setup) -> dict[str, Any]:
-    """Return what a row says of an engine, and print weft's report."""
+    """Return the fields of a row that describe an engine, and print weft's report."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -247,7 +248,8 @@ def redirect(log: Path) -> None:
 
 
 def compile_fused_all_reduce(log: Path) -> None:
-    """Compile flashinfer's fused all-reduce by nvcc, for which each engine would wait otherwise. A compiled one is found again."""
+    """Compile flashinfer's fused all-reduce by nvcc, so that no engine waits for it. flashinfer finds an earlier build
+    again."""
     redirect(log)
     from flashinfer.jit.comm import gen_trtllm_comm_module
 
@@ -257,8 +259,9 @@ def compile_fused_all_reduce(log: Path) -> None:
 
 
 def main(setup: Setup, pipe: Connection, log: Path) -> None:
-    """Start an engine and serve what comes through the pipe, until None comes. Answers are results or a traceback's text."""
-    os.setsid()  # the parent ends this process and vLLM's by their group
+    """Start an engine and serve the loads that arrive through the pipe, until None arrives. The pipe returns results,
+    or the text of a traceback."""
+    os.setsid()  # the parent kills this process group, with vLLM's processes
     redirect(log)
     os.environ |= NO_MULTICAST | {
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, setup.gpus)),
@@ -271,7 +274,7 @@ def main(setup: Setup, pipe: Connection, log: Path) -> None:
         pipe.send(facts(llm, setup))
         llm.collective_rpc("watch_turns")
         gc.collect()
-        gc.freeze()  # as vLLM does in its server and its workers, but not here: a collection of all objects would delay requests
+        gc.freeze()  # vLLM does so in its server and its workers: a collection of all objects would delay requests
         collections = watched_collections()
         while (load := pipe.recv()) is not None:
             pipe.send(serve_watched(llm, load, collections))

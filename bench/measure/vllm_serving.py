@@ -2,18 +2,18 @@
 
 python -m bench.measure.vllm_serving --out DIR [--gpus 0 1] [--models ..] [--methods ..] [--mixes ..] [--rate R] [--seconds S]
 
-All engines of a model live on the same GPUs at the same time, one process each (vllm_engine.py), and take turns while the others are
-idle: a repeat is stock, the other methods, stock. So a drift of the machine falls on all of them, and the two turns of stock in each repeat
-show how much a ratio is worth. "stock" is vLLM as it is installed, with flashinfer's fused all-reduce + norm; "stock unfused" is without
-that; "async tp" has vLLM's own sequence parallelism. Models have random weights, their published layer sizes and 16 layers, so that an
-engine starts within two minutes; CUDA graphs and compiled code as vLLM has them by default, no prefix caching.
+All engines of a model share the same GPUs at the same time, one process each (vllm_engine.py), and serve in turns while the others are
+idle: a repeat is stock, the other methods, stock. A drift of the machine therefore affects all of them, and the difference between the two
+turns of stock in a repeat bounds the meaning of a ratio. "stock" is vLLM as it is installed, with flashinfer's fused all-reduce + norm;
+"stock unfused" is without it; "async tp" has vLLM's own sequence parallelism. Models have random weights, their published layer sizes and
+16 layers, so that an engine starts within two minutes, with vLLM's default CUDA graphs and compiled code and without prefix caching.
 
-A row of DIR/vllm_serving.jsonl is a mix and a method beside stock: `seconds` of each repeat and `baseline_seconds` of the two turns of
+A row of DIR/vllm_serving.jsonl compares a method with stock for one mix: `seconds` of each repeat and `baseline_seconds` of the two turns of
 stock around it; `ratio`, the median of stock's mean over the method's; `ratio_range`; `null_range`, of the ratio of stock's two turns;
-`first`, the seconds of the method's first turn of this mix behind its start; [median, 99th percentile] in milliseconds of the time from
-a request's arrival to its first token and between tokens; `watched`, of each turn, what may have delayed it and its slowest steps
-(vllm_watch.py); "fused all-reduce": whether an engine was asked for it, which backend its workers have and how many matches of the compiled
-model it replaces. Rows are written mix by mix. The engines' logs lie beside them.
+`first`, the seconds of the method's first turn of this mix; [median, 99th percentile] in milliseconds of the time from a request's arrival
+to its first token and between tokens; `watched`, for each turn its slowest steps and possible causes of a delay (vllm_watch.py); "fused
+all-reduce": whether the engine was asked for it, its workers' backend, and the matches in the compiled model that it replaced. The program
+writes rows mix by mix, and the engines' logs to the same folder.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TURN_TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Tokens:
-    """Lengths that are all `median`, or log-normal with this median and 90th percentile, `most` at most."""
+    """Lengths that are all `median`, or log-normal with this median and 90th percentile and at most `most`."""
 
     median: int
     p90: int = 0
@@ -58,7 +58,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Mix:
-    """A kind of requests, `in_flight` of them served at once."""
+    """A kind of requests, of which `in_flight` are served at once."""
 
     in_flight: int
     prompt: Tokens
@@ -82,7 +82,7 @@ MIXES = {
 
 
 class Failed(RuntimeError):
-    """An engine that did not start, or did not answer."""
+    """An engine did not start, or did not answer."""
 
 
 @dataclass
@@ -132,8 +132,8 @@ class Engine:
 
 
 def start_engines(engines: list[Engine], end: float) -> None:
-    """Start all engines at once. The plugin compares whole passes behind both of its model's compilations, when the others, which have
-    one, are idle: the logs say at which time each was done."""
+    """Start all engines at once. The plugin compares whole passes after its two compilations, when the other engines,
+    which compile once, are idle; the logs have the times."""
     for engine in engines:
         engine.start()
     for engine in engines:
@@ -154,7 +154,8 @@ def scaled(stock: Any, mix: Mix, rate: float) -> Load:
 
 
 def take_turns(engines: dict[str, Any], load: Load, repeats: int, end: float) -> dict[str, list[Served]]:
-    """Serve the load by stock, the other engines and stock again, `repeats` times or until `end`. Of a repeat stock has two results."""
+    """Let stock, the other engines and stock again serve the load, `repeats` times or until `end`. A repeat has two
+    results of stock."""
     order = [STOCK, *(method for method in engines if method != STOCK), STOCK]
     results: dict[str, list[Served]] = {method: [] for method in engines}
     for _ in range(repeats):
@@ -180,7 +181,7 @@ def quantile(values: list[float], q: float) -> float:
 
 
 def comparison(results: dict[str, list[Served]], method: str) -> dict[str, Any]:
-    """Return what the results say of a method beside stock."""
+    """Return the fields of a row that compare a method with stock."""
     seconds = [served.seconds for served in results[method]]
     stock = [served.seconds for served in results[STOCK]]
     pairs = list(zip(stock[::2], stock[1::2], strict=True))
@@ -222,7 +223,7 @@ def measure_mix(engines: dict[str, Engine], name: str, args: argparse.Namespace,
 
 
 def measure(model: str, args: argparse.Namespace, end: float) -> bool:
-    """Start the engines of a model, measure all mixes, as far as the time reaches, and return whether no engine failed."""
+    """Start the engines of a model, measure the mixes until the time is over, and return whether no engine failed."""
     share = round(MEMORY / len(args.methods), 3)
     engines = {}
     for method in args.methods:

@@ -1,12 +1,12 @@
-"""What happens in a worker of vLLM while it serves a load: to show why one turn of many was slow.
+"""What happens in a worker of vLLM while it serves a load, to find why one turn of many was slow.
 
-A watch costs two readings of the clock a step. It sees, of one process,
-    steps         which took longest beside others of as many tokens, from one start to the next; with the host's part, and the
-                  collections of garbage in it
-    memory        calls of cudaMalloc and cudaFree by torch's allocator, its retries after a failed cudaMalloc, which wait for the
-                  GPU; calls of cudaHostAlloc; and the growth of what the GPU has in use beside torch's memory: kernels that CUDA
-                  loads at their first launch, NCCL's connections, other processes
-    kernels       that Triton loads
+A watch reads the clock twice for each step. It records, of one process,
+    steps         the slowest steps beside others with as many tokens, from one start to the next, with the host's part and the
+                  collections of garbage in them
+    memory        calls of cudaMalloc and cudaFree by torch's allocator, and its retries after a failed cudaMalloc, which wait for the
+                  GPU; calls of cudaHostAlloc; and the growth of the memory in use outside torch's: kernels that CUDA loads at their
+                  first launch, NCCL's connections, other processes
+    kernels       kernels that Triton loads
     host          switches to other processes, and page faults that read a disk
 """
 
@@ -52,14 +52,14 @@ class Collections:
 
 
 def watched_collections() -> Collections:
-    """Return the collections from now on."""
+    """Return a record of the collections of garbage from now on."""
     collections = Collections()
     gc.callbacks.append(collections.callback)
     return collections
 
 
 class Watch:
-    """A watch over a worker's steps. `form_of` names what runs a step of so many tokens."""
+    """A watch over a worker's steps. `form_of` returns the name of what runs a step with so many tokens."""
 
     def __init__(self, worker: Any, form_of: Callable[[int], str]) -> None:
         self.form_of, self.collections = form_of, watched_collections()
@@ -110,7 +110,7 @@ class Watch:
         return {**counts, **memory_counts()}
 
     def slowest(self) -> list[dict[str, Any]]:
-        """Return the steps that took longest beside the median of those of about as many tokens."""
+        """Return the steps that were slowest beside the median of steps with about as many tokens."""
         intervals = defaultdict(list)
         for step, following in zip(self.steps, self.steps[1:], strict=False):
             intervals[step.tokens.bit_length()].append((following.began - step.began, step))
@@ -134,7 +134,7 @@ class Watch:
 
 
 def memory_counts() -> dict[str, int]:
-    """Return the counts of torch's allocator and the MiB in use beside its memory; nothing without a GPU."""
+    """Return the counts of torch's allocator, and the MiB in use outside torch's memory; nothing without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -150,8 +150,8 @@ def memory_counts() -> dict[str, int]:
 
 
 def form_of(tokens: int) -> str:
-    """Return what runs passes of so many tokens in this process: vLLM, or a form of weft's twin. Import nothing of weft into a stock
-    engine."""
+    """Return the name of what runs passes of so many tokens in this process: vLLM, or a form of weft's twin. A stock
+    engine imports nothing of weft."""
     served = sys.modules.get("weft.integrations.vllm.served")
     passes = served.models[-1].passes if served is not None and served.models else None
     if passes is None or tokens > passes.max_tokens or not passes.sizes[tokens]:
@@ -161,7 +161,8 @@ def form_of(tokens: int) -> str:
 
 
 def of_all(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one turn's record: the greatest number of any rank, and the slowest steps of the rank that has the slowest."""
+    """Return one turn's record over all ranks: the greatest value of each number, and the slowest steps of the rank
+    with the slowest one."""
     numbers: dict[str, Any] = {}
     for rank in ranks:
         for name, value in rank.items():

@@ -2,8 +2,8 @@
 
 python -m bench.pages.ahead [--gpus 8] [--profiles nvidia-h200-x2 nvidia-h200-x4]
 
-Writes bench/results/predictions-<gpus>.jsonl anew: for every op and shape of bench/measure/run.py the plans that it
-times with --tune, in a CUDA graph, and the plan that the planner takes, which is `chosen`. `errors` reads the rows that were measured later.
+The program writes bench/results/predictions-<gpus>.jsonl anew: for every op and shape of bench/measure/run.py the plans that --tune times
+in a CUDA graph, and the plan that the planner chooses, which is `chosen`. `errors` reads the rows that were measured later.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def errors(gpus: int, results: Path = stored.RESULTS) -> dict[tuple[str, str], l
 
 
 def section(gpus: int = GPUS, results: Path = stored.RESULTS) -> str:
-    """Return the part of a page that holds the predictions to what was measured later."""
+    """Return the part of a page that compares the predictions with what was measured later."""
     predictions = [json.loads(line) for line in path_of(gpus, results).read_text().splitlines()]
     written = f"### Ahead of the measurements\n\n{len(predictions)} times of calls on {gpus} GPUs were predicted on "
     written += f"{predictions[0]['date'][:10]}, from profiles of fewer (`bench/results/{path_of(gpus).name}`)"

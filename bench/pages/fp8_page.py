@@ -1,8 +1,7 @@
-"""The tables of docs/fp8.md, from bench/results/<machine>: GEMMs of 8-bit operands on one GPU, and what quantizing inside SiLU-mul
-and norm costs (fp8.jsonl, of bench/measure/fp8.py); operators over several ranks (fp8_ranks.jsonl, of bench/measure/fp8_ranks.py).
+"""The tables of docs/fp8.md, from bench/results/<machine>: GEMMs of 8-bit operands on one GPU, and the cost of quantizing inside SiLU-mul
+and norm (fp8.jsonl, of bench/measure/fp8.py); operators over several ranks (fp8_ranks.jsonl, of bench/measure/fp8_ranks.py).
 
-Of the lines of one size the newest counts, which is the last in the file. What was not measured is left out: a recipe's row, or the
-whole table, which is then "".
+The newest row of a size counts, which is the last in the file. A recipe that was not measured has no row, and a table without rows is "".
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ Ratios = list[tuple[float, str]]  # each with the size that it is of
 
 
 def gemms(lines: Rows) -> str:
-    """Return the table with, for each recipe, weft's own kernel in the best of its tiles and "auto" beside the best of the
-    libraries."""
+    """Return the table that compares, for each recipe, weft's own kernel in its best tile and "auto" with the best
+    library."""
     newest = {(r["name"], r["M"], r["N"], r["K"]): r for r in lines if r["name"] != "quantizing"}
     rows = [row for row in (recipe_row(recipe, list(newest.values())) for recipe in RECIPES) if row]
     head = ["recipe", "sizes", "own over best library, mean", "lowest (MxNxK)", "auto over best library, mean"]
@@ -37,8 +36,8 @@ def gemms(lines: Rows) -> str:
 
 
 def recipe_row(recipe: str, lines: Rows) -> list[str]:
-    """Return a recipe's row of the table, empty if nothing was measured. Stored rows that have none of today's tiles are of an
-    earlier kernel, and the table says so."""
+    """Return a recipe's row of the table, empty if nothing was measured. The row names an earlier kernel if no stored
+    row has one of today's tiles."""
     name, plans = RECIPES[recipe]
     tiles = {plan_label(plan) for plan in plans}
     best_ratios, auto, rates, earlier = [], [], [], False
@@ -74,8 +73,8 @@ def mean_and_lowest(ratios: Ratios) -> list[str]:
 
 # -- quantizing inside another kernel ----------------------------------------------------------------------------------
 def quantizing(lines: Rows) -> str:
-    """Return the sentence on what SiLU-mul and norm that end in 8-bit rows take, over the kernel without, and over the kernel and
-    `weft.quantize`; "" if they were not measured."""
+    """Return the sentence on the time of SiLU-mul and norm that end in 8-bit rows, over the kernel without, and over
+    the kernel and `weft.quantize`; "" if they were not measured."""
     newest = {size_of(r): r["us"] for r in lines if r["name"] == "quantizing"}
     if not newest:
         return ""
@@ -99,8 +98,8 @@ def cost_of(kernel: str, times: list[dict[str, float]]) -> list[str]:
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
 def ranks(lines: Rows) -> str:
-    """Return the table with a row for each op and recipe, of CUDA graphs; and one of eager calls where torch's operator was
-    measured in these alone."""
+    """Return the table with a row for each op and recipe in CUDA graphs, and in eager mode if torch's operator was
+    measured in that mode alone."""
     newest = {(r["op"], r["recipe"], r["mode"], r["name"], size_of(r)): r for r in lines}
     rows = []
     for op in OPS:
@@ -113,7 +112,8 @@ def ranks(lines: Rows) -> str:
 
 
 def eager(rows: Rows) -> str:
-    """Return the sentence on eager calls, whose hosts take part: the range over sequential of each recipe; "" if none were measured."""
+    """Return the sentence on eager calls, which the host slows: the range over sequential of each recipe; "" if none
+    were measured."""
     parts, every = [], []
     for recipe in SCALINGS:
         of_recipe = [r for r in rows if r["recipe"] == recipe and r["mode"] == "eager" and AUTO in r["us"]]
@@ -145,7 +145,7 @@ def ranks_row(op: str, recipe: str, mode: str, rows: Rows) -> list[str]:
 
 
 def over_auto(way: str, rows: Rows) -> Ratios:
-    """Return how many times as fast as a method "auto" was, at each size that has both."""
+    """Return the time of a method over that of "auto", for each size that has both."""
     return [(r["us"][way] / r["us"][AUTO], size_of(r)) for r in rows if way in r["us"]]
 
 

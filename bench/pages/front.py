@@ -200,7 +200,7 @@ def doors(results: Path) -> str:
     ]
     mlp = [f"**{layer_picture.all_sizes(load(results / name)):.2f}x**" for name in MACHINES]
     rows = [
-        ["[vLLM](docs/vllm.md)", "`WEFT_VLLM=1 vllm serve MODEL --tensor-parallel-size 4`", *served],
+        ["[vLLM](docs/vllm.md)", "`vllm serve MODEL --tensor-parallel-size 4`", *served],
         ["[Transformers](docs/transformers.md)", "`model = weft.hf.weave(model)`", *woven],
         ["[torch](docs/guide.md)", "`weft.nn.ParallelMLP(4096, 14336, world=world)`", *mlp],
         ["[your own kernels](docs/writing-kernels.md)", "`@weft.jit`", "–", "–"],

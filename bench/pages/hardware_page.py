@@ -1,6 +1,6 @@
-"""The table of docs/tested.md: how checks ended on GPUs, from tests/gpu_record.json. The tables of docs/hardware.md: what was compiled
-for which GPU, from tests/architectures.json; which checks passed on a Hopper GPU that ran the code of an older one, from
-tests/gpu_record.json; and what signals cost there, from bench/results."""
+"""The tables of docs/tested.md and docs/hardware.md: how checks ended on GPUs, and which checks passed on a Hopper GPU that ran the code of an
+older one, from tests/gpu_record.json; what was compiled for which GPU, from tests/architectures.json; and the cost of signals in such
+code, from bench/results."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def compiled(record: dict[str, Any]) -> str:
 
 
 def ran(record: dict[str, Any], older: bool = True) -> str:
-    """Return the table of the checks that ran. older: those of code that was compiled for an older GPU, else those of code for
-    the GPU itself."""
+    """Return the table of the checks that ran. older: checks of code compiled for an older GPU, else of code for the
+    GPU itself."""
     rows = []
     for place, checks in sorted(record.get("checks", {}).items()):
         if (", compiled for " in place) == older:
@@ -65,7 +65,7 @@ def record() -> str:
 
 
 def speed(record: dict[str, Any]) -> str:
-    """Return what signals cost: a group a wave beside one group, of the same loop."""
+    """Return the cost of signals: a group for each wave beside one group, in the same loop."""
     shares = [100 * row[f"{where}: signals cost"] for row in record["rows"] for where in ("rows", "tiles")]
     where = f"{record['compiled_for']}, on {record['machine']}, {record['date'][:10]}"
     return f"Compiled for {where}: a signal for each wave took {min(shares):.1f}% to {max(shares):.1f}% of a GEMM's time at {len(record['rows'])} sizes."

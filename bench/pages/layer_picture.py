@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from bench.pages import report
+from bench.pages import report, svg
 from weft.trace.picture import GROUND, INK, SAVED, WORK
 
 NAME = "layer.svg"
@@ -72,8 +70,7 @@ def bars(axes: Axes, lane: float, parts: list[tuple[str, float, float, str]]) ->
 
 
 def picture(t: Times, mean: float) -> Figure:
-    figure = Figure(figsize=(9, 2.6), layout="constrained")
-    FigureCanvasSVG(figure)
+    figure = svg.figure(9, 2.6)
     axes = figure.subplots()
     parts: list[tuple[str, float, float, str]] = []
     for name, us, colour in (
@@ -110,6 +107,5 @@ def picture(t: Times, mean: float) -> Figure:
 
 def plots(results: Path, folder: Path) -> list[Path]:
     path, rows = folder / NAME, report.load(results / MACHINE)
-    with rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none"}):
-        picture(times(rows), all_sizes(rows)).savefig(path, metadata={"Date": None})
+    svg.save(picture(times(rows), all_sizes(rows)), path)
     return [path]

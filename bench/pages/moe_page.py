@@ -1,6 +1,6 @@
 """The tables of docs/moe.md, and every size in bench/results/moe.md, from bench/results/<machine>/moe*.jsonl, and of memory from the code.
 
-Of the lines of one (name, world, method, routing) the newest counts, which is the last in the file.
+The newest row of a name, world, method and routing counts, which is the last in the file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from bench.measure.moe import MEMORY
-from bench.pages.one_gpu_page import geometric, launches, lines_of, one_gpu_sizes, one_gpu_table, reading, weight_bytes
+from bench.pages.one_gpu_page import geometric, launches, lines_of, one_gpu_sizes, one_gpu_table, weight_bytes
 from weft.ops.moe.call import Layer
 from weft.ops.moe.expert_parallel.dispatched import memory
 from weft.plans import FusedMoe
@@ -74,7 +74,8 @@ def experts(lines: list[dict]) -> str:
 
 
 def growth(lines: list[dict]) -> str:
-    """Return the sentence on what the most experts take beyond the fewest, beside what reading their weights takes."""
+    """Return the sentence that compares the added time of the most experts over the fewest with the time to read their
+    weights."""
     auto = [r for r in lines if r["method"] == "auto"]
     newest = {(r["M"], r["E"]): r["us"] for r in auto}
     fewest, most = min(r["E"] for r in auto), max(r["E"] for r in auto)
@@ -89,13 +90,13 @@ def growth(lines: list[dict]) -> str:
 
 
 def growths(results: Path) -> str:
-    """Return the sentence on the number of experts, of FlashMoE's layer with two matrices."""
+    """Return the sentence on the number of experts in FlashMoE's layer with two matrices."""
     by_path = ([r for r in lines_of(path) if UNGATED in r["name"]] for path in sorted(results.glob("*/moe.jsonl")))
     return "\n\n".join(f"On {r[0]['world']} GPUs, of FlashMoE's layer, {growth(r)}" for r in by_path if r)
 
 
 def scaling(results: Path) -> str:
-    """Return the table of us at as many tokens a GPU, on 1 GPU and on several."""
+    """Return the table of us on 1 GPU and on several, with the same number of tokens on each GPU."""
     us: dict[str, dict[int, float]] = {}
     for path in sorted(results.glob("*/moe.jsonl")):
         for r in map(json.loads, path.read_text().splitlines()):
@@ -116,7 +117,8 @@ def scaling(results: Path) -> str:
 
 
 def overlap_efficiency(results: Path) -> str:
-    """Return the table of T(2) / T(N), FlashMoE's overlap efficiency: us on 2 GPUs over us on N, of as many tokens a GPU."""
+    """Return the table of T(2) / T(N), FlashMoE's overlap efficiency: us on 2 GPUs over us on N, with the same number
+    of tokens on each GPU."""
     us: dict[str, dict[int, float]] = {}
     for path in sorted(results.glob("*/moe.jsonl")):
         for r in lines_of(path):
@@ -139,8 +141,8 @@ PEERS = ("vllm", "quack", "library, eager")
 
 
 def beside_peers(results: Path) -> str:
-    """Return the table of what people would pick over several GPUs: vLLM's and quack's experts between NCCL's collectives, and eager
-    PyTorch; the ratio is the fastest one's us over weft's."""
+    """Return the table of alternatives over several GPUs: vLLM's and quack's experts between NCCL's collectives, and
+    eager PyTorch. The ratio is the fastest one's us over weft's."""
     rows = [f"| GPUs | layer, tokens a GPU | {' | '.join(PEERS)} | weft | ratio | commit |", "| --- |" + " --- |" * 7]
     for path in sorted(results.glob("*/moe.jsonl")):
         newest = {(r["name"], r["zipf"], r["method"]): r for r in lines_of(path)}
@@ -158,7 +160,8 @@ def beside_peers(results: Path) -> str:
 
 
 def stragglers(results: Path) -> str:
-    """Return the table of layers of which one rank begins late: median and 95th percentile of the time to the last rank's end."""
+    """Return the table of layers in which one rank begins late: median and 95th percentile of the time to the last
+    rank's end."""
     newest: dict[tuple, dict[str, str]] = {}
     methods: dict[str, None] = {}
     for path in sorted(results.glob("*/moe_stragglers.jsonl")):
@@ -181,8 +184,8 @@ PLANS = {"libraries": "library, beside one launch", "dispatched": "weft dispatch
 
 
 def plans(lines: list[dict]) -> str:
-    """Return the table with a row for each size of the runs that time all plans: us of each plan, of the fused one with its
-    fastest settings."""
+    """Return the table with a row for each size of the runs that time all plans: us of each plan, and of the fused plan
+    with its fastest settings."""
     newest = {(r["name"], r["method"]): r["us"] for r in lines}
     rows = ["| layer, tokens a GPU | libraries | dispatched | low latency | fused |", "| --- | --- | --- | --- | --- |"]
     for name in sorted(
@@ -226,7 +229,7 @@ def page(results: Path) -> str:
 
 
 def stamps(results: Path) -> str:
-    """Return the table of where the programs' time goes in the one launch of fused calls."""
+    """Return the table of the shares of each task in the one launch of fused calls."""
     kinds = ("sending", "GEMM 1", "GEMM 2", "sums", "own sums")
     rows = [
         "| GPUs | layer, tokens a GPU | plan | us | in tasks | " + " | ".join(kinds) + " |",
@@ -241,37 +244,6 @@ def stamps(results: Path) -> str:
         model, _, tokens = r["name"].rpartition("-")
         shares = " | ".join(f"{100 * r[kind]:.0f}%" for kind in ("in_tasks", *kinds))
         rows.append(f"| {r['world']} | {model}, {int(tokens):,} | {r['method']} | {r['us']:.0f} | {shares} |")
-    return "\n".join(rows) if newest else NOT_MEASURED
-
-
-STEPS = {
-    "gate": ("gate",),
-    "routes and tables": ("share", "count_routes", "place_routes"),
-    "GEMM 1": ("grouped_gemm_in",),
-    "GEMM 2": ("grouped_gemm_out",),
-    "sum": ("sum_ranks",),
-}
-
-
-def timeline(results: Path) -> str:
-    """Return the table with a row for each layer: us of each step of the main stream, of the GEMMs alone, and of the whole."""
-    heads = ["layer, tokens a GPU"]
-    for step in STEPS:
-        heads += [step, "alone, by weft / torch"] if "GEMM" in step else [step]
-    rows = ["| " + " | ".join([*heads, "whole"]) + " |", "| --- |" + " --- |" * len(heads)]
-    newest: dict[tuple, dict] = {}
-    for path in sorted(results.glob("*/moe_timeline.jsonl")):
-        for r in map(json.loads, path.read_text().splitlines()):
-            newest[path.parent.name, r["name"], r["kernel"]] = r
-    for machine, name in dict.fromkeys(key[:2] for key in newest):
-        model, _, tokens = name.rpartition("-")
-        cells = [f"{model}, {int(tokens):,}"]
-        for step, kernels in STEPS.items():
-            kernel_rows = [newest[machine, name, kernel] for kernel in kernels]
-            cells.append(f"{sum(r['us'] for r in kernel_rows):.0f}")
-            if "GEMM" in step:
-                cells.append(f"{kernel_rows[0]['alone_weft_us']:.0f} / {kernel_rows[0]['alone_torch_us']:.0f}")
-        rows.append("| " + " | ".join([*cells, f"{kernel_rows[0]['whole_us']:.0f}"]) + " |")
     return "\n".join(rows) if newest else NOT_MEASURED
 
 
@@ -389,14 +361,12 @@ def chapter(results: Path) -> str:
     sections = {
         "Whole layers, forward": page(results),
         "One GPU, beside vLLM's fused experts, quack's grouped GEMMs and torch": one_gpu_sizes(results),
-        "One GPU: TB/s at which the weights are read, of the sizes that this bounds": reading(results),
         "Plan by plan": of_all_plans(results),
         "Columns of every expert over the ranks": page_in_parts(results),
         "Over several GPUs, beside vLLM's experts, quack's and eager PyTorch, us": beside_peers(results),
         "T(2) / T(N), of as many tokens a GPU": overlap_efficiency(results),
         "One rank late, median / 95th percentile, us": stragglers(results),
         "Training": training(results, backward=True),
-        "Where the time goes, step by step, us": timeline(results),
         "Where the time of the one launch goes, of calls that are launched one by one": stamps(results),
     }
     return "\n".join([HEAD, *(f"## {title}\n\n{text}\n" for title, text in sections.items())])

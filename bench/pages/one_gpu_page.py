@@ -1,7 +1,8 @@
 """Experts on one GPU, beside libraries and in one launch, in docs/moe.md, and every size in bench/results/moe.md: from moe_one_gpu.jsonl,
-moe_launches.jsonl and sm_active.jsonl in bench/results/<machine>.
+moe_launches.jsonl and sm_active.jsonl in bench/results/<machine>. torch.profiler counted the launches, and NVIDIA's profiler the SMs'
+active cycles, by scripts of the commits that the rows name.
 
-Of the rows of one (name, method, routing) the newest counts, which is the last in the file.
+The newest row of a name, method and routing counts, which is the last in the file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ONE_LAUNCH = "weft, one launch"
 LIBRARIES = ("torch", "torch compiled", "vllm", "quack")
 METHODS = (*LIBRARIES, "weft", ONE_LAUNCH)
 TITLES = {"vllm": "vLLM", "quack": "quack"}
-BELOW = 0.995  # what is less is shown as 0.99x
+BELOW = 0.995  # a smaller ratio is shown as 0.99x or less
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -38,7 +39,7 @@ def by_tokens(names: Iterable[str]) -> list[str]:
 
 
 def ratios_over(us: dict[str, float], weft: dict[str, float]) -> Ratios:
-    """Return how many times as fast weft is, of us by name on both sides."""
+    """Return weft's speedup for each name with us on both sides."""
     ratios: Ratios = {}
     for name in by_tokens(us.keys() & weft.keys()):
         model, _, tokens = name.rpartition("-")
@@ -71,7 +72,8 @@ def one_gpu(lines: list[dict], method: str) -> Ratios:
 
 
 def one_gpu_table(results: Path) -> str:
-    """Return a table a GPU, that with most libraries first: the ratios over each library's time, and over the fastest's."""
+    """Return a table for each GPU, the GPU with most libraries first: the ratios over each library's time, and over the
+    fastest's."""
     parts = []
     for path in sorted(results.glob("*/moe_one_gpu.jsonl")):
         lines = lines_of(path)
@@ -87,8 +89,8 @@ def one_gpu_table(results: Path) -> str:
 
 
 def ratio_rows(over: dict[str, Ratios], fastest: Ratios) -> str:
-    """Return a row a number of tokens: the mean of the ratios over each library, by its name, and over the fastest of a size, with the
-    least of these."""
+    """Return a row for each number of tokens: the mean of the ratios over each library, by its name, and over the
+    fastest library of a size, with the least of these."""
     columns = over | ({"the fastest": fastest} if len(over) > 1 else {})
     heads = ["tokens", *(f"over {title}" for title in columns), "least"]
     rows = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
@@ -106,7 +108,8 @@ def weight_bytes(row: dict, matrices: int = 3) -> int:
 
 
 def gigabytes_read(row: dict) -> float:
-    """Return the weights of the experts that have a token, by expectation where each token chooses top_k of E alike."""
+    """Return the expected GB of the weights of experts with a token, where each token chooses top_k of E with equal
+    probability."""
     touched = row["E"] * (1 - (1 - row["top_k"] / row["E"]) ** row["M"])
     return float(touched * weight_bytes(row) / 1e9)
 
@@ -136,7 +139,8 @@ def spread(values: Iterable[float]) -> str:
 
 
 def below(lines: list[dict]) -> str:
-    """Return why some sizes are below 1.0x beside the fastest library: the rates of both, of what bounds the layer."""
+    """Return the sentence on the sizes that are below 1.0x beside the fastest library: what bounds them, and the rates
+    of both."""
     library, sizes = fastest_library(lines), {r["name"]: r for r in lines if r["zipf"] == 0}
     weft = {name: us for name, us in times(lines, "weft").items() if name in library}
     slower = [name for name in by_tokens(weft) if library[name][0] / weft[name] < BELOW]
@@ -163,7 +167,7 @@ def firsts(pairs: dict[str, tuple[float, str]]) -> dict[str, float]:
 
 
 def one_gpu_sizes(results: Path) -> str:
-    """Return the us by size and method, a table a GPU and routing."""
+    """Return the us by size and method, in a table for each GPU and routing."""
     parts = []
     for path in sorted(results.glob("*/moe_one_gpu.jsonl")):
         lines = lines_of(path)
@@ -189,23 +193,7 @@ def one_gpu_rows(lines: list[dict]) -> str:
     return "\n".join(rows)
 
 
-def reading(results: Path) -> str:
-    """Return a table a GPU of the sizes that reading the weights bounds: GB, and TB/s by method."""
-    parts = []
-    for path in sorted(results.glob("*/moe_one_gpu.jsonl")):
-        lines = [r for r in lines_of(path) if r["zipf"] == 0 and reads_bound(r)]
-        us = {(r["name"], r["method"]): r["us"] for r in lines}
-        methods = [m for m in METHODS if any(method == m for _, method in us)]
-        rows = [f"| layer, tokens | GB | {' | '.join(methods)} |", "| --- | --- |" + " --- |" * len(methods)]
-        gigabytes = {r["name"]: gigabytes_read(r) for r in lines}
-        for name in by_tokens(gigabytes):
-            rates = (f"{gigabytes[name] / us[name, m] * 1e3:.2f}" if (name, m) in us else "" for m in methods)
-            rows.append(f"| {name} | {gigabytes[name]:.2f} | {' | '.join(rates)} |")
-        parts.append(f"{path.parent.name}:\n\n" + "\n".join(rows))
-    return "\n\n".join(parts)
-
-
-# The methods of moe_launches.jsonl, of sm_active.jsonl and of moe_one_gpu.jsonl, by the title of the row.
+# By the title of the row: its method in moe_launches.jsonl, in sm_active.jsonl and in moe_one_gpu.jsonl.
 LAUNCHES = {
     "one launch": (ONE_LAUNCH, "one launch", ONE_LAUNCH),
     "`FusedMoe()`": ("weft fused", "fused", ""),
@@ -217,7 +205,8 @@ LAUNCHED = "Qwen3-30B"
 
 
 def launches(results: Path) -> str:
-    """Return the table of kernels, SMs and us by plan, of one layer with its router, and what one launch takes beside "auto"."""
+    """Return the table of kernels, active SMs and us by plan for one layer with its router, and the time of one launch
+    beside "auto"."""
     parts = []
     for path in sorted(results.glob("*/moe_launches.jsonl")):
         kernels = {(r["name"], r["method"]): r for r in lines_of(path)}

@@ -1,7 +1,7 @@
 """Every page that is made of stored results, with its plots: python -m bench.pages.pages (or make pages)
 
-docs/measurements.md and the tables in bench/results are made whole; of the other pages what lies between their marks. Nothing here runs
-on GPUs: the same results give the same pages, to which a test holds the committed ones.
+The makers write docs/measurements.md and the tables in bench/results whole, and of the other pages the blocks between their marks. Nothing
+here runs on GPUs: the same results give the same pages, and a test compares the committed pages with them.
 """
 
 from __future__ import annotations

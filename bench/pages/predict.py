@@ -1,10 +1,9 @@
 """How well the planner predicts: a chapter of docs/planner.md, its plots and the tables beside the results, from the calls that
-bench/measure/predictions.py wrote with what was predicted of them from a tuned profile before they ran."""
+bench/measure/predictions.py timed after a tuned profile had predicted them."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from pathlib import Path
 from statistics import fmean
 
 from bench.common import stored
-from bench.measure.predictions import CHOSEN, COPIES, LABELS, SHAPES
+from bench.measure.predictions import COPIES, LABELS, SHAPES
+from bench.pages import svg
 from weft.planner.probes.common import SIZES
 from weft.planner.search import brief
 from weft.planner.table import GAIN
@@ -21,7 +21,7 @@ from weft.plans import KINDS, Plan
 
 @dataclass(frozen=True)
 class Point:
-    """One measured call and what was predicted of it. source: how it was predicted. tags: why it was measured."""
+    """One measured call and its prediction. source: the run that predicted it. tags: why it was measured."""
 
     source: str
     op: str
@@ -84,7 +84,7 @@ def percent(x: float) -> str:
 
 
 def errors(runs: dict[str, list[Point]]) -> str:
-    """Return the table of errors with a line for each kind and op, a column group for each run."""
+    """Return the table of errors with a line for each kind and op and a column group for each run."""
     groups: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name, points in runs.items():
         for p in points:
@@ -110,8 +110,8 @@ def short(run: str) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """us of the fastest plan that was run on a shape, of the one that was predicted fastest, of the one that auto would take, and of
-    the sequential one."""
+    """The us on one shape of the fastest plan, of the plan that was predicted fastest, of the plan that "auto" would
+    choose, and of the sequential plan."""
 
     case: tuple[str, str, int, tuple[int, int, int]]
     plans: tuple[str, str]  # the fastest, the predicted fastest
@@ -163,34 +163,10 @@ def choices(points: Sequence[Point]) -> str:
     return text + table([*head, "best plan", "chosen plan"], lines, 1)
 
 
-def ablations(runs: dict[str, list[Point]]) -> str:
-    """Return the times of signaled plans grouped otherwise than chosen, over those of the chosen one, by tag."""
-    chosen = {
-        (p.source, p.op, p.shape): p.us for ps in runs.values() for p in ps if CHOSEN in p.tags and p.kind == "signaled"
-    }
-    ratios: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for name, points in runs.items():
-        for p in points:
-            base = chosen.get((p.source, p.op, p.shape))
-            for tag in p.tags:
-                if base and tag != CHOSEN:
-                    ratios[tag, p.op][name].append(p.us / base)
-    lines = []
-    for (tag, op), by_run in sorted(ratios.items()):
-        means = [f"{math.exp(fmean(map(math.log, r))):.3f}x" if (r := by_run.get(name)) else "–" for name in runs]
-        lines.append([tag, op, *means])
-    return table(["groups", "op", *map(short, runs)], lines, 2)
-
-
 def plot(points: Sequence[Point], path: Path) -> None:
     """Draw the distribution of the errors, a panel for each kind."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
     kinds = [k for k in LABELS if any(p.kind == k for p in points)]
-    figure = Figure(figsize=(3.1 * len(kinds), 2.7), layout="constrained")
-    FigureCanvasSVG(figure)
+    figure = svg.figure(3.1 * len(kinds), 2.7)
     edges = [i / 100 for i in range(-21, 22, 2)]
     for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         e = [min(max(p.error, edges[0]), edges[-1]) for p in points if p.kind == kind]
@@ -201,9 +177,7 @@ def plot(points: Sequence[Point], path: Path) -> None:
         axes.tick_params(axis="y", labelsize=7.5)
         axes.set_xlabel("predicted / measured - 1", fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
+    svg.save(figure, path)
 
 
 def summary(runs: dict[str, list[Point]]) -> str:
@@ -237,10 +211,7 @@ def chapter(runs: dict[str, list[Point]]) -> str:
     text = f"## How well it predicts\n\n{INTRODUCTION}\n{summary(runs)}\n### Errors\n\n"
     text += f"{errors(runs)}\n### Choices\n\n"
     text += "".join(f"**{name}**. {choices(points)}\n" for name, points in runs.items())
-    return (
-        text
-        + f"### Groups\n\nMean time of signaled plans with other groups, over that with the chosen groups:\n\n{ablations(runs)}"
-    )
+    return text
 
 
 def plot_name(run: str) -> str:
@@ -251,6 +222,3 @@ def plots(runs: dict[str, list[Point]], folder: Path) -> list[Path]:
     for name, points in runs.items():
         plot(points, folder / plot_name(name))
     return [folder / plot_name(name) for name in runs]
-
-
-# -- measuring -------------------------------------------------------------------------------------------------------

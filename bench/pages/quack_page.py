@@ -1,8 +1,8 @@
 """quack's GEMM compared with others, as tables beside the results and a sentence of docs/guide.md: GEMMs alone, from
-bench/results/<machine>/quack/gemms.jsonl (bench/measure/gemm.py), and all-gather + GEMM, from all_gather_matmul.jsonl there
-(bench/measure/run.py --ops all_gather_matmul --methods auto flag_gated quack).
+bench/results/<machine>/quack/gemms.jsonl (a script of the commit that its rows name), and all-gather + GEMM, from
+all_gather_matmul.jsonl there (bench/measure/run.py --ops all_gather_matmul --methods auto flag_gated quack).
 
-Of the lines of one shape, or one (op, name, mode, method), the newest counts, which is the last in the file.
+The newest line of a shape, or of an op, name, mode and method, counts, which is the last in the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from pathlib import Path
 from bench.pages.report import mean
 from bench.pages.tables import Rows, grid, page
 
-OWN = ("flat", "told", "shared")  # weft's loops, as bench/measure/gemm.py names them
+OWN = (
+    "flat",
+    "told",
+    "shared",
+)  # weft's loops, as the rows name them: flattened, notifying, and with shared last tiles
 
 
 def least(times: Iterable[tuple[str, float]]) -> tuple[str, float]:

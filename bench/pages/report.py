@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 from rich.table import Table
 
+from bench.pages import svg
 from weft.errors import WeftError
 
 # A peer's method begins with its library's name; the others are weft's, named by plan or by what they leave out.
@@ -249,8 +247,7 @@ def summary(rows: Sequence[Row], world: int) -> list[list[str]]:
 def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
     """Draw bars of the ratio to sequential: auto and the best peer, with the limit as a dash; a panel for each mode."""
     modes = [m for m in _distinct(rows, "mode", tuple(MODES)) if cases(rows, op, world, m)]
-    figure = Figure(figsize=(11, 2.9 * len(modes)), layout="constrained")
-    FigureCanvasSVG(figure)
+    figure = svg.figure(11, 2.9 * len(modes))
     for axes, mode in zip(figure.subplots(len(modes), 1, squeeze=False)[:, 0], modes, strict=True):
         shapes = cases(rows, op, world, mode)
         x = range(len(shapes))
@@ -271,9 +268,7 @@ def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
         axes.set_title(f"{OPS.get(op, op)}, {world} GPUs, {MODES.get(mode, mode)}", loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(ncols=4, fontsize=8, frameon=False, loc="upper right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
+    svg.save(figure, path)
 
 
 INTRODUCTION = """This page shows how fast each op is at each size. Times are microseconds: the slowest rank's median over iterations, on

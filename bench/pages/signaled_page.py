@@ -1,8 +1,8 @@
-"""What the signaled plan costs and gives: tables beside the results, and a chapter of docs/measurements.md, from the rows of
+"""The cost and gain of signaled plans: tables beside the results, and a chapter of docs/measurements.md, from the rows of
 bench/measure/signaled.py.
 
-Every figure is computed from bench/results/<machine>/signaled/*.jsonl, but for the goals and the paper's. Ops are shown for each
-machine, every other part from the machine that ran it last.
+Every figure is computed from bench/results/<machine>/signaled/*.jsonl, except the goals and the paper's figures. The page shows the ops of
+each machine, and the GEMM alone of the machine that ran it last.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from statistics import fmean
 from textwrap import fill
 from typing import Any
 
-from matplotlib import rc_context
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-
+from bench.pages import svg
 from bench.pages.report import OPS, _percent, _table, _us, _x, mean
 from weft.planner.profile import shipped
 from weft.plans import Plan, Signaled
@@ -32,7 +29,7 @@ EQUAL = 8  # CTAs of the plans that differ in nothing but their groups
 TILES = ", tiles"
 SHADES = ("#b9c0ca", "#8fa9cc", "#3b6fb6", "#1d3a63")
 
-EARLIER = {  # by machine: what has changed since its rows of ops
+EARLIER = {  # by machine: changes since its rows of ops
     "nvidia-h200-x4": "On 4 GPUs two plans moved by copies have [changed since](../../docs/design-notes.md#signals): all-reduce and all-to-all."
 }
 
@@ -57,7 +54,7 @@ def load(folder: Path) -> list[Row]:
 
 
 def cases(rows: Sequence[Row], part: str, op: str | None = None, mode: str = "graph") -> Cases:
-    """Return, by shape, the rows by method, all of the last run that has the shape."""
+    """Return, by shape, the rows by method of the last run that has the shape."""
     rows_by_size: Cases = {}
     for row in rows:
         if (row["part"], row.get("op"), row.get("mode")) == (part, op, mode):
@@ -163,7 +160,7 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
 
 
 def by_k(us: dict[Size, dict[str, float]], names: Sequence[str], base: str) -> str:
-    """Return the mean overhead by K, where more than two shapes share it."""
+    """Return the sentence on the mean overhead by K, for each K that more than two shapes share."""
     ks = sorted({size[2] for size in us})
     same = {k: [times[n] / times[base] for size, times in us.items() if size[2] == k for n in names] for k in ks}
     means = [f"{overhead(fmean(r))} at K = {k}" for k, r in same.items() if len(r) > 2 * len(names)]
@@ -172,8 +169,8 @@ def by_k(us: dict[Size, dict[str, float]], names: Sequence[str], base: str) -> s
 
 # -- ops
 def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int, tiled: bool) -> tuple[int, ...]:
-    """Return the tiles where groups end, as `ops/matmul_reduce/signaled.py` cuts them; those of an all-to-all are those of M rows
-    on each rank."""
+    """Return the tiles at which groups end, as `ops/matmul_reduce/signaled.py` divides them; for an all-to-all, those
+    of M rows on each rank."""
     owners = world if op == RS and not plan.copies else 1
     tiles_n, programs = -(-n // plan.tile.block_n), sms - plan.ctas
     tiles = owners * -(-(m // owners) // plan.tile.block_m) * tiles_n
@@ -183,14 +180,15 @@ def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int, tiled:
 
 
 def bound(gemm_us: float, comm_us: float, ends: Sequence[int], own_last: bool = False) -> float:
-    """Return the longer of the GEMM and then the last group's collective, and the first group's GEMM and then all collectives.
-    own_last: the last group stays where it is, so that the GEMM may end it."""
+    """Return the larger of two sums: the GEMM and the last group's collective; the first group's GEMM and all
+    collectives. own_last: the last group stays on its rank, so that the GEMM may end the op."""
     first_share, last_share = ends[1] / ends[-1], 0 if own_last else (ends[-1] - ends[-2]) / ends[-1]
     return max(gemm_us + last_share * comm_us, first_share * gemm_us + comm_us)
 
 
 def judged(op: str, size: Size, row: Row, sms: int) -> tuple[float, float]:
-    """Return a row's fraction of the bound of its plan's groups, and of the bound of one wave a group."""
+    """Return the fractions that a row reaches of the bound of its plan's groups, and of the bound with one wave for
+    each group."""
     plan = Plan.from_json(json.dumps(row["plan"]))
     assert isinstance(plan, Signaled)
     ends = bounds(op, *size[:2], row["world"], plan, sms, row["method"].endswith(TILES))
@@ -215,7 +213,7 @@ def fastest(by_method: dict[str, Row], copies: bool) -> Row | None:
 
 @dataclass
 class Family:
-    """Of the best plans by NCCL, or by copies, one for each shape: speedups, and fractions of the bound of their groups and of
+    """The best plans by NCCL, or by copies, for each shape: speedups, and fractions of the bound of their groups and of
     one wave's."""
 
     title: str
@@ -242,7 +240,7 @@ class Family:
         return [f"**{_x(mean(self.speedups))}**", _percent(fmean(self.fractions))] if self.speedups else ["", ""]
 
     def judgement(self, op: str, world: int) -> list[str]:
-        """Return a sentence on how the plans stand to the goal."""
+        """Return the row that compares the plans with the goal."""
         reach = "reached" if fmean(self.fractions) >= BOUND_GOAL else "missed"
         return [
             OPS[op], str(world), self.title, _percent(fmean(self.fractions)), _percent(min(self.fractions)),
@@ -252,7 +250,8 @@ class Family:
 
 
 def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: int) -> tuple[str, list[list[str]]]:
-    """Return the section of one op, a column group for each machine; and how its plans stand to the goal."""
+    """Return the section of one op with a column group for each machine, and the rows that compare its plans with the
+    goal."""
     families = {machine: [Family("NCCL", False), Family("copies", True)] for machine in machines}
     lines = []
     for size in dict.fromkeys(size for machine_cases in machines.values() for size in machine_cases):
@@ -274,7 +273,8 @@ def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: i
 
 
 def ablations(cases_by_op: CasesByOp) -> list[str]:
-    """Return the mean time with fixed groups over that with the default ones; last, over the best fixed ones of each shape."""
+    """Return the table of the mean time with fixed groups over that with the default groups, and of the best fixed
+    groups of each shape."""
     lines, usual = [], f"default, {EQUAL} CTAs"
     for (op, world), c in cases_by_op.items():
         tried = [by_method for by_method in c.values() if usual in by_method and any(n in by_method for n in FIXED)]
@@ -290,9 +290,8 @@ def ablations(cases_by_op: CasesByOp) -> list[str]:
 
 
 def plot(cases_by_op: dict[str, Cases], world: int, path: Path) -> None:
-    """Draw the speedup of the best signaled plan over K, a line for each M N and a panel for each op."""
-    figure = Figure(figsize=(11, 3.1), layout="constrained")
-    FigureCanvasSVG(figure)
+    """Draw the speedup of the best signaled plan over K, with a line for each M N and a panel for each op."""
+    figure = svg.figure(11, 3.1)
     panels = figure.subplots(1, len(cases_by_op), squeeze=False, sharey=True)[0]
     for axes, (op, c) in zip(panels, cases_by_op.items(), strict=True):
         lines: dict[int, list[tuple[int, float]]] = {}
@@ -312,9 +311,7 @@ def plot(cases_by_op: dict[str, Cases], world: int, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("times as fast", fontsize=9)
     panels[0].legend(title="M N", title_fontsize=8, fontsize=8, frameon=False, loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
+    svg.save(figure, path)
 
 
 def explained() -> str:
@@ -359,7 +356,7 @@ def against_the_goal(goals: list[list[str]]) -> list[str | list[str]]:
 
 
 def judged_and_varied(goals: list[list[str]], cases_by_op: CasesByOp) -> str:
-    """Return what follows the ops' tables."""
+    """Return the sections that follow the ops' tables."""
     text = section("Against the goal", *against_the_goal(goals), level=4)
     return text + section(
         "Fixed groups",

@@ -1,4 +1,4 @@
-"""What `weft.simulate` says of machines that nobody here has, and how far it is from those that were measured: a chapter of
+"""The predictions of `weft.simulate` for machines without measurements, and their errors on machines with some: a chapter of
 docs/planner.md."""
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from bench.common import stored
-from bench.measure import models as known
-from bench.pages import ahead
+from bench.pages import ahead, svg
 from bench.pages.predict import TABLES, percent, table
 from weft.planner.auto import profile_for
 from weft.planner.parts import NotMeasured
@@ -21,15 +20,10 @@ from weft.planner.simulate import (
     Topology,
     cluster,
     links_of,
-    nvlink,
-    pcie,
-    simulate,
     simulate_from,
 )
 from weft.plans import KINDS, Plan, Sequential
 
-LAYER = {"Llama-70B's": (8192, 28672), "a layer twice as wide": (16384, 53248)}  # hidden, intermediate
-DECODERS = {"Llama-70B": (8192, 28672), "DeepSeek-V3, dense": (7168, 18432)}  # hidden, intermediate
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
 PROFILE, PLOT = "nvidia-h200-x4", "simulation-nodes.svg"
 INTRODUCTION = """## Machines that were not measured
@@ -51,52 +45,9 @@ In a shell: `weft simulate mlp 8192,8192,28672 --gpus 64 --profile nvidia-h200-x
 """
 
 
-def topologies() -> list[Topology]:
-    return [nvlink(8), nvlink(8, 12), nvlink(8, 6), pcie(8, 5), pcie(8, 4)]
-
-
-def lines_of(simulations: list[Simulation]) -> list[list[str]]:
-    return [
-        [
-            s.topology.name, str(s.topology.gpus), str(r.size[0]), f"{r.sequential:.0f}", f"{r.us:.0f}",
-            f"{r.speedup:.2f}x", percent(r.comm / (r.comm + r.gemm)), ", ".join(dict.fromkeys(p.kind for p in r.plans)),
-        ]
-        for s in simulations for r in s.rows
-    ]  # fmt: skip
-
-
-LINKS = ("links", "GPUs", "tokens", "sequential us", "best us", "speedup", "transfers' share", "plans")
-
-
-def projections(sizes: dict[str, tuple[int, int, int]], gpus: int) -> str:
-    """Return, for layers by name, (tokens, hidden, intermediate), the four projections and their transfers alone."""
-    simulated = simulate(nvlink(gpus), "decoder", sizes.values(), profile=PROFILE)
-    rows = []
-    for name, r in zip(sizes, simulated.rows, strict=True):
-        limit, us = r.speedup / r.bound_share, [f"{us:.0f}" for us in (r.sequential, r.gemm, r.comm, r.us)]
-        rows.append([name, f"{r.size[0]:,}", *us, f"{r.speedup:.2f}x", f"{limit:.2f}x"])
-    head = "model", "tokens", "sequential us", "GEMMs", "transfers", "best plans", "ratio", "limit"
-    return table(head, rows)
-
-
-def dense_models() -> dict[str, tuple[int, int, int]]:
-    """Return tokens, hidden and intermediate size of the models that bench/measure/models.py times, but for those with
-    experts."""
-    return {
-        name: (sum(lengths), config["hidden_size"], config["intermediate_size"])
-        for name, (config, lengths) in known.MODELS.items()
-        if config["model_type"] == "llama"
-    }
-
-
 def plot(groups: dict[str, list[Simulation]], path: Path) -> None:
-    """Time of the layer and speedup over the number of GPUs, a line for each kind of link."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    FigureCanvasSVG(figure)
+    """Draw the layer's time and speedup over the number of GPUs, with a line for each kind of link."""
+    figure = svg.figure(9, 3.4)
     left, right = figure.subplots(1, 2)
     for name, simulations in groups.items():
         gpus = [s.topology.gpus for s in simulations]
@@ -110,9 +61,7 @@ def plot(groups: dict[str, list[Simulation]], path: Path) -> None:
         axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
     left.legend(fontsize=7.5, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
+    svg.save(figure, path)
 
 
 Errors = dict[tuple[int, str, str], list[float]]  # by number of GPUs, op and kind of plan
@@ -120,8 +69,8 @@ Errors = dict[tuple[int, str, str], list[float]]  # by number of GPUs, op and ki
 
 @cache
 def errors_of_stored_calls() -> tuple[Errors, Errors]:
-    """Return the errors of times, and of speedups over sequential, for stored calls on 2, 4 and 8 GPUs against the same links
-    with as many."""
+    """Return the errors of predicted times, and of predicted speedups over sequential, for stored calls on 2, 4 and 8
+    GPUs."""
     predictor, on = measured()
     times_by_plan: dict[tuple[str, int, str, tuple[int, ...]], dict[Plan, tuple[float, float]]] = defaultdict(dict)
     for folder in sorted(stored.RESULTS.glob("nvidia-h200-x*")):
@@ -169,27 +118,14 @@ def validation() -> str:
 
 @cache
 def layers() -> dict[str, list[Simulation]]:
-    """Return the layers that the plot and the second table show, by name."""
+    """Return the layers that the plot shows, by name."""
     predictor, on = measured()
-    size = (32768, *LAYER["a layer twice as wide"])
+    size = (32768, 16384, 53248)
     whats = {"MLP, 50 GB/s a GPU": "mlp", "GEMM + all-reduce, 50 GB/s a GPU": "matmul_all_reduce"}
     return {
         name: [simulate_from(predictor, cluster(c, gbs=50.0), op, [size], on) for c in COUNTS]
         for name, op in whats.items()
     }
-
-
-def decoders() -> str:
-    """Return the predictions of models over 2 to 128 nodes, from links as their maker states them."""
-    predictor, on = measured()
-    rows = []
-    for name, (hidden, inner) in DECODERS.items():
-        for nodes in (2, 4, 8, 32, 128):
-            (r,) = simulate_from(predictor, cluster(8 * nodes, gbs=50.0), "decoder", [(32768, hidden, inner)], on).rows
-            kinds = ", ".join(dict.fromkeys(p.kind for p in r.plans))
-            us = [f"{us:.0f}" for us in (r.sequential, r.us)]
-            rows.append([name, str(nodes), *us, f"{r.speedup:.2f}x", f"{r.speedup / r.bound_share:.2f}x", kinds])
-    return table(("layer", "nodes", "sequential us", "best us", "speedup", "limit", "plans"), rows, 1)
 
 
 @cache
@@ -232,20 +168,11 @@ def digest() -> str:
         )
     text = f"{INTRODUCTION}{USE}\n{of_profile()}\n{MANY_NODES}### Against measurements\n\n"
     text += f"Stored calls, on other machines of the kind than the profile's, predicted from it. Mean errors: {'; '.join(figures)}. "
-    return text + f"Decoder layers over many nodes, other links, and errors by op: [tables](../{TABLES}).\n"
+    return text + f"Errors by op: [tables](../{TABLES}).\n"
 
 
 def chapter() -> str:
-    predictor, on = measured()
     text = f"{INTRODUCTION}\n{of_profile()}"
-
-    hidden, inner = LAYER["Llama-70B's"]
-    sizes = [(m, hidden, inner) for m in (2048, 8192, 32768)]
-    text += "\n### Other links in one node\n\nThe MLP of Llama-70B's size, hidden 8192, intermediate 28672.\n\n"
-    text += table(LINKS, lines_of([simulate_from(predictor, t, "mlp", sizes, on) for t in topologies()]), 1)
-
-    text += f"\n### Decoder layers over many nodes\n\nNodes of 8 GPUs, 32768 tokens, 50 GB/s a GPU between nodes.\n\n{decoders()}"
-    text += f"\n### Layers of models on 4 GPUs\n\nOne layer's four projections and their transfers alone:\n\n{projections(dense_models(), 4)}"
 
     text += "\n### Against measurements\n\nStored calls (`bench/results`), predicted from the profile above; on another number of GPUs\n"
     text += "than the profile's they are simulated. The calls were measured on other machines and at other times than the profile; the error of\n"

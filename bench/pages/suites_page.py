@@ -1,7 +1,7 @@
 """The table of bench/results/torch_suites.md: torch's own tests of its fused operators, from bench/results/<machine>/torch_suites.jsonl
 (tests/gpu/gpu_torch_suites.py).
 
-Of the lines of one (suite, test, way, number of ranks) the newest counts, which is the last in the file.
+The newest line of a suite, test, way and number of ranks counts, which is the last in the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ TITLE = "# torch's own tests of its fused operators\n\n"
 
 
 def suites(lines: Rows) -> str:
-    """Return the table with a line for each suite and way; what did not pass; and why calls went on to torch."""
+    """Return the table with a line for each suite and way, the tests that failed, and the reasons for calls that torch
+    served."""
     newest = {(r["suite"], r["test"], r["way"], r["world"]): r for r in lines}
     by_key: dict[Key, Rows] = {}
     for (suite, _, way, world), row in newest.items():
@@ -42,7 +43,7 @@ def suites(lines: Rows) -> str:
 
 
 def failures(rows: Iterable[dict]) -> list[str]:
-    """Return which tests failed, those that fail without weft too apart from the others."""
+    """Return the sentences on the tests that failed, in torch alone and only with weft."""
     failed: dict[str, set[str]] = {way: set() for way in TITLES}
     for row in rows:
         if row["outcome"] == "failed":
@@ -53,7 +54,7 @@ def failures(rows: Iterable[dict]) -> list[str]:
 
 
 def reasons(rows: Iterable[dict]) -> str:
-    """Return the reasons of the calls that went on to torch, in both ways with weft in place."""
+    """Return the sentence with the reasons of the calls that torch served although weft was in place."""
     counts: Counter[str] = Counter()
     for row in rows:
         for call, n in row.get("fell_through", {}).items():

@@ -1,10 +1,10 @@
 """Make `src/weft/planner/tables/<gpu>.json` from tuning runs: python -m bench.pages.table GPU
 
-Reads bench/results/<gpu>-x*/tuning/*.jsonl (written by bench/measure/run.py --tune) in order of name: per op, shape, world and mode the
-fastest plan of the newest file. A tuning run keeps the fastest of many plans, and those of 8 GPUs up to x8-3 compared with weft's own
-sequential plan, which in eager mode costs more host time than torch's own calls: what they say of a plan is too good.
-Hence a row whose plan the benchmark beside it (bench/results/<gpu>-x*/<op>.jsonl) timed against torch's own calls takes the
-benchmark's speedup, and every other row is divided by the most that tuning overstated any of those, per mode. Rows of decoders stay.
+The program reads bench/results/<gpu>-x*/tuning/*.jsonl (of bench/measure/run.py --tune) in order of name, and keeps for each op, shape,
+world and mode the fastest plan of the newest file. A tuning run keeps the fastest of many plans, and the runs on 8 GPUs up to x8-3 compared it with weft's own
+sequential plan, which in eager mode costs more host time than torch's own calls. Their speedups are therefore overstated. A row
+whose plan the benchmark (bench/results/<gpu>-x*/<op>.jsonl) also timed beside torch's own calls has the benchmark's speedup, and every
+other row is divided by the largest overstatement of these rows in its mode. Rows of decoders stay.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def still_there(plan: str) -> bool:
-    """Whether a plan of an earlier version is one of today: sums over ranks once had other fused ways."""
+    """Return whether a plan of an earlier version still exists: sums over ranks once had other fused plans."""
     try:
         Plan.from_json(plan)
     except ValueError:
@@ -40,7 +40,9 @@ def tuned(folders: list[Path]) -> dict[tuple, dict]:
         for r in lines(path):
             times = {p: t for p, t in r["times"].items() if p.startswith("{")}
             plan = min(times, key=lambda p: times[p])
-            if not still_there(plan):  # the nearest shape measured since says more than what came second then
+            if not still_there(
+                plan
+            ):  # the nearest shape measured since is a better guide than that run's second best plan
                 continue
             row = {k: r[k] for k in ("op", "name", "world", "M", "N", "K", "mode")}
             row |= {
@@ -53,7 +55,8 @@ def tuned(folders: list[Path]) -> dict[tuple, dict]:
 
 
 def confirmed(folders: list[Path]) -> dict[tuple, tuple[str, float]]:
-    """Return, by shape and mode, the plan that "auto" took in the benchmark and its speed relative to torch's cuBLAS + NCCL."""
+    """Return, by shape and mode, the plan that "auto" chose in the benchmark, and its speed relative to torch's cuBLAS
+    + NCCL."""
     methods: dict[tuple, dict[str, dict]] = {}
     for path in [p for folder in folders for p in sorted(folder.glob("*.jsonl"))]:
         # Rows with other fields come from other benchmarks.

@@ -1,7 +1,7 @@
 """The tables of bench/results/attention.md, bench/results/transformers.md and bench/results/models.md, from
 bench/results/<machine>/{attention,hf,hf_moe,models}.jsonl.
 
-Of the lines of one (name, mode, method) the newest counts, which is the last in the file.
+The newest line of a name, mode and method counts, which is the last in the file.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ Two layers of the models of TileLink's Figure 11 with four requests of 8,192 tok
 "Libraries" alternates with weft in the same run: cuBLAS, NCCL's all-reduce, then add and norm in one kernel; with experts, and in
 training and diffusion, NCCL's all-gather and reduce-scatter, and `torch._grouped_mm`. "Woven own" is woven with `sms` of the
 whole GPU. Empty cells were not measured. The limit is the baseline over the baseline without its collectives; "hidden" is the
-share of the difference that weft saves, above 100% if weft also computes less or has faster kernels. Four GPUs are
-[predicted](predictions.md).
+share of the difference that weft saves, above 100% if weft also computes less or has faster kernels.
 
 """
 
@@ -116,8 +115,8 @@ def mixtures(lines: Rows) -> str:
 
 
 def models(lines: Rows) -> str:
-    """Return the table of layers of whole models beside cuBLAS and NCCL, what no overlap could be faster than, and the way of
-    weft that was the fastest; of each the run that came last."""
+    """Return the table of layers of whole models from the last run of each: cuBLAS and NCCL, "auto", the limit without
+    communication, and the fastest way of weft."""
     rows = []
     for name, mode in dict.fromkeys((r["name"], r["mode"]) for r in lines):
         r, us = newest_run([r for r in lines if (r["name"], r["mode"]) == (name, mode)])
@@ -137,7 +136,7 @@ def models(lines: Rows) -> str:
 
 
 def newest_run(rows: Rows) -> tuple[dict, dict[str, float]]:
-    """Return a row of the run that came last, and its us by method."""
+    """Return a row of the last run, and its us by method."""
     last = rows[-1]
     return last, {r["method"]: r["us"] for r in rows if r.get("date") == last.get("date")}
 

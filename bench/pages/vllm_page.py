@@ -23,7 +23,7 @@ def chapter(results: Path) -> str:
 def answers(results: Path) -> str:
     """Return the table with a line for each model, number of ranks and form, of all machines whose ranks share one GPU; of
     the lines of one the newest counts."""
-    paths = sorted(results.glob("*-x1/vllm.jsonl"), reverse=True)  # H200, which was first, and H100
+    paths = sorted(results.glob("*-x1/vllm.jsonl"), reverse=True)  # H200, then H100
     lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     newest = {(r["model"], r["ranks"], r["form"], r["mode"]): r for r in lines}
     table = []
@@ -39,30 +39,8 @@ def answers(results: Path) -> str:
 
 
 def serving(lines: Rows) -> str:
-    """Return a line for each model and mix of requests of the newest day: every repeat's seconds with the plugin, and the ratio of the
-    fastest; and how much stock vLLM's times of other days differ. Where engines took turns, `in_turns`."""
-    if rows_in_turns := [row for row in lines if "baseline_seconds" in row]:
-        return in_turns(rows_in_turns)
-    day = max(row["date"] for row in lines)
-    seconds = seconds_by_mix([row for row in lines if row["date"] == day])
-    newest = {(row["model"], row["mix"]): row for row in lines}
-    table = []
-    for (model, mix), methods in seconds.items():
-        if {"stock", "weft"} <= methods.keys():
-            row, stock = newest[model, mix], min(methods["stock"])
-            size = f"{mix}: {row['requests']} of {row['tokens_in'] // row['requests']} + {row['tokens_out'] // row['requests']}"
-            repeats = ", ".join(f"{t:.2f}" for t in methods["weft"])
-            table.append([size, f"{stock:.2f}", repeats, f"{stock / min(methods['weft']):.2f}x"])
-    row = lines[-1]
-    head = ["requests of tokens in + out, mean", "stock, s", "weft, s", "stock / weft, fastest"]
-    model = f"{row['model']}'s layers ({row['layers']} of them, random weights)"
-    note = from_day_to_day(seconds, [row for row in lines if row["date"] != day])
-    return f"vLLM {row['vllm']}, {row['ranks']} ranks, {model}:\n\n{grid(head, table)}{note}"
-
-
-def in_turns(lines: Rows) -> str:
-    """Return a line for the newest row of each model, mix and method: the ratio of the medians' repeat beside what stock's own two turns
-    of a repeat differ by, and the median and 99th percentile of the times of tokens."""
+    """Return a line for the newest row of each model, mix and method: the median ratio beside the ratio of stock's own two turns, and
+    the median and 99th percentile of the times of tokens."""
     key = ("model", "ranks", "mix", "method", "rate", "tokens_a_step")
     table = []
     for row in {tuple(row[name] for name in key): row for row in lines}.values():
@@ -81,29 +59,3 @@ def in_turns(lines: Rows) -> str:
     backends = {str(row["fused all-reduce"][row["baseline"]]["backend"]) for row in lines}
     note = f"{newest['layers']} layers of random weights, stock with flashinfer's fused all-reduce ({', '.join(sorted(backends))})"
     return f"vLLM {newest['vllm']}, {newest['ranks']} ranks, {newest['gpu']}, {newest['date']}, {note}; [median, 99%]:\n\n{grid(head, table)}"
-
-
-def seconds_by_mix(lines: Rows) -> dict[tuple[str, str], dict[str, list[float]]]:
-    """Return the seconds of all repeats by (model, mix) and method. A row also has the turns of its baseline, if both took turns."""
-    seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for row in lines:
-        by_method = seconds.setdefault((row["model"], row["mix"]), {})
-        by_method.setdefault(row["method"], []).extend(row["seconds"])
-        for pair in row.get("baseline_seconds", []):
-            by_method.setdefault(row["baseline"], []).extend(pair)
-    return seconds
-
-
-def from_day_to_day(seconds: dict[tuple[str, str], dict[str, list[float]]], others: Rows) -> str:
-    """Return how much the fastest repeats of stock vLLM on other days differ at most, and what decoding took there; "" if there are
-    none."""
-    by_mix = {key: methods for key, methods in seconds_by_mix(others).items() if {"stock", "weft"} <= methods.keys()}
-    apart = [abs(min(methods["stock"]) / min(seconds[key]["stock"]) - 1) for key, methods in by_mix.items()]
-    if not apart:
-        return ""
-    decode = (
-        f"; decode took {min(methods['weft']):.2f} s, stock {min(methods['stock']):.2f} s"
-        for (_, mix), methods in by_mix.items()
-        if mix == "decode"
-    )
-    return f"\n\nAnother day, stock differed by up to {100 * max(apart):.0f}%{''.join(decode)}."

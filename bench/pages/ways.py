@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.pages.one_gpu_page import lines_of
 from bench.pages.report import OPS, _table, _us, _x, mean, measured
 
 TUNED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -32,10 +33,6 @@ vLLM's fused experts, which run on one GPU, are faster than torch's: [beside the
 """
 
 
-def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def way(plan: dict) -> str:
     if plan["kind"] != "fused":
         return str(plan["kind"])
@@ -43,8 +40,8 @@ def way(plan: dict) -> str:
 
 
 def tuned(results: Path) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
-    """Return, by op and number of GPUs, and for every shape of the mean, the speedup of each way in the newest run that has the
-    shape."""
+    """Return, by op and number of GPUs, the speedup of each way for every shape of the mean, from the newest run that
+    has the shape."""
     best_by_name: dict[tuple[str, int], dict[str, dict[str, float]]] = defaultdict(dict)
     for row in (r for path in sorted(results.glob("*/tuning/*.jsonl")) for r in lines_of(path)):
         if row["mode"] == "graph" and row["op"] in TUNED and row["name"] in MLPS:

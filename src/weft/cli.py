@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .world import World
 
 app = typer.Typer(
-    help="Overlaps communication with computation inside multi-GPU LLM layers.",
+    help="Overlap communication with computation in multi-GPU LLMs, and fuse kernels around both.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -37,7 +37,7 @@ console = Console()
 Target = Annotated[str, typer.Argument(metavar="FILE[:FUNCTION]", help="A Python file that defines main(world).")]
 ProfileName = Annotated[
     str | None,
-    typer.Option(help="A file, or nvidia-h200-x2 or -x4, which ship with weft. Default: this machine's."),
+    typer.Option(help="A profile's file, or nvidia-h200-x2 or -x4, which weft ships. Default: this machine's."),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="Schedules to try at each world size.")]
 
@@ -95,7 +95,7 @@ def _weft(
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Do not measure bandwidth.")] = False,
 ) -> None:
-    """Print what this machine offers, and which backend weft will use and why."""
+    """Print what is installed and found on this machine, and which backend weft will use and why."""
     from .doctor import examine
 
     findings = examine(measure=not quick)
@@ -110,9 +110,9 @@ def doctor(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the timeline goes.")] = Path("weft-demo.png"),
+    out: Annotated[Path, typer.Option(help="File for the picture.")] = Path("weft-demo.png"),
 ) -> None:
-    """Run a tensor-parallel MLP: on all GPUs against cuBLAS + NCCL, or without GPUs in the emulator."""
+    """Run and draw a tensor-parallel MLP with and without overlap: on all GPUs, or without GPUs in the emulator."""
     from .demo import run
 
     check_folder(out)
@@ -137,8 +137,10 @@ def check(
         typer.Option("--world", "--ranks", min=1, help="World size; may be repeated. Default: 2, 3 and 4."),
     ] = None,
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
-    gpu: Annotated[str, typer.Option("--target", help="What to compile for; no GPU is needed.")] = "sm_90a",
-    no_compile: Annotated[bool, typer.Option("--no-compile", help="Compile nothing of what ran.")] = False,
+    gpu: Annotated[
+        str, typer.Option("--target", help="GPU architecture to compile for; none has to be present.")
+    ] = "sm_90a",
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="Skip compiling the kernels that ran.")] = False,
 ) -> None:
     """Run a kernel on emulated ranks under many schedules, then compile what ran; exit 1 at the first race, deadlock or
     wrong result, if none ran, or if what ran does not compile or the code breaks a rule of the protocol."""
@@ -193,16 +195,17 @@ def _compile(ran: Ran, capability: int) -> None:
 @app.command()
 def trace(
     target: Annotated[
-        str | None, typer.Argument(metavar="[FILE[:FUNCTION]]", help="Default: the demo's layer.")
+        str | None,
+        typer.Argument(
+            metavar="[FILE[:FUNCTION]]", help="A Python file that defines main(world). Default: the demo's layer."
+        ),
     ] = None,
     world: Annotated[int, typer.Option(min=1)] = 4,
     seed: int = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Where the timeline goes; .json and .png are added. Default: nowhere.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the timeline to OUT.json and OUT.png.")] = None,
 ) -> None:
     """Show how long the programs of each rank compute and wait in one emulated run, up to the error if it fails; with
-    --out the timeline: JSON for ui.perfetto.dev, and a picture."""
+    --out also write the timeline as JSON for ui.perfetto.dev and as a picture."""
     from .demo import layer
 
     if out is not None:
@@ -248,20 +251,19 @@ def _write_timeline(timeline: list[Span], out: Path, title: str, unit: str) -> N
 def tune(
     seconds: Annotated[float, typer.Option(min=1, help="How long to measure, after a few seconds to start.")] = 100,
     out: Annotated[
-        Path | None, typer.Option(help="The file. Default: where weft looks for this machine's profile.")
+        Path | None, typer.Option(help="File for the profile. Default: where weft looks for this machine's.")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure everything again, and replace the file.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure everything again and replace the file.")] = False,
 ) -> None:
-    """Measure this machine for the planner; another run goes on where one ended. Alone or under torchrun."""
+    """Measure this machine for the planner; a further run continues where the last one ended. Run it alone or under
+    torchrun."""
     import torch
 
     from .launch import spmd
 
     gpus = int(os.environ.get("WORLD_SIZE", torch.cuda.device_count()))
     if torch.cuda.device_count() < 1 or gpus < 2:
-        raise fail(
-            f"there is something to plan with at least 2 GPUs, and there {'is' if gpus == 1 else 'are'} {gpus} here"
-        )
+        raise fail(f"weft tune needs at least 2 GPUs, and there {'is' if gpus == 1 else 'are'} {gpus} here")
     try:
         path, have, wanted = spmd(functools.partial(_tune_rank, seconds=seconds, out=out, again=again), gpus)[0]
     except WeftError as error:
@@ -269,7 +271,7 @@ def tune(
     except torch.multiprocessing.ProcessRaisedException as error:
         raise fail(error.msg.strip().splitlines()[-1]) from error
     if os.environ.get("RANK", "0") == "0":
-        after = "`weft tune --again` measures anew" if have == wanted else "`weft tune` goes on"
+        after = "`weft tune --again` measures anew" if have == wanted else "run `weft tune` again for the rest"
         print_line(f"{path}: {have} of {wanted} measurements; {after}")
         _show_gains(Path(path))
 
@@ -277,13 +279,13 @@ def tune(
 @app.command("explain")
 def explain_plan(
     op: Annotated[str, typer.Argument(help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, ..")],
-    m: Annotated[int, typer.Argument(help="Rows of all ranks.")],
+    m: Annotated[int, typer.Argument(help="Rows (tokens) of all ranks together.")],
     n: Annotated[int, typer.Argument(help="Columns of the GEMM on one rank.")],
     k: Annotated[int, typer.Argument(help="K of the GEMM on one rank.")],
     profile: ProfileName = None,
-    eager: Annotated[bool, typer.Option("--eager", help="Not in a CUDA graph.")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Plan for calls outside CUDA graphs.")] = False,
 ) -> None:
-    """Print the plan that "auto" takes for a size, why, and the predicted times of the others."""
+    """Print the plan that "auto" runs for a size, the reason, and the predicted times of the others."""
     from .planner.auto import explain
 
     try:
@@ -297,12 +299,14 @@ def explain_plan(
 def simulate_layer(
     workload: Annotated[str, typer.Argument(help="mlp, decoder, or an op.")],
     size: Annotated[
-        list[str], typer.Argument(metavar="M,H,I ..", help="Tokens, hidden, intermediate; of an op M,N,K.")
+        list[str], typer.Argument(metavar="M,H,I ..", help="Tokens, hidden, intermediate size; for an op M,N,K.")
     ],
-    gpus: Annotated[int, typer.Option(min=2, help="More than 8 are nodes of 8, with 50 GB/s a GPU between them.")] = 8,
+    gpus: Annotated[
+        int, typer.Option(min=2, help="More than 8 GPUs form nodes of 8, with 50 GB/s a GPU between nodes.")
+    ] = 8,
     profile: ProfileName = None,
 ) -> None:
-    """Predict a layer on another number of GPUs than were measured."""
+    """Predict the times of a layer on more or fewer GPUs than were measured."""
     from .planner.simulate import cluster, nvlink, simulate
 
     try:
@@ -345,9 +349,11 @@ def _tune_rank(world: World, seconds: float, out: Path | None, again: bool) -> t
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,
-    report: Annotated[bool, typer.Option("--report", help="Only write docs and README from bench/results.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Only write the pages and README from bench/results.")
+    ] = False,
 ) -> None:
-    """Measure on all GPUs of this machine (other arguments go to bench/measure/run.py), or write the report."""
+    """Benchmark all GPUs of this machine (other arguments are passed to bench/measure/run.py), or write the report."""
     if report:
         script = Path("bench/pages/pages.py")
         if not script.is_file():

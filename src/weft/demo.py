@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from .emulator.tasks import Costs
 
 REAL = (8192, 4096, 14336)  # M, H, I on GPUs
-NAMED = "tensor-parallel MLP, M, H, I = {:,}, {:,}, {:,}".format(*REAL)
+LAYER_SIZES = "{:,} tokens, hidden {:,}, inner {:,}"  # of M, H, I
 EMULATED = (128, 64, 256)  # M, H, I in the emulator
 EMULATED_RANKS, SCHEDULES = 4, 8
 SHOWN = 0  # the seed whose timeline is drawn; of the tasks that can go on, the one that is behind goes first
-EMULATED_PLANS = ("sequential", "decomposed", "fused")
+EMULATED_PLANS = {"sequential": "nothing", "decomposed": "chunks", "fused": "tiles"}  # with what overlaps
 EMULATED_DRAWN = {"sequential": "communication after the GEMM", "decomposed": "weft"}  # with their names in the picture
 EMULATED_SMS = 12
 ACTIVATION = "silu_mul"
@@ -104,7 +104,7 @@ def run(picture: Path, bar: Progress) -> DemoResult:
 
 
 # -- emulator ----------------------------------------------------------------------------------------------------------
-def layer(world: World, plan: str = EMULATED_PLANS[-1]) -> float:
+def layer(world: World, plan: str = "fused") -> float:
     """Run one rank of the emulated demo; return its error against torch in float64."""
     demo_layer = DemoLayer(world, EMULATED)
     y = demo_layer.module(plan)(demo_layer.x)
@@ -116,18 +116,11 @@ def layer(world: World, plan: str = EMULATED_PLANS[-1]) -> float:
 def emulated(picture: Path, bar: Progress) -> DemoResult:
     from .check.schedules import explore
 
-    table = Table(title=f"tensor-parallel MLP, {EMULATED_RANKS} emulated ranks, M, H, I = {EMULATED}")
-    for column in (
-        "plan",
-        "schedules",
-        "task switches",
-        "races",
-        "deadlocks",
-        "error against torch",
-    ):
-        table.add_column(column, justify="left" if column == "plan" else "right")
+    table = Table(title=f"MLP on {EMULATED_RANKS} emulated ranks: {LAYER_SIZES.format(*EMULATED)}")
+    for column in ("plan", "overlaps", "schedules", "races", "deadlocks", "error"):
+        table.add_column(column, justify="left" if column in ("plan", "overlaps") else "right")
     result = DemoResult(table)
-    for plan in EMULATED_PLANS:
+    for plan, overlapped in EMULATED_PLANS.items():
         errors: list[float] = []
 
         def rank(backend: Backend, plan: str = plan, errors: list[float] = errors) -> None:
@@ -138,8 +131,8 @@ def emulated(picture: Path, bar: Progress) -> DemoResult:
         correct = worst < TOLERANCE
         table.add_row(
             plan,
+            overlapped,
             str(exploration.schedules),
-            str(sum(exploration.switches)),
             str(len(exploration.races)),
             str(len(exploration.deadlocks)),
             f"{worst:.1e}" + ("" if correct else " [bold red]wrong"),
@@ -148,6 +141,7 @@ def emulated(picture: Path, bar: Progress) -> DemoResult:
         for seed, error in exploration.findings[:1]:
             result.notes.append(f"[bold red]{plan}, seed {seed}: {type(error).__name__}[/]: {escape(str(error))}")
     if result.ok:
+        result.notes.append("Errors are against torch in float64; each schedule is another order of the ranks' steps.")
         result.notes += compared(picture)
     return result
 
@@ -165,13 +159,15 @@ def compared(picture: Path) -> list[str]:
 
         _, report = spmd_with_report(rank, EMULATED_RANKS, seed=SHOWN, sm_count=EMULATED_SMS, costs=costs_of(profile))
         lanes[title] = on_two_lanes([s for s in report.timeline if s.rank == 0])
-    rates = f"a GEMM, a copy and a collective take their times of {PROFILE}, each alone"
-    draw(lanes, picture, unit="us", heading=f"{NAMED}, {EMULATED_RANKS} emulated ranks: {rates}")
+    sizes = f"{LAYER_SIZES.format(*REAL)}, {EMULATED_RANKS} GPUs"
+    heading = f"tensor-parallel MLP of {sizes}: emulated, in times of the profile {PROFILE}"
+    draw(lanes, picture, unit="us", heading=heading)
     before, after = (max(s.end for s in spans) - min(s.start for s in spans) for spans in lanes.values())
     return [
-        f"Timelines of both: {picture}",
-        f"In it the layer ends {1 - after / before:.0%} earlier with weft: {after:.0f} us in place of {before:.0f}.",
-        f"These times are emulated, not measured: {rates}.",
+        f"{picture} shows the layer twice on one time axis: with communication after the GEMM, and with weft.",
+        f"With weft it ends {1 - after / before:.0%} earlier, after {after:.0f} instead of {before:.0f} us ({sizes}).",
+        "These times are emulated, not measured: each GEMM, copy and collective lasts as long as alone on four H200s"
+        f" (profile {PROFILE}).",
     ]
 
 
@@ -285,7 +281,9 @@ def on_gpus(gpus: int, picture: Path, bar: Progress) -> DemoResult:
     bar.add_task(f"tensor-parallel MLP on {ranks} GPUs", total=None)
     results: list[dict[str, RankTimes]] = spmd(partial(measure_rank, shape=REAL, plans=tuple(GPU_PLANS)), ranks)
     base = results[0]["sequential"]
-    table = Table(title=f"tensor-parallel MLP, {ranks} x {torch.cuda.get_device_name(0)}, M, H, I = {REAL}")
+    table = Table(
+        title=f"tensor-parallel MLP on {ranks} x {torch.cuda.get_device_name(0)}: {LAYER_SIZES.format(*REAL)}"
+    )
     table.add_column("plan")
     for column in ("eager, us", "vs sequential", "CUDA graph, us", "vs sequential", "error against fp32"):
         table.add_column(column, justify="right")

@@ -26,9 +26,8 @@ import triton
 import triton.language as tl
 
 from . import _triton, architectures
-from .backends import library_gemm
 from .errors import WeftError
-from .integrations import sglang, vllm
+from .integrations import quack, sglang, vllm
 from .ops.attention import libraries
 from .planner.profile import ProfileError, find, this_machine
 from .planner.table import gpu_model, load
@@ -54,7 +53,7 @@ def examine(measure: bool = True) -> Findings:
         findings.sections["GPUs"] = _gpus(gpus)
     findings.sections["GEMM"] = [
         ("libraries", "cuBLAS"),
-        ("quack", library_gemm.lacks() or f"{library_gemm.installed()}, by measurement"),
+        ("quack", quack.lacks() or f"{quack.installed()}, by measurement"),
     ]
     findings.sections["attention"] = _attention()
     findings.sections["engines"] = [("vLLM", vllm.state()), ("SGLang", sglang.state())]

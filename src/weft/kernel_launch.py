@@ -143,10 +143,15 @@ class Ahead:
     def __init__(self) -> None:
         self._loaded: set[Hashable] = set()
 
-    def __call__(self, tensors: Iterable[torch.Tensor | None], steps: Callable[[], Iterable[BoundLaunch]]) -> None:
+    def __call__(
+        self,
+        tensors: Iterable[torch.Tensor | None],
+        steps: Callable[[], Iterable[BoundLaunch]],
+        variant: Hashable = None,
+    ) -> None:
         """Load the kernels of the launches that `steps` returns, which are all those of the call, unless they have been
-        loaded for such alignments. tensors: the caller's."""
-        aligned = tuple([None if t is None else t.data_ptr() % 16 == 0 for t in tensors])
+        loaded for such alignments. tensors: the caller's. variant: which of the calls that share this object it is."""
+        aligned = (variant, *[None if t is None else t.data_ptr() % 16 == 0 for t in tensors])
         if aligned not in self._loaded:
             for launch, moving in steps():
                 launch.load(**moving)

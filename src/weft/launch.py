@@ -16,8 +16,8 @@ R = TypeVar("R")
 
 def init(group: ProcessGroup | None = None, *, check: bool | None = None, batch_invariant: bool | None = None) -> World:
     """Return the World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU per
-    process. With a group over gloo the ranks are CPU processes, which are the reference: every op takes CPU tensors and
-    runs by its sequential plan, and every call is compared.
+    process. With a group over gloo the ranks are CPU processes, which serve as the reference: every op accepts CPU
+    tensors and runs its sequential plan, and the ranks compare every call.
 
     check: at each call of an op the hosts wait for each other and compare their calls, so that ranks that differ raise
     Mismatch before anything is launched, whatever the plan. Without it kernels compare, at no cost, where ranks read
@@ -72,7 +72,7 @@ def spmd(
     """Run `fn(world, *args, **kwargs)` as `world_size` ranks and return their results by rank.
 
     backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "shared"
-    (the same, but ranks share the GPUs where there are fewer, which says nothing of speed), "gloo" (CPU processes:
+    (the same, but ranks share the GPUs where there are fewer, which is no test of speed), "gloo" (CPU processes:
     every op by its sequential plan, as a reference), "emulated" (CPU; options `seed`, `sm_count`, `races`, `nodes`,
     `ahead`, ...). An exception in one rank ends the others and is raised here. A rank in a process of its own gets
     copies of the arguments, other ranks the same objects.

@@ -1,8 +1,8 @@
 """Mixtures of experts, as users import them.
 
-`moe` runs a layer's experts over the ranks, `gate` makes the routing, `TopKRouter` is a router that `moe` takes,
+`moe` runs a layer's experts over the ranks, `gate` makes the routing, `TopKRouter` is a router for `moe`,
 `apply_capacity` and `expert_placement` change the routing, `pack` lays out weights, and `MoE` is the module. `dispatch`
-and `combine` are for callers with expert kernels of their own.
+and `combine` are for callers that have their own expert kernels.
 """
 
 from .nn.moe import MoE

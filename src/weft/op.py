@@ -104,7 +104,7 @@ def trial_title(op: str, scaling: str) -> str:
 
 
 class Op(ABC, Generic[C]):
-    """One operator. An instance has no state; what calls prepare is kept by the World."""
+    """One operator. An instance has no state: the World keeps what calls prepare."""
 
     name: ClassVar[str]
     # The function that errors name, if it is called otherwise than the op.

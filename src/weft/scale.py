@@ -31,7 +31,7 @@ SMALL_TILE = GemmTile(block_m=16, block_n=32, block_k=32, group_m=2, warps=4, st
 SMALL_PERSISTENT = Persistent(tile=replace(SMALL_TILE, block_k=128))
 SMALL_GATHER = FusedGather(tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2)
 SMALL_REDUCE_SCATTER = FusedReduceScatter(
-    tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2, forward_programs=1, batch=2
+    tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2, forward_programs=1
 )
 SMALL_ALL_REDUCE = FusedAllReduce(
     tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2, forward_programs=1, lag=1

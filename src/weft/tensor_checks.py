@@ -1,4 +1,4 @@
-"""The checks that every op makes of its operands: shape, device, layout; and of a tensor for its result."""
+"""Checks of the operands of every op (shape, device, layout) and of its `out`."""
 
 from __future__ import annotations
 

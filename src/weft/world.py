@@ -265,12 +265,12 @@ class World:
         raise TypeError("a World cannot be pickled; save a module's state_dict() instead")
 
     def split(self, color: Hashable) -> World:
-        """Collective. The World of the ranks that pass the same `color`, in the order that they have here (as
-        MPI_Comm_split).
+        """Return the World of the ranks that pass the same `color`, in the order that they have here (as
+        MPI_Comm_split). The call is collective.
 
         With 4 ranks, `split(rank // 2)` makes the Worlds of 0, 1 and of 2, 3; `split(rank % 2)` those of 0, 2 and of 1,
-        3. Its memory, channels and plans are its own. Ops of several Worlds that share ranks must come in one order on
-        all of them. Keep it: no op does. Raises Unsupported for a World that itself has only some of
+        3. Its memory, channels and plans are its own. All ranks must call the ops of Worlds that share ranks in one
+        order. Keep the World alive, since no op does. Raises Unsupported for a World that itself has only some of
         torch.distributed's ranks.
         """
         colors = self.exchange(color)
@@ -282,8 +282,9 @@ class World:
 
     @property
     def levels(self) -> Levels:
-        """Collective the first time. The node's World and the one across nodes, which are kept. A wait that expires in
-        them is raised by this World too. Raises Unsupported where there are none (`Backend.two_level_unsupported`)."""
+        """Return the node's World and the one across nodes. The first access is collective; later ones return the same
+        Worlds. This World also raises the Timeout of a wait that expires in them. Raises Unsupported where there are
+        none (`Backend.two_level_unsupported`)."""
         if self._levels is None:
             if self.backend.two_level_unsupported is not None:
                 raise Unsupported(f"no two levels: {self.backend.two_level_unsupported}")
@@ -293,9 +294,9 @@ class World:
 
     @property
     def alone(self) -> World:
-        """Return the World of this rank alone, which is kept. Its ops wait for no other rank, so that they may run at
-        the same time as an op of this World on another stream; plan FusedMoe, whose programs wait for each other, does
-        where both fit on the SMs. Not collective."""
+        """Return the World of this rank alone, always the same one. Its ops wait for no other rank, so that they may
+        run at the same time as an op of this World on another stream; plan FusedMoe, whose programs wait for each
+        other, does where both fit on the SMs. Not collective."""
 
         def make() -> World:
             return World(self.backend.alone(), batch_invariant=self.batch_invariant)
@@ -423,8 +424,8 @@ class World:
         self._raise_unless(same, messages)
 
     def exchange(self, obj: R, title: str = HOST_EXCHANGE) -> list[R]:
-        """Collective. All-gather objects, by rank; blocks the host until all ranks have called it. Raises Mismatch on
-        every rank where one exchanges under another title, or makes a call instead."""
+        """Return every rank's object, by rank. The call is collective, and blocks the host until all ranks have made
+        it. Raises Mismatch on every rank if a rank exchanges under another title, or calls an op instead."""
         messages = self._gathered(Message(title, obj))
         self._raise_unless(all(isinstance(m, Message) and m.kind == title for m in messages), messages)
         return [m.content for m in messages]
@@ -488,8 +489,8 @@ class World:
             raise Timeout(f"node {self.node}, whose ranks count from 0: {e}") from None
 
     def synchronize(self) -> None:
-        """Wait until all operations on this rank's streams are done. Raises as `check` does, and Overflow once for rows
-        dropped for lack of room."""
+        """Wait until all operations on this rank's streams are done. Raises as `check` does, and raises Overflow once
+        for rows that were dropped for lack of room."""
         self.wait_for_streams()
         self.result_or_overflow(None, self.backend.left_out())
 
@@ -572,9 +573,10 @@ class World:
 
     # -- symmetric memory --------------------------------------------------------------------------------------------
     def symmetric(self, shape: Sequence[int], dtype: torch.dtype, name: str = "user") -> SymmetricTensor:
-        """Collective. A zeroed tensor of one shape on every rank, addressable by all. Raises Mismatch on every rank.
+        """Return a zeroed tensor of one shape on every rank, which all ranks can address. The call is collective.
+        Raises Mismatch on every rank if the ranks' arguments differ.
 
-        Every call allocates new memory: the name is only for reports and errors, and two tensors may have the same.
+        Every call allocates new memory. The name appears in reports and errors, and need not be unique.
         """
         shape = check_memory(shape, dtype)
         self._compare((f"symmetric {name!r}", (("shape", shape), ("dtype", dtype))))
@@ -588,7 +590,8 @@ class World:
 
     def shared(self, t: torch.Tensor) -> tuple[SymmetricTensor, tuple[int, int]] | None:
         """Return `t` as a symmetric tensor, if it is contiguous and inside memory that `symmetric` allocated, with its
-        location (the number of the allocation, the byte offset), which has to be the same on all ranks; else None."""
+        location (the number of the allocation, the byte offset), which must be the same on all ranks; otherwise None.
+        """
         i = bisect.bisect_right(self._shared, t.data_ptr(), key=lambda entry: entry[0]) - 1
         if i < 0 or not t.is_contiguous():
             return None
@@ -636,7 +639,8 @@ class World:
         mapping: StaticMapping | TableMapping | None,
         arrivals: int | Sequence[int] | None = None,
     ) -> BlockChannel:
-        """Collective on first use. The BlockChannel of that name: `counters` zeroed counters on every rank.
+        """Return the BlockChannel of that name, with `counters` counters on every rank, zeroed on first use, which is
+        collective.
 
         arrivals: the number of notifies that each counter gets in every call (one number, or one per counter), where
         that is fixed; the emulator then reports lost and doubled signals. This needs a kernel that counts its calls
@@ -687,8 +691,8 @@ class World:
         return memory.peers[rank][channel : channel + 1]
 
     def arena(self, half: int, row: int = 0) -> Arena:
-        """Collective when it has to grow, at least twofold. Two halves of at least `half` bytes each; `row`: the second
-        may begin at a multiple of so many bytes."""
+        """Return two halves of at least `half` bytes each; the second begins at a multiple of `row` bytes. The call is
+        collective when the memory has to grow, which at least doubles it."""
         if not self._arenas or self._arenas[-1].half < half or self._arenas[-1].slack < row:
             self._no_capture("arena")
             if self._arenas:
@@ -704,8 +708,8 @@ class World:
         return self._arenas[-1]
 
     def buffer(self, name: str, nbytes: int) -> SymmetricTensor:
-        """Collective when it has to grow, at least twofold. A named symmetric buffer of at least `nbytes`, shared by
-        calls of one op."""
+        """Return a named symmetric buffer of at least `nbytes`, which calls of one op share. The call is collective
+        when the memory has to grow, which at least doubles it."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.local.numel() < nbytes:
             self._no_capture(name)
@@ -792,8 +796,8 @@ class World:
 
     # -- stream operations built here --------------------------------------------------------------------------------
     def barrier(self, stream: Stream = None, name: str = "barrier") -> torch.Tensor:
-        """Make a stream wait for all ranks. Those of one name must come in the same order on every rank. Returns the
-        number of barriers of this name so far, int32 [1] on the device, which the next one increments."""
+        """Make a stream wait for all ranks. Every rank must call the barriers of one name in the same order. Returns
+        the number of barriers of this name so far, int32 [1] on the device, which the next one increments."""
         launch, count = self.cached(("barrier", name), lambda: self._barrier(name))
         launch(stream or self.current_stream(), number=self.number)
         return count

@@ -160,7 +160,7 @@ def signals(rank: int, world_size: int, wait_for: int = 1) -> None:
     memory.handle.wait_signal((rank - wait_for) % world_size, channel=3)
 
 
-def test_a_signal_that_nobody_puts_is_a_deadlock():
+def test_a_missing_signal_is_a_deadlock():
     assert checked(signals, ranks=3) is None
     error = checked(signals, ranks=3, wait_for=2)
     assert isinstance(error, Deadlock) and "signal pad" in str(error)
@@ -190,7 +190,7 @@ def test_the_fixture_of_pytest(emulated_ranks):  # noqa: F811
         emulated_ranks(2, lambda rank, world_size: None, schedules=1)
 
 
-def test_torch_is_itself_again_behind_a_run():
+def test_torch_is_restored_after_a_run():
     before = torch.cuda.Stream, dist.all_reduce, torch.manual_seed, triton.JITFunction.run
     assert checked(streams) is None
     assert (torch.cuda.Stream, dist.all_reduce, torch.manual_seed, triton.JITFunction.run) == before

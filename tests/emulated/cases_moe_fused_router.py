@@ -121,7 +121,6 @@ class RouterCase:
         return copied
 
     def call(self, call: int) -> None:
-        """Make call number `call`."""
         sizes, rank = self.sizes, self.world.rank
         rows = counts_of(sizes.tokens, call, self.world.size)
         values = sizes.tokens_of(call, rank, rows[rank])

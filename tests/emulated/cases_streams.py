@@ -170,7 +170,7 @@ OPS = {
     "matmul_all_to_all": Op(to_ranks, ("sequential", "signaled"), ("two_level", "sequential")),
     "matmul_all_to_all_routed": Op(routed, ("sequential", "fused")),
     "moe": Op(experts, ("sequential", "dispatched", "fused", "low_latency")),
-    "gathered_attention": Op(attend, (Segmented(), Segmented(push_programs=2), HeadParallel(programs=2))),
+    "gathered_attention": Op(attend, (Segmented(), HeadParallel(programs=2))),
 }  # fmt: skip
 PAIRS = [*itertools.combinations_with_replacement(OPS, 2)]
 

@@ -191,7 +191,7 @@ def test_out_may_share_memory_with_the_residual(name: str, seed: int) -> None:
     assert max(emulate(main, 3, seed)) < BF16
 
 
-def test_what_is_prepared_for_captures_leaves_a_residual_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparing_a_capture_does_not_write_a_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     """`out` is the residual: an eager call that prepares the plan of a later capture must not write there."""
     chosen = dict(graph=OneShot(warps=4), eager=Sequential())
     monkeypatch.setattr(reduce_plans.AllReduceRmsNorm, "auto", lambda op, world, call, mode: chosen[mode])
@@ -219,7 +219,7 @@ def test_residuals_at_odd_addresses_of_ranks_without_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("plan", [TwoShotPush(warps=4, stages=2), Multicast()], ids=["two shots", "multicast"])
-def test_peers_are_told_of_whole_words_alone(plan: Plan) -> None:
+def test_partial_words_are_not_signalled(plan: Plan) -> None:
     """Peers store 16 bytes at a time."""
 
     def main(world: weft.World) -> float:
@@ -322,7 +322,7 @@ def test_weights_of_another_dtype_in_the_same_place(plan: str) -> None:
     emulate(main, 2)
 
 
-def test_multicast_by_as_many_programs_as_there_are_sms() -> None:
+def test_multicast_runs_a_program_on_every_sm() -> None:
     def main(world: weft.World) -> float:
         return weft.all_reduce(torch.ones(8, 64, dtype=torch.bfloat16), world=world, plan=Multicast(programs=0)).sum()
 
@@ -414,7 +414,7 @@ def test_sizes_that_are_no_words_are_sequential(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_schedules(name: str, seed: int) -> None:
     """Calls of two shapes alternate under frequent preemption, with more and with fewer programs than rows."""
     plan = PLANS[name]
@@ -430,7 +430,7 @@ def test_schedules(name: str, seed: int) -> None:
     assert max(emulate(main, 3, seed, preempt=0.2)) < BF16
 
 
-@pytest.mark.parametrize("seed", some(range(6), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_plans_in_turn(seed: int) -> None:
     """Successive calls of all plans, shapes and dtypes share the workspaces."""
 
@@ -529,7 +529,7 @@ def test_a_symmetric_output_is_the_callers_until_its_next_call(seed: int) -> Non
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-def test_auto_takes_what_was_measured() -> None:
+def test_auto_chooses_the_measured_plan() -> None:
     def main(world: weft.World) -> list[str]:
         world.backend.sm_count, world.backend.scale = 132, Scale()
         ops, NORM, SUM = {op.name: op for op in (ALL_REDUCE_RMS_NORM, ALL_REDUCE)}, "all_reduce_rms_norm", "all_reduce"

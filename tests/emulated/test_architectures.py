@@ -99,7 +99,7 @@ def test_a_decomposed_all_gather_returns_what_it_gathered_without_symmetric_memo
     assert all(emulate(main, 3))
 
 
-def test_what_only_stores_needs_no_atomics_over_the_link(caplog: Any) -> None:
+def test_low_latency_plans_need_no_atomics_over_the_link(caplog: Any) -> None:
     """Low-latency rows carry their flags; every plan with counters states why it runs as sequential."""
 
     def main(world: weft.World) -> tuple[float, int]:
@@ -200,7 +200,7 @@ def test_an_architecture_is_named_as_nvidia_does() -> None:
     assert architectures.lacks(120, "tma", "these") is None and architectures.dotted(120) == "12.0"
 
 
-def test_a_gpu_that_is_in_no_table_can_do_what_the_next_older_one_can() -> None:
+def test_an_unknown_gpu_has_the_features_of_the_next_older_one() -> None:
     ampere, ada, unknown = (architectures.features(capability) for capability in (86, 89, 87))
     assert not unknown.e4m3 and unknown.bf16 and unknown == ampere and ada.e4m3 and not ada.tma
     turing, later = architectures.features(75), architectures.features(130)
@@ -208,7 +208,7 @@ def test_a_gpu_that_is_in_no_table_can_do_what_the_next_older_one_can() -> None:
     assert [known for known, can in architectures.FEATURES.items() if can.wgmma] == [architectures.HOPPER]
 
 
-def test_the_planner_takes_nothing_that_copy_engines_move_where_nobody_measured_them() -> None:
+def test_the_planner_needs_measured_copy_engines() -> None:
     """The profile of a machine over PCIe has only collectives and GEMMs."""
     moved = ("copy", "barrier", "one_shot", "two_shot")
     whole = made_up_profile(machine=replace(MACHINE, link="pcie"))

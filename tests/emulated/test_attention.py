@@ -27,9 +27,9 @@ from weft.plans import HeadParallel, Plan, Segmented, Sequential
 from weft.transport import sm_push_kernels
 
 BF, HALF = torch.bfloat16, torch.float16
-PUSHED = Segmented(calls=3, push_programs=2)
+IN_THREE = Segmented(calls=3)
 ONCE = Segmented(calls=1)
-PLANS = [Sequential(), Segmented(), ONCE, PUSHED]
+PLANS = [Sequential(), Segmented(), ONCE, IN_THREE]
 RIGHT = 5e-3
 
 
@@ -59,7 +59,7 @@ def test_by_heads(causal: bool, layout: str) -> None:
     assert max(errors(Shape((5,) * 3, 4, 2, causal=causal, layout=layout), HeadParallel())) < RIGHT
 
 
-@pytest.mark.parametrize("seed", some(range(8), 3))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_sizes_in_turn_by_heads(seed: int) -> None:
     """The results of one size are stored where the queries of another arrive."""
 
@@ -116,19 +116,19 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name: str) -> None:
-    for plan in (Sequential(), Segmented(), PUSHED):
+    for plan in (Sequential(), Segmented(), IN_THREE):
         assert max(errors(SHAPES[name], plan)) < RIGHT
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_schedules(seed: int) -> None:
-    for plan in (Segmented(), PUSHED, ONCE):
+    for plan in (Segmented(), IN_THREE, ONCE):
         layout, rows = (("contiguous", (7, 4, 5)), ("zigzag", (5, 5, 6)))[seed % 2]
         shape = Shape(rows, causal=True, layout=layout)
         assert max(errors(shape, plan, seed, 0.2, calls=4, into=True)) < RIGHT
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_calls_on_two_streams(seed: int) -> None:
     assert max(errors(Shape((6, 6)), "segmented", seed, 0.2, calls=4, streams=("first", "second"))) < RIGHT
 
@@ -209,7 +209,7 @@ def test_operands_that_are_not_contiguous() -> None:
     assert max(weft.spmd(main, 2, backend="emulated")) < RIGHT
 
 
-def test_what_no_query_sees_does_not_travel() -> None:
+def test_unseen_keys_are_not_sent() -> None:
     """A rank pushes only those rows of keys that some query of the receiver sees."""
 
     def main(world: weft.World, shape: Shape) -> int:
@@ -397,14 +397,13 @@ def test_what_auto_tries() -> None:
         assert all(rank_plans == plans for rank_plans in others)
         return plans
 
-    with_pushes = ["Segmented(push_programs=16)"]
-    assert tries(Shape((8, 8))) == ["Segmented()", *with_pushes]
-    assert tries(Shape((8,) * 3)) == ["Segmented()", "Segmented(calls=1)", *with_pushes]
-    assert tries(Shape((8, 8), causal=True, layout="zigzag")) == ["Segmented()", *with_pushes]
+    assert tries(Shape((8, 8))) == ["Segmented()"]
+    assert tries(Shape((8,) * 3)) == ["Segmented()", "Segmented(calls=1)"]
+    assert tries(Shape((8, 8), causal=True, layout="zigzag")) == ["Segmented()"]
     for options in (dict(), dict(window=3), dict(bounds=(0, 3, 16))):
-        assert tries(Shape((8, 8), causal=True, **options)) == ["Segmented()", *with_pushes, "HeadParallel()"]
-    assert tries(Shape((8, 8), bounds=(0, 3, 16))) == ["Segmented()", *with_pushes]
-    assert tries(Shape((8200,) * 2, 8, 8, 128)) == ["Segmented()", *with_pushes]
+        assert tries(Shape((8, 8), causal=True, **options)) == ["Segmented()", "HeadParallel()"]
+    assert tries(Shape((8, 8), bounds=(0, 3, 16))) == ["Segmented()"]
+    assert tries(Shape((8200,) * 2, 8, 8, 128)) == ["Segmented()"]
 
 
 def test_no_rows_at_all() -> None:
@@ -457,9 +456,9 @@ def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch)
 # -- the kernels, compiled ---------------------------------------------------------------------------------------------
 LAUNCHES = {
     "even": (Shape((64,) * 4, 32, 8, 128), Segmented()),
-    "zigzag": (Shape((55, 55, 55, 54), 32, 8, 128, True, "zigzag"), Segmented(push_programs=16)),
-    "sinks": (Shape((64,) * 2, 64, 8, 64, sinks=True), Segmented(calls=1, push_programs=16)),
-    "odd": (Shape((60, 30), 24, 24, 96, dtype=HALF), Segmented(push_programs=8, calls=3)),
+    "zigzag": (Shape((55, 55, 55, 54), 32, 8, 128, True, "zigzag"), Segmented()),
+    "sinks": (Shape((64,) * 2, 64, 8, 64, sinks=True), Segmented(calls=1)),
+    "odd": (Shape((60, 30), 24, 24, 96, dtype=HALF), Segmented(calls=3)),
     "heads": (Shape((64, 30), 24, 8, 96, causal=True), HeadParallel()),
 }
 
@@ -477,9 +476,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
     modules = segmented.merge.__module__, sm_push_kernels.__name__
     launches_by_rank = [[a for a in launches if a.kernel.__module__ in modules] for launches in by_rank]
     by_heads = isinstance(plan, HeadParallel)
-    assert {a.kernel.__name__ for a in launches_by_rank[0]} == (
-        {"push_blocks"} if by_heads else {"merge", "push_rows"} if plan.push_programs else {"merge"}
-    )
+    assert {a.kernel.__name__ for a in launches_by_rank[0]} == ({"push_blocks"} if by_heads else {"merge"})
     for launch in launches_by_rank[0]:
         compiled = compile_kernel(launch.kernel, launch.args, launch.options)
         record_property("kernel", (f"attention {name}: {launch.kernel.__name__}", compiled.registers, compiled.shared))
@@ -489,18 +486,13 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
             and ptx.signals_not_by_thread_zero(compiled.ptx) == []
         )
         steps = ptx.steps_of(compiled.ptx)
-        moved = "outs[n]", "x + offset", "y + offset", "dst + offset", "dst + y_offset", "x + src_start", "dst + row"
+        moved = "outs[n]", "x + src_start", "dst + row"
         rows = [
             s for s in steps if ("ld.global" in s.text or "st.global" in s.text) and any(m in s.source for m in moved)
         ]
         if by_heads and launch.args["x"].dtype == torch.float32:
             continue  # one number a query and head
         assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]
-    pushes = [
-        [offline.specialised(a) for a in launches if a.kernel is sm_push_kernels.push_rows]
-        for launches in launches_by_rank
-    ]
-    assert len({repr(p) for launches in pushes for p in launches}) <= 1  # which rows, and whose, is not compiled in
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -575,7 +567,7 @@ def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: 
     assert len(seen) >= 20 and all(seen)
 
 
-def test_gradients_that_nobody_asks_for_and_that_there_are_not() -> None:
+def test_unrequested_and_missing_gradients() -> None:
     def main(world: weft.World) -> None:
         inputs = Inputs(world, Shape((6, 6), causal=True), 3)
         q, k, v = inputs.local_qkv()

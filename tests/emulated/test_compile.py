@@ -132,7 +132,7 @@ WRONG = dict(dtype=lambda t: t.float(), rows=lambda t: t[:1].clone(), strides=la
         *some([(wrong_property, True) for wrong_property in WRONG]),
     ],
 )
-def test_out_must_be_what_an_eager_call_takes(wrong_property: str, compiled: bool) -> None:
+def test_a_graphs_out_must_suit_an_eager_call(wrong_property: str, compiled: bool) -> None:
     wrong = WRONG[wrong_property]
 
     def rank(world: weft.World) -> None:

@@ -140,7 +140,7 @@ def test_known_calls_of_another_op_dtype_or_plan_raise(rank_0_call: str, rank_1_
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("unlike", [*CALLS, "exchange", "symmetric 'user'"])
-def test_a_known_call_of_one_rank_and_a_first_one_of_the_other_raise(unlike: str, seed: int) -> None:
+def test_a_known_call_and_a_first_call_raise_a_mismatch(unlike: str, seed: int) -> None:
     """A first call begins with an exchange between hosts, which the rank with the known call never joins."""
     calls: dict[str, Callable[[World], Any]] = {
         "exchange": lambda world: world.exchange([torch.ones(2)]),
@@ -190,7 +190,7 @@ def test_shapes_of_one_size_raise(plan: str, known: bool) -> None:
         weft.spmd(main, 2, backend="emulated")
 
 
-def test_worlds_of_a_part_of_the_ranks_make_calls_of_their_own() -> None:
+def test_split_worlds_make_calls_of_their_own() -> None:
     def main(world: World) -> None:
         split_a, split_b = world.split(world.rank // 2), world.split(world.rank // 2)
         for _ in range(2):

@@ -175,7 +175,7 @@ CASES: dict[str, tuple[int, Callable[[weft.World], object]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_callers_stream_comes_behind_side_streams_of_a_call_that_raised(case: str) -> None:
+def test_the_callers_stream_waits_for_a_call_that_raised(case: str) -> None:
     nodes, call = CASES[case]
     steps = weft.spmd(raise_in_each_step, 2 * nodes, backend="emulated", nodes=nodes, args=(call,))
     assert min(steps) > 3
@@ -195,7 +195,7 @@ def fused(world: weft.World, fails: int) -> None:
 
 
 @pytest.mark.parametrize("fails", range(4))
-def test_programs_that_then_wait_in_vain_are_waited_for(fails: int) -> None:
+def test_the_callers_stream_waits_for_programs_whose_waits_expire(fails: int) -> None:
     """On a GPU these waits expire; until then the programs use the call's memory."""
     try:
         weft.spmd(fused, 2, backend="emulated", args=(fails,))

@@ -14,6 +14,7 @@ import weft
 from tests.emulated.cases_all_gather_matmul import all_gather_case
 from weft.backends import library_gemm
 from weft.backends.emulated import EmulatedBackend
+from weft.integrations import quack
 from weft.plans import FlagGated
 
 PLAN = FlagGated(tile_m=8, cluster_m=1)
@@ -89,12 +90,12 @@ def test_one_call_of_the_library(monkeypatch: Any) -> None:
     monkeypatch.setitem(__import__("sys").modules, "quack.gemm", Module)
     x, w, out = torch.ones(8, 4), torch.ones(6, 4), torch.empty(8, 6)
     flags, call = torch.zeros(2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    library_gemm.flag_gated(x, w, out, flags, call, 1, library_gemm.Form(128, 160, 2, True))
+    quack.flag_gated(x, w, out, flags, call, 1, library_gemm.Form(128, 160, 2, True))
     assert gemm_args["tile"] == (128, 160, 2, 1) and gemm_args["pingpong"] and gemm_args["x"] is x
     assert gemm_args["ag"][0] is flags and gemm_args["ag"][1] is call and gemm_args["ag"][2:] == (2, 1)
 
 
-def test_a_first_call_under_inference_mode_leaves_flags_that_later_calls_may_write(monkeypatch: Any) -> None:
+def test_flags_of_a_first_call_in_inference_mode_are_writable(monkeypatch: Any) -> None:
     """torch allows no in-place write outside inference mode to tensors that were made inside it."""
     written: list[bool] = []
     plain_signal = EmulatedBackend.signal

@@ -13,7 +13,7 @@ import weft
 from tests.emulated.cases import distance, draw
 from tests.emulated.cases_fp8 import SCALINGS, case, dequantized, factors, matmul_case, quantize_case, scaled
 from tests.emulated.cases_ops import OPS
-from tests.gates import some
+from tests.gates import covered, some
 from weft.backends.emulated import EmulatedBackend
 from weft.chooser import Choice, Chooser
 from weft.lang.mapping import balanced_rows
@@ -174,7 +174,7 @@ def test_8_bit_operands_that_do_not_fit_are_quoted() -> None:
         (lambda x, w, world: weft.matmul(x, w, scales=x, world=world), r"matmul\(\) got an unexpected keyword argument 'scales'"),
     ],
 )  # fmt: skip
-def test_keywords_that_are_gone_say_what_to_write(call: Any, instead: str) -> None:
+def test_removed_keywords_name_their_replacement(call: Any, instead: str) -> None:
     def rank(world: weft.World) -> None:
         with pytest.raises(TypeError, match=instead):
             call(draw(0, 8, 16), draw(1, 16, 16), world)
@@ -233,7 +233,7 @@ def test_scales_by_columns(m: int, k: int, weight: bool) -> None:
     assert alone(lambda w: quantize_case(w, m, k, "block", weight=weight, by_columns=True)) < ROUNDED
 
 
-def test_a_nan_stays_one() -> None:
+def test_nan_is_kept() -> None:
     """A NaN is kept whether the scale is given or computed, alone or after a norm; values beyond a given scale are
     clamped."""
 
@@ -313,6 +313,7 @@ def errors(op: str, rows: Any, n: int, k: int, scaling: str, plan: str | Plan, s
     )
 
 
+@covered("(.*)-(decomposed|one_shot)-tensor", covering=r"[\1-\2-row]")
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("plan", ["sequential", "decomposed", "fused", "one_shot"])
 @pytest.mark.parametrize("op", OPS)
@@ -322,7 +323,7 @@ def test_every_plan(op: str, plan: str, scaling: str) -> None:
     assert errors(op, [9, 9], 40, 128, scaling, plan, 3, dtype=torch.float16, bias=True) < SUMMED / 8
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize("scaling", ["row", "block"])
 def test_scales_travel_with_rows_under_many_schedules(scaling: str, seed: int) -> None:
     """Shards of whole tiles, which are pulled in bulk, of partial tiles, and empty ones are pulled by programs and
@@ -431,7 +432,7 @@ def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyP
         weft.explain(op, 512, 512, 512, world=2, recipe="column")
 
 
-def test_a_simulation_of_8_bits_says_what_it_rests_on() -> None:
+def test_a_simulation_of_8_bits_names_its_sources() -> None:
     from weft.planner.simulate import nvlink
 
     size = [(8192, 8192, 28672)]
@@ -552,7 +553,7 @@ def test_scales_that_cannot_be_those_of_all_ranks_are_refused() -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
-def test_modules_that_no_block_divides_say_so() -> None:
+def test_modules_without_whole_blocks_are_refused() -> None:
     def rank(world: weft.World) -> None:
         with pytest.raises(ValueError, match=r"rank's weight \[64, 256\] is not of whole blocks of 128 x 128"):
             weft.nn.ColumnParallelLinear(256, 128, world=world, recipe="block")

@@ -4,6 +4,7 @@ World."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from tests.emulated.cases_dispatch_combine import exchange_case, exchanged
 from tests.emulated.cases_expert_parallel import whole_experts
 from tests.emulated.cases_inference import SEQUENTIAL, inference_cases
 from tests.emulated.cases_matmul_all_to_all import all_to_all_case
+from tests.emulated.cases_matmul_all_to_all_routed import routed_case
 from tests.emulated.cases_models import chunked
 from tests.emulated.cases_moe import layer_case, nowhere, some_nowhere, to_few, training_case
 from tests.emulated.cases_nn import (
@@ -50,6 +52,8 @@ def gemms_and_sums(world: weft.World) -> Iterator[Case]:
             yield f"{op}, {plan}", BF16, lambda op=op, plan=plan: case(world, op, rows, 48, 64, plan, bias=True)
     to = [[(i + r) % world.size for i in range(11 + r)] for r in range(world.size)]
     yield "matmul_all_to_all", BF16, lambda: all_to_all_case(world, to, 48, 64, "auto", bias=True)
+    routed = dict(bias=True, gradient=True)
+    yield "matmul_all_to_all_routed", BF16, lambda: routed_case(world, 30, 16, 24, "auto", **routed)
     for norm, full in (("rms", False), ("layer", True)):
         options = dict(norm=norm, full=full, bias=full)
         yield f"all_reduce_rms_norm, {norm}", BF16, lambda options=options: norm_case(world, 7, 64, "auto", **options)
@@ -139,11 +143,6 @@ def all_ops(world: weft.World) -> list[dict[str, Any]]:
     return [wrong(world, cases) for cases in (evaluations, gemms_and_sums, mixtures, attention_and_modules)]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.gate)])
-def test_every_op_against_torch(ranks: int) -> None:
-    assert weft.spmd(all_ops, ranks, backend="gloo") == [[{}] * 4] * ranks
-
-
 # -- agreement and errors ----------------------------------------------------------------------------------------------
 def raised(fn: Callable[[], object]) -> str:
     try:
@@ -192,13 +191,22 @@ CHECKS = (
 )
 
 
-def test_agreement_and_errors() -> None:
-    import re
+# One start for both, since a start imports torch once a rank.
+def ops_and_checks(world: weft.World) -> tuple[list[dict[str, Any]], list[str]]:
+    return all_ops(world), checks(world)
 
-    for messages in weft.spmd(checks, 2, backend="gloo"):
+
+def test_every_op_against_torch_and_its_errors() -> None:
+    for failures, messages in weft.spmd(ops_and_checks, 2, backend="gloo"):
+        assert failures == [{}] * 4
         assert len(messages) == len(CHECKS)
         for text, pattern in zip(messages, CHECKS, strict=True):
             assert re.fullmatch(pattern, text, re.DOTALL), text
+
+
+@pytest.mark.gate
+def test_every_op_against_torch_on_three_ranks() -> None:
+    assert weft.spmd(all_ops, 3, backend="gloo") == [[{}] * 4] * 3
 
 
 # -- Worlds ------------------------------------------------------------------------------------------------------------
@@ -244,7 +252,7 @@ def stays_away(rank: int, store: str, out: str) -> None:
     os._exit(0)  # at an ordinary end gloo's threads, one of which still waits, now and then abort the process
 
 
-def test_a_rank_that_stays_away_is_a_timeout(tmp_path: Path) -> None:
+def test_a_missing_rank_is_a_timeout(tmp_path: Path) -> None:
     mp.spawn(stays_away, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
     assert (tmp_path / "0").read_text().startswith("Timeout: rank 0: not every rank joined within 2 s: ")
 
@@ -260,7 +268,7 @@ if __name__ == "__main__":
 """
 
 
-def test_what_a_rank_raises_ends_the_others(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_the_others(tmp_path: Path) -> None:
     file = tmp_path / "fails.py"
     file.write_text(FAILS)
     done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=120)

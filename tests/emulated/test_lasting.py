@@ -51,7 +51,7 @@ def watched(world: weft.World) -> list[str]:
     return outside
 
 
-def test_what_a_world_keeps_is_made_to_last() -> None:
+def test_a_world_keeps_only_persistent_memory() -> None:
     def main(world: weft.World) -> None:
         outside = watched(world)
         world.channel("counters", 3, None)
@@ -81,7 +81,7 @@ def test_a_call_makes_nothing_else_but_its_results(plan: str) -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_a_rank_that_rehearses_a_capture_alone_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_on_one_rank_alone_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank makes its first call on a stream of its own. It waits on the host, not in a collective that the
     others do not enter, though all ranks have made calls of that plan before."""
     plans = {"eager": OneShot(), "graph": Sequential()}
@@ -99,7 +99,7 @@ def test_a_rank_that_rehearses_a_capture_alone_is_a_mismatch(monkeypatch: pytest
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_what_lasts_lies_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_persistent_memory_is_allocated_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Persistent memory is ordered with the caller's stream; on the default stream, where nothing can be captured,
     it needs no other."""
     backend, log = CudaBackend.__new__(CudaBackend), []  # type: ignore[var-annotated]

@@ -194,8 +194,8 @@ TAKEN = [
     twice("transport/copy_engine.py __init__", COPIES, GATHER, FlagGated(tile_m=8, cluster_m=1)),
     twice("transport/copy_engine.py prepare_exchange", "attention keys", ATTENTION, Segmented()),
     twice("ops/moe/expert_parallel/dispatched.py prepare_dispatched", "moe", "moe", "dispatched"),
-    twice("ops/moe/expert_parallel/fused.py run_fused", "moe", "moe", "fused"),
-    twice("ops/moe/expert_parallel/low_latency.py run_low_latency", "moe", "moe", "low_latency"),
+    twice("ops/moe/expert_parallel/fused.py prepare_fused", "moe", "moe", "fused"),
+    twice("ops/moe/expert_parallel/low_latency.py prepare_low_latency", "moe", "moe", "low_latency"),
 ]
 TAKEN += [
     Taken("ops/moe/expert_parallel/backward.py backward", "moe", backward_passes),

@@ -89,7 +89,7 @@ def test_greedy_tokens_are_the_plain_decoders(plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", some(["fused", "woven", "sequence"], 2))
-def test_padded_layouts_filled_again_and_again(plan: str) -> None:
+def test_padded_layouts_are_refilled(plan: str) -> None:
     assert max(emulate(lambda world: padded(world, plan, count=3, longest=9), 2)) < BF16
 
 
@@ -150,8 +150,8 @@ def test_long_prompts_are_given_to_the_fastest_library(plan: str, monkeypatch: p
 
 
 def test_which_prompts_are_long() -> None:
-    """A long prompt is all of a part's rows but single tokens, in whole steps; a layout that is not refilled may
-    have one."""
+    """A batch has long prompts where every entry with several tokens has whole steps of them, and the layout is not
+    refilled."""
 
     def rank(world: weft.World) -> None:
         cache = Cache(TINY, world=world, slots=4, max_len=3 * LONG_PROMPT)
@@ -382,7 +382,7 @@ def test_ids_of_padded_rows_may_differ() -> None:
     assert torch.equal(rank_0_logits, rank_1_logits)
 
 
-def test_graphs_take_what_fits_their_largest_size() -> None:
+def test_graphs_serve_batches_up_to_their_largest_size() -> None:
     """Five single tokens and two of a prompt fit in eight, though five single tokens alone are padded to eight."""
 
     def main(world: weft.World) -> bool:
@@ -414,7 +414,7 @@ def test_graphs_of_a_full_budget_are_few() -> None:
     emulate(main, 1)
 
 
-def test_graphs_refuse_what_is_not_theirs() -> None:
+def test_graphs_refuse_foreign_batches() -> None:
     def main(world: weft.World) -> None:
         model, cache = build_llama(world, TINY), Cache(TINY, world=world, slots=6, max_len=8)
         for sizes, several in (((), 2), ((8, 4), 2), ((4, 4), 2), ((0, 4), 2), ((4,), -1)):
@@ -428,7 +428,7 @@ def test_graphs_refuse_what_is_not_theirs() -> None:
     emulate(main, 2)
 
 
-def test_what_is_made_in_inference_mode_serves_outside_it() -> None:
+def test_tensors_made_in_inference_mode_serve_outside_it() -> None:
     def main(world: weft.World) -> None:
         model = build_llama(world, TINY)
         with torch.inference_mode():

@@ -88,12 +88,12 @@ def test_biases_and_norms_of_heads_by_every_plan(plan: str, kind: str) -> None:
     assert max(emulate(run, 2)) < HALF
 
 
-def test_padded_layouts_filled_again_and_again() -> None:
+def test_padded_layouts_are_refilled() -> None:
     run = lambda world: padded(world, "auto", MIXTURES["qwen2_moe"], count=2, longest=5, sizes=(4, 8))  # noqa: E731
     assert max(emulate(run, 2)) < 8 * HALF
 
 
-def test_padding_goes_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_is_routed_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention leaves arbitrary values in padded rows, even NaN: these are routed nowhere, and change no token's
     result."""
     config, routed = MIXTURES["mixtral"], []
@@ -136,7 +136,7 @@ def test_rows_on_every_rank_in_random_chunks(plan: str, parallel: str) -> None:
 
 @covered("tensor", covering="[expert]")
 @pytest.mark.parametrize("parallel", SPLITS)
-def test_woven_and_padded_layouts_filled_again_and_again(parallel: str) -> None:
+def test_woven_and_padded_layouts_are_refilled(parallel: str) -> None:
     run = lambda world: padded(  # noqa: E731
         world, "woven", MIXTURES["qwen2_moe"], count=2, longest=5, sizes=(4, 8), parallel=parallel
     )
@@ -174,7 +174,9 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @covered("2-tensor", covering="[2-expert]")
 @pytest.mark.parametrize("parallel", SPLITS)
 @pytest.mark.parametrize("ranks", some([2, 4]))
-def test_woven_is_bit_for_bit_what_is_not_woven(ranks: int, parallel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_woven_pass_matches_an_unwoven_one_to_the_bit(
+    ranks: int, parallel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every plan of the norm is compared but "sequential", whose sum over ranks is NCCL's, in an order that may
     depend on the number of rows. One of two requests, of nine and eight tokens, is in both parts."""
     by_rows(monkeypatch)

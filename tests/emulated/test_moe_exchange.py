@@ -80,30 +80,30 @@ def test_alignments(alignment: int) -> None:
     assert wrong(2, alignment=alignment, hidden=72, tokens=(20, 3), calls=1, flight=1) == 0
 
 
-@pytest.mark.parametrize("seed", some(range(6), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 def test_two_under_way_on_two_streams(layout: str, seed: int) -> None:
     assert wrong(3, seed, 0.2, streams=STREAMS, experts=6, tokens=(9, 0, 12), ids_of=in_turn, layout=layout) == 0
 
 
-@pytest.mark.parametrize("seed", some(range(4), 1))
+@pytest.mark.parametrize("seed", some(range(4)))
 def test_a_slot_on_changing_streams(seed: int) -> None:
     """Successive calls alternate between streams: those that share a buffer are ordered on any streams."""
     assert wrong(2, seed, 0.2, calls=4, flight=1, streams=STREAMS, ids_of=in_turn) == 0
 
 
 @pytest.mark.parametrize("max_m", [1, 4, 13])
-def test_what_finds_no_place_is_dropped_and_counted(max_m: int) -> None:
+def test_rows_without_room_are_dropped_and_counted(max_m: int) -> None:
     """The last of an expert's rows are dropped; the result is the sum of the others, even where a token has none
     left."""
     assert wrong(2, layout="masked", max_m=max_m, tokens=(20, 13), ids_of=in_turn) == 0
 
 
-def test_what_is_left_out_of_a_buffer_that_was_full_adds_nothing() -> None:
+def test_dropped_rows_of_a_full_buffer_add_nothing() -> None:
     assert wrong(2, layout="masked", max_m=13, tokens=(20, 13), ids_of=overfull, calls=3, flight=1) == 0
 
 
-def test_an_expert_that_comes_twice_is_left_out_of_rows_that_are_full() -> None:
+def test_a_repeated_expert_without_room_is_dropped() -> None:
     """The expert has twice as many rows as distinct ids could give: those without a row in the tables add nothing,
     though other routes of their tokens were in the call before, and both ranks are notified."""
 
@@ -215,9 +215,9 @@ def test_handles_outlive_a_mismatch_that_is_caught() -> None:
     rank_calls(rank)
 
 
-@pytest.mark.parametrize("seed", some(range(3), 1))
+@pytest.mark.parametrize("seed", some(range(3)))
 @pytest.mark.parametrize("layout", op.ROW_LAYOUTS)
-def test_what_is_cancelled_or_dropped_gives_its_slot_back(layout: str, seed: int) -> None:
+def test_a_cancelled_or_dropped_handle_returns_its_slot(layout: str, seed: int) -> None:
     """Slots are returned in the order of the dispatches, and another dispatch's rows stay."""
 
     def rank(world: weft.World) -> None:
@@ -244,7 +244,7 @@ def test_what_is_cancelled_or_dropped_gives_its_slot_back(layout: str, seed: int
     rank_calls(rank, seed=seed, preempt=0.2)
 
 
-def test_a_gradient_of_the_experts_alone_gives_its_slot_back() -> None:
+def test_a_gradient_of_the_experts_returns_its_slot() -> None:
     """The slot is returned even where one backward pass covers more calls than there are slots."""
 
     def rank(world: weft.World) -> None:
@@ -330,7 +330,7 @@ def test_ranks_that_disagree() -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
-def test_a_drop_is_told_once_at_the_next_wait_for_everything() -> None:
+def test_a_drop_is_raised_once_at_the_next_synchronize() -> None:
     def rank(world: weft.World) -> None:
         x, _, weights = routed(world)
         ids = torch.tensor([[0, -1]] * 6, dtype=torch.int32)
@@ -442,7 +442,7 @@ WAYS = dict(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_backward_pass_keeps_of_them_may_be_made_again_or_moved(way: str) -> None:
+def test_saved_tensors_may_be_recomputed_or_moved(way: str) -> None:
     def rank(world: weft.World) -> None:
         routes, w1, w2 = routed(world), draw(3 + world.rank, 2, 32, 16), draw(5 + world.rank, 2, 16, 32)
         expected = trained(world, one_by_one, routes, w1, w2)

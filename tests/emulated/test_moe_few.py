@@ -83,14 +83,14 @@ def launching(name: str) -> Callable[[weft.World], None]:
         shared, out = x if biases else None, torch.empty_like(x)
         received = torch.zeros(local, dtype=torch.int32) if biases else None
         operands = MoeOperands(x, ids, weights, *expert_weights, shared=shared, received=received)
-        low_latency.run_low_latency(world, MoeCall(t, None, layer), plan, operands, out)
+        low_latency.prepare_low_latency(world, MoeCall(t, None, layer), plan)(operands, out)
 
     return main
 
 
 def awaited(step: Any) -> bool:
-    """Return the loads of what other ranks write; the first GEMM's rows are excluded, since their wait is in its
-    launch."""
+    """Return whether the step loads what other ranks write. The first GEMM's rows are excluded, since their wait is
+    in its launch."""
     return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(outbox", "tl.load(id_addresses"))
 
 

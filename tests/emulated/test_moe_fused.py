@@ -25,7 +25,7 @@ BF, HALF = torch.bfloat16, torch.float16
 S = SMALL_MOE
 
 
-def test_stamps_are_of_what_programs_did() -> None:
+def test_a_kernel_with_time_stamps_computes_the_same() -> None:
     """The emulator's clock does not advance, so this only checks that the kernel with time stamps computes the same."""
 
     def rank(world: weft.World) -> float:
@@ -48,7 +48,7 @@ def test_what_a_plan_cannot_serve() -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
-def test_memory_is_what_a_call_takes() -> None:
+def test_memory_is_that_of_a_call() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF, max_rows=21)
         state, expected = fused.plan_state(world, layer, S), dispatched.memory(world, layer, S.tile.block_m)
@@ -90,15 +90,14 @@ def launching(name: str) -> Callable[[weft.World], None]:
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         expert_weights = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
         shared, out = x if biases else None, torch.empty_like(x)
-        fused.run_fused(
-            world, MoeCall(t, None, layer), plan, MoeOperands(x, ids, weights, *expert_weights, shared=shared), out
-        )
+        operands = MoeOperands(x, ids, weights, *expert_weights, shared=shared)
+        fused.prepare_fused(world, MoeCall(t, None, layer), plan)(operands, out)
 
     return main
 
 
 def awaited(step: Any) -> bool:
-    """Return the loads of what other programs or ranks write."""
+    """Return whether the step loads what other programs or ranks write."""
     return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(y +", "tl.load(outbox"))
 
 

@@ -25,7 +25,7 @@ from weft.backends.emulated import EmulatedBackend
 from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.ops.moe.call import Layer, MoeCall
-from weft.ops.moe.expert_parallel.op import RoutedMoeOperands, options_of, run_fused_with_router
+from weft.ops.moe.expert_parallel.op import RoutedMoeOperands, options_of, prepare_fused_with_router
 from weft.ops.moe.expert_parallel.route_kernels import compare_calls_once
 from weft.plans import FusedMoe, Sequential
 from weft.scale import SMALL_DISPATCHED, SMALL_LOW_LATENCY, SMALL_MOE
@@ -43,16 +43,17 @@ SIZES = {
 }
 
 
-# Steps over four ranks are those of the other names; what differs here is within a rank.
+# Steps over four ranks are those of the other names; what differs here is within a rank, and 72 experts fill any rank.
 @covered("(plain|biases|not renormalised|float16, gelu)-4", covering=r"[\1-2]")
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(name, ranks) for name in SIZES for ranks in ((2,) if name == "many experts" else (1, 2, 4))]
+)
 def test_routes_and_results(name: str, ranks: int) -> None:
     for seed in range(2):
         weft.spmd(router_calls(SIZES[name]), ranks, backend="emulated", seed=seed)
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_among_other_plans(seed: int) -> None:
     """Layers of other sizes and plans share memory with it, on alternating streams; nothing synchronises between
     them."""
@@ -108,7 +109,7 @@ def same_as_router_before(arguments: dict[str, Any], **options: Any) -> torch.Te
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_bits_of_a_layer_behind_its_router(ranks: int) -> None:
+def test_the_bits_of_a_layer_after_its_router(ranks: int) -> None:
     def main(world: weft.World) -> None:
         tokens = (9, 0, 21, 4)[world.rank]
         for sizes in (dict(), dict(router_bias=True, biases=True, activation="gpt_oss", scoring="sigmoid", scale=0.5)):
@@ -123,7 +124,7 @@ def test_the_bits_of_a_layer_behind_its_router(ranks: int) -> None:
             world.synchronize()
             assert into is out and torch.equal(out, y)
 
-    for seed in range(4):
+    for seed in range(2):
         weft.spmd(main, ranks, backend="emulated", seed=seed)
 
 
@@ -252,7 +253,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Excep
     weft.spmd(main, 1, backend="emulated")
 
 
-def test_what_no_router_takes_is_refused() -> None:
+def test_unsupported_router_options_are_refused() -> None:
     with pytest.raises(ValueError, match="k must be from 1 to 16, got 17"):
         moe.TopKRouter(torch.zeros(32, 8), 17)
 
@@ -334,7 +335,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
         experts = zeros(local, n, h), zeros(local, h, inner), *biases, shared, None
         operands = RoutedMoeOperands.for_call(world, router, x, *experts)
         call = MoeCall(tokens, None, layer, router=options_of(router))
-        run_fused_with_router(world, call, plan, operands, torch.empty_like(x))
+        prepare_fused_with_router(world, call, plan)(operands, torch.empty_like(x))
 
     return main
 

@@ -156,8 +156,8 @@ def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> No
 
 
 @pytest.mark.parametrize("plan", ["dispatched", "fused"])
-@pytest.mark.parametrize("seed", some(range(8), 2))
-def test_every_rank_that_lost_rows_is_told_which_ranks_were_full(plan: str, seed: int) -> None:
+@pytest.mark.parametrize("seed", some(range(6)))
+def test_every_rank_that_lost_rows_learns_which_ranks_were_full(plan: str, seed: int) -> None:
     emulate(lambda world: overfull_layers(world, plan), 3, seed=seed, ahead=True)
 
 
@@ -213,7 +213,7 @@ def test_the_call_that_raises_overflow_was_made(plan: str, seed: int) -> None:
     assert all("rank 1" in message for (message,) in messages_by_rank)
 
 
-def test_rows_left_out_before_a_wait_inside_a_call_are_told_behind_it() -> None:
+def test_drops_before_a_wait_inside_a_call_are_raised_after_it() -> None:
     """As on a GPU, the rows may be counted only after the call has begun."""
 
     def main(world: weft.World) -> int:
@@ -277,7 +277,7 @@ def test_rows_received_by_each_expert(plan: str, ranks: int) -> None:
 @covered(r"1-(\w+)", covering=r"[0-\1]")
 @pytest.mark.parametrize("plan", ["dispatched", "fused", "low_latency"])
 @pytest.mark.parametrize("seed", range(2))
-def test_rows_received_in_calls_one_behind_another(plan: str, seed: int) -> None:
+def test_rows_received_in_successive_calls(plan: str, seed: int) -> None:
     """Routes of the next call, which some ranks have begun, do not count."""
     calls = 3
 
@@ -315,7 +315,7 @@ def test_counts_under_torch_compile() -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_an_expert_that_comes_twice_counts_twice(plan: str) -> None:
+def test_a_repeated_expert_counts_twice(plan: str) -> None:
     """This holds even where a rank has a single expert, with twice as many rows as distinct ids could give: they fit
     if max_rows allows it, and else are dropped and reported."""
 

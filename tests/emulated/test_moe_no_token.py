@@ -134,7 +134,7 @@ CASES["exchange, aligned"] = (exchange_case, "contiguous", 16)
 
 
 @pytest.mark.parametrize("name", some(CASES, 5))
-def test_nobody_reads_what_belongs_to_no_token(name: str) -> None:
+def test_memory_of_no_token_is_not_read(name: str) -> None:
     case, *options = CASES[name]
 
     def rank(world: weft.World) -> bool:

@@ -83,7 +83,7 @@ def test_what_stands_between_the_halves(plan: str) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_two_gemm_programs_an_sm(seed: int) -> None:
-    """A backward pass passes the rows to a launch of one program an SM, which counts its end with theirs."""
+    """In a backward pass a launch of one program an SM receives the rows, and its end is counted with theirs."""
     plan = replace(SMALL_DISPATCHED_COLUMNS, per_sm=2)
     errors = weft.spmd(lambda world: between_and_twice(world, plan), 2, backend="emulated", seed=seed)
     assert max(errors) < BOUND

@@ -160,7 +160,7 @@ def test_plan_parameters(name: str, plan: Plan) -> None:
     assert right(WAYS[name], 2, hidden=72, tokens=(40, 31), calls=2, plan=plan, **sizes)
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize("name", WAYS)
 def test_schedules(name: str, seed: int) -> None:
     tokens = (3, 0, 2) if name == "low latency" else (13, 0, 20)
@@ -181,7 +181,7 @@ def test_calls_on_two_streams(name: str, seed: int) -> None:
     assert right(WAYS[name], 2, seed, 0.2, calls=4, layers=1 + (name == "low latency"), streams=("first", "second"))
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_layers_of_other_sizes_by_all_plans_in_turn(seed: int) -> None:
     plans = (F, D, L, F, L, D, F)
     case = dict(experts=6, k=2, layers=3, calls=5, tokens=(9, 2, 6), ids_of=some_nowhere, plan=plans)
@@ -190,15 +190,14 @@ def test_layers_of_other_sizes_by_all_plans_in_turn(seed: int) -> None:
 
 @pytest.mark.parametrize("tokens", [(3, 2, 4, 1), (40, 40, 40, 40)], ids=["in one tile", "in many tiles"])
 def test_waves_of_four_ranks(tokens: tuple[int, ...]) -> None:
-    """One launch has a tile with rows from all source ranks, which are summed only after the last of them, and has
-    tiles with rows from a single one."""
+    """In one launch, a tile has rows from all source ranks, and is summed only after the last of them; or each
+    source rank has tiles of its own."""
     assert right(WAYS["fused"], 4, 1, 0.2, experts=4, k=2, tokens=tokens, calls=2)
 
 
-@covered(r"(\w+)-1", covering=r"[\1-0]")
-@pytest.mark.parametrize("seed", some(range(4), 2))
+@pytest.mark.parametrize("seed", some(range(4)))
 @pytest.mark.parametrize("preceding_plan", [D, L], ids=lambda plan: plan.kind)
-def test_a_smaller_layer_behind_it_by_another_plan(preceding_plan: Plan, seed: int) -> None:
+def test_a_smaller_layer_follows_by_another_plan(preceding_plan: Plan, seed: int) -> None:
     """A rank may send the smaller layer's rows while others still read those of the larger one: in a shared inbox
     they would collide."""
     case = dict(experts=3, k=1, hidden=16, inner=16, layers=2, calls=2, tokens=(36,) * 3, plan=(preceding_plan, F))

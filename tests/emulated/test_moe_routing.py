@@ -19,7 +19,7 @@ def check(layer: Layer, routed: Callable[[int], list[Ids]], seed: int = 0, **opt
     weft.spmd(routing(layer, routed), layer.ranks, backend="emulated", seed=seed, **options)
 
 
-@pytest.mark.parametrize("seed", some(range(6), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize(
     "layer",
     [
@@ -62,7 +62,7 @@ def test_rows_without_room_are_left_out(max_rows: int) -> None:
     check(Layer(2, 3, 1, 20, max_rows=max_rows), lambda n: [[[n]] * 20, [[2 - n]] * 20])
 
 
-def test_nobody_has_a_token() -> None:
+def test_no_rank_has_a_token() -> None:
     layer = Layer(3, 2, 2, 4)
     check(layer, lambda n: drawn(layer, n, [0, 0, 0] if n != 1 else [0, 4, 1]))
 
@@ -72,7 +72,7 @@ def test_ids_of_no_expert_go_nowhere() -> None:
     check(layer, lambda n: [[[-1, -1], [99, 2], [-5, 1]], [[4, -1], [0, 3]]])
 
 
-@pytest.mark.parametrize("seed", some(range(8), 3))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_schedules(seed: int) -> None:
     layer = Layer(3, 2, 2, 20, calls=4)
     check(layer, lambda n: drawn(layer, n), seed, preempt=0.3)

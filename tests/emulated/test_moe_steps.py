@@ -182,7 +182,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def awaited(name: str) -> Callable[[Any], bool]:
-    """Return the loads of what other programs or ranks write."""
+    """Return a function that finds the loads of what other programs or ranks write."""
     text = {
         "grouped_gemm_in": "tl.load(pointers + k",
         "combine_rows": "tl.load(y +",

@@ -49,7 +49,7 @@ def halves(world: weft.World, model: Model, operands: Sequence[torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("seed", some(range(4)))
-def test_the_first_half_again_and_again(seed: int) -> None:
+def test_repeated_first_halves(seed: int) -> None:
     """First halves alone do not make ranks wait for all others; then second halves follow, which need only what the
     first halves returned."""
     assert max(weft.spmd(lambda w: first_halves(w, S, S), 2, backend="emulated", seed=seed, preempt=0.2)) < BOUND

@@ -584,7 +584,7 @@ PACKED = Shape((6, 5), causal=True, bounds=(0, 4, 11))
 BY_HEADS = Shape((3, 4), causal=True, sinks=True)
 CASES |= {
     "attention segmented": Case(attending(Shape((4, 4, 4)), Segmented()), 3),
-    "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented(push_programs=2)), 2),
+    "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented()), 2),
     "attention gradients": Case(attention_gradients, 2, kernels=False),
     "attention segmented, packed": Case(attending(PACKED, Segmented()), 2, kernels=False),
     "attention segmented, two streams": Case(

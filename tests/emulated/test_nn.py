@@ -60,7 +60,7 @@ def test_linear_layers(shards: list[int], reduce: str) -> None:
 
 
 @pytest.mark.parametrize("shards", [[16, 16], [20, 7]])
-def test_what_was_gathered_is_kept(shards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gathered_activation_is_kept(shards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients are right without a second gather, also when compiled."""
 
     def never(*args: Any) -> None:

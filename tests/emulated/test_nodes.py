@@ -251,6 +251,7 @@ def test_nodes_alike(tmp_path: Path) -> None:
 
 
 # -- the example -------------------------------------------------------------------------------------------------------
+@pytest.mark.gate  # seven processes that import torch
 def test_the_example_trains_on_two_nodes() -> None:
     """torchrun is started twice, as on two machines, whose names distinguish the nodes."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WEFT_NODE")}

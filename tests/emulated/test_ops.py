@@ -118,7 +118,7 @@ PULLS: list[dict[str, int]] = [  # of TILES
 ]  # fmt: skip
 MORE: dict[str, list[dict[str, Any]]] = {  # of TILES
     OPS[0]: [{}, dict(split=2), {}, dict(flatten=False), {}],
-    OPS[1]: [dict(forward_programs=f, batch=b) for f, b in ((2, 1), (1, 3), (2, 1), (2, 8), (2, 1))],
+    OPS[1]: [dict(forward_programs=f) for f in (2, 1, 2, 2, 2)],
     OPS[2]: [dict(forward_programs=f, lag=lag) for f, lag in ((2, 0), (1, 3), (2, 6), (2, 9), (2, 6))],
 }
 PLANS_OF: dict[str, list[Plan]] = {
@@ -131,7 +131,7 @@ PLANS_OF[OPS[0]] += [FusedGatherByCopies(tile=GemmTile(16, 32, 32, 4, 2, 3))]
 PLANS_OF[OPS[1]] += [Decomposed(pieces=2)]
 
 
-@pytest.mark.parametrize("rows", some([[9] * 4, [7, 8, 8, 8], [32] * 4], 2), ids=str)
+@pytest.mark.parametrize("rows", some([[9] * 4, [7, 8, 8, 8], [32] * 4]), ids=str)
 @pytest.mark.parametrize(("op", "plan"), [(op, plan) for op in OPS for plan in PLANS + PLANS_OF[op]], ids=str)
 def test_plan_parameters(op: str, plan: Plan, rows: list[int]) -> None:
     compare(op, rows, 72, 64, plan, calls=3)
@@ -146,7 +146,7 @@ def test_random_shapes(op: str, kind: str, rows: list[int], n: int, k: int, bias
     compare(op, rows, 8 * n, 8 * k, kind, run, bias=bias, seed=run, calls=2)
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize("op", OPS)
 def test_schedules(op: str, seed: int) -> None:
     """Several calls under frequent preemption report nothing, and the result is right."""
@@ -301,8 +301,8 @@ def test_copies_of_shards_of_different_lengths_fall_back_once(op: str, plan: Any
     assert len(lines) == 1 and all(line.startswith(f"{op}: sequential instead") for line in lines), "one line"
 
 
-@pytest.mark.parametrize("seed", some(range(6), 2))
-def test_the_librarys_gemm_behind_shards_that_copies_bring(seed: int) -> None:
+@pytest.mark.parametrize("seed", some(range(6)))
+def test_a_librarys_gemm_after_copied_shards(seed: int) -> None:
     """Flags follow the rows of each shard, and the call's number follows the GEMM. Here the GEMM waits shard by
     shard."""
     plan = FlagGated(tile_m=8, cluster_m=2)
@@ -413,7 +413,7 @@ def test_out_at_an_odd_address() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("plan", ["auto", "sequential"])
-def test_views_again_and_again(op: str, plan: str) -> None:
+def test_repeated_calls_with_views(op: str, plan: str) -> None:
     """The decision for a sequential call is kept for the next one, which passes the view unchanged."""
     assert max(errors(op, (8, 8), 24, 16, plan, views=True, calls=3)) < 5e-3
 

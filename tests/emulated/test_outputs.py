@@ -123,7 +123,7 @@ FUNCTIONS["matmul"] = ["sequential"]
 SAME_OP = {"all_gather_matmul_with_gathered", "all_reduce_rms_norm_quantized"}  # other results of an op that is above
 
 
-def test_every_function_that_writes_what_it_is_given_is_here() -> None:
+def test_every_function_with_out_is_covered() -> None:
     writing = set()
     for prefix, module in (("", weft), ("moe.", moe)):
         for name in module.__all__:
@@ -153,7 +153,7 @@ def output_locations(operands: Operands, result: torch.Tensor) -> Iterator[tuple
 
 
 @pytest.mark.parametrize(("name", "plan"), [(name, plan) for name, plans in FUNCTIONS.items() for plan in plans])
-def test_where_results_lie(name: str, plan: str) -> None:
+def test_results_in_unaligned_or_shared_memory(name: str, plan: str) -> None:
     def rank(world: weft.World) -> list[str]:
         inputs, function = of_op(name, world, plan)
         expected = function({n: t.clone() for n, t in inputs.items()}, None).clone()

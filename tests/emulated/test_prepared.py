@@ -44,7 +44,7 @@ def test_kernels_are_loaded_ahead_once_for_each_combination_of_alignments() -> N
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_calls_of_which_a_plan_may_serve_one_alone_share_no_trial(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_need_different_plans_share_no_trial(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trial keys round the number of rows, but calls do not share a trial where some ranks have more rows than
     others, or where any other field differs."""
     calls: list[Any] = []
@@ -141,7 +141,7 @@ def test_a_known_call_refuses_what_the_first_one_refuses(plan: str) -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_a_known_call_copies_operands_that_begin_at_no_16_byte_word() -> None:
+def test_a_known_call_copies_unaligned_operands() -> None:
     def main(world: World) -> None:
         w, memory = draw(7, 16, 64), torch.zeros(16 * 64 + 8, dtype=torch.bfloat16)
         shifted = memory[-memory.data_ptr() % 16 // 2 + 1 :][: 16 * 64].view(16, 64)
@@ -166,7 +166,7 @@ def test_sums_of_two_shapes_of_one_matrix_keep_their_shapes(plan: str) -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_routes_that_nobody_holds_are_freed() -> None:
+def test_unreferenced_routes_are_freed() -> None:
     """What calls with a Routing prepare is freed with it; the World keeps what its latest call needs."""
 
     def main(world: World) -> int:

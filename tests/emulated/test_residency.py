@@ -77,7 +77,7 @@ def counted_waits(world: weft.World) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(("call_a", "call_b", "seed"), [(gather, layer, 1), (two_shot, layer, 2)])
-def test_launches_that_need_all_sms_come_one_after_another(call_a: Call, call_b: Call, seed: int) -> None:
+def test_launches_that_need_all_sms_are_serialised(call_a: Call, call_b: Call, seed: int) -> None:
     weft.spmd(lambda world: on_two_streams((world, call_a), (world, call_b)), 2, backend="emulated", seed=seed)
 
 
@@ -95,7 +95,7 @@ def alone_beside_all(world: weft.World) -> list[str]:
     return waits
 
 
-def test_programs_of_one_rank_that_wait_for_each_other_need_room_too() -> None:
+def test_programs_of_one_rank_that_wait_for_each_other_need_room() -> None:
     """FusedMoe has a grid barrier, even with one rank."""
     assert all("user a" in waits for waits in weft.spmd(alone_beside_all, 2, backend="emulated"))
 

@@ -70,7 +70,7 @@ def test_kinds_of_routings(ranks: int, draws: Draw) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("seed", some(range(12), 2))
+@pytest.mark.parametrize("seed", some(range(10)))
 def test_schedules(seed: int, ranks: int) -> None:
     """Many calls with and without gradients, of two sizes that share their memory, run without synchronisation."""
 
@@ -197,11 +197,6 @@ def test_auto_is_fused_where_it_fits(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_ranks_on_two_nodes_are_sequential() -> None:
     assert max(emulate(lambda world: routed_case(world, 20, 16, 16, "auto", gradient=True), 4, nodes=2)) < BOUND
-
-
-def test_processes_without_symmetric_memory() -> None:
-    options = dict(bias=True, gradient=True)
-    assert max(weft.spmd(routed_case, 2, backend="gloo", args=(30, 16, 24, "auto"), kwargs=options)) < BOUND
 
 
 def test_errors_quote_what_was_given() -> None:

@@ -64,7 +64,7 @@ def ranks(fn: Callable[[SharedMemoryExchange], Any], size: int = 2, seconds: flo
     return results
 
 
-def test_what_is_said_is_heard_in_order_by_all_and_the_file_has_no_name() -> None:
+def test_exchange_order() -> None:
     """Ranks post more messages than there are slots, of all lengths and with random delays."""
     before = set(boards.FOLDER.glob("weft-*"))
 
@@ -304,7 +304,7 @@ def test_without_a_folder_that_all_see_there_is_none(monkeypatch: pytest.MonkeyP
     assert SharedMemoryExchange.shared(0, 1, 1.0, lambda obj: [obj]) is None
 
 
-def test_what_hosts_exchange_goes_by_the_board_and_what_is_long_by_messages() -> None:
+def test_short_exchanges_use_shared_memory_and_long_ones_messages() -> None:
     """A rank that posted while others exchange does not make them wait for messages."""
     sent: list[bytes] = []
 
@@ -333,13 +333,14 @@ def test_what_hosts_exchange_goes_by_the_board_and_what_is_long_by_messages() ->
     assert rank_0[4] == rank_1[4] == ["something longer", "told"]
 
 
-def test_what_is_told_at_length_is_not_taken_for_what_was_told_before() -> None:
+def test_a_long_message_is_not_mistaken_for_an_earlier_one() -> None:
     """One rank is late for a short call; then a call follows whose data is too long for a slot."""
     barrier, slots = threading.Barrier(2, timeout=20), [b""] * 2
 
     def main(shm: SharedMemoryExchange) -> bool:
         backend = CudaBackend.__new__(CudaBackend)
         backend.rank, backend.size, backend._shm, backend.device = shm.rank, 2, shm, torch.device("cpu")
+        backend.sm_count, backend.uploads = 1, cuda.Uploads(backend.device)
 
         def messages(data: bytes) -> list[Any]:
             slots[shm.rank] = data
@@ -450,7 +451,7 @@ def test_late_ranks_that_agree_go_on_and_ask_once() -> None:
 
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("then", ["synchronize", "exchange", "check", "another"])
-def test_what_was_told_is_compared_before_anything_that_waits(then: str) -> None:
+def test_posted_calls_are_compared_before_every_wait(then: str) -> None:
     def main(world: weft.World) -> None:
         world.post_call("a call", size=world.rank)
         assert world._uncompared
@@ -463,7 +464,7 @@ def test_what_was_told_is_compared_before_anything_that_waits(then: str) -> None
 
 
 @pytest.mark.usefixtures("late")
-def test_a_rank_is_not_more_calls_ahead_than_there_is_room_for() -> None:
+def test_a_rank_runs_ahead_at_most_by_the_slots() -> None:
     def main(world: weft.World) -> int:
         most = 0
         for i in range(3 * LATE):
@@ -510,7 +511,7 @@ def every_use_raises(world: weft.World, error: type[Exception], says: str) -> bo
 
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("rank_1_makes", ["another call", "memory", "an exchange", "fewer calls"])
-def test_after_a_mismatch_with_a_rank_that_ran_ahead_every_use_raises(rank_1_makes: str) -> None:
+def test_every_use_raises_after_a_mismatch_with_a_rank_ahead(rank_1_makes: str) -> None:
     """The rank that ran ahead may have launched its call and posted later ones; the other may not know how many."""
 
     def main(world: weft.World) -> bool:
@@ -552,13 +553,14 @@ def test_after_a_mismatch_before_any_launch_ranks_number_calls_alike() -> None:
     assert rank_0_number == rank_1_number
 
 
-def test_after_a_timeout_every_use_raises_and_no_object_is_of_another_exchange() -> None:
+def test_every_use_raises_after_a_timeout() -> None:
     late = threading.Event()
 
     def main(shm: SharedMemoryExchange) -> Any:
         backend = CudaBackend.__new__(CudaBackend)
         backend._streams = {}
         backend.rank, backend.size, backend._shm, backend.device = shm.rank, 2, shm, torch.device("cpu")
+        backend.sm_count, backend.uploads = 1, cuda.Uploads(backend.device)
         backend.name_counters = lambda describe: None  # type: ignore[method-assign]
         backend.capturing = lambda: False  # type: ignore[method-assign]
         record: Any = SimpleNamespace(words=[0] * 8)
@@ -600,6 +602,7 @@ def stuck(shm: SharedMemoryExchange, flag: int, words: tuple[int, int], tile: in
     """Return a rank's backend with a record of its GPU: what it waited for, and what it saw of the other rank."""
     backend = CudaBackend.__new__(CudaBackend)
     backend.rank, backend.size, backend._shm, backend._waits = shm.rank, 2, shm, None
+    backend.uploads = cuda.Uploads(torch.device("cpu"))
     record: Any = SimpleNamespace(words=[flag, 4096, *words, tile, 1 - shm.rank, 0])
     backend.record_words = record
     backend.describe = lambda address: f"channel 7 of all_gather_matmul [{4 + shm.rank}] x 8"
@@ -636,7 +639,7 @@ def test_an_expired_wait_says_first_what_other_ranks_wait_in(
         assert first_line == last_line
 
 
-def test_a_call_that_differs_is_a_mismatch_and_one_that_does_not_come_is_counted() -> None:
+def test_a_different_call_is_a_mismatch_and_a_missing_one_is_counted() -> None:
     def main(shm: SharedMemoryExchange) -> list[str]:
         call = 3 << NUMBER_BITS
         with pytest.raises(Mismatch) as differs:

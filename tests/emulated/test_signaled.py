@@ -197,7 +197,7 @@ def test_random_shapes(
     compare(op, rows, n, 8 * k, plan, run, bias=bias, seed=run, calls=2)
 
 
-def test_copies_move_what_they_can_and_the_rest_is_sequential(caplog: Any) -> None:
+def test_unsupported_copies_are_sequential(caplog: Any) -> None:
     """Reduce-scatter needs equal shards of whole tiles; both ops need rows of whole 16-byte words. The reason is
     logged once, and is the same on every rank."""
     plan = replace(S, copies=True)
@@ -227,7 +227,7 @@ def test_where_one_ranks_output_begins_does_not_divide_the_ranks(copies: bool) -
     assert max(emulate(main, 2)) < 5e-3
 
 
-@pytest.mark.parametrize("seed", some(range(12), 2))
+@pytest.mark.parametrize("seed", some(range(10)))
 @pytest.mark.parametrize("op", REDUCING)
 def test_schedules(op: str, seed: int) -> None:
     """Several calls under frequent preemption report nothing, and the result is right."""
@@ -445,7 +445,7 @@ def test_errors_quote_what_was_given() -> None:
     emulate(main, 2)
 
 
-def test_what_cannot_be_signaled_is_sequential_and_said_once(caplog: Any) -> None:
+def test_unsupported_signaled_calls_are_sequential_with_one_warning(caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "weft"):
         assert max(emulate(lambda w: case(w, "matmul_all_reduce", [8, 8], 16, 20, "signaled", calls=3), 2)) < 5e-3
     lines = [r.getMessage() for r in caplog.records if "sequential instead of signaled" in r.getMessage()]
@@ -492,7 +492,7 @@ def test_all_to_all(ranks: int, plan: str | Plan) -> None:
         assert max(rank_errors) < 1e-3
 
 
-@pytest.mark.parametrize("seed", some(range(12), 3))
+@pytest.mark.parametrize("seed", some(range(10)))
 def test_all_to_all_under_many_schedules(seed: int) -> None:
     """Ranks have more or fewer waves, and several routings alternate, some of them reused; ops overlap, as on a GPU."""
 
@@ -507,7 +507,7 @@ def test_all_to_all_under_many_schedules(seed: int) -> None:
     assert max(emulate(main, 3, seed, preempt=0.2)) < 5e-3
 
 
-@pytest.mark.parametrize("seed", some(range(4), 2))
+@pytest.mark.parametrize("seed", some(range(4)))
 def test_all_to_all_in_a_loop_over_tiles_as_before_hopper(seed: int) -> None:
     def main(world: weft.World, plan: Plan) -> float:
         world.backend.capability = AMPERE

@@ -22,7 +22,7 @@ def test_tiles_beyond_a_shard_load_nothing_that_the_next_call_writes() -> None:
     run(1423)
 
 
-def test_the_seeds_of_the_gate_take_every_pair_of_operators_and_every_plan() -> None:
+def test_the_gates_seeds_cover_every_pair_of_operators_and_plan() -> None:
     sequences = [drawn(seed) for seed in range(400)]
     pairs = {tuple(call.op for call in sequence.calls[:2]) for sequence in sequences[::2]}
     assert pairs == set(PAIRS)

@@ -1,4 +1,4 @@
-"""Weaving itself: what runs under what, where a batch is split, and what `auto` takes from the measured table."""
+"""Weaving itself: what overlaps with what, where a batch is split, and what `auto` chooses from the measured table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TINY = dict(
 
 
 def stages(world: weft.World, parts: int, log: list[tuple[str, int, int, str]]) -> list[torch.Tensor]:
-    """Four stages of a matrix product, each summed by an all-reduce of about the time of one."""
+    """Run four stages of a matrix product, each summed by an all-reduce that takes about as long as a product."""
     rows, width = 64 // parts, 64
     w = torch.full((width, width), 1 / 128)
     outs = [world.empty((rows, width), torch.float32) for _ in range(parts)]
@@ -58,7 +58,7 @@ def stages(world: weft.World, parts: int, log: list[tuple[str, int, int, str]]) 
 
 
 def end_of(parts: int) -> tuple[float, list[Any], list[Any]]:
-    """Virtual time of the last stage's end, the calls in order, and the results of rank 0."""
+    """Return the virtual time of the last stage's end, the calls in order, and the results of rank 0."""
     logs: list[list[Any]] = [[], []]
     results, report = spmd(lambda b: stages(weft.World(b), parts, logs[b.rank]), 2)
     return max(s.end for s in report.timeline), logs[0], results[0]
@@ -218,8 +218,8 @@ RESULTS = Path(__file__).parents[2] / "bench/results"
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_shipped_table_takes_what_was_measured_fastest(world: int) -> None:
-    """Of every size and mode the newest run, a woven plan by its SMs and norm: within a hundredth of its fastest method
-    in a graph; of eager passes plain ones win what is within two."""
+    """For every size and mode, the newest run's plan is within 1% of the fastest method in a graph; for eager
+    passes, plain ones win if they are within 2%. A woven plan counts with its SMs and norm."""
     table = Table.from_rows(layers("nvidia-h200", world, 8192, 28672))
     rows = [json.loads(line) for line in (RESULTS / f"nvidia-h200-x{world}/decoder.jsonl").read_text().splitlines()]
     runs: dict[tuple[str, int], dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))

@@ -1,4 +1,4 @@
-"""The World around the ops: input that is refused, ranks that disagree, plans as JSON, workspaces, and expired waits."""
+"""The World around the ops: refused input, ranks that disagree, plans as JSON, workspaces, and expired waits."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ from weft.plans import (
     FusedReduceScatter,
     GemmTile,
     OneShot,
+    Segmented,
     Sequential,
     Signaled,
     TileShape,
@@ -79,7 +80,7 @@ def emulate(fn: Callable[[weft.World], Any], ranks: int = 2, seed: int = 0, **op
 
 
 def call(world: weft.World, op: str, x: Any = None, w: Any = None, bias: Any = None, **options: Any) -> Any:
-    """`op` with x [8, 16] and weight [16, 16] unless given."""
+    """Call `op` with x [8, 16] and weight [16, 16] unless they are given."""
     x = draw(world.rank, 8, 16) if x is None else x
     w = draw(9, 16, 16) if w is None else w
     return getattr(weft, op)(x, w, bias, world=world, **{"plan": "fused", **options})
@@ -130,7 +131,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 def test_bad_input_is_refused_and_nothing_is_lost(
     op: str, arguments: dict[str, Any], error: type[Exception], says: str
 ) -> None:
-    """The message quotes what was given; the next call works."""
+    """The message quotes the arguments, and the next call works."""
 
     def main(world: weft.World) -> Exception | None:
         bad = dict(arguments)
@@ -207,8 +208,9 @@ def test_memory_has_a_shape_and_a_dtype() -> None:
     emulate(main)
 
 
-def test_a_name_that_comes_twice_is_two_tensors() -> None:
-    """As docs/writing-kernels.md says: of symmetric memory; of a channel it is the same."""
+def test_a_repeated_name_is_two_tensors() -> None:
+    """Symmetric memory of one name is allocated twice, as docs/writing-kernels.md says; a channel of one name is the
+    same."""
 
     def main(world: weft.World) -> None:
         a, b = (world.symmetric((4,), torch.float32, "x") for _ in range(2))
@@ -262,7 +264,8 @@ CANNOT = [
 
 @pytest.mark.parametrize(("op", "change"), CANNOT, ids=str)
 def test_plans_that_cannot_run_are_refused(op: str, change: dict[str, int]) -> None:
-    """No program left for the GEMM, none to pull, some that a chunk cannot be shared by, blocks of no power of two."""
+    """No program is left for the GEMM, or none pulls, or a chunk cannot be shared by their number, or a block is no
+    power of two."""
 
     def main(world: weft.World) -> Exception | None:
         return caught(lambda: call(world, op, plan=changed(SMALL_FUSED[op], **change)))
@@ -336,7 +339,7 @@ DISAGREE: dict[str, Callable[[weft.World, str], Any]] = {
 @pytest.mark.parametrize("difference", DISAGREE)
 @pytest.mark.parametrize("op", OPS)
 def test_a_disagreement_raises_on_every_rank(op: str, difference: str, seed: int) -> None:
-    """Before anything is launched: the message holds every rank's call, and the next call works."""
+    """The error comes before anything is launched, and holds every rank's call; the next call works."""
 
     def main(world: weft.World) -> Exception | None:
         exception = caught(lambda: DISAGREE[difference](world, op))
@@ -380,7 +383,7 @@ def test_plans_that_disagree_are_named_by_what_differs() -> None:
 
 
 def test_ranks_at_different_calls_are_named_in_short() -> None:
-    """Also where one names its channel by a plan, routes rows, or exchanges something of the caller's."""
+    """Other ranks may name their channel by a plan, route rows, or exchange an object of the caller's."""
 
     def main(world: weft.World) -> list[str]:
         op = functools.partial(call, world, "all_gather_matmul", plan=SMALL_GATHER)
@@ -463,7 +466,7 @@ plans = st.one_of(
     st.builds(Decomposed, st.lists(st.sampled_from([1, 2, 4]), max_size=4).map(tuple)),
     st.builds(FusedGather, tile=tiles, pull_programs=st.integers(1, 32), flatten=st.booleans(), split=st.integers(1, 4)),
     st.builds(FusedGatherByCopies, tile=tiles, per_sm=st.integers(1, 2)),
-    st.builds(FusedReduceScatter, pull_programs=st.integers(0, 32), batch=st.integers(1, 8)),
+    st.builds(FusedReduceScatter, pull_programs=st.integers(0, 32), pull_rows=st.sampled_from([8, 64])),
     st.builds(FusedAllReduce, tile=tiles, lag=st.integers(0, 8)),
     st.builds(FusedMoe, tile=tiles, copy_rows=st.sampled_from([1, 8])),
     st.builds(TwoShotPush, spread=st.booleans(), stages=st.sampled_from([2, 9])),
@@ -474,8 +477,9 @@ plans = st.one_of(
 )  # fmt: skip
 
 
-def test_a_plan_stored_under_the_old_name_of_its_kind_is_read() -> None:
+def test_a_plan_stored_under_an_old_name_or_with_an_old_field_is_read() -> None:
     assert Plan.from_json('{"kind": "awaiting", "tile_m": 8}') == FlagGated(tile_m=8)
+    assert Plan.from_json('{"kind": "segmented", "calls": 1, "push_programs": 0}') == Segmented(calls=1)
 
 
 @given(plans)
@@ -509,6 +513,7 @@ def test_a_stored_plan_names_its_class_where_the_kind_has_several() -> None:
         ('{"kind": "fused", "pullers": 4}', r'"class" of kind \'fused\' must be one of .*FusedGather.*, got None'),
         ('{"kind": "fused", "class": "Signaled"}', r"must be one of .*FusedGather.*, got 'Signaled'"),
         ('{"kind": "fused", "class": "Fused"}', r"must be one of .*FusedGather.*, got 'Fused'"),
+        ('{"kind": "segmented", "push_programs": 16}', "unexpected keyword argument 'push_programs'"),
         ('{"kind": "signaled", "block_m": 128}', "unexpected keyword argument 'block_m'"),
         ('{"kind": "signaled", "tile": {"rows": 128}}', "unexpected keyword argument 'rows'"),
         ('{"kind": "signaled", "tile": {"block_m": 24}}', "block_m=24 must be a power of two"),
@@ -542,7 +547,7 @@ def test_no_rows_are_the_librarys_also_where_shapes_were_measured(op: str) -> No
 
 
 def test_a_plan_that_was_learned_later_is_prepared_for_graphs_too() -> None:
-    """Each eager call runs what a capture would take, once."""
+    """Each eager call runs the plan that a capture would run, once."""
 
     def main(world: weft.World) -> None:
         backend: Any = world.backend
@@ -559,8 +564,8 @@ def test_a_plan_that_was_learned_later_is_prepared_for_graphs_too() -> None:
 
 
 def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureFixture) -> None:
-    """A capture after one call takes the plan of eager calls, and says so; after two, that of graphs. A rank whose
-    operand lies otherwise comes along."""
+    """A capture after one call runs the plan of eager calls, and logs that; after two calls it runs that of graphs.
+    A rank whose operand has another layout takes part."""
     ran: dict[int, list[str]] = {0: [], 1: []}
 
     class Noted(type(ALL_GATHER_MATMUL)):  # type: ignore[misc]
@@ -613,7 +618,8 @@ def test_ranks_that_end_without_a_result_are_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_are_given_a_port_that_is_taken_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that was only free when it was asked for may be another program's by the time that a rank listens there."""
+    """A port that was free when it was asked for may belong to another program by the time that a rank listens
+    there."""
 
     def start(fn: Any, args: Any, **_: Any) -> NoReturn:
         environment = next(value for value in args if isinstance(value, dict) and "MASTER_PORT" in value)
@@ -625,7 +631,7 @@ def test_ranks_are_given_a_port_that_is_taken_for_them(monkeypatch: pytest.Monke
         processes.spmd(weft.init, repr, 2, (), {}, False)
 
 
-def test_a_world_takes_no_option_that_it_does_not_know() -> None:
+def test_an_unknown_option_of_a_world_is_refused() -> None:
     with pytest.raises(TypeError, match="sm_counts"):
         weft.spmd(lambda world: None, 2, backend="emulated", sm_counts=8)
     with pytest.raises(ValueError, match="a world of 0 ranks"):
@@ -694,7 +700,7 @@ OTHERWISE: dict[str, Plan] = {  # fused, but not with the programs that pull by 
     ("op", "plan"), [(op, plan) for op in OPS for plan in ("auto", *KINDS, OTHERWISE[op])], ids=str
 )
 def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -> None:
-    """Then a call outside, after which a capture allocates nothing and talks to nobody."""
+    """After a call outside, a capture allocates nothing and exchanges nothing between hosts."""
 
     def main(world: weft.World) -> Exception | None:
         backend: Any = world.backend
@@ -718,7 +724,7 @@ def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -
 # -- workspaces --------------------------------------------------------------------------------------------------------
 
 
-def test_a_graph_keeps_the_turn_of_the_arena_that_it_was_captured_with() -> None:
+def test_a_graph_keeps_the_arena_half_of_its_capture() -> None:
     def main(world: weft.World) -> bool:
         epoch = weakref.ref(world.arena(64).epoch)
         assert world.arena(4096).epoch is not epoch()
@@ -728,7 +734,7 @@ def test_a_graph_keeps_the_turn_of_the_arena_that_it_was_captured_with() -> None
     assert all(emulate(main))
 
 
-def test_batches_that_grow_row_by_row_do_not_keep_a_workspace_each() -> None:
+def test_growing_batches_share_a_workspace() -> None:
     def main(world: weft.World) -> list[tuple[str, int]]:
         backend: Any = world.backend
         allocations, symmetric = [], backend.symmetric
@@ -794,7 +800,7 @@ def test_symmetric_memory_of_different_sizes_disagrees() -> None:
 
 @pytest.mark.parametrize("name", ["meet", "signal"])
 def test_streams_of_ranks_can_be_ordered(name: str) -> None:
-    """By World.barrier, and by World.signal and World.wait, of both of which an op could be made."""
+    """World.barrier orders them, and so do World.signal and World.wait, of which a user's op may consist."""
 
     def main(world: weft.World) -> None:
         box, flag = world.symmetric((4,), torch.float32), world.symmetric((1,), torch.int32)
@@ -815,8 +821,9 @@ def test_streams_of_ranks_can_be_ordered(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", some(range(3)))
-def test_launches_that_come_again_compute_what_they_should(seed: int) -> None:
-    """Calls of a few sizes in random order, whose tensors lie elsewhere each time, while memory that they share grows."""
+def test_repeated_launches_compute_correctly(seed: int) -> None:
+    """Calls of a few sizes come in random order, with tensors at other addresses each time, while the memory that
+    they share grows."""
 
     def main(world: weft.World) -> tuple[int, float]:
         backend: Any = world.backend
@@ -849,8 +856,9 @@ def test_launches_that_come_again_compute_what_they_should(seed: int) -> None:
 
 
 def gpu_backend(words: list[int], describe: Callable[[int], str] | None = None) -> Any:
-    """What of a GpuBackend `check` needs, with a record as a kernel writes it (lang/intrinsics.py)."""
-    backend: Any = SimpleNamespace(rank=1, size=2, describe=describe, disagreement=None, _waits=None)
+    """Return the part of a GpuBackend that `check` needs, with a record as a kernel writes it (lang/intrinsics.py)."""
+    uploads = SimpleNamespace(pending=[])
+    backend: Any = SimpleNamespace(rank=1, size=2, describe=describe, disagreement=None, _waits=None, uploads=uploads)
     backend.check = lambda: GpuBackend.check(backend)
     backend.left_out = lambda: GpuBackend.left_out(backend)
     backend.waits_of_all_ranks = lambda own_wait: ["", own_wait]
@@ -926,7 +934,7 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_another_dtype_is_another_variant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same integers: it is loaded before anything spins."""
+    """A variant for the same integers is loaded before anything spins."""
     monkeypatch.setattr(Launcher, "occupancy", lambda *_: 1)
     loaded: list[bool] = []
     compiled = SimpleNamespace(_init_handles=lambda: loaded.append(True))
@@ -956,7 +964,7 @@ def test_a_kernel_that_no_sm_can_hold_is_unsupported() -> None:
 
 
 def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the thread's current device is, and that stays."""
+    """The thread's current device does not matter, and does not change."""
     current_device, launched = [0], []
 
     @contextmanager
@@ -979,7 +987,8 @@ def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.Monkey
 
 
 def test_a_launch_is_loaded_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the thread's current device is: loaded on another, it would be loaded again while a kernel waits."""
+    """The thread's current device does not matter: a kernel loaded on another GPU would be loaded again while a
+    kernel waits."""
     current, loaded = [0], []
 
     @contextmanager
@@ -1002,7 +1011,7 @@ def emulated_word(counters): ...  # type: ignore[no-untyped-def]
 
 
 class Kernel:
-    """Stands for a JITFunction that compiles to `compiled`."""
+    """Stands in for a JITFunction that compiles to `compiled`."""
 
     def __init__(self, compiled: Any) -> None:
         self.fn, self.params, self.warmup = emulate, [], lambda grid, **values: compiled
@@ -1039,14 +1048,14 @@ def test_without_a_gpu_init_says_what_to_use() -> None:
         weft.spmd(repr, 2)
 
 
-def test_symmetric_memory_of_a_world_that_ends_during_a_capture_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch ends the process where such memory is released while a stream captures; a collection of garbage may do so."""
+def test_symmetric_memory_outlives_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch ends the process if such memory is released while a stream captures, which garbage collection may do."""
 
     class Memory:
         pass
 
     def left(capturing: bool) -> bool:
-        """Whether the memory of a World that ends is still there; the World is in a circle of references."""
+        """Return whether the memory of a World that ends is still there; the World is in a cycle of references."""
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         backend, memory = CudaBackend.__new__(CudaBackend), Memory()
         backend._hold_symmetric_memory()
@@ -1062,7 +1071,7 @@ def test_symmetric_memory_of_a_world_that_ends_during_a_capture_outlives_it(monk
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The environment of rank 1 of 4 on a host with one GPU, of which nothing is set yet."""
+    """Set the environment of rank 1 of 4 on a host with one GPU, where nothing else is set yet."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in (*shared_gpu.settings(0), "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")
@@ -1072,7 +1081,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_ranks_that_share_a_gpu_tell_nccl_before_it_starts(one_gpu: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_a_gpu_configure_nccl_before_it_starts(one_gpu: pytest.MonkeyPatch) -> None:
     one_gpu.setenv("NCCL_SOCKET_IFNAME", "eth0")
     one_gpu.setenv("LOCAL_RANK", "1")
     shared_gpu.prepare()
@@ -1088,14 +1097,14 @@ def test_ranks_on_several_hosts_that_share_gpus_do_not_talk_by_loopback(one_gpu:
 
 
 @pytest.mark.parametrize("changed", [dict(WEFT_SHARE_GPU="0"), dict(LOCAL_WORLD_SIZE="1"), dict(WORLD_SIZE="1")])
-def test_ranks_that_have_a_gpu_each_tell_nccl_nothing(one_gpu: pytest.MonkeyPatch, changed: dict[str, str]) -> None:
+def test_ranks_with_their_own_gpus_leave_nccl_unset(one_gpu: pytest.MonkeyPatch, changed: dict[str, str]) -> None:
     for name, value in changed.items():
         one_gpu.setenv(name, value)
     shared_gpu.prepare()
     assert "NCCL_HOSTID" not in os.environ
 
 
-def test_sharing_a_gpu_after_torch_distributed_has_started_says_what_to_set(one_gpu: pytest.MonkeyPatch) -> None:
+def test_sharing_a_gpu_after_init_process_group_raises_advice(one_gpu: pytest.MonkeyPatch) -> None:
     for name, value in dict(is_initialized=True, get_rank=3, get_world_size=4).items():
         one_gpu.setattr(dist, name, lambda value=value: value)
     one_gpu.setenv("NCCL_NET", "Socket")
@@ -1107,14 +1116,14 @@ def test_sharing_a_gpu_after_torch_distributed_has_started_says_what_to_set(one_
     shared_gpu.prepare()
 
 
-def test_a_wish_to_share_that_is_neither_yes_nor_no_is_refused(one_gpu: pytest.MonkeyPatch) -> None:
+def test_an_unknown_value_of_weft_share_gpu_is_refused(one_gpu: pytest.MonkeyPatch) -> None:
     one_gpu.setenv("WEFT_SHARE_GPU", "yes")
     with pytest.raises(ValueError, match="WEFT_SHARE_GPU='yes' must be 1"):
         shared_gpu.prepare()
 
 
 def test_one_log_line_says_that_ranks_share(caplog: pytest.LogCaptureFixture) -> None:
-    """And not whether they were asked to: a World whose ranks happen to be on one GPU shares it as well."""
+    """It is logged whether or not sharing was requested: ranks that happen to be on one GPU share it too."""
     devices = [shared_gpu.RankDevice(HERE, SEEN, rank % 2, None) for rank in range(5)]
     assert shared_gpu.shared_gpus(devices) == 2 and shared_gpu.shared_gpus(devices[:2]) == 0
     shared_gpu.log_shared_gpus.cache_clear()
@@ -1129,7 +1138,7 @@ def test_one_log_line_says_that_ranks_share(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
-    """Says what to use; started processes are told to share."""
+    """The error gives advice; processes that weft starts are told to share."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WEFT_SHARE_GPU", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -1148,7 +1157,7 @@ def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, gpus: int) -> No
 
 
 def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only once the GPU is done: an exchange of tensors would give the handles of another process's GPU."""
+    """They are sent only when the GPU is done: an exchange of tensors would send handles of another process's GPU."""
     did: list[str] = []
 
     def exchange(sent: bytes) -> list[bytes]:
@@ -1166,7 +1175,7 @@ def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPa
 
 
 def test_worlds_have_the_same_names_in_each_run() -> None:
-    """What torch.compile keeps, on disk too, is found again by a World's name; Worlds of one run have different ones."""
+    """torch.compile caches by the name of a World, on disk too; Worlds of one run have different names."""
 
     def names(world: weft.World) -> tuple[str, str]:
         return world.name, world.split(0).name
@@ -1180,7 +1189,7 @@ def test_worlds_have_the_same_names_in_each_run() -> None:
 
 
 def of_group(group: Any) -> Any:
-    """What of a CudaBackend talks to the other processes."""
+    """Replace the part of a CudaBackend that communicates with the other processes."""
     backend: Any = CudaBackend.__new__(CudaBackend)
     backend.rank, backend.size = dist.get_rank(group), dist.get_world_size(group)
     if backend.size > 1:
@@ -1190,7 +1199,7 @@ def of_group(group: Any) -> Any:
 
 @contextmanager
 def of_gpus(current: int) -> Iterator[None]:
-    """As much of CUDA as making a CudaBackend asks for."""
+    """Replace as much of CUDA as making a CudaBackend needs."""
     with (
         mock.patch.multiple(cuda, Record=lambda device: None, Launcher=lambda backend: None),
         mock.patch.multiple(
@@ -1314,8 +1323,8 @@ def test_why_ranks_cannot_address_each_other(
     assert reason is None if says is None else says in str(reason), reason
 
 
-def test_every_rank_says_once_what_it_has() -> None:
-    """Also where only one of them has a reason of its own: two generations of GPUs in a machine."""
+def test_every_rank_exchanges_its_reasons_once() -> None:
+    """They do so even if only one has a reason of its own, as with two generations of GPUs in a machine."""
     count, barrier, slots, outcomes = 2, threading.Barrier(2, timeout=10), [None, None], {}
 
     def exchange(backend: Any, value: Any) -> list[Any]:
@@ -1390,7 +1399,7 @@ def test_spmd_gives_the_function_its_arguments() -> None:
     assert weft.spmd(main, 2, backend="emulated", args=(3,), kwargs={"y": 4}, seed=1) == [(0, 3, 4), (1, 3, 4)]
 
 
-def test_spmd_takes_no_function_of_which_a_call_runs_nothing() -> None:
+def test_spmd_refuses_coroutines_and_generators() -> None:
     async def coroutine(world: weft.World) -> None: ...
 
     def generator(world: weft.World) -> Iterator[None]:
@@ -1434,8 +1443,9 @@ def test_collectives_of_one_rank_ask_no_group(monkeypatch: pytest.MonkeyPatch) -
     assert (out == x).all()
 
 
-def test_symmetric_memory_takes_what_the_allocator_only_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's cache may hold all of a GPU though nobody uses it; another error is not tried again."""
+def test_symmetric_memory_frees_the_allocators_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's cache may hold all of a GPU though no tensor uses it; after another error the allocation is not
+    repeated."""
     from torch.distributed import _symmetric_memory as symm
 
     from weft.backends import cuda

@@ -29,7 +29,7 @@ def test_parts_by_what_ranks_say() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ops_of_several_parts(seed: int) -> None:
-    """By flags and by the library's collectives, in turn with those of the whole; a part of a part too."""
+    """Parts, and parts of parts, sum by flags and by NCCL, alternating with sums over all ranks."""
 
     def main(world: weft.World) -> float:
         pairs, others = world.split(world.rank // 2), world.split(world.rank % 2)
@@ -68,7 +68,7 @@ def test_a_part_that_stands_still_names_its_channel() -> None:
         weft.spmd(main, 4, backend="emulated")
 
 
-def test_a_part_that_does_not_come() -> None:
+def test_a_rank_missing_from_a_part_is_a_deadlock() -> None:
     def main(world: weft.World) -> None:
         part = world.split(world.rank // 2)
         if world.rank != 2:

@@ -39,7 +39,7 @@ def ran(main: Callable[[World], Any], seed: int, size: int = 2, **options: Any) 
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_only_where_it_is_asked_for_does_an_operator_return_before_its_stream_is_drained(ahead: bool) -> None:
+def test_operators_drain_their_stream_unless_ahead(ahead: bool) -> None:
     def main(world: World) -> bool:
         x, w = torch.ones(16, 32).bfloat16(), torch.ones(8, 32).bfloat16()
         weft.all_gather_matmul(x, w, world=world, plan="fused")
@@ -70,7 +70,7 @@ def test_torch_sees_the_kernels_before_it(read: str) -> None:
         assert ran(main, seed) == [[2.0] * 16] * 2
 
 
-def test_torch_writes_behind_the_kernels_before_it() -> None:
+def test_torch_writes_after_earlier_kernels() -> None:
     def main(world: World) -> torch.Tensor:
         x = torch.ones(16)
         y = doubled(world, x)
@@ -112,7 +112,7 @@ def test_torch_on_another_stream_needs_an_event(event: bool) -> None:
 
 
 @pytest.mark.parametrize("event", [False, True])
-def test_a_kernel_on_another_stream_needs_an_event_behind_torch(event: bool) -> None:
+def test_a_kernel_on_another_stream_needs_an_event_after_torch(event: bool) -> None:
     """The event must follow torch's operation, which is ordered like the kernel whose result it reads."""
 
     def main(world: World) -> torch.Tensor:
@@ -130,7 +130,7 @@ def test_a_kernel_on_another_stream_needs_an_event_behind_torch(event: bool) -> 
                 ran(main, seed)
 
 
-def test_a_number_that_the_host_has_read_orders_what_it_enqueues_after() -> None:
+def test_a_read_on_the_host_orders_later_launches() -> None:
     def main(world: World) -> torch.Tensor:
         y = doubled(world, torch.ones(16))
         assert y[3].item() == 2
@@ -150,7 +150,7 @@ def test_autograd_counts_a_write_when_it_is_enqueued() -> None:
     assert max(ran(main, 0, 4, nodes=2)) < 1.2e-2
 
 
-def test_torch_may_take_elements_that_nothing_wrote() -> None:
+def test_torch_may_read_unwritten_elements() -> None:
     """Grouped products skip rows of padding, for one; what a kernel on another stream writes is ordered
     nevertheless."""
 

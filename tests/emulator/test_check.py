@@ -172,9 +172,7 @@ def test_a_wait_inside_a_pipelined_loop_is_found() -> None:
     assert one.problems == []
 
 
-def test_a_verdict_does_not_depend_on_the_file_that_was_compiled_first(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_verdict_does_not_depend_on_tritons_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For the copy, Triton's cache holds the original's code, which names the original's lines."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     source = Path(__file__).read_text()
@@ -300,7 +298,7 @@ def test_assembly_that_only_keeps_an_order_is_no_instruction() -> None:
     assert [step.text for step in steps_of(ptx)] == ["nanosleep.u32 20;"]
 
 
-def test_one_line_that_is_called_before_a_wait_and_behind_it_is_two_loads() -> None:
+def test_one_line_before_and_after_a_wait_is_two_loads() -> None:
     """Without an epoch of its own, only the load that needs the wait is seen to run; the compiled code has another
     load, which needs none."""
     place = (__file__, 10)

@@ -224,7 +224,7 @@ def wait_for_nobody(flag, guard):
     wait_until(flag, 1, guard, tl.program_id(0), -1, "gpu")
 
 
-def test_a_deadlock_tells_equal_waits_once() -> None:
+def test_a_deadlock_lists_equal_waits_once() -> None:
     def fn(b: EmulatedBackend) -> None:
         args = dict(flag=b.zeros((1,), torch.int32), guard=b.guard())
         b.launch(wait_for_nobody, 3, args, {}, b.current_stream())
@@ -657,7 +657,7 @@ def test_a_collective_may_not_have_ended_on_the_others(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["all_reduce", "all_to_all"])
-def test_a_collective_orders_whom_it_gives_something(kind: str, seed: int) -> None:
+def test_a_collective_orders_its_receivers(kind: str, seed: int) -> None:
     def fn(b: EmulatedBackend, rows: int) -> None:
         """Every rank writes to its neighbour's box, which the neighbour reads after the collective."""
         box = b.symmetric(4 * 8, "box").view(0, (8,), torch.float32)
@@ -1424,7 +1424,7 @@ def test_a_load_of_what_another_thread_has_stored_is_a_race(how: str) -> None:
 @pytest.mark.parametrize("how, between", [(m, b) for m in MOVES for b in ("barrier", "flush_stores")] + [
     ("transposed", "wait"), ("transposed", "acquire"), ("same", ""),
 ])  # fmt: skip
-def test_a_load_of_what_the_same_thread_or_one_before_a_barrier_stored_is_none(how: str, between: str) -> None:
+def test_a_load_by_the_storing_thread_or_after_a_barrier_is_no_race(how: str, between: str) -> None:
     spmd(handed(how, between), 1)
 
 
@@ -1598,7 +1598,7 @@ EARLY = r"a write after a read of an earlier call: rank (\d) reads in launch (\d
 
 @pytest.mark.parametrize("bug", ["halves", "epoch"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_memory_used_again_while_a_peer_reads_it_is_told_as_that(bug: str, seed: int) -> None:
+def test_reuse_of_memory_that_a_peer_reads_is_reported_as_reuse(bug: str, seed: int) -> None:
     """The cause is one buffer instead of two, or an epoch word that starts again; either access may come first."""
     weft.spmd(three_calls(""), 2, backend="emulated", seed=seed)
     with pytest.raises(Race, match=EARLY) as caught:
@@ -1611,7 +1611,7 @@ def test_memory_used_again_while_a_peer_reads_it_is_told_as_that(bug: str, seed:
 @pytest.mark.parametrize(
     "bug, why", [("no end_call", "no end_call"), ("too few", r"end_call counts \d programs so far")]
 )
-def test_a_call_that_is_not_counted_is_told_as_that(bug: str, why: str) -> None:
+def test_an_uncounted_call_is_reported(bug: str, why: str) -> None:
     for seed in SEEDS:
         with pytest.raises(Race) as caught:
             weft.spmd(three_calls(bug), 2, backend="emulated", seed=seed)
@@ -1743,7 +1743,7 @@ def test_operators_from_a_thread_of_a_rank(seed: int) -> None:
     assert weft.spmd(main, 3, backend="emulated", seed=seed) == [True] * 3
 
 
-def test_a_thread_that_outlives_its_ranks_function_is_told_so() -> None:
+def test_a_thread_that_outlives_its_ranks_function_raises() -> None:
     returned, messages = threading.Event(), []
 
     def late(world: weft.World) -> None:
@@ -1769,7 +1769,7 @@ def test_a_thread_that_outlives_its_ranks_function_is_told_so() -> None:
     assert len(messages) == 1 and "rank 0's function has returned, and thread 'server' of it goes on" in messages[0]
 
 
-def test_a_thread_waits_in_vain_for_a_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_raises_when_another_rank_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is that of the rank; the thread receives it, and a rank that waits for the thread blocks no other."""
     monkeypatch.setattr("weft.emulator.host.LEFT_BEHIND", 0.2)
     messages: list[str] = []
@@ -1793,7 +1793,7 @@ def test_a_thread_waits_in_vain_for_a_rank_that_fails(monkeypatch: pytest.Monkey
     assert messages == ["the emulated run of rank 0 has ended with an error of another task"]
 
 
-def test_a_traceback_shows_the_ranks_function_and_the_kernel_and_not_how_ranks_are_run() -> None:
+def test_a_traceback_hides_the_frames_of_the_emulator() -> None:
     @jit
     def reads(x, out):
         tl.store(out, tl.load(x + 5))

@@ -15,6 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import weft
 import weft.lang as wl
 from weft.backends.base import Backend
+from weft.emulator import intrinsics
+from weft.lang import stock
 
 
 @weft.jit
@@ -167,7 +169,7 @@ BAD_LAUNCHES: list[tuple[Any, Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("grid, options, error, says", BAD_LAUNCHES)
-def test_a_launch_that_no_gpu_takes_is_refused(
+def test_a_launch_beyond_every_gpus_limits_is_refused(
     grid: Any, options: Any, error: type[Exception], says: str, prepared: bool
 ) -> None:
     def main(world: weft.World) -> None:
@@ -208,7 +210,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("wrong, error, says", BAD_ARGUMENTS)
-def test_an_argument_that_no_kernel_takes_is_named(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_an_unused_argument_is_named(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
     def main(world: weft.World) -> None:
         args = dict(x=torch.ones(8), out=world.zeros((8,), torch.float32), N=8) | wrong
         with pytest.raises(error, match=f"running_sum, argument {says}"):
@@ -519,3 +521,9 @@ def test_a_notify_of_a_tile_in_two_channels_is_refused() -> None:
     weft.spmd(lambda w: main(w, 3), 2, backend="emulated")
     with pytest.raises(AssertionError, match="producer_tile_notify of a tile that lies in several channels"):
         weft.spmd(lambda w: main(w, 9), 2, backend="emulated")
+
+
+def test_every_signal_and_wait_has_a_form_in_stock_triton() -> None:
+    """What has none orders bulk accesses, or goes through multicast addresses."""
+    missing = {name for name in intrinsics.Intrinsic.emulated if not hasattr(stock, name)}
+    assert missing == {"flush_stores", "window_fence", "window_store", "window_sum"}

@@ -156,7 +156,7 @@ def release(data, flag, gate, N: tl.constexpr):
     tl.atomic_add(gate, 1, sem="relaxed", scope="sys")
 
 
-def test_a_copy_engines_store_does_not_carry_on_what_was_released_before() -> None:
+def test_a_copy_engines_store_ends_a_release_sequence() -> None:
     """A kernel increments the flag, then a copy engine that has not acquired it stores a higher number: a wait for
     that number does not acquire from the kernel."""
 
@@ -230,7 +230,7 @@ def fenced(data, flag, N: tl.constexpr, FENCE: tl.constexpr, SCOPE: tl.constexpr
     "fence, scope, flushed_at",
     [("gpu", "sys", "before"), ("sys", "gpu", "before"), ("sys", "sys", ""), ("sys", "sys", "after")],
 )
-def test_a_fence_releases_in_its_own_scope_what_was_settled_before_it(fence: str, scope: str, flushed_at: str) -> None:
+def test_a_fence_releases_earlier_stores_in_its_own_scope(fence: str, scope: str, flushed_at: str) -> None:
     """The notify after the fence is relaxed; a rank reads what its neighbour wrote."""
 
     def fn(b: EmulatedBackend, fence: str, scope: str, flushed_at: str) -> None:
@@ -289,7 +289,7 @@ def raise_flag(flag):
     tl.atomic_add(flag, 1, sem="release", scope="gpu")
 
 
-def test_an_sm_is_free_once_all_programs_that_share_it_have_ended() -> None:
+def test_an_sm_is_free_when_all_its_programs_have_ended() -> None:
     """It is not free when only the first of them has ended: otherwise a program that waits for room would run here,
     and not on a GPU."""
 
@@ -469,7 +469,7 @@ def test_sizes_of_collectives_and_copies_must_fit(call: str, wrong: str) -> None
     spmd(fn, 2)
 
 
-def test_collectives_take_dense_tensors_of_one_size_on_all_ranks() -> None:
+def test_collectives_need_dense_tensors_of_one_size() -> None:
     """NCCL would read strided memory as dense, and wait forever for ranks with other sizes."""
 
     def ragged(b: EmulatedBackend) -> None:
@@ -518,7 +518,7 @@ def load_past_the_edge(desc, out, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_descriptor_pads_with_what_it_says(dtype: torch.dtype) -> None:
+def test_a_descriptor_pads_with_its_own_value(dtype: torch.dtype) -> None:
     """A load returns NaN outside the tensor if the kernel asked for that."""
 
     def fn(b: EmulatedBackend, padding: str) -> torch.Tensor:
@@ -546,7 +546,7 @@ def numbers(x, y, low, high, i, u, shifted, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_extremes_ignore_nan_and_a_shift_keeps_the_sign_of_what_has_one(dtype: torch.dtype) -> None:
+def test_extremes_ignore_nan_and_signed_shifts_keep_the_sign(dtype: torch.dtype) -> None:
     """They follow the GPU, and not numpy's maximum."""
     nan = float("nan")
     x, y = torch.tensor([1, nan, nan, -2] * 4).to(dtype), torch.tensor([nan, 3, nan, 5] * 4).to(dtype)

@@ -48,7 +48,7 @@ def tiles_of(m: StaticMapping) -> range:
 
 
 @given(static_mappings())
-def test_static_every_row_lies_in_one_tile_and_its_channels(case: tuple[StaticMapping, int]) -> None:
+def test_static_every_row_has_one_tile_and_its_channels(case: tuple[StaticMapping, int]) -> None:
     m, world = case
     seen: Counter[int] = Counter()
     for tile in tiles_of(m):
@@ -107,7 +107,7 @@ def test_static_a_wait_passes_exactly_when_its_rows_are_produced(
     ("rows", "world", "channel", "says"),
     [(10, 4, 1, "10 rows do not split evenly over 4 ranks"), (12, 2, 4, "shard of 6 rows is not a multiple of 4 rows")],
 )
-def test_static_says_where_it_does_not_hold(rows: int, world: int, channel: int, says: str) -> None:
+def test_static_refuses_unsupported_sizes(rows: int, world: int, channel: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         StaticMapping.over(rows, world, tile_rows=2, channel_rows=channel, arrivals=1)
 

@@ -109,7 +109,7 @@ def test_every_mutation_is_caught_on_every_seed(mutations: list[Mutation]) -> No
     assert catcher["remove flush_stores(...)"] == catcher["drop stream_barrier"] == catcher["drop wait_event"] == "Race"
 
 
-def test_what_breaks_nothing_survives(mutations: list[Mutation]) -> None:
+def test_harmless_mutations_survive(mutations: list[Mutation]) -> None:
     def trivial(b: EmulatedBackend) -> None:
         b.finish(b.current_stream())
 

@@ -50,7 +50,7 @@ def test_another_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> No
             use()
 
 
-def test_the_emulator_is_refused_before_it_looks_for_what_is_not_there() -> None:
+def test_an_untried_triton_is_refused_before_private_names_are_read() -> None:
     """In a process of its own: a newer Triton may lack any private name, such as its whole interpreter."""
     script = f"""
 import sys, triton
@@ -62,7 +62,7 @@ weft.spmd(lambda world: None, 2, backend="emulated")
     assert re.fullmatch(f"weft.errors.WeftError: {REFUSED}", done.stderr.splitlines()[-1]), done.stderr
 
 
-def test_commands_say_it_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_print_errors_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", NEWER)
     result = CliRunner().invoke(app, ["check", "kernel.py"])
     assert result.exit_code == 1 and re.fullmatch(REFUSED, result.output.strip())
@@ -123,8 +123,19 @@ def added(parts, out):
 
 
 @weft.jit
-def polled(out):
-    tl.atomic_poll(out, 1)
+def passed_on(box, flag, out, SEM: tl.constexpr, LIMIT: tl.constexpr):
+    """The first program stores to the box, and the second loads it once the flag is set, or after its time limit."""
+    if tl.program_id(0) == 0:
+        tl.store(box, 7)
+        tl.debug_barrier()
+        tl.atomic_store(flag, 1, sem=SEM)
+    elif LIMIT is None:
+        tl.atomic_poll(flag, 1)
+        tl.store(out, tl.load(box) + tl.atomic_load(flag))
+    else:
+        while not tl.atomic_poll(flag, 1, timeout_ns=LIMIT):
+            pass
+        tl.store(out, tl.load(box) + tl.atomic_load(flag, sem="relaxed"))
 
 
 def interpreted(kernel: Any, **args: Any) -> list[int]:
@@ -147,11 +158,21 @@ def test_the_product_of_a_constexpr_and_a_tensor_is_a_tensor() -> None:
 
 
 @pytest.mark.skipif(not hasattr(tl, "atomic_poll"), reason="Triton has it since 3.9")
-def test_atomics_that_the_emulator_does_not_know_are_named() -> None:
-    with pytest.raises(
-        NotImplementedError, match="tl.atomic_poll does not run in the emulator: weft.lang's wait_until"
-    ):
-        interpreted(polled)
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_atomic_loads_stores_and_polls(limit: int | None) -> None:
+    def passing(sem: str, seed: int) -> list[Any]:
+        def main(world: weft.World) -> list[int]:
+            box, flag, out = (world.zeros((1,), torch.int32) for _ in range(3))
+            args = dict(box=box, flag=flag, out=out, SEM=sem, LIMIT=limit)
+            world.launch(passed_on, 2, args, {}, world.current_stream())
+            world.synchronize()
+            return out.tolist()
+
+        return weft.spmd(main, 1, backend="emulated", seed=seed)[0]
+
+    assert [passing("release", seed) for seed in range(5)] == [[8]] * 5
+    with pytest.raises(weft.Race):
+        passing("relaxed", 0)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -211,7 +232,7 @@ def plain(value: Any) -> Any:
     return None if type(value).__name__ in ("HookChain", "LazyDict") else value
 
 
-def test_a_repeated_launch_hands_over_what_triton_does(recorded: RecordedDriver) -> None:
+def test_a_repeated_launch_passes_the_arguments_that_triton_passes(recorded: RecordedDriver) -> None:
     args = arguments()
     options = _triton.options(dict(num_warps=4, per_sm=2))
     compiled = everything[(5,)](**args, **options)
@@ -225,7 +246,7 @@ def test_a_repeated_launch_hands_over_what_triton_does(recorded: RecordedDriver)
     assert flat.count("'descriptor'") == 2 and str(args["out"].data_ptr()) in flat
 
 
-def test_a_repeated_launch_goes_with_the_addresses_of_the_day(recorded: RecordedDriver) -> None:
+def test_a_repeated_launch_passes_current_addresses(recorded: RecordedDriver) -> None:
     """The addresses follow a descriptor, which occupies several places; the next launch has its own again."""
     args = arguments()
     compiled = everything[(5,)](**args, **_triton.options({}))
@@ -267,7 +288,7 @@ def test_a_repeated_launch_holds_no_tensor_of_a_tuple(recorded: RecordedDriver) 
     assert gone() is None
 
 
-def test_a_repeated_launch_goes_with_other_descriptors_and_tuples(recorded: RecordedDriver) -> None:
+def test_a_repeated_launch_passes_other_descriptors_and_tuples(recorded: RecordedDriver) -> None:
     """The launch passes what Triton itself would pass for them, and then again for the first ones; an encoded
     descriptor is reused."""
     first_args, second_args = arguments(), arguments()
@@ -302,7 +323,7 @@ def prepared_launch(launcher: Launcher, **fixed: Any) -> weft.Launch:
     return weft.Launch(machine, everything, 5, {}, one=1, many=7, scale=0.5, BLOCK=16, **fixed)
 
 
-def test_a_launch_goes_with_the_tensors_of_each_call(recorded: RecordedDriver, launched_here: Launcher) -> None:
+def test_a_launch_passes_the_tensors_of_each_call(recorded: RecordedDriver, launched_here: Launcher) -> None:
     """Triton itself passes the same pointers, matrix views, and tensors of a NamedTuple."""
     matrix, stream = weft.Matrix(64, 64, (32, 64)), SimpleNamespace(cuda_stream=0)
     launch = prepared_launch(launched_here, x_desc=matrix, out_desc=matrix)
@@ -337,7 +358,7 @@ def test_another_alignment_or_dtype_is_another_variant(recorded: RecordedDriver,
     assert len(launch.variants) == 3
 
 
-def test_a_launch_takes_what_moves_and_nothing_else(launched_here: Launcher) -> None:
+def test_a_launch_moves_exactly_the_tensors(launched_here: Launcher) -> None:
     matrix, stream = weft.Matrix(64, 64, (32, 64)), SimpleNamespace(cuda_stream=0)
     with pytest.raises(TypeError, match="everything has no parameter z"):
         prepared_launch(launched_here, z=1)

@@ -27,7 +27,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Kind:
-    """plan: its kind. parts: in a World of some of the ranks, or another of all."""
+    """`plan` is the plan's kind. `parts`: in a World of some of the ranks, or in another one of all ranks."""
 
     op: str
     plan: str
@@ -40,7 +40,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Call:
-    """offset: where in the pools its inputs begin. late: the rank that starts late, by so many cycles; -1: none."""
+    """`offset` is where its inputs begin in the pools. `late` is the rank that starts late, by that many cycles; -1
+    for none."""
 
     offset: int
     stream: str
@@ -51,9 +52,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Round:
-    """world: which one. rows: of every rank. whole: also what few ask for: the gathered activation, a full residual, tiles in the plan's
-    order, limits of an MoE layer, rows of an expert by themselves. form: which of an op's forms. replays: 0, or of a graph of the
-    calls."""
+    """`world` selects the World, and `rows` are those of every rank. With `whole` the call also asks for what few
+    callers want: the gathered activation, a full residual, tiles in the plan's order, limits of an MoE layer, rows
+    of an expert by themselves. `form` selects one of an op's forms. `replays` counts those of a graph of the calls,
+    or is 0."""
 
     index: int
     kind: Kind
@@ -74,8 +76,8 @@ class Round:
 
 
 class Layer:
-    """Weights and inputs of all ranks, and what is off by rounding. x [W, pool, K] for GEMMs, y [W, pool, N] for sums, noise [W, ..] for
-    gradients."""
+    """Weights and inputs of all ranks, and the rounding error of their results. x [W, pool, K] is for GEMMs, y [W,
+    pool, N] for sums, noise [W, ..] for gradients."""
 
     def __init__(self, world: weft.World, seed: int, n: int, k: int, dtype: torch.dtype, bias: bool, pool: int) -> None:
         def drawn(seed_offset: int, *shape: int) -> torch.Tensor:
@@ -103,8 +105,8 @@ class Layer:
 
 
 class Experts:
-    """Of a layer with H = K and I = N: two experts a rank, of all ranks; and of each rank's tokens in the pool two routes, in every kind of
-    routing."""
+    """The experts of all ranks in a layer with H = K and I = N, two a rank, and two routes of each token in the
+    pool, in every kind of routing."""
 
     K = 2
 
@@ -137,16 +139,17 @@ class Experts:
         self.factors = 1 + torch.arange(e, device=device) % 5 / 4  # exact
 
     def routes(self, rank: int, routing: str) -> Result:
-        """ids and weights of the pool's tokens."""
+        """Return ids and weights of the pool's tokens."""
         return self.ids[routing][rank], (self.router_weights if routing == "router" else self.weights)[rank]
 
     @functools.cached_property
     def own_weights(self) -> Result:
-        """This rank's, as `moe` takes them."""
+        """Return this rank's weights in the layout of `moe`."""
         return self.columns(self.world.size, 1, self.layer.n, (self.w13, self.w2))
 
     def columns(self, groups: int, tp_size: int, inner: int, whole: Tensors) -> Result:
-        """Of all experts' matrices those that this rank has where `tp_size` ranks have `inner` columns each of the same ones."""
+        """Return the part of all experts' matrices that this rank has where `tp_size` ranks have `inner` columns
+        each of the same experts."""
         group, part = divmod(self.world.rank, tp_size)
         local = len(whole[0]) // groups
         own_experts, cols = slice(group * local, (group + 1) * local), slice(part * inner, (part + 1) * inner)
@@ -166,7 +169,8 @@ def of_experts(
 
 
 class Heads:
-    """Queries, keys and values of all ranks in one pool, [W, pool, heads, D], and of keys as many heads as the ranks divide."""
+    """Queries, keys and values of all ranks in one pool, [W, pool, heads, D]; keys have as many heads as the ranks
+    divide."""
 
     FORMS: Sequence[dict[str, Any]] = (
         dict(),
@@ -186,7 +190,7 @@ class Heads:
         self.sinks = draw(seed + 14, 2 * self.kv, dtype=torch.float32).to(world.device)
 
     def shape(self, rows: tuple[int, ...], form: int) -> Shape:
-        """Rows that are no zigzag split are one behind another."""
+        """Return a shape; rows that are no zigzag split are consecutive."""
         options = self.FORMS[form % len(self.FORMS)]
         if "layout" in options and rows != tuple(weft.zigzag_rows(sum(rows), len(rows))):
             options = dict(causal=True)
@@ -195,12 +199,12 @@ class Heads:
 
 @functools.lru_cache(maxsize=256)
 def sees(shape: Shape, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """What a rank's queries see, and where every rank's keys stand."""
+    """Return what a rank's queries see, and the positions of every rank's keys."""
     return shape.sees(rank).to(device), *(shape.positions(r).to(device) for r in range(len(shape.rows)))
 
 
 class Part:
-    """All that is drawn once of a World."""
+    """Everything that is drawn once for a World."""
 
     def __init__(self, world: weft.World, seed: int, scale: Any) -> None:
         self.world = world
@@ -221,8 +225,8 @@ class Part:
 
 
 def shapes(rng: random.Random, size: int, scale: Any) -> list[tuple[int, ...]]:
-    """Rows of every rank: none, one in all or each, whole tiles, all of one rank, and drawn ones, even, balanced and uneven. Triton
-    compiles for one row, and for multiples of 16, so few sums are such."""
+    """Return rows of every rank: none, one in all or each, whole tiles, all on one rank, and random even, balanced
+    and uneven ones. Triton compiles separately for one row and for multiples of 16, so few sums are such."""
     one_row = (1,) + (0,) * (size - 1) if rng.random() < 0.5 else (1,) * size
     all_rows = [(0,) * size, one_row, (scale.tile,) * size, (0,) * (size - 1) + (scale.tile + 3,)]
     while len(all_rows) < scale.shapes:
@@ -241,10 +245,10 @@ def shapes(rng: random.Random, size: int, scale: Any) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Calls:
-    """inputs_of(rank, offset): a rank's inputs; the float ones among them may have gradients. own_weights: weights that may.
-    run(inputs, weights, out): the op. whole: the weights of all ranks, and of their gradients `own_gradients` gives this rank's.
-    expected(rank, inputs of all ranks, whole): a rank's results, all in float32. everywhere: results are the same on all ranks, and count
-    once."""
+    """inputs_of(rank, offset) returns a rank's inputs; the float ones among them may have gradients. `own_weights`
+    are weights that may. run(inputs, weights, out) calls the op. `whole` are the weights of all ranks, and
+    `own_gradients` extracts this rank's from their gradients. expected(rank, inputs of all ranks, whole) returns a
+    rank's results, all in float32. With `everywhere`, results are the same on all ranks, and count once."""
 
     inputs_of: Callable[[int, int], Result]
     run: Callable[[Tensors, Tensors, torch.Tensor | None], Result]
@@ -283,7 +287,7 @@ def gather_calls(p: Part, r: Round) -> Calls:
 
 
 def reduce_calls(p: Part, r: Round) -> Calls:
-    """Also in the order of tiles that a plan leaves, through the residual add and the norm that read it."""
+    """Return calls of a sum, also with tiles in a plan's order, which the residual add and the norm read."""
     world, layer, m, scatter = p.world, p.layers[r.layer], sum(r.rows), r.kind.op == SCATTER
     op: Any = getattr(weft, r.kind.op)
     given_rows = scatter and list(r.rows) != balanced_rows(m, world.size)
@@ -377,7 +381,7 @@ def sum_calls(p: Part, r: Round) -> Calls:
 
 
 def routed(p: Part, r: Round) -> Callable[[int, int], Result]:
-    """x, ids and weights of a rank's tokens."""
+    """Return x, ids and weights of a rank's tokens."""
     layer, experts = p.layers[r.layer], p.experts[r.layer]
 
     def inputs_of(rank: int, offset: int) -> Result:
@@ -389,7 +393,8 @@ def routed(p: Part, r: Round) -> Callable[[int, int], Result]:
 
 
 def moe_calls(p: Part, r: Round) -> Calls:
-    """With the tokens of every rank, or, `whole`, without: up to as many as any round has, and with room for this one's rows."""
+    """Return calls that know the tokens of every rank, or, with `whole`, do not: with up to the most of any round,
+    and with room for this round's rows."""
     world, experts = p.world, p.experts[r.layer]
     limits: dict[str, Any] = dict(rows=r.rows)
     if r.whole:
@@ -409,7 +414,7 @@ def moe_calls(p: Part, r: Round) -> Calls:
 
 
 def tensor_calls(p: Part, r: Round) -> Calls:
-    """Experts whose columns are split over all ranks, some, or none."""
+    """Return calls whose experts are split by columns over all ranks, some, or none."""
     world, experts, n = p.world, p.experts[r.layer], p.layers[r.layer].n
     divisors = [s for s in range(1, world.size + 1) if world.size % s == 0 and n >= 8 * s]
     tp_size = divisors[r.form % len(divisors)]
@@ -433,7 +438,7 @@ def tensor_calls(p: Part, r: Round) -> Calls:
 
 
 def exchange_calls(p: Part, r: Round) -> Calls:
-    """Experts that multiply, each by a number of its own."""
+    """Return calls whose experts multiply, each by a number of its own."""
     world, experts = p.world, p.experts[r.layer]
     own_experts = slice(2 * world.rank, 2 * world.rank + 2)
     options: dict[str, Any] = dict(layout="masked") if r.whole else dict(expert_alignment=(1, 16, 128)[r.form % 3])
@@ -491,7 +496,8 @@ TRAINED = (GATHER, SCATTER, ALL, MOE, TENSOR, EXCHANGE, ATTENTION)  # that have 
 
 
 class Checked:
-    """The calls of a round as they are made and compared: those of an op, or, with gradients, of its backward pass too."""
+    """The calls of a round as they are made and compared: those of an op, or, with gradients, those of its backward
+    pass too."""
 
     def __init__(self, p: Part, r: Round) -> None:
         self.part, self.round, self.calls = p, r, CALLS[r.kind.op](p, r)
@@ -514,10 +520,10 @@ class Checked:
         return y.detach(), *(t if g is None else g for t, g in zip(map(torch.zeros_like, leaves), grads, strict=True))
 
     def error(self, actual: Tensors, expected: Tensors) -> torch.Tensor | None:
-        """The largest error of an element, against its own size and its tensor's, over the bound; NaN where one is NaN; None of nothing.
-
-        What a gradient cancels to is off by roundings of its terms: of a routing weight's, products of rows; of others, about as large
-        as the largest tensor, in float32."""
+        """Return the largest error of an element, relative to its own size and its tensor's, over the bound; NaN
+        where one is NaN; None if there is no element. A gradient that cancels is off by the rounding of its terms:
+        for a routing weight these are products of rows, and for others they are about as large as the largest
+        tensor, in float32."""
         sizes = [t.square().mean().sqrt() if t.numel() else t.new_zeros(()) for t in expected]
         least = [1e-6 + 1e-3 * self.round.kind.gradients * torch.stack(sizes).max()] * len(expected)
         if self.round.kind.gradients and self.round.kind.op in (MOE, TENSOR, EXCHANGE):

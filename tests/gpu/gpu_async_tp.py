@@ -1,5 +1,5 @@
-"""The GPU checks of torch's fused operators served by weft, which gpu_main.py runs: what `checks` yields is a name, a bound
-and a function. Each is infinitely far off where nothing was served."""
+"""The GPU checks of torch's fused operators served by weft, which gpu_main.py runs: `checks` yields a name, a bound
+and a function. The error of each is infinite where weft served nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def judged(counts: AsyncTP, errors: list[float], served: int) -> float:
 
 
 def gathers(world: weft.World) -> float:
-    """Matrices and batches along their first and second dimension, one weight and three, beside torch's definition."""
+    """Compare matrices and batches along their first and second dimension, with one weight and three, with torch's
+    definition."""
     import torch.distributed._symmetric_memory as torch_symm_mem
 
     errors, calls = [], 0
@@ -68,7 +69,7 @@ def scatters(world: weft.World) -> float:
 
 
 def in_8_bits(world: weft.World) -> float:
-    """Both operators of scaled operands, by tensor and by row, beside torch's definition of them."""
+    """Compare both operators with scaled operands, by tensor and by row, with torch's definition."""
     import torch.distributed._symmetric_memory as torch_symm_mem
 
     errors, calls, n = [], 0, 320
@@ -92,7 +93,7 @@ def in_8_bits(world: weft.World) -> float:
 
 
 def passed_on(world: weft.World) -> float:
-    """float32 is torch's own, with its kernels."""
+    """float32 runs torch's own operator, with its kernels."""
     import torch.distributed._symmetric_memory as torch_symm_mem
 
     x, b = draw(world.rank, 64, 32).float().to(world.device), draw(7, 16, 32).float().to(world.device).t()
@@ -107,8 +108,8 @@ def passed_on(world: weft.World) -> float:
 
 
 def compiled(world: weft.World, dim: int) -> float:
-    """A sequence-parallel MLP of DTensors under torch.compile, forward and backward, beside the same not compiled. Both
-    joints of the forward pass are served; how many the backward pass has is torch's to say."""
+    """Compare a sequence-parallel MLP of DTensors under torch.compile, forward and backward, with the same MLP in
+    eager mode. weft serves both joints of the forward pass; torch decides how many the backward pass has."""
     torch.manual_seed(0)  # the same weights on every rank
     layers = torch.nn.Linear(256, 512, bias=False), torch.nn.SiLU(), torch.nn.Linear(512, 256, bias=False)
     mlp = torch.nn.Sequential(*layers).to(world.device, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The GPU checks of gathered attention, which gpu_main.py runs: what `checks` yields is a name, a bound and a function."""
+"""The GPU checks of gathered attention, which gpu_main.py runs: `checks` yields a name, a bound and a function."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from weft.plans import HeadParallel, Plan, Segmented
 
 BOUND = 8e-3  # of 16-bit results; of one pass some 3e-3, a merge adds as much at most
 GRADIENTS = 1.5e-2
-PUSHED = Segmented(push_programs=16)
 PLANS: dict[str, str | Plan] = {
     "sequential": "sequential",
     "copies": Segmented(),
     "once": Segmented(calls=1),
-    "pushed": PUSHED,
     "heads": HeadParallel(),
 }
 MASKS = {"none": {}, "causal": dict(causal=True), "zigzag": dict(causal=True, layout="zigzag")}
 
 
 def graph_replays(world: weft.World, shape: Shape, plan: str | Plan) -> float:
-    """A CUDA graph of two calls with other operands in every replay, as eager calls have them, to the bit."""
+    """Replay a CUDA graph of two calls with other operands each time; the bits must be those of eager calls."""
     held = Inputs(world, shape, 0).local_qkv()
     options = Inputs(world, shape, 0).options() | dict(plan=plan)
 
@@ -52,7 +50,7 @@ def graph_replays(world: weft.World, shape: Shape, plan: str | Plan) -> float:
 
 
 def many_calls(world: weft.World, shape: Shape, plan: str | Plan, count: int) -> float:
-    """Three operands in turn, ranks late by chance: the same bits every time."""
+    """Alternate three operands with random late ranks: the bits must be the same every time."""
     options = Inputs(world, shape, 0).options() | dict(plan=plan)
     operands = [Inputs(world, shape, 100 * i).local_qkv() for i in range(3)]
     expected = [weft.gathered_attention(*g, **options).clone() for g in operands]
@@ -67,7 +65,7 @@ def many_calls(world: weft.World, shape: Shape, plan: str | Plan, count: int) ->
 
 
 def long(world: weft.World, shape: Shape) -> float:
-    """Plans against each other, where a reference of all scores would take too much memory; "auto" too."""
+    """Compare plans, "auto" included, with each other where a reference of all scores would need too much memory."""
     case = Inputs(world, shape, 0)
     operands, options = case.local_qkv(), case.options()
     expected = weft.gathered_attention(*operands, **options, plan="sequential").float()
@@ -77,7 +75,7 @@ def long(world: weft.World, shape: Shape) -> float:
 
 
 def batched(world: weft.World, shape: Shape) -> float:
-    """Three entries at once, as one after the other."""
+    """Compare three entries at once with one after another."""
     cases = [Inputs(world, shape, 100 * i) for i in range(3)]
     options = cases[0].options()
     actual = weft.gathered_attention(
@@ -87,7 +85,7 @@ def batched(world: weft.World, shape: Shape) -> float:
 
 
 def with_other_ops(world: weft.World, shape: Shape) -> float:
-    """Between calls of an op that stages rows in the same memory, without a synchronisation."""
+    """Call between calls of an op that stages rows in the same memory, without synchronising."""
     x = torch.ones(512, 1024, device=world.device, dtype=torch.bfloat16)
     w = torch.full((256, 1024), 1 / 1024, device=world.device, dtype=torch.bfloat16)
     case = Inputs(world, shape, 0)
@@ -102,7 +100,7 @@ def with_other_ops(world: weft.World, shape: Shape) -> float:
 
 
 def compiled(world: weft.World, shape: Shape) -> float:
-    """torch.compile(fullgraph=True), with gradients, against eager calls."""
+    """Compare torch.compile(fullgraph=True), with gradients, with eager calls."""
     case, results = Inputs(world, shape, 0), []
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -118,7 +116,8 @@ def compiled(world: weft.World, shape: Shape) -> float:
 
 
 def trained_in_a_graph(world: weft.World, shape: Shape) -> float:
-    """Forward and backward captured, replayed with other operands, against eager calls. Libraries sum in no fixed order."""
+    """Capture forward and backward pass, replay them with other operands, and compare with eager calls. Libraries
+    sum in no fixed order."""
     held, options = [t.requires_grad_() for t in Inputs(world, shape, 0).local_qkv()], Inputs(world, shape, 0).options()
 
     def trained() -> list[torch.Tensor]:
@@ -169,7 +168,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         for plan in ("sequential", "segmented", "head_parallel"):
             yield f"attention {plan}, {name}", BOUND, partial(attention_case, world, shape, plan, 2)
     zigzag = replace(gqa, causal=True, layout="zigzag")
-    for name in ("copies", "pushed", "heads"):
+    for name in ("copies", "heads"):
         yield f"attention {name}, in a graph", 0.0, partial(graph_replays, world, zigzag, PLANS[name])
         yield f"attention {name}, 100 calls, delays", 0.0, partial(many_calls, world, zigzag, PLANS[name], 100)
         yield f"attention {name}, no mask, 100 calls, delays", 0.0, partial(many_calls, world, mha, PLANS[name], 100)

@@ -29,7 +29,7 @@ Call = Callable[[], object]
 
 
 def calls(world: World, op: str, plan: str) -> list[Call]:
-    """One of each number of rows."""
+    """Return one call for each number of rows."""
     g = torch.Generator(world.device).manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -64,7 +64,7 @@ def captured(call: Call) -> Call:
 
 
 def disagree(op: str, plan: str, graphs: bool, check: bool) -> tuple[str, float]:
-    """What this rank raised, and after how many seconds."""
+    """Return what this rank raised, and after how many seconds."""
     world = weft.init(check=check)
     pair: list[Any] = calls(world, op, plan)
     for _ in range(3):

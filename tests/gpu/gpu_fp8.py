@@ -1,4 +1,4 @@
-"""The GPU checks of 8-bit operands, which gpu_main.py runs: what `checks` yields is a name, a bound and a function."""
+"""The GPU checks of 8-bit operands, which gpu_main.py runs: `checks` yields a name, a bound and a function."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plans(op: str) -> dict[str, Plan]:
 
 
 def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
-    """How many times torch's own error weft's kernel has, against float64, for the same operands: at most 1.1 is asked for."""
+    """Return the error of weft's kernel against float64 over torch's own, for the same operands; the bound is 1.1."""
     worst = 0.0
     for i, (m, n, k) in enumerate(((512, 1024, 4096), (2048, 2048, 1024), (77, 512, 8192))):
         x, w, xs, ws = factors(i * 10, m, n, k, scaling, world.device)
@@ -62,8 +62,8 @@ def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
 
 
 def libraries(world: weft.World, scaling: str) -> float:
-    """Every library's product that is installed gives the numbers of weft's own; one that fails has to say so by an exception, and is
-    then not chosen."""
+    """Every installed library's product must give the numbers of weft's own; one that fails must raise, and is then
+    not chosen."""
     x, w, xs, ws = factors(1, 512, 1024, 2048, scaling, world.device)
     expected, errors = wanted(x, w, xs, ws, scaling), [0.0]
     for name, run in library_gemm.scaled_products(Scaling(scaling)).items():
@@ -79,7 +79,7 @@ def libraries(world: weft.World, scaling: str) -> float:
 
 
 def call_of(world: weft.World, op: str, plan: Plan, scaling: str) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """x, and a call with it."""
+    """Return x, and a call with it."""
     m = 256 * world.size
     x, w, xs, ws = factors(3, m, 512, 512, scaling, world.device)
     if op == GATHER:
@@ -91,7 +91,7 @@ def call_of(world: weft.World, op: str, plan: Plan, scaling: str) -> tuple[torch
 
 
 def delays(world: weft.World, op: str, plan: Plan, scaling: str) -> float:
-    """Random ranks start late, call after call: the same bits every time."""
+    """Random ranks start late in every call: the bits must be the same every time."""
     rng = random.Random(100 + world.rank)
     _, run = call_of(world, op, plan, scaling)
     expected = run().clone()
@@ -104,7 +104,7 @@ def delays(world: weft.World, op: str, plan: Plan, scaling: str) -> float:
 
 
 def replay(world: weft.World, op: str, plan: Plan, scaling: str, replays: int = 30) -> float:
-    """A graph of a call whose x changes gives the bits of an eager call."""
+    """A graph of a call whose x changes must give the bits of an eager call."""
     x, run = call_of(world, op, plan, scaling)
     others = [x.clone(), (-x.float()).to(x.dtype), x.flip(0).contiguous()]
     for _ in range(2):
@@ -123,7 +123,7 @@ def replay(world: weft.World, op: str, plan: Plan, scaling: str, replays: int = 
 
 
 def captured(world: weft.World) -> float:
-    """weft.matmul and weft.quantize in one graph; the product is chosen by time before."""
+    """Capture weft.matmul and weft.quantize in one graph; the product is chosen by time beforehand."""
     x, w, _, ws = factors(5, 300, 512, 1024, "row", world.device)
     x = x.bfloat16()
 
@@ -142,7 +142,7 @@ def captured(world: weft.World) -> float:
 
 
 def random_calls(world: weft.World, count: int) -> float:
-    """Ops, plans, recipes and shapes drawn alike on every rank."""
+    """Draw ops, plans, recipes and shapes, the same on every rank."""
     rng, worst = random.Random(world.size), 0.0
     for i in range(count):
         op, scaling = rng.choice(OPS), rng.choice(SCALINGS)

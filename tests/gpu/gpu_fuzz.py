@@ -78,8 +78,8 @@ TRAINED_BY = {MOE: ("sequential", "dispatched")}  # others by all of their plans
 
 @dataclass(frozen=True)
 class Scale:
-    """What is drawn from: (N, K) of layers, most rows, how many shapes, rows of a tile, D of attention's heads, and rows of the pools that
-    inputs are cut from."""
+    """The ranges of the draw: (N, K) of layers, most rows, number of shapes, rows of a tile, D of attention's heads,
+    and rows of the pools that inputs are cut from."""
 
     sizes: tuple[tuple[int, int], ...]
     most: int
@@ -94,7 +94,8 @@ SMALL = Scale(((64, 32), (40, 24)), 40, 7, 16, 16, 128)
 
 
 class Fuzz:
-    """The rounds of one seed on one World and on those that it is split into; counts: calls on record by kind."""
+    """The rounds of one seed on one World and on the Worlds that it is split into. `counts` are recorded calls by
+    kind."""
 
     def __init__(self, world: weft.World, seed: int, scale: Scale, counts: Mapping[str, int] | None = None) -> None:
         self.world, self.seed, self.scale = world, seed, scale
@@ -165,7 +166,7 @@ class Fuzz:
         return f"seed {self.seed}, round {r.index} --kind {str(r.kind)!r}: {r}, {part.layers[r.layer]}, {where}"
 
     def run(self, r: Round) -> int:
-        """Enqueue a round; the number of its calls."""
+        """Enqueue a round, and return the number of its calls."""
         part = self.parts[r.world]
         checked, before = Checked(part, r), len(self.pending)  # a layer's weights are made on the main stream
         self.join()
@@ -180,7 +181,7 @@ class Fuzz:
         return len(self.pending) - before
 
     def graph(self, r: Round, checked: Checked) -> None:
-        """The calls once as they are, then captured, and replayed with inputs from elsewhere."""
+        """Make the calls once eagerly, then capture them, and replay them with other inputs."""
         world = self.parts[r.world].world
         static = [tuple(t.clone() for t in checked.inputs_of(c.offset)) for c in r.calls]
         outs = [self.out(checked, checked.expected(c.offset), c) for c in r.calls]
@@ -200,7 +201,7 @@ class Fuzz:
                 self.compare(checked, actual, checked.expected(start))
 
     def join(self) -> None:
-        """Everything on every stream before what comes next."""
+        """Order everything on every stream before what comes next."""
         main = self.world.current_stream()
         others = [stream_of(part.world, name) for part in self.parts for name in STREAMS]
         for stream in others:
@@ -209,7 +210,7 @@ class Fuzz:
             self.world.wait_event(stream, self.world.record(main))
 
     def out(self, checked: Checked, expected: Result, c: Call) -> torch.Tensor | None:
-        """Where the call is to write, full of NaN; None where it chooses."""
+        """Return memory full of NaN for the result, or None where the call chooses its own."""
         r = checked.round
         tiles = r.whole and r.kind.op in (SCATTER, ALL)
         if not c.into or tiles or r.kind.gradients:
@@ -224,7 +225,8 @@ class Fuzz:
         self.pending.append((r, self.pending[-1][1] + 1 if again else 0))
 
     def verify(self) -> list[tuple[Round, int, float]]:
-        """Collective. The calls since the last look, and of each its largest error on any rank, over the bound."""
+        """Collectively return the calls since the last look, each with its largest error on any rank, over the
+        bound."""
         self.join()
         for part in self.parts:
             part.world.synchronize()
@@ -239,7 +241,8 @@ class Fuzz:
 
 
 def worlds_of(world: weft.World) -> list[weft.World]:
-    """All ranks; all of them once more; and, of an even number, halves, of neighbours and of every other one."""
+    """Return a World of all ranks, another one, and, if their number is even, halves of neighbours and of every
+    other rank."""
     worlds = [world, world.split(0)]
     if world.size % 2 == 0:
         worlds.append(world.split(world.rank // (world.size // 2)))
@@ -258,7 +261,8 @@ def wait(world: weft.World, c: Call) -> None:
 
 
 def captured(world: weft.World, fn: Callable[[], list[Result]]) -> tuple[list[Result], Callable[[], Any]]:
-    """fn's results, and what makes them again in the same memory: where there are no graphs, fn itself."""
+    """Return fn's results, and a function that makes them again in the same memory: fn itself where there are no
+    graphs."""
     if world.device.type == "cuda":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -275,7 +279,8 @@ def captured(world: weft.World, fn: Callable[[], list[Result]]) -> tuple[list[Re
 
 
 def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Plan]:
-    """By kind, "auto" too, some in one of several forms. Multicast needs an address that stands for all GPUs."""
+    """Return plans by kind, including "auto", some in one of several forms. Multicast needs an address that stands
+    for all GPUs."""
     plans_by_kind: dict[str, str | Plan] = {"auto": "auto"}
     for kind in REGISTRY[op].kinds:
         forms: list[str | Plan] = [kind]
@@ -284,7 +289,7 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
             if op == GATHER:
                 forms.append(FusedGatherByCopies(tile=usual.tile))
             else:
-                options = {"lag": 3} if isinstance(usual, FusedAllReduce) else {"batch": 3}
+                options = {"lag": 3} if isinstance(usual, FusedAllReduce) else {}
                 forms.append(replace(usual, forward_programs=2, **options))
         elif kind == "signaled":
             signaled: Any = REGISTRY[op].default(world, Signaled)
@@ -292,7 +297,7 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
         elif kind == "two_shot":
             forms += [TwoShotLowLatency(), TwoShotPush(warps=8, spread=True), TwoShotPull(programs=16)]
         elif kind == "segmented":
-            forms += [Segmented(calls=1), Segmented(calls=3, push_programs=2 if world.backend.scale.presets else 16)]
+            forms += [Segmented(calls=1), Segmented(calls=3)]
         if kind != "multicast":
             plans_by_kind[kind] = rng.choice(forms)
     return plans_by_kind
@@ -303,8 +308,9 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
 
 @dataclass(frozen=True)
 class Rounds:
-    """only: these rounds, of which nothing is written; none: from 0 until so many calls are made or seconds are over. kind: of all of them;
-    "": drawn by `counts`, calls on record, from the kinds that a run had `compiled`, or from all of them."""
+    """With `only`, run these rounds and write nothing; otherwise run from 0 until the number of calls or the seconds
+    are reached. `kind` is that of all rounds; "" draws it by `counts`, recorded calls, from the kinds that a run had
+    `compiled`, or from all kinds."""
 
     seconds: float = 1000
     calls: int = 1_000_000
@@ -315,12 +321,12 @@ class Rounds:
 
 
 def run(world: weft.World, out: Path, seed: int, rounds: Rounds, scale: Scale = GPU) -> dict[str, Any]:
-    """What rank 0 writes."""
+    """Return what rank 0 writes."""
     return Run(world, out, seed, rounds, scale).run()
 
 
 class Run:
-    """The rounds of a seed from the first to the last, and what rank 0 writes of them."""
+    """The rounds of a seed from the first to the last, and what rank 0 writes about them."""
 
     def __init__(self, world: weft.World, out: Path, seed: int, rounds: Rounds, scale: Scale) -> None:
         self.world, self.out, self.rounds = world, out, rounds
@@ -352,8 +358,8 @@ class Run:
         return self.results
 
     def compile(self) -> None:
-        """Call one kind after the other, for at most half of the time. Their calls are compared but not counted, and other kinds are
-        not drawn afterwards."""
+        """Call one kind after another, for at most half of the time. Their calls are compared but not counted, and
+        other kinds are not drawn afterwards."""
         self.index, chosen = FIRST, self.kind
         order = [chosen] if chosen else self.fuzz.order()
         compiled = []
@@ -372,7 +378,7 @@ class Run:
         self.results.update(calls=0, compiling=round(compiling, 1), compiled=[str(kind) for kind in compiled])
 
     def go(self) -> None:
-        """Make all rounds."""
+        """Run all rounds."""
         for index in self.rounds.only or itertools.count():
             self.index = index
             self.fuzz.run(self.fuzz.draw(index, self.kind))
@@ -386,7 +392,7 @@ class Run:
                 break
 
     def over(self, seconds: float) -> bool:
-        """Collective. Return whether so many seconds have passed on some rank."""
+        """Collectively return whether so many seconds have passed on some rank."""
         return max(self.world.exchange(time.time() - self.started)) > seconds
 
     def write(self, ended: str) -> None:
@@ -412,8 +418,8 @@ class Run:
 
 
 def counts_in(path: Path, ranks: int) -> dict[str, int]:
-    """Calls of every kind by so many ranks, of all versions of a record (gpu_record.json); or what a run has drawn by, of its results
-    (fuzz<N>.json), so that it is drawn again."""
+    """Return the calls of every kind on so many ranks, of all versions of a record (gpu_record.json); or, from a
+    run's results (fuzz<N>.json), the counts by which it drew, so that it can be repeated."""
     known = json.loads(path.read_text()) if path.exists() else {}
     if "drawn_by" in known:
         return known["drawn_by"]  # type: ignore[no-any-return]
@@ -426,13 +432,13 @@ def counts_in(path: Path, ranks: int) -> dict[str, int]:
 
 
 def compiled_in(path: Path) -> list[str]:
-    """Return the kinds that a run had compiled, of its results (fuzz<N>.json); none of a record."""
+    """Return the kinds that a run compiled, from its results (fuzz<N>.json), or none from a record."""
     known = json.loads(path.read_text()) if path.exists() else {}
     return list(known.get("compiled", ()))
 
 
 def gpus_of(world: weft.World) -> int:
-    """That the ranks have; as many as ranks where they are emulated or processes of CPUs."""
+    """Return how many GPUs the ranks have; emulated ranks and CPU processes count as one GPU each."""
     if world.device.type != "cuda":
         return world.size
     return len(set(world.exchange(str(torch.cuda.get_device_properties(world.device).uuid))))

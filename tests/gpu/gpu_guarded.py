@@ -30,15 +30,15 @@ TILE, STEPS = (128, 128, 64), 4
 
 
 def wrong_sums(world: weft.World, form: str, guard: bool, calls: int = CALLS) -> float:
-    """How many calls gave a wrong sum while parts came late, each by another time. Whether a call is wrong without the guard is
-    chance, so that is no check."""
+    """Return how many calls gave a wrong sum while parts arrived with random delays. Whether a call is wrong without
+    the guard is chance, so that is no check."""
     rng = random.Random(world.rank)
     delays = [[rng.randrange(LONGEST) for _ in range(PARTS)] for _ in range(calls)]
     return float(count_wrong_sums(world, form, weft.jit(guard_loads=guard)(exchange_and_sum), SIZE, PARTS, delays))
 
 
 def product_error(world: weft.World, form: str) -> float:
-    """How many elements of a guarded GEMM of whole numbers are wrong in several calls."""
+    """Return how many elements of a guarded GEMM of whole numbers are wrong in several calls."""
     generator = torch.Generator().manual_seed(world.rank)
     a, b = (torch.randint(-2, 3, (512, 1024), generator=generator).bfloat16().to(world.device) for _ in range(2))
     expected, wrong = (a.double() @ b.double().t()).bfloat16(), 0
@@ -52,7 +52,7 @@ def product_error(world: weft.World, form: str) -> float:
 
 
 def chain_ends(world: weft.World, form: str) -> float:
-    """A loop whose tiles wait for one another: flattened as Triton would, its waits expire."""
+    """A loop's tiles wait for one another: if it were flattened as Triton does it, its waits would expire."""
     chained(form, True)(world)
     return 0.0
 

@@ -1,4 +1,4 @@
-"""Checks of `weft.hf` on GPUs, beside Transformers' own tensor parallelism of the same model in the same run."""
+"""Checks of `weft.hf` on GPUs, against Transformers' own tensor parallelism of the same model in the same run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = dict(
 
 
 def unsplit(kind: str) -> Any:
-    """Random weights, the same every time and on every rank."""
+    """Return a model with random weights, the same every time and on every rank."""
     import transformers
 
     torch.manual_seed(5)
@@ -31,8 +31,8 @@ def unsplit(kind: str) -> Any:
 
 
 def loaded(world: weft.World, kind: str) -> Any:
-    """Split over all ranks by Transformers. Weights that each rank drew for itself would be the same halves, and the
-    two best logits always equal."""
+    """Return the model split over all ranks by Transformers. Weights that each rank drew for itself would be equal
+    halves, with two equal best logits everywhere."""
     from transformers.distributed import DistributedConfig
 
     whole, split = unsplit(kind), DistributedConfig(tp_size=world.size, tp_plan="auto")
@@ -47,8 +47,8 @@ def ids_of(world: weft.World, *shape: int) -> torch.Tensor:
 
 @torch.no_grad()
 def forward(world: weft.World, kind: str) -> float:
-    """Few tokens, whose residual every rank holds whole, and many, held by rows; in one part and in two; and
-    a prompt that is long enough for the faster attention."""
+    """Run few tokens, whose residual every rank holds whole, and many tokens, held by rows, in one part and in two;
+    and a prompt that is long enough for the faster attention."""
     model, worst = loaded(world, kind), 0.0
     for shape, two_parts in (((2, 5), None), ((3, 700), None), ((2, 5), 2), ((3, 700), 2), ((1, 2048), None)):
         ids = ids_of(world, *shape)
@@ -67,7 +67,7 @@ def forward(world: weft.World, kind: str) -> float:
 
 @torch.no_grad()
 def captured(model: Any, ids: torch.Tensor, world: weft.World) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A CUDA graph of one forward pass over `ids`, and the logits that its replays write."""
+    """Capture one forward pass over `ids` in a CUDA graph; return it, and the logits that its replays write."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -82,7 +82,7 @@ def captured(model: Any, ids: torch.Tensor, world: weft.World) -> tuple[torch.cu
 
 @torch.no_grad()
 def replayed(model: Any, ids: torch.Tensor, world: weft.World) -> float:
-    """How far a CUDA graph's replays, each with other tokens, are from eager calls."""
+    """Return the distance of a CUDA graph's replays, each with other tokens, from eager calls."""
     graph, logits = captured(model, ids, world)
     worst = 0.0
     for replay in range(3):
@@ -99,8 +99,8 @@ def graph(world: weft.World, two_parts: int | None) -> float:
 
 @torch.no_grad()
 def written(model: Any, ids: torch.Tensor, world: weft.World) -> float:
-    """How far a woven model whose parameters are written, and its graph, are from the same model woven anew. Experts'
-    parameters are written where a pass would not see it, as a collective does, and packed again."""
+    """Return the distance of a woven model whose parameters are written, and of its graph, from the same model woven
+    anew. Experts' parameters are written where a pass would not see it, as a collective does, and packed again."""
     hf.weave(model, world)
     graph, logits = captured(model, ids, world)
     graph.replay()
@@ -120,7 +120,7 @@ def written(model: Any, ids: torch.Tensor, world: weft.World) -> float:
 
 @torch.no_grad()
 def drawn(world: weft.World) -> float:
-    """Whether all ranks generate the same tokens, each with a generator of its own."""
+    """Return whether all ranks generate the same tokens, each with a generator of its own."""
     torch.manual_seed(world.rank)
     ids = ids_of(world, 2, 17)
     wanted = dict(max_new_tokens=8, do_sample=True, temperature=4.0, attention_mask=torch.ones_like(ids))
@@ -130,7 +130,7 @@ def drawn(world: weft.World) -> float:
 
 @torch.no_grad()
 def generate(world: weft.World, static: bool) -> float:
-    """Tokens that Transformers alone gives, as far as its two best logits are apart."""
+    """Compare the tokens with those of Transformers alone, except where its two best logits are equal to rounding."""
     model = loaded(world, "Qwen3")
     ids = ids_of(world, 2, 17)
     cache_options: dict[str, Any] = dict(cache_implementation="static", disable_compile=True) if static else {}
@@ -149,8 +149,8 @@ def generate(world: weft.World, static: bool) -> float:
 
 @torch.no_grad()
 def forced(world: weft.World, kind: str, steps: int = 64) -> float:
-    """Over many steps, each behind the tokens that Transformers chooses on one GPU, the token that it chooses next, but
-    where its two best logits lie within 4 ulps of bfloat16."""
+    """In many steps, each after the tokens that Transformers chooses on one GPU, the next token must be the one that
+    it chooses, unless its two best logits are within 4 ulps of bfloat16."""
     from transformers import DynamicCache
 
     whole, ids = unsplit(kind).to(world.device), ids_of(world, 2, 17)
@@ -168,7 +168,7 @@ def forced(world: weft.World, kind: str, steps: int = 64) -> float:
 
 
 def serve(world: weft.World, graph: bool) -> float:
-    """Continuous batching gives the tokens that generate gives, as far as the two best logits are apart."""
+    """Continuous batching must give the tokens of generate, except where the two best logits are equal to rounding."""
     from transformers import GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
 
@@ -198,7 +198,7 @@ def serve(world: weft.World, graph: bool) -> float:
 
 @torch.no_grad()
 def styled(world: weft.World) -> float:
-    """Transformers' styles by weft, beside its own."""
+    """Compare weft's styles for Transformers with Transformers' own."""
     ids, reference = ids_of(world, 2, 300), loaded(world, "Llama")
     with hf.styles() as styled_parts:
         model = loaded(world, "Llama")

@@ -1,4 +1,5 @@
-"""Checks of woven mixtures of experts (`weft.hf`) on GPUs, beside Transformers' own expert parallelism in the same run."""
+"""Checks of woven mixtures of experts (`weft.hf`) on GPUs, against Transformers' own expert parallelism in the same
+run."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def loaded(world: weft.World, kind: str) -> Any:
-    """Experts split over all ranks by Transformers; random weights, the same every time."""
+    """Return a model whose experts Transformers has split over all ranks, with random weights, the same every time."""
     import transformers
     from transformers.distributed import DistributedConfig
 
@@ -50,8 +51,8 @@ def loaded(world: weft.World, kind: str) -> Any:
 
 @torch.no_grad()
 def forward(world: weft.World, kind: str, two_parts: int | None = None) -> float:
-    """Few tokens, which all ranks have, and many, sharded, of which ranks have unequal numbers, or in two parts.
-    Each token's logits, by the experts that the woven model took; and whether rounding explains that it took them."""
+    """Run few tokens, which all ranks have, and many tokens, sharded unevenly or in two parts. Compare each token's
+    logits, by the experts that the woven model used, and check that rounding explains its choice."""
     model, worst = loaded(world, kind), 0.0
     for shape in ((2, 5), (1, 1027)):
         ids = ids_of(world, *shape)
@@ -77,9 +78,10 @@ def eager_plans() -> Iterator[None]:
 
 @torch.no_grad()
 def graph(world: weft.World, two_parts: int | None = None) -> float:
-    """How far a CUDA graph's replays, each with other tokens, are from Transformers' own model by the routes that the graph took; and
-    whether rounding explains these. Plans of graphs and of eager calls round at other places, which may turn a router's near-tie. A graph
-    that reads stale memory is far off, or takes routes that nothing explains."""
+    """Return the distance of a CUDA graph's replays, each with other tokens, from Transformers' own model with the
+    graph's routes, and check that rounding explains these. Plans of graphs and of eager calls round at different
+    places, which may decide a router's near-tie. A graph that reads stale memory is far off, or has routes that
+    nothing explains."""
     model, ids = hf.weave(loaded(world, "Qwen3Moe"), world, two_parts=two_parts), ids_of(world, 1, 1027)
     with routed(model) as calls:
         replay, logits = captured(model, ids, world)  # two eager passes and the capture
@@ -99,7 +101,8 @@ def graph(world: weft.World, two_parts: int | None = None) -> float:
 
 
 def graph_by_eager_plans(world: weft.World) -> float:
-    """How far a graph of the same plans as eager calls is from them: not at all, since a plan gives the same bits every time."""
+    """Return the distance of a graph with the plans of eager calls from eager calls, which is 0, since a plan gives
+    the same bits every time."""
     with eager_plans():
         return replayed(hf.weave(loaded(world, "Qwen3Moe"), world), ids_of(world, 1, 1027), world)
 

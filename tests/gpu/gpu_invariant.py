@@ -28,7 +28,7 @@ def own_rows(x: torch.Tensor, world: weft.World) -> torch.Tensor:
 
 
 def ops(world: weft.World) -> dict[str, Call]:
-    """By op, a call of a plan, whole x and weight that returns this rank's rows of the result."""
+    """Return, by op, a call of a plan, whole x and weight that returns this rank's rows of the result."""
 
     def gather(plan: str | weft.Plan, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         shards = balanced_rows(len(x), world.size)

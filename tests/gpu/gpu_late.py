@@ -28,7 +28,7 @@ def usable(world: weft.World) -> bool:
 
 
 def mismatch(world: weft.World, plan: str) -> tuple[bool, float]:
-    """Whether this rank raised Mismatch and the World is then as it should be, and after how many seconds."""
+    """Return whether this rank raised Mismatch and left the World as it should be, and after how many seconds."""
     x, w = (torch.randn(128, 256, device=world.device, dtype=torch.bfloat16) for _ in range(2))
     weft.all_gather_matmul(x, w, world=world, plan=plan)
     world.synchronize()

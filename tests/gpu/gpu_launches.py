@@ -1,4 +1,5 @@
-"""Checks on GPUs of what is kept between launches: arguments whose addresses change, memory that CUDA graphs must not be given."""
+"""Checks on GPUs of what is kept between launches: arguments whose addresses change, and memory that CUDA graphs
+must not receive."""
 
 from __future__ import annotations
 
@@ -40,15 +41,15 @@ def normed(world: weft.World, plan: Plan | str, x: torch.Tensor, residual: torch
 
 
 def variants(world: weft.World) -> int:
-    """Of all launches that the World has prepared."""
+    """Return the number of launches that the World has prepared."""
     prepared = [part for kept in world.prepared.values() for part in (kept if isinstance(kept, tuple) else (kept,))]
     return sum(len(launch.variants) for launch in prepared if isinstance(launch, weft.Launch))
 
 
 def moving(world: weft.World, op: Op, reference: Op, make: Callable[[int], Tensors]) -> float:
-    """Calls of one size, whose tensors lie at other addresses and hold other numbers each time, while those before are
-    still there: every result is that of its own, and behind the first ones no launch is prepared anew. In a stream of
-    its own too, and in a graph."""
+    """Make calls of one size, with tensors at other addresses and with other numbers each time, while earlier
+    tensors live: every result belongs to its own call, and after the first calls no launch is prepared. This holds
+    in a stream of its own and in a graph too."""
     held, results = [], []
     for i in range(CALLS):
         held.append(make(i))
@@ -76,7 +77,7 @@ def drawn(world: weft.World, seed: int, *shapes: tuple[int, ...], dtype: torch.d
 
 
 def norm_moving(world: weft.World, plan: Plan, m: int, weights: torch.dtype) -> float:
-    """x differs by rank, what is the same on all ranks does not."""
+    """x differs between ranks; operands that must agree do not."""
 
     def make(i: int) -> Tensors:
         return *drawn(world, 100 + i + 50 * world.rank, (m, 1024)), *drawn(world, i, (m, 1024), (1024,))
@@ -103,8 +104,8 @@ def gathered(world: weft.World, plan: Plan) -> float:
 
 @torch.no_grad()
 def pools(world: weft.World, plan: Plan) -> float:
-    """Several graphs of one memory pool, each warmed up in that pool, as engines do: what weft keeps of a size for good
-    is not given memory that an earlier graph writes to when it is replayed."""
+    """Capture several graphs in one memory pool, each warmed up in that pool, as engines do: what weft keeps for a
+    size must not be in memory that an earlier graph writes when it is replayed."""
     stream, pool, worst = torch.cuda.Stream(), torch.cuda.MemPool(), 0.0
     captured: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, Tensors]] = []
     for m in (56, 88, 24):
@@ -135,7 +136,8 @@ def pools(world: weft.World, plan: Plan) -> float:
 
 @torch.no_grad()
 def flat(world: weft.World, call: Callable[[], object]) -> float:
-    """MiB by which GPU memory grows over 50 eager calls, each with tensors of its own, behind the first ones."""
+    """Return the MiB by which GPU memory grows over 50 eager calls after the first ones, each with tensors of its
+    own."""
     for _ in range(4):
         call()
     torch.cuda.synchronize()
@@ -147,7 +149,7 @@ def flat(world: weft.World, call: Callable[[], object]) -> float:
 
 
 def memory_cases(world: weft.World) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Calls of every op by each of its plans, whose operands are new tensors each time."""
+    """Return calls of every op by each of its plans, with new operand tensors each time."""
     size, dev, bf = world.size, world.device, torch.bfloat16
 
     def new(*shape: int) -> torch.Tensor:

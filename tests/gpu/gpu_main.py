@@ -60,6 +60,7 @@ from tests.gpu.gpu_router import checks as router_checks
 from tests.gpu.gpu_signaled import checks as signaled_checks
 from weft.backends import library_gemm
 from weft.backends.cuda import GpuBackend
+from weft.integrations import quack
 from weft.lang.mapping import balanced_rows
 from weft.ops.matmul import matmul
 from weft.ops.moe.call import Layer
@@ -80,7 +81,7 @@ BF16 = 5e-3
 GATHER, SCATTER, ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 SECOND = {  # fused ways other than the default: a copy engine pulls; other programs do
     GATHER: FusedGatherByCopies(),
-    SCATTER: FusedReduceScatter(pull_programs=64, forward_programs=2, batch=3),
+    SCATTER: FusedReduceScatter(pull_programs=64, forward_programs=2),
     ALL: FusedAllReduce(pull_programs=32, forward_programs=4, lag=3),
 }
 
@@ -96,7 +97,7 @@ def operands(world: weft.World, op: str, m: int, n: int, k: int, seed: int = 0) 
 
 
 def random_shapes(world: weft.World, plan_of: str, count: int) -> float:
-    """Ops, shapes, biases and dtypes drawn alike on every rank."""
+    """Draw ops, shapes, biases and dtypes, the same on every rank."""
     rng, worst = random.Random(world.size), 0.0
     for i in range(count):
         m, n, k = rng.randrange(1, 1500), 8 * rng.randrange(1, 80), 8 * rng.randrange(1, 60)
@@ -112,7 +113,8 @@ def random_shapes(world: weft.World, plan_of: str, count: int) -> float:
 
 
 def delays(world: weft.World, op: str, plan: Plan) -> float:
-    """Random ranks start late, by up to some hundred microseconds, call after call: the same bits every time."""
+    """Random ranks start late, by up to some hundred microseconds, in every call: the bits must be the same every
+    time."""
     rng = random.Random(100 + world.rank)
     x, w = operands(world, op, 1024, 512, 256)
     fn = getattr(weft, op)
@@ -127,7 +129,8 @@ def delays(world: weft.World, op: str, plan: Plan) -> float:
 
 
 def many_calls(world: weft.World, calls: int) -> float:
-    """Back-to-back calls of all ops and plans without a synchronisation, every result compared with the first."""
+    """Make back-to-back calls of all ops and plans without a synchronisation, and compare every result with the
+    first."""
     todo: list[tuple[Callable[[], torch.Tensor], torch.Tensor]] = []
     for op in (GATHER, SCATTER, ALL):
         for m in (512, 1000):
@@ -147,7 +150,8 @@ def many_calls(world: weft.World, calls: int) -> float:
 
 
 def replay(world: weft.World, op: str, plan: Plan, replays: int) -> float:
-    """A graph of two calls, replayed with new inputs between eager calls of the same shape: the same bits as eager."""
+    """Replay a graph of two calls with new inputs between eager calls of the same shape: the bits must be those of
+    eager calls."""
     x, w = operands(world, op, 1024, 512, 256)
     fn = partial(getattr(weft, op), x, w, world=world, plan=plan)
     fn()
@@ -165,7 +169,8 @@ def replay(world: weft.World, op: str, plan: Plan, replays: int) -> float:
 
 
 def unmeasured(world: weft.World, op: str, m: int, n: int, k: int) -> float:
-    """plan="auto" as on a Hopper GPU that has neither table nor profile: one trial of all candidates, and right results."""
+    """plan="auto" on a Hopper GPU without table and profile runs one trial of all candidates, and gives right
+    results."""
     with (
         mock.patch("weft.planner.auto.exact", return_value=None),
         mock.patch("weft.planner.auto._planner_or_unusable", return_value=None),
@@ -179,8 +184,8 @@ def unmeasured(world: weft.World, op: str, m: int, n: int, k: int) -> float:
 
 
 def timed(world: weft.World, op: str, case: Callable[[], float]) -> float:
-    """plan="auto" of an op whose plans are timed at the first call, as ranks that share a GPU do not: right results, and what every
-    rank timed and took is the same."""
+    """plan="auto" of an op whose plans are timed at the first call, which ranks that share a GPU do not do, gives
+    right results; all ranks time and choose the same."""
     before = {*world.choices.trials}
     with mock.patch.object(world.choices, "clock", cuda_clock), mock.patch.object(world.backend, "clock", cuda_clock):
         error = case()
@@ -193,7 +198,8 @@ def timed(world: weft.World, op: str, case: Callable[[], float]) -> float:
 
 
 def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
-    """plan="auto" where quack is: one trial, the same on every rank, and right results, eager and in a graph."""
+    """plan="auto" with quack runs one trial, the same on every rank, and gives right results, eagerly and in a
+    graph."""
     x, w = operands(world, GATHER, m, n, k)
     expected, auto = (
         weft.all_gather_matmul(x, w, world=world, plan="sequential"),
@@ -220,7 +226,7 @@ def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
 
 
 def streams(world: weft.World) -> float:
-    """Calls from three streams of one rank, which share one workspace."""
+    """Call from three streams of one rank, which share one workspace."""
     x, w = operands(world, SCATTER, 1024, 512, 256)
     x2, w2 = operands(world, GATHER, 1024, 512, 256)
     expected = (
@@ -239,7 +245,7 @@ def streams(world: weft.World) -> float:
 
 
 def cold_capture(world: weft.World) -> float:
-    """A first use inside a capture says what to do, and the next use outside works."""
+    """A first use inside a capture raises an error with advice, and the next use outside works."""
     x, w = operands(world, GATHER, 8 * 37 * world.size, 136, 72)
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -254,7 +260,7 @@ def cold_capture(world: weft.World) -> float:
 
 
 def far_rows(world: weft.World) -> float:
-    """Arenas of more rows than 24 bits count, both halves of them."""
+    """Use arenas of more rows than 24 bits count, in both halves."""
     m, wide, worst = 1 << 16, 66 * 256, 0.0
     for op, n, k in ((SCATTER, wide, 64), (GATHER, 64, wide)):
         torch.manual_seed(world.rank)
@@ -278,22 +284,24 @@ def disagree(world: weft.World) -> float:
 
 
 def groups_by_libraries(world: weft.World) -> float:
-    """Every form of quack's grouped GEMM, of groups that end within tiles, one of them empty, and rows behind the last."""
+    """Check every form of quack's grouped GEMM, with groups that end within tiles, an empty one, and rows after the
+    last."""
     rows = [300, 0, 1, 127, 640]
     x, w = (draw(i, *shape).to(world.device) for i, shape in ((1, (1200, 264)), (2, (len(rows), 520, 264))))
     starts = torch.tensor([0, *rows], device=world.device).cumsum(0).int()
     expected = torch.cat([part.float() @ m.float().t() for part, m in zip(x[: sum(rows)].split(rows), w, strict=True)])
     out, worst = world.empty((1200, 520), x.dtype), 0.0
-    for form in library_gemm.FORMS:
+    for form in quack.FORMS:
         out.fill_(7.0)
-        library_gemm.quack_form(form)(x, w, out, starts)
+        quack.product(form)(x, w, out, starts)
         behind = (out[sum(rows) :] != 7.0).any().item()
         worst = max(worst, distance(out[: sum(rows)], expected), float("inf") if behind else 0.0)
     return max(worst, distance(library_gemm.multiply_groups(x, w, starts)[: sum(rows)], expected))
 
 
 def shared_tiles(world: weft.World, replays: int) -> float:
-    """weft's own GEMM, its last tiles in two parts to six, whose helpers have one tile or up to three; the same bits again and again."""
+    """Run weft's own GEMM with its last tiles in two to six parts, whose helpers have one tile or up to three; the
+    bits must be the same every time."""
     worst = 0.0
     for i, (m, n, k, programs, gated) in enumerate(
         [
@@ -360,15 +368,15 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         )
         yield f"{op} half tiles", BF16, partial(*case, 1024, 512, plan, calls=3)
         yield f"{op} half tiles delays", 0.0, partial(delays, world, op, plan)
-    if library_gemm.lacks() is None and size > 1:
-        for form in library_gemm.FORMS:
+    if quack.lacks() is None and size > 1:
+        for form in quack.FORMS:
             plan = FlagGated(*form)
             title = f"{GATHER} flag_gated {form.tile_m} x {form.tile_n}"
             yield title, BF16, partial(all_gather_case, world, [512] * size, 1032, 520, plan, True, calls=3)
             yield f"{title} delays", 0.0, partial(delays, world, GATHER, plan)
             yield f"{title} replay x100", 0.0, partial(replay, world, GATHER, plan, 100)
         yield f"{GATHER} by trial", BF16, partial(by_trial, world, 8192, 5504, 4096)
-    if library_gemm.lacks() is None:
+    if quack.lacks() is None:
         yield "groups of rows by libraries", BF16, partial(groups_by_libraries, world)
     yield "GEMM, shared tiles, replay x50", BF16, partial(shared_tiles, world, 50)
     for op in (GATHER, ALL):
@@ -446,7 +454,7 @@ def wanted(name: str, only: Sequence[str], without: Sequence[str]) -> bool:
 
 @contextmanager
 def launched() -> Iterator[dict[str, str]]:
-    """The parts of weft whose kernels are launched meanwhile, and git's names for their contents."""
+    """Return the parts of weft whose kernels are launched meanwhile, and git's names for their contents."""
     parts: dict[str, str] = {}
     launch, prepared = GpuBackend.launch, weft.Launch.__call__
 
@@ -471,7 +479,7 @@ def launched() -> Iterator[dict[str, str]]:
 
 
 def outcome_of(name: str, check: Callable[[], float], world: weft.World) -> tuple[float, str, dict[str, str]]:
-    """This rank's error, what it raised, and the parts whose kernels it launched."""
+    """Return this rank's error, what it raised, and the parts whose kernels it launched."""
     message = ""
     with launched() as parts:
         try:
@@ -493,9 +501,9 @@ def run(
     gpus: int = 1,
     checks_of: Callable[[weft.World], Iterator[tuple[str, float, Callable[[], float]]]] | None = None,
 ) -> bool:
-    """Checks of the queue until it is empty or the time over; what came of each is a line of JSON in `rows`. Whether the ranks could
-    meet after each. again: makes the World of the checks behind one that failed, whose counters may no longer agree. checks_of: other checks
-    than this file's."""
+    """Run checks from the queue until it is empty or the time is over; write each outcome as a line of JSON to
+    `rows`. Return whether the ranks could meet after each. `again` makes the World for the checks after a failed
+    one, whose counters may disagree. `checks_of` returns other checks than this file's."""
     start, who = time.time(), rows.stem
     todo = {name: (bound, check) for name, bound, check in (checks_of or checks)(world)}
     while name := world.exchange(queue.take(who) if world.rank == 0 and time.time() - start < seconds else None)[0]:

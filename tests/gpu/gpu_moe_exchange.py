@@ -1,4 +1,5 @@
-"""The GPU checks of dispatch and combine by themselves, which gpu_main.py runs: a name, a bound and a function each."""
+"""The GPU checks of dispatch and combine by themselves, which gpu_main.py runs: each is a name, a bound and a
+function."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def scaled(world: weft.World, layer: Layer, rows: torch.Tensor, handle: moe.Handle) -> torch.Tensor:
-    """Rows times 2^(expert mod 5), as the cases' experts, without the host."""
+    """Return rows times 2^(expert mod 5), as the cases' experts do, without the host."""
     flat, local = rows.view(-1, rows.shape[-1]), layer.experts // world.size
     row = torch.arange(flat.shape[0], device=rows.device, dtype=torch.int32)
     expert = torch.searchsorted(handle.offsets[1:], row, right=True).clamp(max=local - 1)
@@ -44,7 +45,7 @@ def once(world: weft.World) -> torch.Tensor:
 
 
 def against(world: weft.World, tokens: list[int], ids_of: Callable, options: dict[str, Any]) -> float:
-    """Calls without a synchronisation between; the reference runs on the host."""
+    """Make calls without a synchronisation between them; the reference runs on the host."""
     layer, kept = Layer(0, 8 * world.size, 4, 512, 8, BF), []
     for call in range(4):
         counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
@@ -61,7 +62,8 @@ def against(world: weft.World, tokens: list[int], ids_of: Callable, options: dic
 
 
 def as_the_layer(world: weft.World, options: dict[str, Any]) -> float:
-    """Experts whose y is the same in a layer: scaled rows, by two matrices that are multiples of one and a GELU of large x."""
+    """Compare with a layer whose experts give the same y: scaled rows, from two matrices that are multiples of one
+    and a GELU of large x."""
     layer = Layer(200, 4 * world.size, 4, 256, 256, BF, "gelu")
     x, ids, weights = routed(world, layer, 200, 3)
     x = (x.abs() + 16).to(BF)
@@ -75,7 +77,8 @@ def as_the_layer(world: weft.World, options: dict[str, Any]) -> float:
 
 
 def two_under_way(world: weft.World, options: dict[str, Any], count: int = 20) -> float:
-    """Two microbatches on two streams, ranks and streams late by chance: the bits of one call after another."""
+    """Run two microbatches on two streams, with random late ranks and streams: the bits must be those of successive
+    calls."""
     layer = Layer(300, 8 * world.size, 4, 512, 8, BF)
     inputs = [routed(world, layer, 300, call, ids_of) for call, ids_of in enumerate((at_random, to_few, some_nowhere))]
     expected = [through(world, layer, g, **options).clone() for g in inputs]
@@ -104,7 +107,8 @@ def two_under_way(world: weft.World, options: dict[str, Any], count: int = 20) -
 
 
 def graph_replays(world: weft.World, options: dict[str, Any]) -> float:
-    """A CUDA graph of two microbatches, other tokens and routings in every replay, as eager calls have them, to the bit."""
+    """Replay a CUDA graph of two microbatches, with other tokens and routings each time; the bits must be those of
+    eager calls."""
     layer = Layer(256, 16 * world.size, 4, 512, 8, BF)
     held = [routed(world, layer, 256, call) for call in range(2)]
 
@@ -133,7 +137,7 @@ def graph_replays(world: weft.World, options: dict[str, Any]) -> float:
 
 
 def many_calls(world: weft.World, count: int) -> float:
-    """Layouts and routings in turn, ranks late by chance: the same bits every time."""
+    """Alternate layouts and routings, with random late ranks: the bits must be the same every time."""
     layer = Layer(300, 8 * world.size, 4, 512, 8, BF)
     inputs = [routed(world, layer, 300, call, ids_of) for call, ids_of in enumerate((at_random, to_few, some_nowhere))]
     expected = [[through(world, layer, g, **options).clone() for options in LAYOUTS] for g in inputs]
@@ -158,8 +162,8 @@ def grouped_gemm(world: weft.World, alignment: int) -> float:
 
 
 def dropped(world: weft.World) -> float:
-    """Of routes that all go to one expert on rank 0, those past max_m; told once, on that rank, and on those of the tokens behind their
-    sums."""
+    """All routes go to one expert on rank 0, and those past max_m are dropped; they are reported once, on that rank
+    and on those of the tokens, after their sums."""
     layer = Layer(64, world.size, 1, 256, 8, BF)
     x, ids, weights = routed(world, layer, 64, 0)
     rows, handle = moe.dispatch(x, ids.zero_(), weights, experts=layer.experts, world=world, layout="masked", max_m=40)
@@ -181,7 +185,7 @@ def experts(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compiled(world: weft.World, options: dict[str, Any]) -> float:
-    """Two microbatches under way with gradients, eager and in one graph by Inductor, against calls one by one."""
+    """Compare two microbatches in flight with gradients, eager and in one graph by Inductor, with successive calls."""
     layer, (w1, w2) = Layer(256, 4 * world.size, 4, 512, 8, BF), experts(world)
     inputs, errors = routed(world, layer, 256, 0), []
     expected = trained(world, one_by_one, inputs, w1, w2, **options)
@@ -194,7 +198,8 @@ def compiled(world: weft.World, options: dict[str, Any]) -> float:
 
 
 def training_in_a_graph(world: weft.World) -> float:
-    """Forward and backward of two microbatches in a CUDA graph, other routes in every replay: the bits of eager calls."""
+    """Capture forward and backward pass of two microbatches in a CUDA graph, and replay it with other routes: the
+    bits must be those of eager calls."""
     layer, (w1, w2) = Layer(256, 4 * world.size, 4, 512, 8, BF), experts(world)
 
     def step(*inputs: torch.Tensor) -> list[torch.Tensor]:

@@ -33,12 +33,13 @@ def sizes_of(size: int, **changes: object) -> RoutedLayer:
 
 
 def routes_and_results(world: weft.World, sizes: RoutedLayer, plan: FusedMoe) -> float:
-    """Calls without a synchronisation between; routes to the bit, results beside the layer on the host."""
+    """Make calls without a synchronisation between them; compare the routes to the bit, and the results with the
+    layer on the host."""
     return router_calls(sizes, 4, plan=plan, bound=float("inf"))(world)
 
 
 def random_shapes(world: weft.World, count: int) -> float:
-    """Layers, routers and plans drawn alike on every rank."""
+    """Draw layers, routers and plans, the same on every rank."""
     rng, plans, worst = random.Random(17 + world.size), list(PLANS.values()), 0.0
     for _ in range(count):
         experts, scoring = world.size * rng.randrange(2, 33), rng.choice(SCORINGS)
@@ -69,7 +70,7 @@ def random_shapes(world: weft.World, count: int) -> float:
 
 
 class Layers:
-    """One layer on this rank, and tokens of several calls."""
+    """One layer on this rank, and the tokens of several calls."""
 
     def __init__(self, world: weft.World, tokens: int = 300) -> None:
         sizes = sizes_of(world.size, router_bias=True)
@@ -78,14 +79,14 @@ class Layers:
         self.xs = [sizes.tokens_of(call, world.rank, tokens).to(world.device) for call in range(4)]
 
     def run(self, x: torch.Tensor, plan: FusedMoe, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the layer, whose launch includes the router where the plan says so."""
+        """Run the layer, whose launch includes the router if the plan does."""
         w13, w2 = self.weights.w13, self.weights.w2
         return moe.moe(x, None, None, w13, w2, router=self.router, world=self.world, plan=plan, out=out)
 
 
 def bits_of_router_before(world: weft.World, plan: FusedMoe, count: int) -> float:
-    """Calls of four batches of tokens in turn, ranks late by chance, now and then one behind a router of its own: the
-    same bits every time."""
+    """Alternate calls of four batches of tokens with random late ranks, and sometimes one after a router of its own:
+    the bits must be the same every time."""
     layers = Layers(world)
     behind = replace(plan, route=False)
     expected = [layers.run(x, behind).clone() for x in layers.xs]
@@ -101,7 +102,7 @@ def bits_of_router_before(world: weft.World, plan: FusedMoe, count: int) -> floa
 
 
 def graph_replays(world: weft.World, plan: FusedMoe) -> float:
-    """A CUDA graph with other tokens in every replay, as eager calls have them, to the bit."""
+    """Replay a CUDA graph with other tokens each time; the bits must be those of eager calls."""
     layers = Layers(world)
     x = layers.xs[0].clone()
     layers.run(x, plan)
@@ -120,7 +121,7 @@ def graph_replays(world: weft.World, plan: FusedMoe) -> float:
 
 
 def kernels_beyond_one(world: weft.World) -> float:
-    """How many kernels, copies and fills more than one the GPU runs in a call."""
+    """Return how many kernels, copies and fills beyond one the GPU runs in a call."""
     layers = Layers(world)
     out = torch.empty_like(layers.xs[0])
     return float(abs(kernels_of(lambda: layers.run(layers.xs[0], ROUTED, out)) - 1))

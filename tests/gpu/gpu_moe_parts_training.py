@@ -1,5 +1,5 @@
-"""The GPU checks of the gradients of layers whose experts' columns are split over ranks, which gpu_main.py runs: what `checks` yields is
-a name, a bound and a function."""
+"""The GPU checks of the gradients of layers whose experts are split by columns over ranks, which gpu_main.py runs:
+`checks` yields a name, a bound and a function."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft.ops.moe.call import Layer
 
 
 def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biases: bool = False) -> float:
-    """Calls that keep other things, without a synchronisation between; the reference runs on the host."""
+    """Make calls that save other tensors, without a synchronisation between them; the reference runs on the host."""
     sizes = dict(
         experts=layer.experts,
         k=layer.k,
@@ -49,8 +49,8 @@ def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biase
 
 
 def graph_replays(world: weft.World, plan: str, keep: str) -> float:
-    """Forward and backward in a CUDA graph, with other tokens and routings in every replay: the bits of eager calls, of the library's
-    plan to rounding."""
+    """Capture forward and backward pass in a CUDA graph, and replay it with other tokens and routings: the bits must
+    be those of eager calls; a plan by cuBLAS agrees to rounding."""
     layer = Layer(256, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
     w13, w2 = (t.requires_grad_() for t in model.local_weights[:2])
@@ -73,7 +73,7 @@ def graph_replays(world: weft.World, plan: str, keep: str) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Of the same call, time and again, by everything that may be kept, ranks late by chance."""
+    """Repeat the same call for all choices of what is saved, with random late ranks."""
     layer = Layer(300, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, True, tp_size=world.size)
     inputs = routed(0, world.rank, 300, layer, world.size, some_nowhere)
@@ -91,7 +91,8 @@ def same_bits(world: weft.World) -> float:
 
 
 def module_compiled(world: weft.World) -> float:
-    """A step of the module, compiled as a whole, against the eager one; and the router's gradient against that of whole experts."""
+    """Compare a step of the module, compiled as a whole, with the eager one, and the router's gradient with that of
+    whole experts."""
     h, i, e = 256, 64 * world.size, 4 * world.size
     state = {"gate.weight": draw(1, e, h) * 0.2, "experts.gate_up_proj": draw(2, e, 2 * i, h) * 0.1}
     state["experts.down_proj"] = draw(3, e, h, i) * 0.1

@@ -1,5 +1,5 @@
-"""The GPU checks of layers whose experts' columns are split over ranks, which gpu_main.py runs: what `checks` yields is a name, a bound
-and a function."""
+"""The GPU checks of layers whose experts are split by columns over ranks, which gpu_main.py runs: `checks` yields a
+name, a bound and a function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(
     world: weft.World, model: Model, operands: Sequence[torch.Tensor], plan: str | Plan,
     shared: torch.Tensor | None = None, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Both halves."""
+    """Call both halves."""
     x, ids, weights = operands
     tensors = dict(x=x, weights=weights, shared=shared, **model.local_weights._asdict())
     return both_halves(world, model, ids, tensors, plan=plan, **options)
@@ -48,7 +48,7 @@ def against(
     tp_size: int | None = None,
     second: str | None = None,
 ) -> float:
-    """Calls without a synchronisation between; the reference runs on the host."""
+    """Make calls without a synchronisation between them; the reference runs on the host."""
     model, kept = Model(world, layer, biases, tp_size=tp_size or world.size), []
     for call in range(4):
         counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
@@ -62,7 +62,8 @@ def against(
 
 
 def graph_replays(world: weft.World, plan: str | Plan) -> float:
-    """A CUDA graph with other tokens and routings in every replay, as eager calls have them: dispatched, to the bit."""
+    """Replay a CUDA graph with other tokens and routings each time, and compare with eager calls: the dispatched
+    plan's bits are equal."""
     layer = Layer(256, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
     held = device_operands(world, layer, 256, 0)
@@ -83,7 +84,8 @@ def graph_replays(world: weft.World, plan: str | Plan) -> float:
 
 
 def many_calls(world: weft.World, count: int) -> float:
-    """Routings in turn, ranks late by chance, now and then a first half alone: the same bits every time."""
+    """Alternate routings with random late ranks, and sometimes a first half alone: the bits must be the same every
+    time."""
     layer = Layer(300, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
     kinds = (at_random, to_few, some_nowhere, nowhere)
@@ -104,7 +106,7 @@ def many_calls(world: weft.World, count: int) -> float:
 
 
 def module_case(world: weft.World) -> float:
-    """`MoE` of split columns and of split experts: the same layer."""
+    """`MoE` with split columns and with split experts must be the same layer."""
     e, h, i, k = 4 * world.size, 256, 128 * world.size, 2
     state = {"gate.weight": draw(1, e, h), "experts.gate_up_proj": draw(2, e, 2 * i, h) * 0.1}
     state["experts.down_proj"] = draw(3, e, h, i) * 0.1

@@ -1,4 +1,5 @@
-"""The GPU checks of the MoE layer's gradients, which gpu_main.py runs: what `checks` yields is a name, a bound and a function."""
+"""The GPU checks of the MoE layer's gradients, which gpu_main.py runs: `checks` yields a name, a bound and a
+function."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from weft.ops.moe.call import Layer
 
 
 def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biases: bool = False) -> float:
-    """Calls that keep other things, without a synchronisation between; the reference runs on the host."""
+    """Make calls that save other tensors, without a synchronisation between them; the reference runs on the host."""
     sizes = dict(experts=layer.experts, k=layer.k, hidden=layer.hidden, inner=layer.inner, activation=layer.activation)
     errors = training_case(
         world, whole_experts, tokens=tokens, biases=biases, ids_of=some_nowhere, plan=plan, dtype=layer.dtype, **sizes
@@ -37,7 +38,7 @@ def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biase
 def replayed(
     step: Callable[..., Sequence[torch.Tensor]], drawn: Callable[[int], Sequence[torch.Tensor]]
 ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Results of a captured step, replayed with the operands that `drawn` gives by call, each beside an eager step's."""
+    """Compare a captured step, replayed with the operands that `drawn` gives by call, with an eager step each time."""
     held, stream = drawn(0), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -58,7 +59,8 @@ def replayed(
 
 
 def graph_replays(world: weft.World, keep: str) -> float:
-    """Forward and backward in a CUDA graph, with other tokens and routings in every replay: the bits of eager calls."""
+    """Capture forward and backward pass in a CUDA graph, and replay it with other tokens and routings: the bits must
+    be those of eager calls."""
     layer = Layer(256, 16, 4, 512, 256, BF)
     model = Model(world, layer, False)
     w13, w2 = (t.requires_grad_() for t in model.local_weights[:2])
@@ -76,7 +78,7 @@ def graph_replays(world: weft.World, keep: str) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Of the same call, time and again, by everything that may be kept, ranks late by chance."""
+    """Repeat the same call for all choices of what is saved, with random late ranks."""
     layer = Layer(300, 16, 4, 512, 256, BF)
     model = Model(world, layer, True)
     inputs = routed(0, world.rank, 300, layer, world.size, at_random)
@@ -110,7 +112,7 @@ def gate_gradient(world: weft.World) -> float:
 
 
 def module_compiled(world: weft.World) -> float:
-    """A step of the module, compiled as a whole, against the eager one."""
+    """Compare a step of the module, compiled as a whole, with the eager one."""
     layer = moe.MoE(256, 128, 4 * world.size, 2, world=world)
     for i, p in enumerate((layer.router, layer.w13, layer.w2)):
         p.data.copy_(draw(i + 10 * world.rank * (i > 0), *p.shape) * 0.2)

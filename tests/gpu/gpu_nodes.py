@@ -46,7 +46,7 @@ TORCHS = r"Watchdog caught collective operation timeout|DistBackendError|NCCL er
 
 
 def calls_of(world: weft.World, op: str, plan: str | Plan) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """An operand of a call, and the call."""
+    """Return an operand of a call, and the call."""
     x = draw(world.rank, 512 if op == "all_gather_matmul" else 512 * world.size, 256).to(world.device)
     w = (draw(50 + world.rank, 384, 256) * 0.1).to(world.device)
     norm = torch.ones(256, device=world.device, dtype=x.dtype)
@@ -62,8 +62,8 @@ def calls_of(world: weft.World, op: str, plan: str | Plan) -> tuple[torch.Tensor
 
 
 def replayed(world: weft.World, op: str, plan: Plan, replays: int = 8) -> float:
-    """A graph of two calls, replayed with new inputs: the same bits twice, and what eager calls between them give, but for
-    rounding, as on a node "auto" may take other plans inside a graph."""
+    """Replay a graph of two calls with new inputs: the bits must be the same twice, and equal to rounding to those
+    of eager calls in between, since on a node "auto" may choose other plans inside a graph."""
     x, fn = calls_of(world, op, plan)
     for _ in range(2):
         fn()
@@ -86,7 +86,7 @@ def replayed(world: weft.World, op: str, plan: Plan, replays: int = 8) -> float:
 
 
 def late(world: weft.World, op: str, plan: Plan, calls: int = 12) -> float:
-    """Random ranks start late, call after call: the same bits every time."""
+    """Random ranks start late in every call: the bits must be the same every time."""
     rng = random.Random(100 + world.rank)
     _, fn = calls_of(world, op, plan)
     expected = fn().clone()
@@ -100,7 +100,7 @@ def late(world: weft.World, op: str, plan: Plan, calls: int = 12) -> float:
 
 
 def chosen(world: weft.World) -> float:
-    """Both levels are there; "auto", which times nothing where ranks share a GPU, is the library's, and right."""
+    """Both levels exist; "auto", which times nothing where ranks share a GPU, runs cuBLAS and NCCL, and is right."""
     levels = world.levels
     assert world.backend.two_level_unsupported is None and levels.node.backend.symmetric_unsupported is None, (
         levels.node.backend.symmetric_unsupported
@@ -203,7 +203,7 @@ def rank_main(kind: str) -> None:
 
 
 def said_of(code: int, text: str) -> str:
-    """How a rank has ended: "weft.Timeout", "torch's error", or in other words what was wrong."""
+    """Return how a rank has ended: "weft.Timeout", "torch's error", or a sentence about what was wrong."""
     if code == 0 and "weft.Timeout after" in text:
         return "weft.Timeout"
     return "torch's error" if code != 0 and re.search(TORCHS, text) else f"exit {code}: {text.strip()[-400:]}"

@@ -57,7 +57,7 @@ SHAPES = [(4096, 8192, 1024), (4096, 8192, 2048), (4096, 8192, 8192), (8192, 819
 
 
 def gemm_case(world: weft.World, op: str, rows: int, n: int, k: int, plan: Plan | str, **options: Any) -> float:
-    """rows: of every rank."""
+    """`rows` are those of every rank."""
     if op == GATHER:
         return all_gather_case(world, [rows] * world.size, n, k, plan, **options)
     return reduce_case(world, rows * world.size, n, k, plan, everywhere=op == ALL, **options)
@@ -76,7 +76,7 @@ def of_plan(world: weft.World, op: str, name: str, plan: Plan | str) -> Iterator
 
 
 def moved_by_nccl(world: weft.World) -> Iterator[Check]:
-    """What needs no symmetric memory."""
+    """Run plans that need no symmetric memory."""
     size, to_fit = world.size, partial(with_architecture_tiles, capability=world.backend.capability)
     for op in OPS:
         yield from of_plan(world, op, "decomposed", Decomposed())
@@ -102,7 +102,7 @@ def moved_by_nccl(world: weft.World) -> Iterator[Check]:
 
 
 def only_stored(world: weft.World) -> Iterator[Check]:
-    """What needs peer access, and no atomics."""
+    """Run plans that need peer access, and no atomics."""
     for op in OPS:
         yield from of_plan(world, op, "low latency", TwoShotLowLatency() if op == ALL else OneShot())
     yield f"{ALL} one shot", BF16, partial(gemm_case, world, ALL, 4, 1024, 512, OneShot(), bias=True, calls=3)
@@ -112,7 +112,7 @@ def only_stored(world: weft.World) -> Iterator[Check]:
 
 
 def counted(world: weft.World) -> Iterator[Check]:
-    """What needs peer access and atomics, as over NVLink."""
+    """Run plans that need peer access and atomics, as over NVLink."""
     for op in OPS:
         for name, plan in (("fused", FUSED[op]), ("fused, second", SECOND[op])):
             yield from of_plan(world, op, name, with_architecture_tiles(plan, world.backend.capability))
@@ -143,7 +143,7 @@ def checks(world: weft.World) -> Iterator[Check]:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """What weft says meanwhile of plans that it did not run."""
+    """Return what weft logs meanwhile about plans that it did not run."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage()) if "instead of" in record.getMessage() else None  # type: ignore[assignment,method-assign]  # fmt: skip
@@ -170,7 +170,7 @@ def no_signals(
     x_desc, w_desc, out_desc, tiles_m, tiles_n, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP_M: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """weft's loop over tiles, to rows in order."""
+    """weft's loop over tiles, which stores rows in order."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
         tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
@@ -182,7 +182,8 @@ def no_signals(
 def of_pointers(
     x, w, out, tiles_m, tiles_n, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr
 ):
-    """A tile a program, in pointers without bounds, as a GEMM in Triton is usually written: for sizes that tiles divide."""
+    """One tile a program, through pointers without bounds, as a GEMM in Triton is usually written: for sizes that
+    tiles divide."""
     tm, tn = grouped_tile(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
     rows, cols, ks = tm * BM + tl.arange(0, BM), tn * BN + tl.arange(0, BN), tl.arange(0, BK)
     a, b = x + rows[:, None] * K + ks[None, :], w + cols[None, :] * K + ks[:, None]
@@ -195,7 +196,7 @@ def of_pointers(
 
 
 def us(runs: dict[str, Callable[[], object]], rounds: int = 15, calls: int = 5) -> dict[str, float]:
-    """Medians, in turn."""
+    """Return the median times of interleaved runs."""
     took: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(rounds + 2):
         for name, fn in runs.items():
@@ -211,8 +212,8 @@ def us(runs: dict[str, Callable[[], object]], rounds: int = 15, calls: int = 5) 
 
 
 def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> dict[str, Callable[[], None]]:
-    """The signaled GEMM x @ w.T, to rows in order and to tiles, in groups of a wave and in one group; the same loop without signals; all
-    on all SMs but one; and one of pointers, in several tiles."""
+    """Return the signaled GEMM x @ w.T, to rows in order and to tiles, in groups of a wave and in one group; the
+    same loop without signals; all on all SMs but one; and a GEMM through pointers, in several tiles."""
     (m, k), n, stream, programs = x.shape, len(w), world.current_stream(), world.sm_count - 1
     call = ReduceCall((m,), n, k, x.dtype, bias=False, m=m, everywhere=True, reorder=True)
 
@@ -258,7 +259,7 @@ def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
 
 
 def speed(world: weft.World, m: int, n: int, k: int) -> dict[str, float]:
-    """us of `ways`, and of cuBLAS, which is the GPU's own and not of sm_80."""
+    """Return the times of `ways`, and of cuBLAS, which runs the GPU's own code and not that of sm_80."""
     x, w = draw(1, m, k).to(world.device), (draw(2, n, k) * 0.1).to(world.device)
     out, expected = world.empty((m, n), x.dtype), x.float() @ w.float().t()
     runs = ways(world, x, w, out)

@@ -1,4 +1,5 @@
-"""Checks of `weft.parallel` on GPUs: forward, gradients and steps of training, beside torch's own styles in the same run."""
+"""Checks of `weft.parallel` on GPUs: forward, gradients and steps of training, against torch's own styles in the
+same run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Which GPU checks run next: those that have not passed with this version of weft, shared between the runs that make them.
+"""The order of GPU checks: those that have not passed with this version of weft, shared between the runs that make
+them.
 
-A row says what came of a check: check, ranks, gpus (fewer than ranks: they share), outcome, date, seconds, parts (the files and
-folders of weft whose kernels it launched, with git's names for their contents), and where it failed, why. A checkout of weft is known
-by git's name for the content of src/weft, which is computed here: the GPU machine has no git.
+A row records a check: check, ranks, gpus (fewer than ranks: they share), outcome, date, seconds, parts (the files and
+folders of weft whose kernels it launched, with git's names for their contents), and why and where it failed. A checkout
+of weft is identified by git's name for the content of src/weft, which is computed here: the GPU machine has no git.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Row = dict[str, Any]
 
 
 def tree_of(path: Path) -> str:
-    """Git's name for the content of a file or folder, without what Python leaves in it; "" for what is not there."""
+    """Return git's name for the content of a file or folder, without Python's caches; "" if it does not exist."""
     if path.is_file():
         return _name(b"blob", path.read_bytes()).hex()
     return _tree(path).hex() if path.is_dir() else ""
@@ -48,7 +49,7 @@ def _tree(folder: Path) -> bytes:
 
 
 def part_of(module: str) -> str:
-    """The file or folder of weft that a module is counted to: "ops/moe", "compute"."""
+    """Return the file or folder of weft that a module belongs to: "ops/moe", "compute"."""
     names = module.removeprefix("weft.").split(".")
     part = "/".join(names[: 2 if names[0] == "ops" else 1])
     return part if (WEFT / part).is_dir() else f"{part}.py"
@@ -60,13 +61,14 @@ def tree_of_part(part: str) -> str:
 
 
 def placed(ranks: int, gpus: int, triton: str = TRITON) -> str:
-    """What the record calls the rows of these ranks, with another Triton than the one that weft is developed with."""
+    """Return the record's name for the rows of these ranks, with another Triton than the one that weft is developed
+    with."""
     return f"{ranks} ranks on {gpus} GPU{'s' * (gpus > 1)}{f', Triton {triton}' if triton != TRITON else ''}"
 
 
 def ordered(names: Sequence[str], rows: Mapping[str, Row], tree: str) -> list[str]:
-    """Without those that passed on this tree: first what failed, then what is new and what launches kernels of a part that has changed
-    since, then the rest, the oldest first."""
+    """Return the checks without those that passed on this tree: first what failed, then new ones and those that
+    launch kernels of a part that has changed since, then the rest, the oldest first."""
 
     def rank(name: str) -> tuple[int, str]:
         row = rows.get(name)
@@ -83,7 +85,7 @@ def passed(row: Row | None, tree: str) -> bool:
 
 
 def recorded(ranks: int, gpus: int) -> dict[str, Row]:
-    """What the record has of checks on so many ranks and GPUs, by name."""
+    """Return the record's checks on so many ranks and GPUs, by name."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     place = placed(ranks, gpus, metadata.version("triton"))
     rows: dict[str, Row] = record.get("checks", {}).get(place, {})
@@ -91,8 +93,8 @@ def recorded(ranks: int, gpus: int) -> dict[str, Row]:
 
 
 class Queue:
-    """A file of names that several processes take from, each the next one, under a lock. Who takes is named, so that it is known what
-    a process was at that ended."""
+    """A file of names, of which several processes each take the next, under a lock. Each worker records the name
+    that it holds, to identify crashes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -108,7 +110,7 @@ class Queue:
             file.write(json.dumps(state))
 
     def fill(self, names: list[str]) -> None:
-        """The first who comes does."""
+        """Fill the queue; only the first process does."""
         with self._state() as state:
             if "todo" not in state:
                 state.update(todo=names, running={})
@@ -122,7 +124,7 @@ class Queue:
             return name
 
     def release(self, who: str) -> str | None:
-        """The name that `who` was at, who is at it no more."""
+        """Return the name that `who` held, and release it."""
         with self._state() as state:
             return state.get("running", {}).pop(who, None)
 
@@ -131,6 +133,6 @@ class Queue:
             return state.get("running", {}).get(who)
 
     def left(self) -> int | None:
-        """How many nobody has taken; None before anybody has filled it."""
+        """Return how many names no process has taken; None before the queue is filled."""
         with self._state() as state:
             return len(state["todo"]) if "todo" in state else None

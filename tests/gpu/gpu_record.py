@@ -24,7 +24,8 @@ FIELDS = ("outcome", "date", "seconds", "parts", "error", "bound", "why")
 
 
 def fuzzed(runs: list[dict[str, Any]], tree: str, gpus: int, old: dict[str, Any]) -> dict[str, Any]:
-    """The random calls of these runs and all before. One that did not end as it should has made a wrong call."""
+    """Return the random calls of these runs and of all before. A run that did not end as it should has made a wrong
+    call."""
     trees = {name: dict(counts) for name, counts in old.get("trees", {}).items()}
     for run in runs:
         place = placed(run["world"], min(run["world"], gpus))
@@ -46,7 +47,7 @@ def fuzzed(runs: list[dict[str, Any]], tree: str, gpus: int, old: dict[str, Any]
 
 
 def with_results(results: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """The record with those of one run."""
+    """Return the record with the results of one run."""
     checks = {place: dict(rows) for place, rows in old.get("checks", {}).items()}
     new: dict[tuple[str, str], Row] = {}
     for row in results["rows"]:
@@ -75,7 +76,7 @@ def is_known(results: dict[str, Any], record: dict[str, Any]) -> bool:
 
 
 def text(record: dict[str, Any]) -> str:
-    """JSON with a line for every check."""
+    """Return JSON with a line for every check."""
     blocks = []
     for place, rows in sorted(record["checks"].items()):
         entries = ",\n".join(

@@ -1,4 +1,4 @@
-"""The GPU checks of the all-reduce ops, which gpu_main.py runs: what `checks` yields is a name, a bound and a function."""
+"""The GPU checks of the all-reduce ops, which gpu_main.py runs: `checks` yields a name, a bound and a function."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 def calls(world: weft.World, m: int, h: int, plan: Plan, seed: int = 0) -> tuple[torch.Tensor, Run]:
-    """x, and a call that normalises it into symmetric memory of its own."""
+    """Return x, and a call that normalises it into symmetric memory of its own."""
     x = draw(seed + world.rank, m, h).to(world.device)
     rows = balanced_rows(m, world.size)
     residual = draw(seed + 50 + world.rank, rows[world.rank], h).to(world.device)
@@ -40,7 +40,8 @@ def calls(world: weft.World, m: int, h: int, plan: Plan, seed: int = 0) -> tuple
 
 
 def delays(world: weft.World, plan: Plan, m: int) -> float:
-    """Random ranks start late, by up to some hundred microseconds, call after call: the same bits every time."""
+    """Random ranks start late, by up to some hundred microseconds, in every call: the bits must be the same every
+    time."""
     rng = random.Random(100 + world.rank)
     _, run = calls(world, m, 1024, plan)
     expected = [t.clone() for t in run()]
@@ -58,7 +59,7 @@ def delays(world: weft.World, plan: Plan, m: int) -> float:
 
 
 def many_calls(world: weft.World, count: int) -> float:
-    """Calls of all plans and two shapes back to back, every result compared with the first."""
+    """Make calls of all plans and two shapes back to back, and compare every result with the first."""
     todo = []
     for plan in PLANS.values():
         for m in (3, 250):
@@ -75,7 +76,7 @@ def many_calls(world: weft.World, count: int) -> float:
 
 
 def replay(world: weft.World, plan: Plan, replays: int) -> float:
-    """A graph of three calls, replayed with new inputs between eager calls: the same bits as eager."""
+    """Replay a graph of three calls with new inputs between eager calls: the bits must be those of eager calls."""
     x, run = calls(world, 200, 1024, plan)
     run()
     graph = torch.cuda.CUDAGraph()
@@ -96,8 +97,9 @@ def replay(world: weft.World, plan: Plan, replays: int) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """The same bits on every rank, by every plan. The sums are also the same by all plans, which add in the order of the ranks; in the
-    norm, kernels differ in which product of the squares' sum the compiler rounds, so there plans are compared within rounding."""
+    """Every plan must give the same bits on every rank. All plans give the same sums, which add in rank order; in
+    the norm, the compiler rounds different products of the sum of squares in different kernels, so plans are
+    compared within rounding."""
     checksums, sums, norms = [], [], []
     for plan in PLANS.values():
         _, run = calls(world, 100, 2048, plan)

@@ -24,7 +24,7 @@ Operands = list[torch.Tensor]  # x, weight, bias, destinations, the gradient of 
 
 
 def operands(world: weft.World, call: int, m: int, n: int, k: int) -> Operands:
-    """Those of one rank in a call, whose routing is another one in every call."""
+    """Return the operands of one rank in a call, each with another routing."""
     routing = MIXED[call % len(MIXED)](random.Random(call), world.size, m)
     me = world.rank
     tensors = draw(100 * call + me, m, k), draw(40 + me, n, k) * 0.1, draw(80 + me, n)
@@ -35,22 +35,23 @@ def operands(world: weft.World, call: int, m: int, n: int, k: int) -> Operands:
 def step(
     world: weft.World, plan: str | Plan, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, d: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Result, counts, and the three gradients."""
+    """Return result, counts, and the three gradients."""
     leaves = [t.detach().requires_grad_() for t in (x, w, b)]
     out, counts = weft.matmul_all_to_all_routed(*leaves, destinations=d, world=world, plan=plan)
     return out.detach(), counts, *torch.autograd.grad(out, leaves, dout)
 
 
 def graph_replays(world: weft.World, plan: str) -> float:
-    """Forward and backward pass in one CUDA graph, replayed with other rows and destinations: the bits of eager calls."""
+    """Replay forward and backward pass in one CUDA graph with other rows and destinations: the bits must be those of
+    eager calls."""
     drawn = partial(operands, world, m=500, n=512, k=256)
     pairs = replayed(partial(step, world, plan), drawn)
     return float(sum(not torch.equal(a, b) for results in pairs for a, b in results))
 
 
 def many_replays(world: weft.World, replays: int) -> float:
-    """A graph of two calls, replayed without a synchronisation, ranks late by chance: destinations come from a table on the
-    device, and the results are summed there. Returns how many elements are wrong."""
+    """Replay a graph of two calls without a synchronisation, with random late ranks: destinations come from a table
+    on the device, and the results are summed there. Return how many elements are wrong."""
     m, n, k = 300, 256, 128
     drawn = [operands(world, call, m, n, k) for call in range(5)]
     wanted = [weft.matmul_all_to_all_routed(*o[:3], destinations=o[3], world=world, plan="fused") for o in drawn]
@@ -76,7 +77,7 @@ def many_replays(world: weft.World, replays: int) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Of the same call and its gradients, ranks late by chance."""
+    """Repeat the same call and its gradients with random late ranks."""
     inputs, wrong = operands(world, 3, 700, 520, 264), 0
     wanted = [t.clone() for t in step(world, "fused", *inputs)]
     for call in range(12):
@@ -88,7 +89,7 @@ def same_bits(world: weft.World) -> float:
 
 
 def nothing_is_read(world: weft.World, plan: str) -> float:
-    """The host waits for nothing in a step that is known: torch raises where one of its functions would."""
+    """The host waits for nothing in a known step: torch raises where one of its functions would wait."""
     inputs = operands(world, 0, 400, 256, 128)
     for _ in range(2):
         step(world, plan, *inputs)
@@ -103,7 +104,7 @@ def nothing_is_read(world: weft.World, plan: str) -> float:
 
 
 def streams(world: weft.World) -> float:
-    """Calls of two sizes from three streams, which share the arena."""
+    """Call two sizes from three streams, which share the arena."""
     inputs = [operands(world, call, 256 + 44 * (call % 2), 256, 128) for call in range(6)]
     wanted = [[t.clone() for t in step(world, "fused", *o)] for o in inputs]
     others, results = [torch.cuda.Stream() for _ in range(3)], []
@@ -118,7 +119,7 @@ def streams(world: weft.World) -> float:
 
 
 def compiled(world: weft.World) -> float:
-    """A step under torch.compile by Inductor, with other destinations in every call, against eager ones."""
+    """Compare a step under torch.compile by Inductor, with other destinations in every call, with eager ones."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, counts = weft.matmul_all_to_all_routed(torch.relu(x), w, b, destinations=d, world=world, plan="fused")
@@ -138,7 +139,7 @@ def compiled(world: weft.World) -> float:
 
 
 def two_sizes(world: weft.World) -> float:
-    """Calls of sizes that share the arena, one behind the other, with and without gradients."""
+    """Call sizes that share the arena in succession, with and without gradients."""
     callers = [Caller(world, m, 512, 256, "fused", BF) for m in (900, 64)]
     rng = random.Random(5)
     for call in range(8):

@@ -47,7 +47,7 @@ EXAMPLES = ("all_gather_rowwise", "all_to_all_table", "context_parallel", "gemm_
 
 @dataclass(frozen=True)
 class Command:
-    """A check that a command line makes: it passes if that ends with 0 within `limit` seconds."""
+    """A check that a command line makes: it passes if the command exits with 0 within `limit` seconds."""
 
     part: str
     name: str
@@ -63,7 +63,8 @@ class Command:
 
 @dataclass
 class Group:
-    """Processes that run: a torchrun, or a command that starts some. queue: the one that it takes checks from. running: its check, and since when."""
+    """Processes that run: a torchrun, or a command that starts some. `queue` is the one that gives it checks.
+    `running` is its check, and since when."""
 
     command: Command
     process: subprocess.Popen[bytes]
@@ -73,7 +74,8 @@ class Group:
     running: tuple[str | None, float] = (None, 0.0)
 
     def end(self) -> None:
-        """With all that it has started, torchrun's ranks too, which have sessions of their own."""
+        """End the processes with all that they have started, including torchrun's ranks, which have sessions of
+        their own."""
         for pid in (self.process.pid, *descendants(self.process.pid)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -98,7 +100,7 @@ def torchrun(ranks: int, *words: str) -> tuple[str, ...]:
 def commands(
     parts: Sequence[str], ranks: Sequence[int], seconds: int, calls: int, seed: int | None
 ) -> Iterator[Command]:
-    """But those of gpu_main.py's checks."""
+    """Return the commands other than gpu_main.py."""
     for n in ranks:
         if "peers" in parts:
             yield Command(
@@ -153,7 +155,7 @@ class Run:
 
     # -- groups --------------------------------------------------------------------------------------------------------
     def gpus_of(self, ranks: int) -> list[str]:
-        """For ranks that have a GPU each, the next ones in turn."""
+        """Return the next GPUs in turn, for ranks that have a GPU each."""
         if ranks >= self.gpus:
             return self.devices
         first_device = sum(g.command.ranks for g in self.groups if g.command.ranks < self.gpus)
@@ -187,12 +189,13 @@ class Run:
         return min(ranks, self.gpus)
 
     def free(self) -> int:
-        """How many more ranks may run. Beside peers that stay away, whose waits are short, fewer do: who compiles is not to be late."""
+        """Return how many more ranks may run: fewer beside checks with absent peers, whose waits are short, so that
+        compiling makes no rank late."""
         quiet = any(g.command.part == "peers" for g in self.groups)
         return (max(8, self.room * 2 // 3) if quiet else self.room) - sum(g.command.ranks for g in self.groups)
 
     def watch(self) -> bool:
-        """Take note of groups that have ended, and end those that stand still; whether there is news."""
+        """Record groups that have ended, and end those that hang; return whether anything changed."""
         ended = [g for g in self.groups if self.over(g)]
         for group in ended:
             self.remove(group)
@@ -266,7 +269,7 @@ class Run:
 
 
 def lines(path: Path) -> list[Row]:
-    """The rows of a file that may end within one."""
+    """Return the rows of a file whose last line may be incomplete."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
@@ -278,7 +281,8 @@ ENDED = (
 
 
 def last_output(path: Path, characters: int = 600) -> str:
-    """The end of what the ranks themselves printed: before the launcher says that they ended, which fills a screen of its own."""
+    """Return the end of what the ranks themselves printed, without the launcher's report, which fills a screen of
+    its own."""
     lines = tail(path, SHOWN).splitlines()
     launcher_line = next((i for i, line in enumerate(lines) if any(name in line for name in ENDED)), len(lines))
     return "\n".join(lines[:launcher_line] or lines)[-characters:]
@@ -289,7 +293,7 @@ def tail(path: Path, characters: int) -> str:
 
 
 def todo(all_of_them: Sequence[Command], gpus: int, tree: str) -> list[Command]:
-    """Without those that passed on this tree, in the order of gpu_queue.py; random calls are always new."""
+    """Return the checks that did not pass on this tree, in the order of gpu_queue.py; random calls are always new."""
     ranked: list[tuple[int, Command]] = []
     for ranks in {c.ranks for c in all_of_them}:
         by_name = {c.name: c for c in all_of_them if c.ranks == ranks and c.part != "fuzz"}
@@ -305,7 +309,7 @@ def checks_of(ranks: int, only: Sequence[str], alone: bool) -> Command:
 
 
 def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[str], machine: dict[str, Any]) -> bool:
-    """Until nothing is left or the time is over; whether anything is left."""
+    """Run until nothing is left or the time is over; return whether anything is left."""
     queues = {n: Queue(run.work / f"queue{n}.json") for n in ranks}
     alone = [n for n in sorted(ranks) if not only and n / run.gpus_used(n) * ALONE_GIB <= run.gib]
     alone = [n for n in alone if not passed(recorded(n, run.gpus_used(n)).get(ALONE), run.tree)]
@@ -316,7 +320,7 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
         return sum(g.queue is queues[n] for g in run.groups)
 
     def usable(n: int) -> bool:
-        """Whether checks are left, or nobody knows yet, and groups do not die before they are at one."""
+        """Return whether checks are left, or the number is unknown, and groups do not die before they start one."""
         return queues[n].left() != 0 and run.died.get(queues[n].path, 0) < STARTS
 
     def command_of(*parts: str) -> bool:
@@ -373,7 +377,7 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
 
 
 def machine_of() -> dict[str, Any]:
-    """In another process, so that this one holds no memory of the GPU."""
+    """Return the machine's description, from another process, so that this one holds no GPU memory."""
     asked = """if True:
         import json, torch, triton
         p = torch.cuda.get_device_properties(0)

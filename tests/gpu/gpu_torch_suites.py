@@ -49,12 +49,12 @@ ALLCLOSE = torch.allclose
 
 
 def near(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """torch.allclose as torch.testing.assert_close has it in bfloat16."""
+    """Return torch.allclose with the tolerances of torch.testing.assert_close in bfloat16."""
     return ALLCLOSE(a, b, rtol=1.6e-2, atol=1e-5)
 
 
 def suites(world: int) -> list[tuple[str, str]]:
-    """(suite, way), those of real groups or, of one process, those of fake ones."""
+    """Return (suite, way): those of real groups, or, for one process, those of fake groups."""
     if world == 1:
         return [(suite, way) for way in ("torch", "weft") for suite in (COMPILED, COMPILED_4)]
     compiled = {2: COMPILED, 4: COMPILED_4}.get(world)
@@ -75,7 +75,7 @@ def in_bfloat16(module: ModuleType, suite: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def real_mode(group_names: set[str] | None = None) -> Iterator[None]:
-    """In the place of torch's test mode, which computes without symmetric memory: for groups of GPUs."""
+    """Replace torch's test mode, which computes without symmetric memory, for groups of GPUs."""
     import torch.distributed._symmetric_memory as torch_symm_mem
 
     for name in group_names or {dist.group.WORLD.group_name}:  # type: ignore[union-attr]
@@ -84,7 +84,7 @@ def real_mode(group_names: set[str] | None = None) -> Iterator[None]:
 
 
 def called(test: unittest.TestCase, fake: bool) -> None:
-    """The test as torch's runner calls it in a worker process, or alone."""
+    """Return the test as torch's runner calls it, in a worker process or alone."""
     method = getattr(test, test._testMethodName)
     for skipped in (type(test), method):
         if getattr(skipped, "__unittest_skip__", False):
@@ -101,7 +101,7 @@ def called(test: unittest.TestCase, fake: bool) -> None:
 
 
 def outcome(test: unittest.TestCase, fake: bool) -> tuple[str, str]:
-    """passed, skipped or failed, and why."""
+    """Return passed, skipped or failed, and why."""
     try:
         called(test, fake)
     except unittest.SkipTest as skip:
@@ -124,7 +124,7 @@ def counted(counts: AsyncTP | None) -> dict[str, dict[str, int]]:
 
 
 def ran(module: ModuleType, suite: str, name: str, way: str, fake: bool) -> dict[str, Any]:
-    """One test in one way, on this rank."""
+    """Run one test in one way on this rank."""
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ))
@@ -140,7 +140,8 @@ def ran(module: ModuleType, suite: str, name: str, way: str, fake: bool) -> dict
 
 
 def imported(suite: str) -> ModuleType:
-    """torch's helpers would compile C++ to find out whether tests of CPUs can run: none of these is one."""
+    """Import a suite. torch's helpers would compile C++ to find out whether tests of CPUs can run: none of these is
+    one."""
     with mock.patch("torch._inductor.codecache.CppCodeCache.load", side_effect=OSError("not asked")):
         return importlib.import_module(MODULES[suite])
 
@@ -153,7 +154,7 @@ def names(module: ModuleType, suite: str, way: str, part: str) -> list[str]:
 
 
 def together(own_row: dict[str, Any], ranks: dist.ProcessGroup | None) -> dict[str, Any]:
-    """The worst of all ranks, with the first one's counts."""
+    """Return the worst outcome of all ranks, with the first rank's counts."""
     if ranks is None:
         return own_row
     all_of: list[Any] = [None] * dist.get_world_size()

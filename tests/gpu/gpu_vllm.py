@@ -59,7 +59,7 @@ def engine(folder: str, ranks: int, mode: str) -> Any:
 
 @contextmanager
 def forced(form: str) -> Iterator[None]:
-    """All passes by the twin, in one form."""
+    """Run all passes by the twin, in one form."""
     from weft.integrations.vllm import plugin
     from weft.integrations.vllm.row_norm_column import PASS_FORMS
 
@@ -70,7 +70,7 @@ def forced(form: str) -> Iterator[None]:
 
 @contextmanager
 def woven(llm: Any, form: str) -> Iterator[list[int]]:
-    """The numbers of tokens of passes in two parts over whole layers, with a start that was not timed."""
+    """Return the numbers of tokens of passes in two parts over whole layers, after a start that was not timed."""
     from weft.integrations.vllm.served import models
     from weft.integrations.vllm.woven import WovenPass
 
@@ -88,7 +88,7 @@ def woven(llm: Any, form: str) -> Iterator[list[int]]:
 
 
 def answers(llm: Any) -> list[list[tuple[int, float, float]]]:
-    """Tokens, each one's logarithm of a probability, and how far that was ahead of the second best."""
+    """Return tokens, the logarithm of each one's probability, and its lead over the second best."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
@@ -101,7 +101,8 @@ def answers(llm: Any) -> list[list[tuple[int, float, float]]]:
 
 
 def crowded(llm: Any) -> tuple[list[list[int]], int]:
-    """The answers to more requests than the cache has room for, while one more is aborted, and how many were preempted."""
+    """Return the answers to more requests than the cache has room for, while one more is aborted, and how many were
+    preempted."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
@@ -123,7 +124,7 @@ def crowded(llm: Any) -> tuple[list[list[int]], int]:
 
 
 def forced_logprobs(llm: Any) -> list[float]:
-    """The logarithm of the probability of each token of CROWD, given those before it."""
+    """Return the logarithm of the probability of each token of CROWD, given those before it."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0)
@@ -136,7 +137,7 @@ def forced_logprobs(llm: Any) -> list[float]:
 
 
 def float32_logprobs(folder: str) -> list[float]:
-    """The same by Transformers in float32."""
+    """Return the same from Transformers in float32."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -146,13 +147,14 @@ def float32_logprobs(folder: str) -> list[float]:
 
 
 def distance(logprobs: list[float], reference: list[float]) -> float:
-    """The root of the mean square of the differences."""
+    """Return the root of the mean square of the differences."""
     return float((torch.tensor(logprobs) - torch.tensor(reference)).square().mean().sqrt())
 
 
 def compare(actual: list[Any], expected: list[Any], rounding: float) -> dict[str, Any]:
-    """How many tokens are vLLM's own, up to the first other one of each answer, and the furthest logarithm of a
-    probability. Raises AssertionError where an answer goes another way at a token that was ahead by more than rounding."""
+    """Return how many tokens are vLLM's own, up to the first different one of each answer, and the largest
+    difference of a logarithm of a probability. Raise AssertionError where an answer differs at a token that led by
+    more than rounding."""
     same, furthest = 0, 0.0
     for own_answer, expected_answer in zip(actual, expected, strict=True):
         for (token, logprob, _), (expected_token, its, ahead) in zip(own_answer, expected_answer, strict=True):

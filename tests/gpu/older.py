@@ -23,7 +23,7 @@ from weft.backends.cuda import CudaBackend
 
 
 def as_gpu(capability: int, target: int | None = None) -> None:
-    """target: the capability of the GPU at hand; default: torch's."""
+    """`target` is the capability of the GPU at hand; by default torch's."""
     if target is None:
         major, minor = torch.cuda.get_device_capability()
         target = 10 * major + minor

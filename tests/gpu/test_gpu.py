@@ -1,7 +1,5 @@
-"""`weft.spmd` on GPUs, which the ranks share where they are fewer, and the examples there, as a user starts them.
-
-What every op does on GPUs is in gpu_main.py, which gpu/run.sh starts.
-"""
+"""`weft.spmd` on GPUs, which ranks share if there are fewer, and the examples there, as a user starts them.
+gpu_main.py, which gpu/run.sh starts, checks every op on GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 
 def first_uses(world: weft.World) -> torch.Tensor:
-    """What a rank does first while its kernel waits for the last rank's does not hold that back."""
+    """Do what a rank does first while its kernel waits for the last rank's; this must not delay the last rank."""
     y = torch.ones(3, 1024, device=world.device)
     weft.all_reduce(y, world=world, plan=OneShot(programs=3))
     for use in FIRST_USES.values():
@@ -51,7 +49,7 @@ def fails(world: weft.World) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_spmd(ranks: int) -> None:
-    """Results come back on the CPU, of ranks that wait for each other; one that fails ends the others."""
+    """Results of ranks that wait for each other return to the CPU; a rank that fails ends the others."""
     for total in weft.spmd(first_uses, ranks, backend="shared"):
         assert total.device.type == "cpu" and torch.equal(total, torch.full((3, 1024), float(ranks)))
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="KeyError: 'mine'"):

@@ -1,4 +1,5 @@
-"""The random calls of tests/gpu/gpu_fuzz.py on emulated ranks: all of them right, one that is wrong named and found again."""
+"""The random calls of tests/gpu/gpu_fuzz.py on emulated ranks: all are right, and a wrong one is named and can be
+repeated."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_calls_of_many_kinds_are_right(seed: int, ranks: int, tmp_path: Path) ->
 
 
 def of_every_kind(world: weft.World) -> list[str]:
-    """What is wrong of a round of every kind."""
+    """Return what is wrong in a round of every kind."""
     fuzz, wrong = gpu_fuzz.Fuzz(world, 5, gpu_fuzz.SMALL), []
     for index, kind in enumerate(fuzz.kinds):
         fuzz.run(fuzz.draw(index, kind))
@@ -50,7 +51,7 @@ def of_every_kind(world: weft.World) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.gate)])
 def test_every_kind_over_gloo(ranks: int) -> None:
-    """By sequential plans alone, so what is drawn, given and compared."""
+    """Only sequential plans run, so this checks what is drawn, passed and compared."""
     assert weft.spmd(of_every_kind, ranks, backend="gloo") == [[]] * ranks
 
 
@@ -94,17 +95,16 @@ def test_what_is_drawn() -> None:
     assert {r.routing for r in drawn} == set(ROUTINGS)
 
 
-def test_kinds_with_few_calls_on_record_come_most() -> None:
-    """And a run's own results draw its kinds again."""
+def test_kinds_with_few_recorded_calls_are_drawn_most() -> None:
+    """A run's own results draw its kinds again."""
     many = {str(Kind(op, "auto")): 100_000 for op in OPS if op != SUM}
     drawn = [str(r.kind) for r in rounds(5, 1000, counts=many)]
     assert not set(drawn) & set(many) and drawn.count(f"{SUM} auto") > 2
 
 
-def test_kinds_are_compiled_before_the_first_round_and_no_others_are_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Calls that compile are compared, but not counted. The clock ends this part at half of the time, and the run at its time."""
+def test_only_compiled_kinds_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that compile are compared, but not counted. The clock ends this part at half of the time, and the run at
+    its time."""
     run, rounds_run = gpu_fuzz.Fuzz.run, []
 
     def noted(self: gpu_fuzz.Fuzz, r: Round) -> int:
@@ -141,7 +141,7 @@ def test_a_round_of_a_kind_does_not_depend_on_the_record() -> None:
 
 
 def test_a_wrong_call_is_named_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One element of one rank's result, a little off, of calls with `out` alone."""
+    """One element of one rank's result is slightly wrong in calls with `out` alone."""
     kind = Kind(SUM, "sequential")
     bad = next(r for r in rounds(3, 200, kind) if sum(r.rows) and not r.replays and r.calls[-1].into)
     right = weft.all_reduce
@@ -164,7 +164,7 @@ def test_a_wrong_call_is_named_and_found_again(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("leaf", [0, 1])
 def test_a_wrong_gradient_is_noticed(leaf: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an operand, and of a weight."""
+    """The gradient is that of an operand, or of a weight."""
     kind = Kind("all_gather_matmul", "sequential", gradients=True)
     index = next(r.index for r in rounds(3, 50, kind) if min(r.rows) > 1)
     right = torch.autograd.grad
@@ -198,7 +198,7 @@ def test_a_run_that_ends_early_says_where(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_is_on_record(tmp_path: Path) -> None:
-    """By ranks, however many GPUs they had, of all versions; or what a run has drawn by."""
+    """Counts are by ranks, however many GPUs they had, over all versions; or those by which a run has drawn."""
 
     def ran(world: int, seed: int, **kinds: int) -> dict[str, Any]:
         calls = sum(kinds.values())

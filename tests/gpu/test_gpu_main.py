@@ -1,4 +1,4 @@
-"""The driver of the GPU checks itself, on checks made up here."""
+"""The driver of the GPU checks itself, on invented checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Check = tuple[str, float, Callable[[], float]]
 
 
 class Alone:
-    """What the driver asks of a World of one rank."""
+    """The part of a World of one rank that the driver uses."""
 
     rank, size, device = 0, 1, torch.device("cpu")
 
@@ -38,7 +38,7 @@ def run_checks(
     world: Any = None,
     seconds: float = 100,
 ) -> tuple[bool, dict[str, dict[str, Any]]]:
-    """Whether the ranks met to the end, and the rows by check."""
+    """Return whether the ranks met to the end, and the rows by check."""
     world = world or Alone()
     monkeypatch.setattr(gpu_main, "checks", checks)
     monkeypatch.setattr(gpu_queue, "RECORD", tmp_path / "none")
@@ -83,7 +83,7 @@ def test_ranks_that_cannot_meet_again_leave_the_rest(tmp_path: Path, monkeypatch
     assert Queue(tmp_path / "queue.json").left() == 2
 
 
-def test_ranks_that_do_not_meet_behind_a_check_have_failed_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_meet_after_a_check_fail_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Lost(Alone):
         def exchange(self, obj: Any) -> list[Any]:
             if isinstance(obj, tuple):
@@ -104,7 +104,7 @@ def test_no_check_begins_when_the_time_is_over(tmp_path: Path, monkeypatch: pyte
     assert in_step and not rows and Queue(tmp_path / "queue.json").left() == 4
 
 
-def test_what_a_killed_run_was_at_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_runs_check_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed() -> float:
         raise KeyboardInterrupt
 

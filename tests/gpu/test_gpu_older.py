@@ -1,4 +1,4 @@
-"""The switches that make this GPU an older one, and the checks that run behind them."""
+"""The switches that make this GPU an older one, and the checks that use them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_code_for_an_older_gpu_is_assembled_for_the_one_at_hand(monkeypatch: pyt
     assert 90 in (flags & 0xFF, flags >> 8 & 0xFF), hex(flags)  # where ELF's version has the architecture
 
 
-def test_without_peers_nobody_gets_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peer_access_there_is_no_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def full_access(backend: Any) -> None:
         backend.peers_unsupported = backend.symmetric_unsupported = None
 
@@ -109,7 +109,7 @@ def test_rows_of_a_switch_have_a_place_of_their_own() -> None:
 
 
 def test_what_is_timed_multiplies() -> None:
-    """Each way, twice."""
+    """Each way is checked twice."""
 
     def main(world: weft.World) -> dict[str, float]:
         x, w = draw(1, 256, 128), draw(2, 512, 128)

@@ -1,5 +1,5 @@
-"""What starts the GPU checks (gpu_run.py), shares them between processes (gpu_queue.py) and keeps what came of them (gpu_record.py), with
-stand-ins for the checks."""
+"""gpu_run.py starts the GPU checks, gpu_queue.py shares them between processes, and gpu_record.py keeps their
+results; here with stand-ins for the checks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ queue.release(who)
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Of a machine with one GPU, whose groups have two seconds at a check."""
+    """Run on a machine with one GPU, whose groups have two seconds for a check."""
     monkeypatch.setattr(gpu_run, "STILL", 2)
     monkeypatch.setattr(gpu_run, "ENDING", 0.1)
     monkeypatch.setattr(gpu_queue, "RECORD", tmp_path / "record.json")
@@ -68,7 +68,7 @@ def results(run: Run) -> dict[str, Any]:
     return stored
 
 
-def test_a_group_that_dies_or_hangs_is_a_failure_of_its_check_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_dies_or_hangs_fails_only_its_check(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["a", "dies", "b", "fails", "hangs", "c"]
     stand_in(run, monkeypatch, names)
     assert not gpu_run.go(run, [], [2, 4], [], MACHINE)
@@ -89,7 +89,7 @@ def test_groups_that_die_before_a_check_are_started_a_few_times(run: Run, monkey
     assert not results(run)["rows"]
 
 
-def test_what_the_time_does_not_reach_is_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreached_measurements_are_left_for_the_next_call(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(run, monkeypatch, ["a", "hangs"])
     monkeypatch.setattr(gpu_run, "STILL", 100)
     run.until = time.time() + 4
@@ -124,7 +124,7 @@ def test_commands_pass_by_their_exit(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_why_a_check_failed_is_what_its_ranks_printed(tmp_path: Path) -> None:
-    """And not the launcher's page about it."""
+    """The launcher's page about it is left out."""
     log = tmp_path / "log"
     log.write_text(
         "W1123 torch/distributed/run.py:766] x\nrank 0: wrong by 3\nE1123 20:00 torch/distributed/elastic/multiprocessing/api.py:986] failed\n"
@@ -138,7 +138,7 @@ def test_why_a_check_failed_is_what_its_ranks_printed(tmp_path: Path) -> None:
 def test_smaller_groups_leave_room_for_the_largest(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And what the time of one call is for in any case comes first; groups more, and random calls, when nothing waits."""
+    """Checks that need the whole time of a call come first; more groups, and random calls, start when nothing waits."""
     stand_in(run, monkeypatch, [f"check {i}" for i in range(3)])
     users = [
         Command("users", f"user {i}", 2, (sys.executable, "-c", "import time; time.sleep(1)"), 30) for i in range(2)
@@ -183,7 +183,7 @@ def row(outcome: str, tree: str, date: str = "2026-11-20", **parts: str) -> Row:
     )
 
 
-def test_failed_ones_come_first_then_new_and_changed_ones_then_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_checks_come_first_and_unchanged_ones_last(monkeypatch: pytest.MonkeyPatch) -> None:
     this_tree, older_tree = "a" * 40, "b" * 40
     monkeypatch.setattr(gpu_queue, "tree_of_part", lambda part: {"ops/moe": "1", "compute": "2"}[part])
     rows = {
@@ -254,8 +254,8 @@ def ran(check: str, outcome: str, ranks: int = 4, gpus: int = 1) -> Row:
     return dict(check=check, ranks=ranks, gpus=gpus, outcome=outcome, date="2026-11-23", seconds=1.0, parts={})
 
 
-def test_the_next_run_goes_on_where_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the record: what passed on this tree, on as many ranks and GPUs and with this Triton, is not made again."""
+def test_the_next_run_continues_where_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record decides: what passed on this tree, on as many ranks and GPUs and with this Triton, is not repeated."""
     this_tree, monkeypatched = "c" * 40, tmp_path / "record.json"
     monkeypatch.setattr(gpu_queue, "RECORD", monkeypatched)
     monkeypatch.setattr(gpu_queue.metadata, "version", lambda package: "3.6.0")
@@ -292,7 +292,7 @@ def test_commands_that_passed_are_not_started_again(monkeypatch: pytest.MonkeyPa
     assert todo[-1][1] == "random calls"
 
 
-def test_random_calls_are_added_up_and_a_run_of_them_counts_once() -> None:
+def test_random_calls_are_summed_once_for_each_run() -> None:
     def calls(world: int, seed: int, calls: int, wrong: int = 0, ended: str = "") -> dict[str, Any]:
         failed = ["this call"] * wrong
         return dict(

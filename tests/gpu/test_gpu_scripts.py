@@ -1,5 +1,5 @@
-"""The scripts in gpu/ with a torchrun that only writes down what it was asked: every step is started with arguments that its
-program takes, once, and what was cut or failed is taken up by the next call."""
+"""The scripts in gpu/ with a torchrun that only records its command line: every step starts once with arguments that
+its program accepts, and the next call repeats what was cut or failed."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def run(tree: Path, out: Path, script: str = "measure.sh", **variables: str) -> 
 
 
 class Parsed(Exception):
-    """A program has read its arguments."""
+    """Raised when a program has read its arguments."""
 
 
 def is_parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Return whether the program `-m MODULE ..` takes these arguments, values and all."""
+    """Return whether the program `-m MODULE ..` accepts these arguments and their values."""
 
     def parsed(*args: object, **options: object) -> None:
         raise Parsed
@@ -113,7 +113,7 @@ def test_every_step_is_taken_by_its_program_once(tmp_path: Path, monkeypatch: py
     assert run(tmp_path / "tree", tmp_path / "out", **parts)[::2] == (0, [])
 
 
-def test_what_was_cut_goes_on_and_what_failed_comes_last(tmp_path: Path) -> None:
+def test_interrupted_steps_continue_and_failed_ones_come_last(tmp_path: Path) -> None:
     tree, out, parts = tmp_path / "tree", tmp_path / "out", dict(PARTS="norm columns fp8")
     assert run(tree, out, **parts, ENDS="bench.measure.norm exit 3")[0] == 1
     (out / "state/columns").unlink()
@@ -129,15 +129,15 @@ def test_what_was_cut_goes_on_and_what_failed_comes_last(tmp_path: Path) -> None
 
 
 def test_what_is_one_run_begins_again(tmp_path: Path) -> None:
-    """The decoder's table is of sizes that one run has measured."""
+    """The decoder's table has sizes that a single run has measured."""
     kept = tmp_path / "out/decoder"
     kept.mkdir(parents=True)
     run(tmp_path / "tree", tmp_path / "out", PARTS="decoder")
     assert not kept.exists()
 
 
-def test_eight_checks_first_and_goes_on(tmp_path: Path) -> None:
-    """Everything of two GPUs, here; the next call has the checks' results in the record, and nothing left."""
+def test_eight_checks_first_and_continues(tmp_path: Path) -> None:
+    """One call runs everything on two GPUs; the next call finds the checks' results in the record, and nothing left."""
     tree, out = tmp_path / "tree", tmp_path / "out"
     code, printed, asked = run(tree, out, "eight.sh", MINUTES="30")
     assert code == 0 and "left:" not in printed, printed
@@ -148,7 +148,7 @@ def test_eight_checks_first_and_goes_on(tmp_path: Path) -> None:
     assert run(tree, out, "eight.sh", MINUTES="30")[::2] == (0, [])
 
 
-def test_eight_names_what_it_has_no_time_for(tmp_path: Path) -> None:
+def test_eight_names_skipped_steps(tmp_path: Path) -> None:
     code, printed, asked = run(tmp_path / "tree", tmp_path / "out", "eight.sh", MINUTES="1")
     assert (code, asked) == (1, []) and printed.splitlines() == [
         "left: checks", "left: measure", "left: fuzz", "left: vllm",
@@ -156,7 +156,7 @@ def test_eight_names_what_it_has_no_time_for(tmp_path: Path) -> None:
 
 
 def script_of(words: list[str]) -> Path:
-    """The file that `-m MODULE ..` or `FILE ..` runs."""
+    """Return the file that `-m MODULE ..` or `FILE ..` runs."""
     if words[0] != "-m":
         return ROOT / words[0]
     return ROOT / ("src" if words[1].startswith("weft.") else "") / f"{words[1].replace('.', '/')}.py"
@@ -170,7 +170,7 @@ def has_options(words: list[str]) -> None:
 
 
 def test_checks_start_with_options_that_they_have(tmp_path: Path) -> None:
-    """What run.sh gives to the driver, and that to the rest."""
+    """The driver accepts what run.sh passes to it, and the other checks what the driver passes on."""
     asked = dict(RANKS="2 8", ONLY="moe attention", MINUTES="3", FUZZ_SECONDS="5", FUZZ_CALLS="99", SEED="7")
     code, printed, (words,) = run(tmp_path / "tree", tmp_path / "out", "run.sh", PARTS="checks fuzz", **asked)
     assert code == 0, printed
@@ -189,7 +189,7 @@ def test_checks_start_with_options_that_they_have(tmp_path: Path) -> None:
 
 
 def test_every_check_is_made_by_one_kind_of_group() -> None:
-    """Those that need the GPU's memory alone, the rest beside each other."""
+    """These are checks that need the GPU's memory alone, and checks that run beside each other."""
     commands = [gpu_run.checks_of(2, [], alone).words for alone in (False, True)]
     asked = [(after(list(words), "--only") or [""], after(list(words), "--without")) for words in commands]
     for name in weft.spmd(names_of_checks, 2, backend="emulated")[0]:
@@ -197,7 +197,7 @@ def test_every_check_is_made_by_one_kind_of_group() -> None:
 
 
 def after(words: list[str], option: str) -> list[str]:
-    """What follows an option, up to the next."""
+    """Return what follows an option, up to the next one."""
     rest = words[words.index(option) + 1 :] if option in words else []
     return list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
 
@@ -206,7 +206,7 @@ def names_of_checks(world: weft.World) -> list[str]:
     return [name for name, _, _ in gpu_main.checks(world)]
 
 
-def test_what_goes_elsewhere_is_kept_apart(tmp_path: Path) -> None:
+def test_results_and_tuning_are_kept_apart(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(tmp_path / "tree", out, PARTS="ops")
     assert [p.name for p in (out / "results").iterdir()] == ["matmul_all_reduce.jsonl"]  # what the report reads
@@ -214,7 +214,7 @@ def test_what_goes_elsewhere_is_kept_apart(tmp_path: Path) -> None:
 
 
 def test_the_profile_is_used_while_the_rest_is_measured(tmp_path: Path) -> None:
-    """And src is left as it was, since its content names the version that was checked."""
+    """src stays as it was, since its content names the version that was checked."""
     out, profiles = tmp_path / "out", tmp_path / "tree/src/weft/planner/profiles"
     run(
         tmp_path / "tree",
@@ -240,7 +240,7 @@ def test_a_profile_in_part_replaces_none(tmp_path: Path) -> None:
 
 
 def test_only_experts_see_the_libraries_beside_them(tmp_path: Path) -> None:
-    """vLLM's folder holds much besides vLLM."""
+    """vLLM's folder contains much besides vLLM."""
     for part, module in (("moe", "moe_stragglers"), ("norm", "norm")):
         ends = f'bench.measure.{module} echo "$PYTHONPATH" > "$OUT/{part}"'
         run(tmp_path / "tree", tmp_path / "out", PARTS=part, ENDS=ends, AT_VLLM="/there/vllm", AT_QUACK="/there/quack")
@@ -248,5 +248,5 @@ def test_only_experts_see_the_libraries_beside_them(tmp_path: Path) -> None:
     assert "/there" not in (tmp_path / "out/norm").read_text()
 
 
-def test_a_part_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_an_unknown_part_is_an_error(tmp_path: Path) -> None:
     assert run(tmp_path / "tree", tmp_path / "out", PARTS="norms")[0] == 1

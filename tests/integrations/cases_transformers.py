@@ -76,13 +76,14 @@ class Taking(TorchFunctionMode):
 
 
 def unexplained(router: Any, x: torch.Tensor, ids: torch.Tensor) -> tuple[float, int]:
-    """Of float32 logits of x: how much less the least one taken is than the best one left, in units of what bf16
-    explains, over all tokens at most; and the number of routes that are not the best k. At most 1 is explained.
+    """Return, from float32 logits of x, how much lower the least chosen one is than the best one left, in units of what
+    bf16 explains, at most over all tokens; and the number of routes that are not the best k. At most 1 is explained.
 
     Two models round each element of the router's input, and each logit, by at most 2^-9 of it, so that they differ by
-    2^-8: the difference of two logits by 2^-8 (|x| . |w_a - w_b| + |a| + |b|), if all signs conspire. What x is made of
-    was rounded before, at other places in the two. But signs do not conspire: n roundings of each of H elements make a
-    standard deviation of 0.64 sqrt(n / H) of that bound, which leaves room for H / 10 of them at five deviations.
+    2^-8: the difference of two logits by 2^-8 (|x| . |w_a - w_b| + |a| + |b|), if all signs conspire. The computation
+    of x was rounded before, at other places in the two. But signs do not conspire: n roundings of each of H elements
+    make a standard deviation of 0.64 sqrt(n / H) of that bound, which leaves room for H / 10 of them at five
+    deviations.
     """
     weight, bias = (
         None if t is None else replicated(t).float() for t in (router.weight, getattr(router, "bias", None))

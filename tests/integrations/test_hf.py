@@ -123,7 +123,7 @@ def test_sharded_tokens_give_what_replicated_ones_give(kind: str, monkeypatch: p
 
 @covered("Qwen3", covering="[Llama]")
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
-def test_two_parts_give_what_one_gives(kind: str) -> None:
+def test_two_parts_match_one_part(kind: str) -> None:
     """The caller's stream is ordered with the second one: a read that is too early is a race."""
 
     def main(world: weft.World) -> list[torch.Tensor]:
@@ -245,7 +245,7 @@ def test_attention_weights_of_one_ranks_heads_are_refused() -> None:
     run(main)
 
 
-def test_continuous_batching_on_an_emulated_rank_says_what_does_work() -> None:
+def test_continuous_batching_on_an_emulated_rank_names_alternatives() -> None:
     """Its thread would only log the error that it meets, and return empty lists."""
 
     def main(world: weft.World) -> None:

@@ -52,7 +52,7 @@ def test_a_copy_and_its_original_compute_each_with_its_own_parameters(kind: str)
     run(main)
 
 
-def test_a_copy_is_checked_generates_and_takes_two_parts_as_its_original() -> None:
+def test_a_deep_copy_behaves_as_its_original() -> None:
     def main(world: weft.World) -> None:
         model = hf.weave(small("Llama"), world, two_parts=2)
         twin = copy.deepcopy(model)
@@ -70,7 +70,7 @@ def test_a_copy_is_checked_generates_and_takes_two_parts_as_its_original() -> No
     run(main)
 
 
-def test_what_a_copy_or_a_pickle_would_get_wrong_is_refused_by_name() -> None:
+def test_unsafe_copies_and_pickles_are_refused_by_name() -> None:
     def main(world: weft.World) -> None:
         model = hf.weave(small("Llama"), world)
         with pytest.raises(TypeError, match="a World cannot be pickled; save a module's state_dict"):

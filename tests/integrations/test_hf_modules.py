@@ -100,7 +100,7 @@ def test_a_class_whose_forward_was_patched_is_refused(monkeypatch: pytest.Monkey
     run(main, 1)
 
 
-def test_what_comes_later_is_refused_at_the_next_pass() -> None:
+def test_later_changes_are_refused_at_the_next_pass() -> None:
     def main(world: weft.World) -> None:
         for says, change in AFTER.items():
             model = hf.weave(small(), world)
@@ -115,7 +115,7 @@ def test_what_comes_later_is_refused_at_the_next_pass() -> None:
     run(main, 1)
 
 
-def test_hooks_that_are_called_stay() -> None:
+def test_hooks_on_called_modules_are_kept() -> None:
     """Hooks on modules that a woven model calls as the original does have the same effect."""
 
     def thrice(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:

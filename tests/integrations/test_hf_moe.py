@@ -74,15 +74,13 @@ def beside_the_model(kind: str, two_parts: int | None = None, **changes: Any) ->
 @covered("(Mixtral|GptOss)-2", covering=r"[\1-None]")
 @pytest.mark.parametrize("two_parts", [None, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_token_is_close_by_the_experts_that_were_taken_and_these_are_near_ties(
-    kind: str, two_parts: int | None
-) -> None:
+def test_tokens_are_close_by_the_used_experts_which_are_near_ties(kind: str, two_parts: int | None) -> None:
     comparison = beside_the_model(kind, two_parts)
     assert comparison.of_all < 2e-2 and comparison.of_token < 3e-2 and comparison.unexplained <= 1, comparison
 
 
 @pytest.mark.parametrize("wrong", ["expert", "weight"])
-def test_a_token_that_goes_to_a_wrong_expert_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_at_a_wrong_expert_is_detected(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token has another second expert, which the original model's forward pass then uses too; or another weight."""
 
     def routes(logits: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +99,7 @@ def test_a_token_that_goes_to_a_wrong_expert_is_seen(wrong: str, monkeypatch: py
     )
 
 
-def test_routes_that_a_model_took_tell_a_near_tie_from_stale_memory() -> None:
+def test_used_routes_distinguish_a_near_tie_from_stale_memory() -> None:
     """With the routes that were used, logits are close even if a route is not the model's own; logits of other
     tokens are far off, and so is a route to the worst expert."""
 
@@ -129,7 +127,7 @@ def test_logits_are_the_models_own_to_rounding(kind: str, sharded: bool, monkeyp
     check_logits(kind, logits_of(kind, 2))
 
 
-def test_an_odd_number_of_tokens_of_which_ranks_have_unequal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_odd_number_of_tokens_is_split_unevenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
 
     def main(world: weft.World) -> list[torch.Tensor]:
@@ -141,7 +139,7 @@ def test_an_odd_number_of_tokens_of_which_ranks_have_unequal_rows(monkeypatch: p
         assert (actual - expected).abs().max() <= 2**-4 * expected.abs().max()
 
 
-def test_dense_layers_between_and_what_transformers_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_layers_and_recorded_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
 
     def main(world: weft.World) -> list[Any]:
@@ -215,7 +213,7 @@ def test_what_cannot_be_woven_is_named() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_alone_under_transformers_own_parallelism(kind: str) -> None:
+def test_experts_under_transformers_own_parallelism(kind: str) -> None:
     """With `experts_implementation="weft"`, each of two ranks has half of the experts, numbered from 0, and one past
     them for the others' experts, as Transformers' router numbers them."""
     from transformers.integrations.moe import ExpertsInterface
@@ -329,7 +327,7 @@ def test_experts_that_transformers_has_split_already() -> None:
 @covered("Mixtral-2", covering="[Qwen3Moe-2]")
 @pytest.mark.parametrize("ranks", some([2, 4]))
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
-def test_two_parts_give_what_one_gives(kind: str, ranks: int) -> None:
+def test_two_parts_match_one_part(kind: str, ranks: int) -> None:
     """The experts of 18 tokens run in two parts, one part's under the other's norm: a read that is too early is a
     race. A dense layer may come between, and where router logits are recorded there is one part."""
     changes = dict(mlp_only_layers=[0], intermediate_size=96) if kind == "Qwen3Moe" else {}

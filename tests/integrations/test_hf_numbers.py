@@ -131,7 +131,7 @@ def test_numbers_are_followed_on_every_rank(kind: str, names: tuple[str, ...]) -
     run(main)
 
 
-def test_what_is_built_into_kernels_is_refused_where_experts_are_registered() -> None:
+def test_changed_limits_are_refused_for_registered_experts() -> None:
     def main(world: weft.World) -> None:
         experts, forward = small("GptOss").model.layers[0].mlp.experts, hf_moe.experts_forward(lambda: world)
         inputs = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 2), torch.ones(2, 2)

@@ -91,7 +91,7 @@ WAYS: tuple[Callable[[Any, dict[str, torch.Tensor]], None], ...] = (
 @covered("Qwen3Moe-2", covering="[GptOss-2]")
 @covered("Qwen3-2", covering="[Llama-2]")
 @pytest.mark.parametrize(("kind", "ranks"), [("Llama", 2), ("Qwen2", 1), ("Qwen3", 2), ("Qwen3Moe", 2), ("GptOss", 2)])
-def test_what_is_written_is_what_is_computed_with(kind: str, ranks: int) -> None:
+def test_written_parameters_are_used(kind: str, ranks: int) -> None:
     """Whole models, of which several ranks have views and a single rank has a stack, give the bits of a model that
     is woven with the new parameters. Two ways to write alternate."""
     states = [other_parameters(kind), small(kind).state_dict()]
@@ -116,7 +116,7 @@ def test_what_is_written_is_what_is_computed_with(kind: str, ranks: int) -> None
     run(main, ranks)
 
 
-def test_what_leaves_no_trace_is_packed_again_when_asked_for() -> None:
+def test_invisible_writes_are_packed_on_request() -> None:
     state = other_parameters("Qwen3Moe")
 
     def main(world: weft.World) -> None:

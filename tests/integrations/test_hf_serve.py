@@ -60,7 +60,7 @@ def check_alike(actual: list[list[int]], kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "changes"), [("Llama", {}), ("Mistral", dict(sliding_window=4)), ("Qwen3", {})])
-def test_served_together_as_alone(kind: str, changes: dict[str, Any]) -> None:
+def test_requests_served_together_match_single_ones(kind: str, changes: dict[str, Any]) -> None:
     """Prompts run in chunks too: twelve tokens a step are fewer than they have."""
     model = tiny_model(kind, torch.float32, **changes)
     assert served(hf.paged(model)) == alone(tiny_model(kind, torch.float32, **changes))
@@ -88,7 +88,7 @@ def test_served_woven() -> None:
     check_alike(run(main, 1)[0], "Qwen3")
 
 
-def test_outside_continuous_batching_it_says_so() -> None:
+def test_use_outside_continuous_batching_is_refused() -> None:
     model = hf.paged(tiny_model("Llama"))
     with pytest.raises(ValueError, match="generate_batch"):
         model(torch.tensor([[1, 2]]))

@@ -149,7 +149,7 @@ def test_a_block_and_its_gradients(mesh: DeviceMesh, dim: int, amp: bool, monkey
             assert distance(grads[name].double(), grad) < 2e-2, name
 
 
-def test_a_gather_is_shared_by_one_pass_and_not_by_the_next(mesh: DeviceMesh) -> None:
+def test_a_gather_is_shared_within_one_pass(mesh: DeviceMesh) -> None:
     def main(world: weft.World) -> None:
         thread_local.world = world
         block = split(whole(BF), mesh, world.rank, plan(parallel, 1))
@@ -170,7 +170,7 @@ def test_a_gather_is_shared_by_one_pass_and_not_by_the_next(mesh: DeviceMesh) ->
 
 
 @pytest.mark.parametrize("write", ["in place", "by out="])
-def test_a_gather_of_what_was_written_is_not_shared(mesh: DeviceMesh, write: str) -> None:
+def test_a_gather_of_a_written_tensor_is_not_shared(mesh: DeviceMesh, write: str) -> None:
     """Another module that reads the tensor for the first time does not share it either."""
 
     def main(world: weft.World) -> None:
@@ -188,7 +188,7 @@ def test_a_gather_of_what_was_written_is_not_shared(mesh: DeviceMesh, write: str
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_no_gather_goes_into_a_capture_or_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gather_is_shared_across_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a graph is replayed, what was gathered elsewhere has been freed or overwritten."""
     gathers: list[nn.Module] = []
 
@@ -210,7 +210,7 @@ def test_no_gather_goes_into_a_capture_or_out_of_it(monkeypatch: pytest.MonkeyPa
         assert gathers == list(modules if any(captures) else modules[:1]), captures
 
 
-def test_a_plan_that_there_is_not_is_refused_where_it_is_given() -> None:
+def test_an_unknown_plan_is_refused_by_name() -> None:
     auto = "all_gather_matmul: plan 'fusd' is not \"auto\", one of \\['decomposed'"
     for make_style, says in (
         (lambda: parallel.ColwiseParallel(plan="fusd"), auto),
@@ -240,7 +240,7 @@ def test_in_inference_mode_every_module_gathers(mesh: DeviceMesh) -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_what_goes_torchs_own_way_is_said(mesh: DeviceMesh) -> None:
+def test_calls_left_to_torch_are_reported(mesh: DeviceMesh) -> None:
     def main(world: weft.World) -> None:
         thread_local.world = world
         block = split(whole(torch.float32), mesh, world.rank, plan(parallel, 1))

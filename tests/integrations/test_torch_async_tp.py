@@ -234,7 +234,7 @@ def scaled_scatter(op: Any, g: str, reduce_op: str = "sum", bias: Any = None, ro
         (lambda op, g: scaled_scatter(op, g, rows=7), SCALED_SCATTER, "does not divide by the ranks"),
     ],
 )  # fmt: skip
-def test_the_rest_goes_on_to_torch_as_it_came(
+def test_other_calls_reach_torch_unchanged(
     call: Callable[[Any, str], Any], name: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[str, tuple[Any, ...]]] = []
@@ -262,7 +262,7 @@ def test_torchs_test_mode_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts.fell_through == {(FUSED_SCATTER, "torch's test mode"): 2}
 
 
-def test_no_world_is_made_for_what_goes_on_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_passed_to_torch_make_no_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's test mode uses fake process groups, of which no World can be made."""
     from torch.distributed._symmetric_memory import _test_mode
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import weft
+from tests.gates import covered
 from tests.integrations import vllm_standin as standin
 from tests.integrations.vllm_standin import DecoderLayer, Gemma2Layer, H, Model, ScaledLayer, SparseMlp
 from weft.integrations import vllm
@@ -66,6 +67,7 @@ def output(model: nn.Module, tokens: int = 24) -> Any:
         return model(IDS[:tokens], POSITIONS[:tokens], None)
 
 
+@covered("(?!dense)(.*)-1-0", covering=r"[\1-5-0]")
 @pytest.mark.parametrize(("tokens", "form"), [(1, 0), (5, 0), (24, 1), (21, 2), (24, 3)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_served_model_computes_what_it_did(
@@ -144,7 +146,7 @@ def test_sums_that_something_else_reads_stay(modules: Any) -> None:
         dict(_fused_output_is_reduced=True), dict(moe_config=SimpleNamespace(skip_final_all_reduce=False)),
     ],
 )  # fmt: skip
-def test_experts_whose_sum_something_else_takes_stay(modules: Any, attributes: dict[str, Any]) -> None:
+def test_experts_whose_sum_another_reader_needs_stay(modules: Any, attributes: dict[str, Any]) -> None:
     class Other(standin.MoERunner):
         def __init__(self, seed: int) -> None:
             super().__init__(seed)
@@ -254,6 +256,47 @@ def test_what_leaves_a_model_to_vllm(modules: Any, changes: dict[str, Any], why:
     assert (actual == standin.run(lambda world: output(MODELS["dense"]()))[0]).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "asked", "line"),
+    [
+        ("dense", "1", "leaves to vLLM attention, embedding, lm_head, sampler and the first GEMM, as in its batch-invariant mode"),
+        ("dense", "", "leaves to vLLM all: VLLM_BATCH_INVARIANT is served with WEFT_VLLM=1"),
+        ("experts", "1", "leaves to vLLM all: VLLM_BATCH_INVARIANT with a mixture of experts"),
+    ],
+)  # fmt: skip
+def test_batch_invariance_names_what_it_leaves(
+    modules: Any, monkeypatch: pytest.MonkeyPatch, name: str, asked: str, line: str
+) -> None:
+    for variable, value in (("VLLM_BATCH_INVARIANT", "1"), ("WEFT_BATCH_INVARIANT", "1"), ("WEFT_VLLM", asked)):
+        monkeypatch.setenv(variable, value)
+    plugin.register()
+
+    def main(world: weft.World) -> tuple[torch.Tensor | None, str]:
+        model = loaded(MODELS[name])
+        served = plugin.models[-1].passes is not None
+        return output(model) if served else None, plugin.models[-1].text()
+
+    actual, text = standin.run(main)[0]
+    assert line in text and (actual is None) == ("vLLM all:" in text), text
+    if actual is not None:
+        expected = standin.run(lambda world: output(MODELS[name]()))[0]
+        assert (actual.float() - expected.float()).norm() < 2e-2 * expected.float().norm()
+
+
+def test_batch_invariance_refuses_passes_with_other_arguments(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes with them are vLLM's own, whose rows have other bits."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setattr(plugin, "ARGUMENTS", plugin.ARGUMENTS - {"intermediate_tensors"})
+    plugin.register()
+
+    def main(world: weft.World) -> str:
+        loaded(MODELS["dense"])
+        return plugin.models[-1].text()
+
+    text = standin.run(main)[0]
+    assert "all: VLLM_BATCH_INVARIANT with passes that may have intermediate_tensors" in text, text
+
+
 def test_one_rank_that_fails_leaves_the_model_on_all(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.register()
     real_flow_of = plugin.flow_of
@@ -315,11 +358,8 @@ def test_ranks_that_hold_different_models_leave_them_to_vllm(
 
 
 def test_vllm_loads_without_the_plugin(modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """vLLM is unaffected if the plugin is not requested, is disabled, misses a class, finds other parameters, or
-    raises."""
+    """vLLM is unaffected if the plugin is disabled, misses a class, finds other parameters, or raises."""
     load_model = standin.BaseModelLoader.load_model
-    monkeypatch.delenv("WEFT_VLLM")
-    plugin.register()
     monkeypatch.setenv("WEFT_VLLM", "0")
     plugin.register()
     assert standin.BaseModelLoader.load_model is load_model
@@ -411,6 +451,18 @@ def test_the_plugin_is_loaded_twice_and_hooks_once(modules: Any) -> None:
     assert standin.WorkerBase().weft_report().count("Model, 2 ranks") == 2  # both ranks are of this process
 
 
+def test_what_cannot_be_timed_is_served_if_asked_for(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEFT_VLLM")
+    plugin.register()
+
+    def main(world: weft.World) -> str:
+        loaded(MODELS["row biases"])
+        return plugin.models[-1].text()
+
+    text = standin.run(main)[0]
+    assert "leaves to vLLM all: passes cannot be timed here; WEFT_VLLM=1 serves them all" in text, text
+
+
 def test_reports_of_an_engine_and_of_the_doctor(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def asks(answer: Any) -> Any:
         return SimpleNamespace(collective_rpc=answer)
@@ -426,8 +478,6 @@ def test_reports_of_an_engine_and_of_the_doctor(modules: Any, monkeypatch: pytes
     assert vllm.state() == "0.32.0; the plugin is off by VLLM_PLUGINS=another"
     monkeypatch.setenv("WEFT_VLLM", "0")
     assert vllm.state() == "0.32.0; the plugin is off by WEFT_VLLM=0"
-    monkeypatch.delenv("WEFT_VLLM")
-    assert vllm.state() == "0.32.0; the plugin is off without WEFT_VLLM=1"
     monkeypatch.setattr(vllm, "installed", lambda: None)
     assert vllm.state() == "not installed"
 

@@ -266,7 +266,7 @@ def test_an_unknown_layout_stays_vllms(layout: str) -> None:
     assert "with its FP8 GEMM, residual and norm (2 times)" in text, text
 
 
-def test_sizes_that_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standin, "INNER", 144)
     plugin.register()
     text = standin.run(lambda world: served(lambda: model(METHODS["row"]()))[1])[0]

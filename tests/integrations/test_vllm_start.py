@@ -17,7 +17,7 @@ import torch
 
 import tests.integrations.vllm_standin as standin
 import weft
-from tests.integrations.vllm_standin import DecoderLayer, Model, Worker
+from tests.integrations.vllm_standin import DecoderLayer, Model, SparseMlp, Worker
 from weft import chooser
 from weft.chooser import Choice, Chooser
 from weft.integrations.vllm import compare, plugin, start, twin
@@ -74,7 +74,7 @@ def engine(world: weft.World, **passes: bool) -> Worker:
         cudagraph_capture_sizes=list(CAPTURED),
     )
     config = standin.config(
-        lambda: Model(DecoderLayer),
+        lambda: Model(standin.DecoderLayer),
         compilation_config=compilation,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=MOST, max_num_seqs=4),
     )
@@ -132,6 +132,40 @@ def test_a_form_that_is_far_slower_is_hardly_timed(monkeypatch: pytest.MonkeyPat
         way: [timed.count((tokens, way)) // 2 for tokens in (12, 8, 4)] for way in map(str, (VLLM, *PASS_FORMS[:4]))
     }
     assert list(passes.values()) == [[4, 4, 4], [4, 4, 4], [1, 0, 4], [4, 4, 0], [4, 4, 0]], passes
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_experts_are_served_if_asked_for(monkeypatch: pytest.MonkeyPatch, experts: bool) -> None:
+    """Dense models are served by themselves."""
+    monkeypatch.delenv("WEFT_VLLM")
+    times_of(monkeypatch, lambda tokens, form: 2.0)
+    layer = functools.partial(DecoderLayer, mlp=SparseMlp) if experts else DecoderLayer
+    monkeypatch.setattr(standin, "DecoderLayer", layer)
+
+    def main(world: weft.World) -> tuple[bool, str]:
+        report = started(world)[1]
+        return report.passes is not None, report.text()
+
+    for served, text in standin.run(main):
+        assert served != experts, text
+        assert ("leaves to vLLM all: a mixture of experts is served with WEFT_VLLM=1" in text) == experts
+
+
+@pytest.mark.parametrize("slow", [0, 8])
+def test_batch_invariance_needs_all_ranges(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+    """Rows of vLLM's own pass have other bits, and so have those of all other forms than the sequential one."""
+    times_of(monkeypatch, lambda tokens, form: 1.0 if tokens == slow else 2.0 if form == OwnRows() else 1.5)
+
+    def main(world: weft.World) -> tuple[list[Plan | None], str]:
+        world.batch_invariant = True
+        report = started(world)[1]
+        return [compared.form for compared in report.ranges or ()], report.text()
+
+    for forms, text in standin.run(main):
+        assert set(forms) <= {Sequential(), None} and (None in forms) == bool(slow)
+        assert ("batch invariance needs one way for all, and 5 to 8 tokens are not 1% faster" in text) == bool(slow), (
+            text
+        )
 
 
 @pytest.mark.parametrize("gain", [0.7, 0.9, 1.0, 1.009])

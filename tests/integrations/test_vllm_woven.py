@@ -261,7 +261,7 @@ def test_operators_run_by_kernels_where_nothing_compiles_them(kind: type[Activat
 
 
 @pytest.mark.parametrize(("tokens", "prefix"), [(512, 256), (2432, 1024), (4352, 2048), (8192, 4096)])
-def test_parts_take_the_fewest_waves(monkeypatch: pytest.MonkeyPatch, tokens: int, prefix: int) -> None:
+def test_parts_have_the_fewest_waves(monkeypatch: pytest.MonkeyPatch, tokens: int, prefix: int) -> None:
     """One of four ranks with 132 SMs runs Llama-70B's GEMMs. At 4,352 tokens, parts of 1,408 and 2,944 have the
     fewest waves, but the GEMMs of so few tokens would not hide the other part's sums."""
     monkeypatch.setattr(woven, "usual_tile", lambda world: GemmTile(128, 256))

@@ -40,7 +40,8 @@ def drawn(seed: int, *shape: int) -> nn.Parameter:
 
 
 def tensor_model_parallel_all_reduce(input_: torch.Tensor) -> torch.Tensor:
-    return weft.all_reduce(input_, world=current_world(), plan="sequential")
+    world = current_world()
+    return weft.all_reduce(input_, world=world, plan="auto" if world.batch_invariant else "sequential")
 
 
 def get_tp_group() -> Any:

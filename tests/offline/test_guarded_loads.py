@@ -96,7 +96,7 @@ def test_loads_stay_behind_their_waits_and_are_pipelined(form: str, own_cache: N
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_parts_that_come_late(form: str) -> None:
+def test_late_parts(form: str) -> None:
     kernel = weft.jit(exchange_and_sum)
     late = partial(count_wrong_sums, form=form, kernel=kernel, n=16, parts=4, delays=([0, 2, 0, 1], [1, 0, 3, 0]))
     assert weft.spmd(late, 2, backend="emulated") == [0, 0]
@@ -110,7 +110,7 @@ def without_a_wait(received, received_desc, w, w_desc, ch, parts, N: tl.constexp
     return total
 
 
-def test_a_wait_that_is_left_out_is_a_race_with_a_guard_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_is_a_race_despite_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FORMS, "without_a_wait", without_a_wait)
     exploration = check.search(summing("without_a_wait", True), 2, range(4))
     assert any("Race" in str(finding) for finding in exploration.findings), exploration.findings
@@ -198,7 +198,7 @@ def test_what_a_guard_costs(form: str, most: int, own_cache: None) -> None:
 
 
 @pytest.mark.parametrize("form", some(PRODUCTS, 0))
-def test_products_of_what_is_awaited(form: str, own_cache: None) -> None:
+def test_products_of_awaited_rows(form: str, own_cache: None) -> None:
     alone, guarded = (compiled(multiplying(form, guard)) for guard in (False, True))
     assert guarded.problems == [] and loads_ahead(guarded) == loads_ahead(alone)
 
@@ -311,9 +311,7 @@ def test_a_kernel_without_waits_in_loops_is_left_alone() -> None:
     assert guarded_loads.guard_loads(TEXT) is None
 
 
-def test_ir_that_triton_does_not_take_is_an_error_that_says_what_to_do(
-    own_cache: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ir_that_triton_refuses_is_an_error_with_advice(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         guarded_loads.Rewriting, "_if_taken", lambda self, op: [guarded_loads.Operation("no operation")]
     )
@@ -344,7 +342,7 @@ SPIN_PTX = """
         ("atom.global.sys.release.add.u32", False),
     ],
 )
-def test_the_rules_take_atomics_that_acquire_for_waits(atomic: str, waits: bool) -> None:
+def test_the_rules_count_acquiring_atomics_as_waits(atomic: str, waits: bool) -> None:
     ptx = SPIN_PTX.replace("ORDER", atomic)
     is_load = lambda step: "ld.global" in step.text  # noqa: E731
     broken = [rule for rule in broken_rules(ptx, is_load, no_instruction) if rule.startswith(EARLY)]

@@ -66,7 +66,6 @@ from weft.ops.tiles import with_shape_tiles
 from weft.planner import table
 from weft.plans import (
     TWO_AN_SM,
-    TWO_AN_SM_BY_COPIES,
     Decomposed,
     Fused,
     FusedGather,
@@ -151,7 +150,7 @@ def call(
 
 
 def shipped() -> list[tuple[str, int, Plan]]:
-    """Every (op, world, plan) of the measured tables."""
+    """Return every (op, world, plan) of the measured tables."""
     plans = {(r.op, r.world, r.plan) for gpu in table.models() for r in table.load(gpu)}
     return sorted((f for f in plans if f[2] != Sequential()), key=str)
 
@@ -159,7 +158,7 @@ def shipped() -> list[tuple[str, int, Plan]]:
 F = FusedGather()
 AG, RS, AR = OPS
 PLANS: dict[str, set[Fused]] = {op: {FUSED[op], SECOND[op]} for op in OPS}
-PLANS[AG] |= {TWO_AN_SM, TWO_AN_SM_BY_COPIES}
+PLANS[AG].add(TWO_AN_SM)
 CASES: dict[str, tuple[Callable[[World], Any], int]] = {}
 for op in OPS:
     for i, plan in enumerate(sorted(PLANS[op], key=str)):
@@ -332,7 +331,7 @@ def wait_word(world: World) -> None:
 
 
 def rows(world: World) -> None:
-    """RMSNorm and residual add, over rows in order and over tiles."""
+    """Launch RMSNorm and residual add, over rows in order and over tiles."""
     for m, n in ((128, 8192), (64, 16384), (17, 520), (1, 1)):
         weight, residual = torch.zeros(n, dtype=BF), torch.zeros(m, n, dtype=BF)
         for remap in (None, weft.Remap(m, n, -(-m // 128), 128, 256, 8)):
@@ -343,7 +342,7 @@ def rows(world: World) -> None:
 
 
 def invariant(fn: Callable[[World], Any]) -> Callable[[World], None]:
-    """The launches of `fn` on a batch-invariant World."""
+    """Return the launches of `fn` on a batch-invariant World."""
 
     def on_such_a_world(world: World) -> None:
         world.batch_invariant = True
@@ -353,7 +352,7 @@ def invariant(fn: Callable[[World], Any]) -> Callable[[World], None]:
 
 
 def products(tile: GemmTile) -> Callable[[World], None]:
-    """Products that are the same with every tile, also of a weight that lies as [K, N]."""
+    """Launch products whose bits are the same with every tile, also for a weight stored as [K, N]."""
 
     def fn(world: World) -> None:
         for n, k in ((1024, 512), (520, 264)):
@@ -381,8 +380,8 @@ CASES["batch-invariant rows"] = invariant(rows), 1
 def decoder(
     sms: int, head_dim: int = 128, dtype: torch.dtype = BF, hidden: int = 8192, qwen: bool = False
 ) -> Callable[[World], None]:
-    """A layer of Llama-3.3-70B on one of eight ranks, or of other sizes: norm, rotary embedding, and weft's own GEMMs.
-    qwen: with biases and norms of the heads."""
+    """Launch a layer of Llama-3.3-70B on one of eight ranks, or one of other sizes: norm, rotary embedding, and
+    weft's own GEMMs. With `qwen` it has biases and norms of the heads."""
     from weft.models import Batch, Cache, Config, Llama
     from weft.nn.weave import LayerPlan
 
@@ -400,7 +399,7 @@ def decoder(
 
 
 def around_the_gate(world: World, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-    """Capacity, placement and losses, with their gradients."""
+    """Launch capacity, placement and losses, with their gradients."""
     for drop in ("position", "probability"):
         weft.moe.apply_capacity(ids, weights, logits.shape[1], 1.0, drop=drop, world=world)
     table = torch.zeros(logits.shape[1], 3, dtype=torch.int32)
@@ -412,7 +411,8 @@ def around_the_gate(world: World, logits: torch.Tensor, ids: torch.Tensor, weigh
 
 
 def routes(tokens: int, k: int, experts: int, block_m: int = 128) -> Callable[[World], None]:
-    """What stands around an MoE layer's rows: the gate, routes to all ranks, and the tables of so many experts a rank."""
+    """Launch what surrounds an MoE layer's rows: the router, routes to all ranks, and the tables for that many
+    experts a rank."""
 
     def fn(world: World) -> None:
         logits = torch.zeros(tokens, min(512, experts * world.size))
@@ -485,7 +485,7 @@ def launched(name: str) -> list[list[Launch]]:
 
 @functools.lru_cache(maxsize=2)
 def compiled(name: str) -> list[tuple[Launch, Compiled]]:
-    """Each launch of rank 0 with what it compiles to."""
+    """Return each launch of rank 0 with its compiled kernel."""
     return [(launch, compile_kernel(launch.kernel, launch.args, launch.options)) for launch in launched(name)[0]]
 
 
@@ -504,14 +504,14 @@ ALONE = (matmul.__name__, whole_matmul.__name__, scaled_matmul.__name__)  # wait
 
 
 def private(launch: Launch, k: Compiled) -> list[str]:
-    """Registers of the descriptors of the caller's own tensors, which nobody else writes."""
+    """Return the registers of the descriptors of the caller's own tensors, which no other rank writes."""
     names = [n for n in launch.kernel.arg_names if isinstance(launch.args[n], TensorDescriptor)]
     registers_of = dict(zip(names, descriptors(k.ptx), strict=True))
     return [register for name in ("x_desc", "w_desc") for register in registers_of.get(name, ())]
 
 
 def awaited(launch: Launch, k: Compiled) -> Which:
-    """Asynchronous loads of what other programs or ranks write."""
+    """Return a function that finds the asynchronous loads of what other programs or ranks write."""
     functions, own_registers = PEERS.get(launch.kernel.__name__, ()), private(launch, k)
 
     def waits(step: Instruction) -> bool:
@@ -522,7 +522,7 @@ def awaited(launch: Launch, k: Compiled) -> Which:
 
 
 def broken_rules(launch: Launch, k: Compiled, text: str | None = None) -> list[str]:
-    """Of what was compiled, or of its text with something changed."""
+    """Return the rules that the compiled kernel, or its text with a change, breaks."""
     return ptx.broken_rules(text or k.ptx, awaited(launch, k))
 
 
@@ -569,8 +569,9 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "multicast" in n])
-def test_the_switch_is_given_whole_vectors_and_told_of_in_order(name: str) -> None:
-    """Sums in fp32; stores through a multicast address are fenced from ordinary addresses before they are released."""
+def test_the_switch_receives_whole_vectors(name: str) -> None:
+    """Sums are in fp32; stores through a multicast address are fenced from ordinary addresses before they are
+    released."""
     for launch, k in compiled(name):
         if launch.kernel is not multicast_shot:
             assert "float32" in name or "fp8" in name, "sequential: not of 16 bits"
@@ -597,7 +598,7 @@ def test_the_switch_is_given_whole_vectors_and_told_of_in_order(name: str) -> No
 
 
 def test_tiles_are_read_in_whole_vectors() -> None:
-    """Where rows are whole 16-byte words."""
+    """Rows are whole 16-byte words."""
     tile_kernels = [(a, k) for a, k in compiled("rms_norm and residual_add") if a.args["N"] % 8 == 0]
     assert sum(a.args["layout"].TILED.value for a, _ in tile_kernels) == 9
     for launch, k in tile_kernels:
@@ -620,8 +621,8 @@ def fits(launch: Launch, k: Compiled) -> None:
 
 
 def polls_have_the_scope_of_who_counts(launch: Launch, k: Compiled) -> None:
-    """A computing program waits for what this GPU counts (chunks; nothing in a sum), one that pulls for what peers count, one
-    that forwards for this GPU's tiles."""
+    """A computing program waits for what this GPU counts (chunks; nothing in a sum), a pulling one for what peers
+    count, and a forwarding one for this GPU's tiles."""
     scopes = [set(re.findall(r"ld\.acquire\.(\w+)", s.text)) for s in steps_of(k.ptx) if "ld.acquire" in s.text]
     assert all(scope in ({"sys"}, {"gpu"}) for scope in scopes)
     assert ({"sys"} in scopes) == communicates(launch)
@@ -657,8 +658,8 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
 
 
 def rows_are_under_way(launch: Launch, k: Compiled) -> None:
-    """As many stages as planned in each pipeline, a stage of a sum with the rows of all sources if AHEAD, in whole 16-byte words;
-    results leave in such words too."""
+    """Each pipeline has as many stages as planned, a stage of a sum has the rows of all sources if AHEAD, in whole
+    16-byte words, and results leave in such words too."""
     norm, shots, threads = launch.args["norm"], launch.args["shots"], launch.options["num_warps"] * 32
     size = norm.DTYPE.value.primitive_bitwidth // 8
     copies = [s for s in steps_of(k.ptx) if "cp.async.cg.shared" in s.text]
@@ -677,7 +678,7 @@ def rows_are_under_way(launch: Launch, k: Compiled) -> None:
 
 
 def specialised(launch: Launch) -> tuple[Any, ...]:
-    """What Triton makes the key of a compiled kernel from."""
+    """Return what Triton's key of a compiled kernel consists of."""
     driver = OfflineDriver()
     with standing_in(driver):
         binder = launch.kernel.device_caches[driver.get_current_device()][-1]
@@ -733,7 +734,7 @@ def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
     assert any(line.startswith(says) for line in broken), broken
 
 
-def test_a_wait_behind_the_first_load_is_found() -> None:
+def test_a_wait_after_the_first_load_is_found() -> None:
     """The loads of the first stages are issued before any wait."""
     ((launch, k),) = compiled(f"{AG} x8 gated")
     lines = k.ptx.splitlines()

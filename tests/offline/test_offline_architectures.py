@@ -73,7 +73,7 @@ def test_a_rule_that_is_broken_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
-def test_the_record_is_of_targets_that_there_are() -> None:
+def test_the_record_has_existing_targets() -> None:
     """`make architectures` writes it; it includes what broke a rule, and the page shows its table."""
     record = json.loads(architectures.RECORD.read_text())
     for triton, targets in record.items():

@@ -138,7 +138,7 @@ def test_every_stored_shape_is_served_as_fast_as_before() -> None:
     assert compared > 150
 
 
-def test_a_shape_without_its_row_is_served_as_fast_as_by_the_nearest_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_without_a_row_is_as_fast_as_by_the_nearest_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stored shape is treated as unmeasured, on machines where the nearest row decided: those without a
     profile, and for the op without a model."""
     slower, compared, gained = [], 0, []
@@ -155,7 +155,7 @@ def test_a_shape_without_its_row_is_served_as_fast_as_by_the_nearest_row(monkeyp
         chosen_us = sweep.times[chosen(sweep, unknown=True)]
         compared += 1
         gained.append(sweep.times[before] / chosen_us)
-        if chosen_us > 1.01 * sweep.times[before]:
+        if chosen_us > 1.03 * sweep.times[before]:  # a variant that gains less is not kept (CONTRIBUTING.md)
             slower.append((sweep.shape, before, chosen_us / sweep.times[before]))
     assert not slower
     assert compared > 20 and math.prod(gained) > 1

@@ -20,6 +20,7 @@ from weft import chooser
 from weft.backends import library_gemm
 from weft.backends.emulated import EmulatedBackend
 from weft.chooser import Choice, Chooser
+from weft.integrations import quack
 from weft.op import REGISTRY
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL as OP
 from weft.ops.all_gather_matmul.op import AllGatherMatmul, GatherCall
@@ -63,10 +64,10 @@ def us(monkeypatch: pytest.MonkeyPatch) -> dict[Plan, tuple[float, float]]:
         return CallTime(gpu + world.rank, host)
 
     timed_by(monkeypatch, time)
-    monkeypatch.setattr(library_gemm, "FORMS", FORMS)
+    monkeypatch.setattr(quack, "FORMS", FORMS)
     monkeypatch.setattr(AllGatherMatmul, "autotune_plans", tuple(FlagGated(*form) for form in FORMS))
-    monkeypatch.setattr(library_gemm, "lacks", lambda: None)
-    monkeypatch.setattr(library_gemm, "waits", lambda form, device, dtype: form != FORMS[2])
+    monkeypatch.setattr(quack, "lacks", lambda: None)
+    monkeypatch.setattr(quack, "waits", lambda form, device, dtype: form != FORMS[2])
     return took
 
 
@@ -99,7 +100,7 @@ def taken(world: weft.World, rows: int, **options: Any) -> list[Plan]:
     return [OP.choose(world, call_of(rows, world, **options), "auto", capturing) for capturing in (False, True)]
 
 
-def test_auto_takes_what_a_trial_found_fastest(us: dict) -> None:
+def test_auto_chooses_the_fastest_of_a_trial(us: dict) -> None:
     """An eager call waits for a slow host, and one in a graph does not."""
 
     def rank(world: weft.World) -> list[Any]:
@@ -114,7 +115,7 @@ def test_auto_takes_what_a_trial_found_fastest(us: dict) -> None:
     assert emulate(rank)[1] == [Sequential()] * 2
 
 
-def test_what_was_measured_or_predicted_is_what_a_plan_has_to_beat(us: dict) -> None:
+def test_a_plan_must_beat_the_measured_or_predicted_time(us: dict) -> None:
     """Each mode has its own bound."""
     us[Decomposed()] = (70.0, 95.0)
 
@@ -169,8 +170,8 @@ def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
 def test_a_rank_without_the_library_leaves_all_without_a_trial(lacking: set[int], us: dict, monkeypatch: Any) -> None:
     """The ranks exchange only once what they have."""
     ranks: dict[int, int] = {}
-    monkeypatch.setattr(library_gemm, "lacks", lambda: "no" if ranks[threading.get_ident()] in lacking else None)
-    monkeypatch.setattr(library_gemm, "waits", lambda *args: pytest.fail("compiled"))
+    monkeypatch.setattr(quack, "lacks", lambda: "no" if ranks[threading.get_ident()] in lacking else None)
+    monkeypatch.setattr(quack, "waits", lambda *args: pytest.fail("compiled"))
 
     def rank(world: weft.World) -> list[Any]:
         ranks[threading.get_ident()] = world.rank
@@ -222,16 +223,14 @@ def test_explain_of_a_world(us: dict) -> None:
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
-def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
-    op: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every candidate that can run there is timed; a GPU of another generation, or one with rows, keeps its plan."""
     is_hopper, known = [True], [False]
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: is_hopper[0])
     monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
     monkeypatch.setattr("weft.planner.auto._planner_or_unusable", lambda world: None)
     monkeypatch.setattr(AllGatherMatmul, "autotune_plans", ())
-    best = REGISTRY[op].variants[1]
+    best = REGISTRY[op].variants[-1]
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
         world: Any = self.ranks
@@ -271,7 +270,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: 
     timed_by(monkeypatch, time)
 
 
-def test_an_moe_layer_is_timed_on_as_many_tokens_as_a_rank_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_moe_layer_is_timed_with_max_tokens_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of the first call does not matter. Routes are random, or even where random ones might not fit."""
     ran: list[Plan] = []
     replayed(monkeypatch, {LowLatency: 50.0}, ran)
@@ -367,7 +366,7 @@ def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.M
     ]
 
 
-def test_attention_takes_the_library_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_uses_the_fastest_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """It picks among the right ones, at the first call of a size, and never in a capture."""
     slow, fast = (libraries.REFERENCE, replace(libraries.REFERENCE, name="fast"))
     took = {slow: 100.0, fast: 50.0}

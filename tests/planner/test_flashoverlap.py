@@ -60,7 +60,7 @@ def in_tenths(signaled: SignaledParts, m: int) -> list[Groups]:
 
 
 @pytest.mark.parametrize("m", FOUND)
-def test_what_flashoverlap_found_is_the_best_of_its_steps_and_weft_ends_with_a_shorter_group(m: int) -> None:
+def test_flashoverlaps_groups_are_the_best_of_tenths_and_wefts_end_shorter(m: int) -> None:
     """The GEMM takes longer than the link, so the last group's transfer decides: a tenth of the waves there, and
     less here."""
     signaled = parts(m)

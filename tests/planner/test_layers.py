@@ -148,7 +148,7 @@ def test_a_slow_host_keeps_eager_passes_plain() -> None:
     assert usual.best(32768) == slower.best(32768) != Way("plain"), "in a graph the host does not matter"
 
 
-def test_wefts_gemm_takes_whole_words_alone() -> None:
+def test_wefts_gemm_needs_whole_words() -> None:
     odd = replace(LLAMA_8B, down=(4096, 3587))
     assert any(way.sms for way in LayerPredictor(planner(4), LLAMA_8B).ways(4096))
     assert not any(way.sms for way in LayerPredictor(planner(4), odd).ways(4096))

@@ -12,16 +12,17 @@ import torch
 from tests.emulated.cases_fp8 import factors
 from weft.backends import library_gemm
 from weft.chooser import Choice, Chooser
+from weft.integrations import quack
 from weft.scaled_tensor import E4M3, ScaledTensor
 from weft.timing import CallTime
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    library_gemm.lacks.cache_clear()
+    quack.lacks.cache_clear()
     Chooser.alone.trials.clear()
     yield
-    library_gemm.lacks.cache_clear()
+    quack.lacks.cache_clear()
     Chooser.alone.trials.clear()
 
 
@@ -38,17 +39,17 @@ def test_other_versions_are_named_and_not_used(version: str | None, says: str, m
 
     monkeypatch.setattr(metadata, "version", installed_version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    reason = library_gemm.lacks()
+    reason = quack.lacks()
     assert reason is not None and says in reason
     assert version is None or says == "Hopper" or version in reason
 
 
-def test_a_library_that_fails_at_its_import_is_named_and_not_used(monkeypatch: Any) -> None:
+def test_a_library_that_fails_to_import_is_named(monkeypatch: Any) -> None:
     monkeypatch.setattr(metadata, "version", lambda package: "0.6.5")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (9, 0))
     monkeypatch.setitem(__import__("sys").modules, "quack", None)
-    assert "cannot be imported" in (library_gemm.lacks() or "")
+    assert "cannot be imported" in (quack.lacks() or "")
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -81,8 +82,8 @@ def broken(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 )
 def test_the_fastest_that_is_right_and_worth_it(us: float, takes: Any, monkeypatch: Any) -> None:
     took = {library_gemm.cublas: 100.0, right: us, wrong: 1.0, broken: 1.0}
-    monkeypatch.setattr(library_gemm, "FORMS", (right, wrong, broken))
-    monkeypatch.setattr(library_gemm, "quack_form", lambda product: product)
+    monkeypatch.setattr(quack, "FORMS", (right, wrong, broken))
+    monkeypatch.setattr(quack, "product", lambda product: product)
     monkeypatch.setattr(Chooser.alone, "time", lambda choice, product, *_: CallTime(took[product], 500.0))
     monkeypatch.setattr(Chooser.alone, "capturing", lambda: False)
     assert library_gemm.fastest(library_gemm.cublas, *operands()) is takes
@@ -168,7 +169,7 @@ def test_groups_by_the_faster_library(us: float, library: str, monkeypatch: Any)
     monkeypatch.setattr(Chooser.alone, "time", time)
     x, w = torch.randn(16, 8).bfloat16(), torch.randn(3, 24, 8).bfloat16()
     for lacks in ("not installed", None):
-        monkeypatch.setattr(library_gemm, "lacks", lambda lacks=lacks: lacks)
+        monkeypatch.setattr(quack, "lacks", lambda lacks=lacks: lacks)
         ran.clear()
         y = library_gemm.multiply_groups(x, w, STARTS)
         assert torch.equal(y[:12], of_groups(x, w)[:12])

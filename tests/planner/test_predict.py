@@ -224,7 +224,7 @@ def broken() -> dict[str, tuple[str, str]]:
     }
 
 
-def test_a_cached_profile_of_plans_as_they_were_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_a_cached_profile_of_old_plans_is_refused(tmp_path: Path) -> None:
     once = '{"kind": "two_shot", "post": true, "programs": 0, "rows": 1, "warps": 16}'
     row = TimedCall("matmul_all_reduce", once, 8192, 4096, 4096, "graph", 500.0)
     path = tmp_path / "p.json"
@@ -236,7 +236,7 @@ def test_a_cached_profile_of_plans_as_they_were_is_refused_in_one_sentence(tmp_p
 
 
 @pytest.mark.parametrize("defect", broken())
-def test_a_file_that_is_no_profile_is_named_and_said_to_be(defect: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_profile_is_named(defect: str, tmp_path: Path) -> None:
     text, says = broken()[defect]
     path = tmp_path / "p.json"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -245,7 +245,7 @@ def test_a_file_that_is_no_profile_is_named_and_said_to_be(defect: str, tmp_path
     assert str(path) in str(e.value) and says in str(e.value)
 
 
-def test_a_missing_file_is_said() -> None:
+def test_a_missing_file_is_reported() -> None:
     with pytest.raises(ProfileError, match="nowhere.json"):
         profile.read(Path("nowhere.json"))
 
@@ -257,7 +257,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "nvidia-h200-x8.json"
 
 
-def test_a_directory_that_cannot_be_read_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_directory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def exists(path: Path) -> bool:
         raise PermissionError(13, "Permission denied")
 
@@ -875,7 +875,7 @@ def just_over() -> list[tuple[str, int, int, int]]:
     ]  # fmt: skip
 
 
-def test_the_plan_of_another_m_is_taken_only_where_it_is_faster_at_this_one() -> None:
+def test_another_ms_plan_is_chosen_only_if_it_is_faster_here() -> None:
     planner = Planner(Predictor(profile.shipped("nvidia-h200-x4")))  # type: ignore[arg-type]
     p, kept = planner.predictor, 0
     for op, m, n, k in just_over():
@@ -924,7 +924,7 @@ def test_posted_rows_are_predicted_where_they_were_measured() -> None:
             p.time("matmul_all_reduce", plan, 128, 4096, 8192)
 
 
-def test_a_sum_alone_goes_by_what_was_measured(find_returns: Callable[[Any], None]) -> None:
+def test_a_sum_alone_is_chosen_by_measurements(find_returns: Callable[[Any], None]) -> None:
     find_returns(few_rows())
     sizes = [1 << 16, 1 << 20, 6 << 20, 16 << 20]  # elements are of 2 bytes
     plans = [auto(Stub(), "all_reduce", (1, nbytes // 2, 1)) for nbytes in sizes]
@@ -949,7 +949,7 @@ def test_tiles_of_few_rows_take_as_long_as_the_weight_is_read() -> None:
     assert p.tiles(two, 264, 2048, *wide) == p._tiles_us(two, 264, 2048, wide[2])
 
 
-def test_eager_calls_that_the_host_bounds_say_nothing_of_the_gpu() -> None:
+def test_host_bound_calls_do_not_measure_the_gpu() -> None:
     shape, rows = (128, 4096, 8192), few_rows()
     op, plan = "matmul_reduce_scatter", OneShot()
     small = [TimedCall(op, plan.to_json(), 256, 256, 256, mode, us) for mode, us in (("graph", 6.0), ("eager", 50.0))]
@@ -1009,7 +1009,7 @@ def test_the_plan_package_is_a_function_too() -> None:
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_what_is_shown_is_what_auto_runs(find_returns: Callable[[Any], None], mode: str) -> None:
+def test_explain_shows_the_plan_of_auto(find_returns: Callable[[Any], None], mode: str) -> None:
     """This includes sizes that a larger M's plan serves, shapes in the table, and shapes for which nothing is
     faster."""
     known = profile.shipped("nvidia-h200-x4")
@@ -1152,7 +1152,7 @@ def test_explain_says_that_ranks_on_several_nodes_run_the_sequential_plan() -> N
     assert plan == Sequential() and "its ranks are on 2 nodes, 1 each" in why
 
 
-def test_an_op_that_was_measured_in_graphs_alone_is_eager_by_those() -> None:
+def test_times_of_graphs_decide_eager_calls_without_their_own() -> None:
     """This holds until somebody measures it eagerly."""
     key = "nvidia-h200", "all_reduce_rms_norm", 2, 16, 8192, 1
     taken = table.exact(*key, "graph")
@@ -1167,14 +1167,14 @@ def test_a_measured_loser_stays_sequential(find_returns: Callable[[Any], None]) 
     assert auto(Stub(), shape=(8192, 5120, 3080)) == Sequential()
 
 
-def test_an_unusable_profile_is_said_and_auto_is_sequential(find_returns: Callable[[Any], None]) -> None:
+def test_an_unusable_profile_makes_auto_sequential(find_returns: Callable[[Any], None]) -> None:
     find_returns(ProfileError("p.json: not a usable profile: cut off"))
     world = Stub()
     assert auto(world) == Sequential() and auto(world, "all_gather_matmul") == Sequential()
     assert len(world.messages) == 1 and "p.json: not a usable profile: cut off" in world.messages[0]
 
 
-def test_a_profile_that_the_planner_breaks_on_is_said_and_auto_is_sequential(
+def test_a_profile_that_breaks_the_planner_makes_auto_sequential(
     find_returns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_returns(made_up_profile() + [Gemm(3, 3, 3, 3.0)])  # one that no test has asked for
@@ -1222,7 +1222,7 @@ def test_worlds_share_a_planner(find_returns: Callable[[Any], None]) -> None:
     assert a.kept["planner"] is b.kept["planner"]
 
 
-def test_a_world_that_cannot_limit_ctas_gets_no_plan_that_counts_on_it(find_returns: Callable[[Any], None]) -> None:
+def test_a_world_without_a_limit_of_ctas_has_no_two_level_plan(find_returns: Callable[[Any], None]) -> None:
     find_returns(made_up_profile())
     limited, shapes = Signaled(ctas=8), [(8190, 5120, 3072), (8190, 8192, 3584)]  # uneven: nothing is decomposed
     assert all(isinstance(auto(Stub(), shape=s), Signaled) for s in shapes)
@@ -1468,7 +1468,7 @@ def test_eager_calls_are_sequential_where_little_is_predicted_to_be_won() -> Non
     assert True in kept and False in kept
 
 
-def test_plans_of_several_streams_have_to_win_on_a_slow_host_too() -> None:
+def test_plans_with_several_streams_must_win_on_a_slow_host() -> None:
     """With the shipped profile and a host that takes twice its time, a plan that does not hide the host is not
     chosen, and one that does is."""
     planner = weft_auto.planner_of(weft_auto.profile_for("nvidia-h200-x2", None))

@@ -25,7 +25,7 @@ def test_sizes_have_every_size_that_is_decided_for(world: int, multiple: int) ->
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_no_plan_is_searched_for_behind_it(op: str) -> None:
+def test_no_plan_is_searched_afterwards(op: str) -> None:
     profile = shipped("nvidia-h200-x2")
     assert profile is not None
     planner = Planner(Predictor(profile))
@@ -56,7 +56,7 @@ def test_it_calls_every_size_on_every_rank(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("rows, multiple, error", [(0, None, ValueError), (8, 0, ValueError), (2.5, None, TypeError)])
-def test_what_cannot_be_is_refused(rows: int, multiple: int | None, error: type[Exception]) -> None:
+def test_impossible_calls_are_refused(rows: int, multiple: int | None, error: type[Exception]) -> None:
     def run(world: World) -> None:
         weft.prepare(lambda m: None, rows, multiple=multiple, world=world)
 

@@ -38,7 +38,7 @@ def rows(name: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("loop", ["flat", "told"])
-def test_a_gemm_alone_is_faster_where_the_rule_takes_half_tiles(loop: str) -> None:
+def test_the_rules_half_tiles_are_faster_for_gemms_alone(loop: str) -> None:
     """Elsewhere half tiles would gain at most 6%, for shapes that lose in a whole op."""
     usual, half = f"{loop} 128x256 w8 s3 x1", f"{loop} 64x256 w4 s5 x1"
     gained = {True: [], False: []}  # type: ignore[var-annotated]

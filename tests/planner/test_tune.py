@@ -195,7 +195,7 @@ def test_time_is_bounded() -> None:
     assert not list(profile.rows()) and progress == [(0, 14, "left out: 14 probes, since -1 s are over")]
 
 
-def test_a_probe_that_fails_on_one_rank_is_left_out_on_all() -> None:
+def test_a_probe_that_fails_on_one_rank_is_skipped_on_all() -> None:
     messages: list[str] = []
 
     def rank(world: weft.World) -> Profile:
@@ -213,7 +213,7 @@ def test_a_probe_that_fails_on_one_rank_is_left_out_on_all() -> None:
     assert messages == ["bad", "left out: bad: Unsupported: no such thing here", "good"]
 
 
-def test_a_probe_that_fails_while_others_exchange_times_is_left_out_on_all() -> None:
+def test_a_probe_that_fails_during_an_exchange_is_skipped_on_all() -> None:
     messages: list[str] = []
 
     def rank(world: weft.World) -> Profile:
@@ -255,7 +255,7 @@ def test_a_file_of_another_machine_is_not_overwritten(tmp_path: Path) -> None:
     assert continued.gemms == (Gemm(1, 1, 1, 1.0),) and continued.created == "2020-01-01", "what it has is of that day"
 
 
-def test_again_measures_what_the_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_again_measures_stored_probes_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It also replaces a file that cannot be read; without being asked to, it reports the file."""
     path = tmp_path / "p.json"
     monkeypatch.setattr(tune, "this_machine", lambda device, size: MACHINE)

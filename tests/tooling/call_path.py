@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 import weft
+from weft.integrations.vllm.row_norm_column import OwnRows, forms
+from weft.plans import Plan, Sequential
 
 SOURCE = str(Path(weft.__file__).parent) + "/"
 EMULATOR = tuple(SOURCE + part for part in ("emulator/", "backends/emulated"))
@@ -41,11 +43,26 @@ def attention(world: weft.World) -> Callable[[], object]:
     return lambda: weft.gathered_attention(q, k, v, causal=True, world=world, plan="segmented")
 
 
-def moe(world: weft.World) -> Callable[[], object]:
-    x, first_ids = torch.randn(8, 64).to(BF), torch.randint(0, 4, (8,), dtype=torch.int32)
-    ids, weights = torch.stack([first_ids, (first_ids + 1) % 4], 1), torch.rand(8, 2)
-    w13, w2 = weft.moe.pack(torch.randn(2, 64, 64).to(BF), world=world), torch.randn(2, 64, 32).to(BF)
-    return lambda: weft.moe.moe(x, ids, weights, w13, w2, world=world, plan="dispatched")
+def moe(plan: str) -> Make:
+    def make(world: weft.World) -> Callable[[], object]:
+        x, first_ids = torch.randn(8, 64).to(BF), torch.randint(0, 4, (8,), dtype=torch.int32)
+        ids, weights = torch.stack([first_ids, (first_ids + 1) % 4], 1), torch.rand(8, 2)
+        w13, w2 = weft.moe.pack(torch.randn(2, 64, 64).to(BF), world=world), torch.randn(2, 64, 32).to(BF)
+        return lambda: weft.moe.moe(x, ids, weights, w13, w2, world=world, plan=plan)
+
+    return make
+
+
+def row_norm_column(form: Plan) -> Make:
+    """The operator of vLLM's compiled passes, which torch's dispatcher calls."""
+
+    def make(world: weft.World) -> Callable[[], object]:
+        x, residual, row, column = (torch.randn(64, 64).to(BF) for _ in range(4))
+        forms(world)[64], world.max_captured_rows = form, 1
+        weights = torch.ones(64).to(BF), row, None, column, *[None] * 3
+        return lambda: torch.ops.weft.row_norm_column(x, residual, *weights, 1e-6, world.name, "auto")
+
+    return make
 
 
 # By name: the call, and the most functions that it may enter.
@@ -54,12 +71,16 @@ CALLS: dict[str, tuple[Make, int]] = {
     "all-gather + GEMM, fused": (all_gather("fused"), 11),
     "GEMM + reduce-scatter, fused": (reduce_scatter, 14),
     "gathered attention, segmented": (attention, 31),
-    "MoE, dispatched": (moe, 22),
+    "MoE, dispatched": (moe("dispatched"), 22),
+    "MoE, fused": (moe("fused"), 17),
+    "MoE, low latency": (moe("low_latency"), 17),
+    "vLLM's row, norm and column, sequential": (row_norm_column(Sequential()), 46),
+    "vLLM's row, norm and column, own rows": (row_norm_column(OwnRows()), 46),
 }
 
 
 class CallPath:
-    """Counts functions of weft that are entered, but for those that the emulator enters."""
+    """Counts the functions of weft that are entered, without those that the emulator enters."""
 
     def __init__(self) -> None:
         self.entered: Counter[str] = Counter()
@@ -77,7 +98,7 @@ class CallPath:
 
 
 def entered(make: Make) -> Counter[str]:
-    """By function, how often a known call enters it."""
+    """Return how often a known call enters each function."""
 
     def rank(world: weft.World) -> Counter[str]:
         call, path = make(world), CallPath()

@@ -61,9 +61,10 @@ LAYERS: Sequence[Sequence[str]] = (
 )
 DOORS = {
     ("op", "planner.auto"): 'plan "auto" asks the planner, which reads the registry of ops',
+    ("backends.library_gemm", "integrations.quack"): "a product asks for quack's GEMM, which is timed against cuBLAS",
 }
 
-UP = 3  # arrows that go up: the door of `op`, and the types for which `torch_library` names `op`
+UP = 4  # arrows that go up: the doors, and the types for which `torch_library` names `op`
 LINES, KERNEL_LINES = 60, 80  # of a function, of a device function; without the docstring
 LONGER: dict[str, tuple[int, str]] = {}
 PARAMETERS = 16  # of a device function; those with more, and how many
@@ -74,9 +75,7 @@ SKIPS = 24  # lines that the formatter is told to leave
 WIDE = 0  # lines over COLUMNS
 COLUMNS = 120
 FRAGMENTS = 0  # docstrings that begin with a preposition, and so have no subject
-NOUN_PHRASES = 18  # functions' docstrings that begin with a noun, and so do not say what the function does
 PREPOSITIONS = frozenset("As At Behind Beside Between By For From In Of On To Under With Without".split())
-NOUNS = frozenset("A An Each How The What Whether Why".split())  # words that begin a noun phrase or a clause
 SHARED_NAMES = 0  # names that modules give to different classes, constants or types
 ALIASES = 0  # aliases of a type that another module has an alias of too
 BROKEN_TABLES = 0  # rows of docstrings' tables that were wrapped as prose
@@ -103,7 +102,7 @@ ALLOWED = {
 
 @dataclass(frozen=True)
 class Function:
-    """name: behind its module's and its classes' and functions'. lines: without decorators and docstring."""
+    """`name` follows the names of its module, classes and functions. `lines` excludes decorators and docstring."""
 
     name: str
     line: int
@@ -114,8 +113,8 @@ class Function:
 
 @dataclass
 class Module:
-    """One file. name: below the package; "weft" for the package itself. imports: (module, line), inside functions
-    too."""
+    """One file. `name` is relative to the package, and "weft" for the package itself. `imports` holds (module,
+    line), and includes imports inside functions."""
 
     name: str
     path: Path
@@ -155,7 +154,7 @@ def modules_beside_source(directories: Sequence[str] = NAMED) -> dict[str, Modul
 
 # -- imports -----------------------------------------------------------------------------------------------------------
 def _run(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes below but those for type checking alone."""
+    """Yield all nodes below, except those for type checking alone."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             for statement in child.orelse:
@@ -169,8 +168,8 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
 def _imports(
     module: Module, known: Mapping[str, Module], nodes: Callable[[ast.AST], Iterator[ast.AST]]
 ) -> Iterator[tuple[str, int]]:
-    """Modules of this package that a module imports in `nodes` of its tree: of `from package import name` the module
-    `package.name`, if there is one."""
+    """Yield the modules of this package that a module imports in `nodes` of its tree: for `from package import name`
+    the module `package.name`, if it exists."""
     package = [] if module.name == "weft" else module.name.split(".")
     package = package if module.package else package[:-1]
     for node in nodes(module.tree):
@@ -198,7 +197,7 @@ def _imports(
 
 
 def layer_of(name: str, layers: Sequence[Sequence[str]]) -> tuple[int, str] | None:
-    """Which layer from the bottom, and which name of it."""
+    """Return the number of the layer, from the bottom, and its matching name."""
     matches = [(i, n) for i, names in enumerate(layers) for n in names if name == n or name.startswith(f"{n}.")]
     return max(matches, key=lambda match: len(match[1]), default=None)
 
@@ -206,7 +205,7 @@ def layer_of(name: str, layers: Sequence[Sequence[str]]) -> tuple[int, str] | No
 def upward(
     modules_by_name: Mapping[str, Module], layers: Sequence[Sequence[str]], doors: Mapping[tuple[str, str], str]
 ) -> list[str]:
-    """Imports that do not go down, modules of no layer, and doors that nobody goes through."""
+    """Return imports that do not go down, modules without a layer, and doors that no module uses."""
     violations, used = [], set()
     for module in modules_by_name.values():
         layer = layer_of(module.name, layers)
@@ -230,8 +229,8 @@ def upward(
 
 
 def arrows_up(modules_by_name: Mapping[str, Module], layers: Sequence[Sequence[str]]) -> list[str]:
-    """Packages and modules beside them that import a higher one: each such pair, and the imports. A package stands
-    where the highest of its layers is."""
+    """Return each pair of a package, or a module beside the packages, and a higher one that it imports, with the
+    imports. The place of a package is that of its highest layer."""
     level = {name.split(".")[0]: i for i, names in enumerate(layers) for name in names}
     arrows = defaultdict[str, list[str]](list)
     for module in modules_by_name.values():
@@ -243,7 +242,7 @@ def arrows_up(modules_by_name: Mapping[str, Module], layers: Sequence[Sequence[s
 
 
 def _inside(module: Module, line: int) -> bool:
-    """Whether a line is in a function."""
+    """Return whether a line is in a function."""
     return any(
         isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.lineno < line <= (n.end_lineno or 0)
         for n in ast.walk(module.tree)
@@ -251,7 +250,7 @@ def _inside(module: Module, line: int) -> bool:
 
 
 def circles(modules_by_name: Mapping[str, Module], doors: Mapping[tuple[str, str], str]) -> list[str]:
-    """Modules that import each other, each such group by one way round."""
+    """Return groups of modules that import each other, each by one way round."""
     to = {
         m.name: {n for n, _ in m.imports if n in modules_by_name and (m.name, n) not in doors}
         for m in modules_by_name.values()
@@ -276,7 +275,7 @@ def circles(modules_by_name: Mapping[str, Module], doors: Mapping[tuple[str, str
 
 
 def _way_round(name: str, to: Mapping[str, set[str]]) -> list[str]:
-    """The shortest way from a module to itself."""
+    """Return the shortest way from a module to itself."""
     ways = [[name]]
     seen: set[str] = set()
     while ways:
@@ -291,7 +290,7 @@ def _way_round(name: str, to: Mapping[str, set[str]]) -> list[str]:
 
 
 def decisions_by_capability(modules_by_name: Mapping[str, Module]) -> list[str]:
-    """Comparisons of a compute capability outside `architectures`, whose table says what GPUs can do."""
+    """Return comparisons of a compute capability outside `architectures`, whose table lists the features of GPUs."""
     return [
         f"{module.path}:{node.lineno}: {module.name} compares a compute capability: ask architectures.features"
         for module in modules_by_name.values()
@@ -306,7 +305,7 @@ def decisions_by_capability(modules_by_name: Mapping[str, Module]) -> list[str]:
 
 
 def _identifier(node: ast.AST) -> str:
-    """The name of a name, the last one of an attribute, else none."""
+    """Return the name of a name, the last one of an attribute, or else none."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
@@ -333,7 +332,7 @@ def _functions(node: ast.AST, within: str) -> Iterator[Function]:
 
 
 def _is_jit(decorator: ast.expr) -> bool:
-    """jit, weft.jit, or a call of it."""
+    """Return whether the node is jit, weft.jit, or a call of it."""
     return _identifier(decorator.func if isinstance(decorator, ast.Call) else decorator) == "jit"
 
 
@@ -360,7 +359,8 @@ def _over(
     limit: Callable[[Function], int],
     unit: str,
 ) -> list[str]:
-    """Functions above the limit, or above the number that they are allowed; and what is allowed that need not be."""
+    """Return functions above the limit, or above the number that they are allowed, and allowances that are not
+    needed."""
     violations, used = [], set()
     for module in modules_by_name.values():
         for f in module.functions:
@@ -374,7 +374,7 @@ def _over(
 
 # -- lines -------------------------------------------------------------------------------------------------------------
 def any_lines(module: Module) -> list[int]:
-    """Lines of code that name Any."""
+    """Return the lines of code that name Any."""
     named = set()
     for node in ast.walk(module.tree):
         if (
@@ -390,7 +390,7 @@ def any_lines(module: Module) -> list[int]:
 
 
 def skipped(module: Module) -> list[int]:
-    """Lines with a mark that has the formatter leave them."""
+    """Return the lines with a mark for the formatter to leave them."""
     return [i for i, line in enumerate(module.text.splitlines(), 1) if "# fmt: skip" in line]
 
 
@@ -399,7 +399,7 @@ def wide(module: Module) -> list[int]:
 
 
 def fragments(module: Module) -> list[int]:
-    """Lines of what has a docstring that begins with a preposition."""
+    """Return the lines of docstrings that begin with a preposition."""
     lines = []
     for node in ast.walk(module.tree):
         if isinstance(node, DOCUMENTED) and (words := (ast.get_docstring(node) or "").split()):
@@ -408,15 +408,9 @@ def fragments(module: Module) -> list[int]:
     return sorted(lines)
 
 
-def noun_phrases(module: Module) -> list[int]:
-    """Lines of functions whose docstring begins with a noun phrase: `The rows of ..` instead of `Return the rows of ..`."""
-    functions = [node for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return sorted(node.lineno for node in functions if (ast.get_docstring(node) or "").partition(" ")[0] in NOUNS)
-
-
 def shared_names(modules_by_name: Mapping[str, Module]) -> dict[str, list[str]]:
-    """The modules of each name that several modules give to different things: public classes, constants and aliases of
-    types, without TypeVars. Aliases of one type under one name are one thing (`shared_aliases`)."""
+    """Return the modules of each name that several modules give to different things: public classes, constants and
+    aliases of types, without TypeVars. Aliases of one type under one name are one thing (`shared_aliases`)."""
     by_name: dict[str, dict[str, str]] = defaultdict(dict)  # the module by what the name stands for
     for module in modules_by_name.values():
         for name, value in _named(module):
@@ -426,7 +420,7 @@ def shared_names(modules_by_name: Mapping[str, Module]) -> dict[str, list[str]]:
 
 
 def _named(module: Module) -> Iterator[tuple[str, str]]:
-    """(name, what it stands for) of a module's classes, constants and aliases of types."""
+    """Yield (name, meaning) of a module's classes, constants and aliases of types."""
     for node in module.tree.body:
         if isinstance(node, ast.ClassDef):
             yield node.name, module.name
@@ -438,7 +432,7 @@ def _named(module: Module) -> Iterator[tuple[str, str]]:
 
 
 def _assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
-    """(name, value) of an assignment, except of a TypeVar or ParamSpec."""
+    """Yield (name, value) of an assignment, unless it makes a TypeVar or ParamSpec."""
     if isinstance(node, ast.Assign):
         targets, value = node.targets, node.value
     elif isinstance(node, ast.AnnAssign):
@@ -454,14 +448,14 @@ def _assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
 
 
 def _is_type_alias(name: str, value: ast.expr | None) -> TypeGuard[ast.expr]:
-    """Whether an assignment makes a second name of a type: `Tensor = torch.Tensor`, `Row = tuple[int, ...]`."""
+    """Return whether an assignment makes a second name of a type: `Tensor = torch.Tensor`, `Row = tuple[int, ...]`."""
     camel = name[:1].isupper() and not name.isupper()
     is_type = isinstance(value, ast.Name | ast.Attribute | ast.Subscript | ast.BinOp)
     return camel and is_type and ast.unparse(value) != "Any"  # type: ignore[arg-type]
 
 
 def shared_aliases(modules_by_name: Mapping[str, Module]) -> dict[str, list[str]]:
-    """The modules that have an alias of a class such as `torch.Tensor`, by class, where there are several."""
+    """Return, by class, the modules that have an alias of it, such as of `torch.Tensor`, where there are several."""
     by_type: dict[str, list[str]] = defaultdict(list)
     for module in modules_by_name.values():
         for name, value in (pair for node in module.tree.body for pair in _assigned(node)):
@@ -471,8 +465,8 @@ def shared_aliases(modules_by_name: Mapping[str, Module]) -> dict[str, list[str]
 
 
 def banned_names(module: Module, banned: Collection[str] = BANNED) -> list[tuple[int, str]]:
-    """(line, name) of variables, parameters, attributes, functions, classes and import aliases whose name is banned,
-    with or without underscores before it."""
+    """Return (line, name) of variables, parameters, attributes, functions, classes and import aliases whose name is
+    banned, with or without leading underscores."""
     occurrences = set()
     for node in ast.walk(module.tree):
         match node:
@@ -490,7 +484,7 @@ def banned_names(module: Module, banned: Collection[str] = BANNED) -> list[tuple
 
 
 def without_meaning(modules_by_name: Mapping[str, Module]) -> list[str]:
-    """Banned names, each with its place."""
+    """Return banned names, each with its place."""
     return [
         f"{module.path}:{line}: `{name}` says nothing of what it holds"
         for module in modules_by_name.values()
@@ -499,8 +493,8 @@ def without_meaning(modules_by_name: Mapping[str, Module]) -> list[str]:
 
 
 def broken_tables(module: Module) -> list[int]:
-    """Lines of docstrings that have a row of a table wrapped as prose: a line left of the table's column of text,
-    between lines that are in it."""
+    """Return the lines of docstrings that have a row of a table wrapped as prose: a line left of the table's column
+    of text, between lines that are in it."""
     lines = []
     for node in ast.walk(module.tree):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
@@ -548,7 +542,7 @@ def code_lines_by_directory(root: Path = ROOT) -> dict[str, int]:
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
 def broken(modules_by_name: Mapping[str, Module]) -> tuple[list[str], list[str]]:
-    """The numbers, and what is broken."""
+    """Return the numbers, and the limits that are broken."""
     violations = upward(modules_by_name, LAYERS, DOORS) + circles(modules_by_name, DOORS)
     violations += (
         decisions_by_capability(modules_by_name)
@@ -565,7 +559,6 @@ def broken(modules_by_name: Mapping[str, Module]) -> tuple[list[str], list[str]]
         ("lines that the formatter leaves", skipped, SKIPS),
         (f"lines over {COLUMNS} columns", wide, WIDE),
         ("docstrings that begin with a preposition", fragments, FRAGMENTS),
-        ("docstrings of functions that begin with a noun", noun_phrases, NOUN_PHRASES),
         ("rows of docstrings' tables wrapped as prose", broken_tables, BROKEN_TABLES),
     ):
         counts = Counter({str(m.path): len(lines_of(m)) for m in modules_by_name.values()})

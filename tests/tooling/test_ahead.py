@@ -1,4 +1,4 @@
-"""Predictions that are written before the calls are measured, and their errors."""
+"""Predictions that are stored before the calls are measured, and their errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_page_says_that_nothing_was_measured(tmp_path: Path) -> None:
 
 
 def test_every_plan_that_is_tuned_is_predicted() -> None:
-    """And the one that the planner takes, which is one of the fastest."""
+    """This includes the plan that the planner chooses, which is one of the fastest."""
     rows = list(ahead.predicted("nvidia-h200-x4", 8, "now", shapes.TILELINK[:1]))
     for op in ahead.OPS:
         times = {json.dumps(row["plan"]): row["predicted"] for row in rows if row["op"] == op}

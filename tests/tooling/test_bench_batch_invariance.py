@@ -1,4 +1,5 @@
-"""bench/measure/batch_invariance.py: all methods compute the same layer, on emulated ranks, but for the clock."""
+"""bench/measure/batch_invariance.py: all methods compute the same layer on emulated ranks, which replace only the
+clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bench/measure/models.py and bench/measure/models_training.py compare: both sides give the same, on emulated ranks."""
+"""bench/measure/models.py and bench/measure/models_training.py: both sides compute the same on emulated ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HALF, FLOAT16 = 4e-3, torch.float16
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
 def test_libraries_give_what_the_decoder_gives(kind: str) -> None:
-    """Of a model that no forward pass went through before, which has no table of rotary positions yet."""
+    """No forward pass has used the model before, so it has no table of rotary positions yet."""
     config, lengths, ids = MIXTURES[kind], (7, 4), torch.arange(11) * 5 % 96
 
     def rank(world: weft.World) -> float:
@@ -52,7 +52,8 @@ def test_libraries_give_what_the_decoder_gives(kind: str) -> None:
 
 
 def alone(world: weft.World, fn: Callable[[], torch.Tensor]) -> None:
-    """A pass without communication: rank 0 makes one more than the others, which are not there to answer, of the same values."""
+    """Run a pass without communication: rank 0 makes one more than the others, which are not there to answer, with
+    the same values."""
     result = fn().clone()
     if world.rank == 0:
         assert torch.equal(fn(), result)
@@ -86,7 +87,7 @@ def test_a_dense_model_runs_by_every_method_and_auto() -> None:
 
 
 def once(fns: dict[str, Callable[[], object]], **_: object) -> dict[str, float]:
-    """In place of the clock: every function is called."""
+    """Call every function once, in place of the clock."""
     return {name: 1.0 + (fn() is None) for name, fn in fns.items()}
 
 
@@ -98,7 +99,7 @@ METHODS = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_model_is_measured_by_every_method(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One whole measurement, but for the clock."""
+    """One whole measurement runs, except for the clock."""
     config, _ = bench.MODELS[name]
     small = {key: value for key, value in TINY.items() if key not in ("vocab_size", "num_hidden_layers")}
     monkeypatch.setitem(bench.MODELS, name, (config | small | dict(vocab_size=96), (8, 8)))
@@ -130,15 +131,15 @@ def small_layer(name: str) -> training.Sizes:
 
 
 def marks(leaf: torch.Tensor) -> dict[str, bool]:
-    """Of the node that adds to the leaf's gradient, as long as a graph has it."""
+    """Return a mark of the node that adds to the leaf's gradient, which lives as long as a graph has it."""
     with torch.enable_grad():
         return leaf.expand_as(leaf).grad_fn.next_functions[0][0].metadata
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in training.LAYERS), ("Mixtral training", 4)])
 def test_a_step_of_libraries_is_a_step_of_weft(name: str, ranks: int) -> None:
-    """The result, and of a training step the gradients of x and of every weight. Of the router each side has other
-    addends on a rank: their sums are compared. And the leaves of a step's graph are its own."""
+    """The result is equal, and so are a training step's gradients of x and of every weight. For the router the two
+    sides have other addends on a rank: their sums are compared. The leaves of a step's graph are its own."""
     sizes = small_layer(name)
 
     def rank(world: weft.World) -> list[float]:
@@ -161,7 +162,7 @@ def test_a_step_of_libraries_is_a_step_of_weft(name: str, ranks: int) -> None:
 
 
 def heads_in_float64(layer_sizes: training.Sizes, qkv: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Causal attention of one rank's heads, [M, .. D], from its queries, keys and values."""
+    """Return causal attention of one rank's heads, [M, .. D], from its queries, keys and values."""
     q, k, v = (
         t.view(layer_sizes.sequences, layer_sizes.tokens, -1, layer_sizes.head_dim).transpose(1, 2)
         for t in qkv.split(
@@ -185,7 +186,7 @@ def heads_in_float64(layer_sizes: training.Sizes, qkv: torch.Tensor, ranks: int)
 def experts_in_float64(
     x: torch.Tensor, routing: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """What one rank's columns of its experts add to the result. routing [M, experts of the rank]."""
+    """Return what one rank's columns of its experts add to the result. routing [M, experts of the rank]."""
     inner, total = w2.shape[2], torch.zeros_like(x)
     for e in range(len(w2)):
         gate, up = (x @ w13[e].flatten(0, -2).t()).view(len(x), -1, 2, block).unbind(2)
@@ -194,15 +195,16 @@ def experts_in_float64(
     return total
 
 
-def test_experts_over_two_groups_of_two_ranks_train_as_the_whole_layer_in_float64() -> None:
-    """EP 2 x TP 2 on four ranks: the result and the gradients of x and of every weight, of both sides of the benchmark."""
+def test_experts_over_two_groups_train_as_the_whole_layer() -> None:
+    """EP 2 x TP 2 on four ranks gives the result and the gradients of x and of every weight, on both sides of the
+    benchmark."""
     ranks, layer_sizes = 4, training.LAYERS["Mixtral training"]
     layer_sizes = layer_sizes._replace(
         hidden=64, inner=96, heads=16, kv_heads=8, sequences=2, tokens=10, head_dim=16, experts=4
     )
 
     def whole(world: weft.World, step: training.Step) -> list[torch.Tensor]:
-        """This rank's part of everything."""
+        """Return this rank's part of everything."""
         layer, me = step.layers[0], world.rank
         assert (layer.mlp.split.experts, layer.mlp.split.columns) == (layer_sizes.experts // 2, layer_sizes.inner // 2)
         rank_tensors = [t.detach().clone() for t in (step.x, step.dy, *step.layers.parameters())]
@@ -264,7 +266,7 @@ def test_the_table_names_what_auto_takes_and_what_was_faster() -> None:
 
 
 def stored() -> dict[tuple[int, str], dict[str, float]]:
-    """us by method, of dense models, by number of GPUs and name, of the last run of all methods."""
+    """Return the times by method of dense models, by number of GPUs and name, from the last run of all methods."""
     runs: dict[tuple[int, str, str], dict[str, float]] = {}
     for path in sorted(BENCH.glob("results/*/models.jsonl")):
         for r in map(json.loads, path.read_text().splitlines()):

@@ -1,4 +1,5 @@
-"""A known call passes through few Python functions (call_path.py), so that one can follow it and its host time is short."""
+"""A known call passes through few Python functions (call_path.py), so that a reader can follow it and its host time
+is short."""
 
 from __future__ import annotations
 

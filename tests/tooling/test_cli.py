@@ -1,4 +1,4 @@
-"""The `weft` command as a user meets it: exit codes, what it says, and that a broken kernel is found."""
+"""The `weft` command as a user sees it: exit codes, output, and that a broken kernel is found."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def weft(*arguments: str) -> Result:
 
 @pytest.fixture
 def kernel(tmp_path: Path):
-    """Writes the kernel with one piece of it replaced; returns its path."""
+    """Write the kernel with one piece of it replaced, and return its path."""
 
     def write(old: str = "", new: str = "") -> Path:
         assert old in KERNEL
@@ -185,7 +185,7 @@ REFUSED = {  # code behind START of the kernel, or before it; the line of it tha
 
 @pytest.mark.parametrize("construct", REFUSED)
 def test_check_fails_on_what_triton_refuses(kernel, construct: str) -> None:
-    """Python takes all of it, and so does the emulator."""
+    """Python accepts all of it, and so does the emulator."""
     code, line, says = REFUSED[construct]
     path = kernel("@weft.jit\n", code + "@weft.jit\n") if code == HELPER else kernel(START, START + code)
     if code == HELPER:
@@ -224,8 +224,9 @@ def test_check_says_where_a_file_fails(tmp_path: Path) -> None:
     assert failed.exit_code == 1 and "broken.py:3: ValueError: no such thing" in " ".join(failed.output.split())
 
 
-def test_check_does_not_pass_what_was_not_run(tmp_path: Path) -> None:
-    """A file or a rank that ends the process, functions that only make a coroutine, and no kernel at all."""
+def test_check_fails_without_a_kernel_run(tmp_path: Path) -> None:
+    """These are a file or a rank that ends the process, functions that only make a coroutine, and a file without a
+    kernel."""
     for text, says in (
         ("import sys\n\nsys.exit(0)\n", "file.py:3: SystemExit: 0"),
         ("import sys\ndef main(world):\n    assert world.rank != 1 or sys.exit(0)\n", "rank 1 ended by sys.exit(0)"),
@@ -298,7 +299,7 @@ def test_trace_says_what_is_wrong(kernel, tmp_path: Path) -> None:
     ids=["race", "deadlock", "wrong result"],
 )
 def test_trace_draws_up_to_the_failure(kernel, tmp_path: Path, old: str, new: str, says: str, drawn: str) -> None:
-    """The spans that had ended, and those that the failure cut."""
+    """The trace has the spans that had ended, and those that the failure cut."""
     result = weft("trace", kernel(old, new), "--world", 3, "--out", tmp_path / "t")
     assert result.exit_code == 1 and f"{says}: " in result.output, result.output
     slices = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
@@ -321,7 +322,7 @@ def test_demo_asks_for_its_folder_first(tmp_path: Path, monkeypatch: pytest.Monk
     assert result.exit_code == 1 and "no such folder" in result.output
 
 
-def test_a_tool_that_hangs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_tool_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(*a: object, **options: object) -> None:
         raise subprocess.TimeoutExpired("nvidia-smi", 60)
 
@@ -330,14 +331,14 @@ def test_a_tool_that_hangs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert doctor._ask("nvidia-smi") == ""
 
 
-def test_bench_without_arguments_says_what_it_takes() -> None:
+def test_bench_without_arguments_prints_usage() -> None:
     result = weft("bench")
     assert result.exit_code == 1 and "weft bench --out DIR [--ops ..]" in result.output
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["check", "--help"]])
 def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
-    """Which takes seconds."""
+    """torch's import takes seconds."""
     code = "import sys; from weft.cli import app; app(standalone_mode=False); print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.splitlines()[-1] == "False", run.stdout + run.stderr
@@ -393,7 +394,7 @@ def test_demo_is_correct_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     result = weft("demo", "--out", tmp_path / "demo.png")
     assert result.exit_code == 0, result.output
     for plan in ("sequential", "decomposed", "fused"):
-        assert re.search(rf"│ {plan} +│ +1 │ +\d+ │ +0 │ +0 │ +\d", result.output), result.output
+        assert re.search(rf"│ {plan} +│ \w+ +│ +1 │ +0 │ +0 │ +\d", result.output), result.output
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -406,7 +407,7 @@ def test_demo_fails_where_the_result_is_wrong(tmp_path: Path, monkeypatch: pytes
 
 
 def test_doctor_says_what_triton_cannot_build_its_stub_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As on a slim container."""
+    """A slim container lacks a compiler, for one."""
     monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
@@ -441,7 +442,7 @@ def test_doctor_offers_to_share_one_gpu() -> None:
 
 
 def test_explain_and_simulate() -> None:
-    """A size that was measured with its time; no size, op or machine that there is not."""
+    """A measured size is printed with its time; a size, op or machine that does not exist is refused."""
     scatter = ("explain", "matmul_reduce_scatter", "8192", "4096", "3584", "--profile", "nvidia-h200-x4")
     result = weft(*scatter)
     assert result.exit_code == 0

@@ -1,4 +1,4 @@
-"""Subjects that the commit-msg hook refuses, and the hook itself in a repository."""
+"""The commit-msg hook refuses subjects, and runs in a repository."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The documents keep what they promise: the README's code runs, links lead somewhere, no figure is typed by hand."""
+"""The documents keep what they promise: the README's code runs, links work, no figure is typed by hand."""
 
 from __future__ import annotations
 
+import doctest
 import inspect
 import re
 import subprocess
@@ -25,7 +26,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 def test_the_first_code_of_a_page_runs_as_it_stands(
     page: str, function: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the emulator, at the sizes on the page; the sizes for GPUs fit its arguments."""
+    """It runs in the emulator with the sizes on the page; sizes for GPUs fit its arguments."""
     (code, *_) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     names: dict[str, Any] = {}
     exec(code, names)
@@ -35,7 +36,7 @@ def test_the_first_code_of_a_page_runs_as_it_stands(
 
 
 def test_the_tutorial_runs_and_shows_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its code in order, in one program."""
+    """The page's code runs in order, in one program."""
     names: dict[str, Any] = {"__name__": "layer"}
     for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/tutorial.md").read_text(), re.S):
         exec(code, names)
@@ -72,9 +73,24 @@ PRINTING = [(page.name, *example) for page in PAGES for example in re.findall(r"
 
 @pytest.mark.parametrize("code, shown", [row[1:] for row in PRINTING], ids=[row[0] for row in PRINTING])
 def test_an_example_prints_what_its_page_shows(code: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """On emulated ranks."""
+    """It runs on emulated ranks."""
     exec(code, {"__name__": "example"})
     assert capsys.readouterr().out == shown
+
+
+def ops() -> dict[str, Any]:
+    """The functions of tensors on a World."""
+    functions = {name: getattr(weft, name) for name in weft.__all__ if inspect.isfunction(getattr(weft, name))}
+    of_moe = {f"moe.{name}": getattr(weft.moe, name) for name in ("moe", "dispatch", "combine")}
+    on_worlds = {name: f for name, f in functions.items() if "world" in inspect.getfullargspec(f).kwonlyargs}
+    return {name: f for name, f in (on_worlds | of_moe).items() if name not in ("explain", "prepare")}
+
+
+@pytest.mark.parametrize("name", ops())
+def test_the_example_of_an_ops_docstring_prints_what_it_shows(name: str) -> None:
+    (example,) = doctest.DocTestFinder(recurse=False).find(ops()[name], name, globs={"torch": torch, "weft": weft})
+    assert example.examples and example.examples[-1].want
+    assert not doctest.DocTestRunner().run(example).failed
 
 
 @pytest.mark.gate
@@ -126,7 +142,7 @@ def test_the_readme_states_no_speed_outside_the_generated_blocks() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    """Code and tables count."""
+    """Code and tables count as words."""
     words = re.findall(r"\S*\w\S*", re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(), flags=re.S))
     assert len(words) <= 600, len(words)
 

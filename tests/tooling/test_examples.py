@@ -1,5 +1,5 @@
-"""The examples are right under many schedules, a bug planted in the first one is found under every one of them, and
-docs/writing-kernels.md shows them as they are."""
+"""The examples are right under many schedules, the emulator finds a bug planted in the first one under every
+schedule, and docs/writing-kernels.md shows them unchanged."""
 
 from __future__ import annotations
 
@@ -37,15 +37,14 @@ NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - APART)
 
 
 def emulate(path: Path, ranks: int, seed: int) -> None:
-    """As `weft check` runs it."""
+    """Run as `weft check` does."""
     weft.spmd(check.load(str(path)), ranks, backend="emulated", seed=seed)
 
 
 # -- right -------------------------------------------------------------------------------------------------------------
 
 
-@covered(r"(\w+)-4-1", covering=r"[\1-4-0]")
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_example(name: str, ranks: int, seed: int) -> None:
@@ -61,7 +60,7 @@ def test_example_on_other_numbers_of_ranks(name: str) -> None:
 # Each example's own output is what test_example runs; what it says without arguments is one function of all.
 @covered("(?!all_gather_rowwise).*", covering="[all_gather_rowwise]")
 @pytest.mark.parametrize("name", some([name for name in NAMES if name != "own_op"], 3))  # a definition, and no script
-def test_an_example_says_what_it_did_and_without_arguments_what_it_takes(name: str) -> None:
+def test_an_example_prints_its_result_or_its_usage(name: str) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {key: value for key, value in os.environ.items() if key != "RANK"}
         command = [sys.executable, EXAMPLES / f"{name}.py", *arguments]
@@ -122,8 +121,8 @@ def test_planted_bug_is_found(bug: str, seed: int, planted: Callable[[str], Path
 
 
 def test_call_that_is_not_ended_is_found(tmp_path: Path) -> None:
-    """Its later waits pass too early. That is a race, or, where the copies come first all the same, calls that were not counted; where the
-    host compares before the late copy, it sees an old row."""
+    """Later waits pass too early. That is a race, or, where the copies come first nevertheless, calls that were not
+    counted; where the host compares before the late copy, it sees an old row."""
     path = tmp_path / "not_ended.py"
     path.write_text(FIRST.read_text().replace("    wl.end_call(ch, epoch, tl.num_programs(0))\n", ""))
     kinds = []
@@ -138,7 +137,7 @@ def test_call_that_is_not_ended_is_found(tmp_path: Path) -> None:
 
 
 def variants(path: Path, ranks: int) -> tuple[Ran, list[Variant]]:
-    """What a run of the file launches."""
+    """Return the launches of a run of the file."""
     result = check.search(check.load(str(path)), ranks, range(1))
     assert not result.findings
     return result.ran, list(result.ran.variants.values())
@@ -203,7 +202,7 @@ def test_the_tables_on_the_page() -> None:
     assert weft.spmd(rank, 3, backend="emulated") == [5 + 9 + 1] * 3
 
 
-@pytest.mark.parametrize("seed", some(range(8), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_the_kernel_on_the_page_runs(seed: int, tmp_path: Path) -> None:
     (code,) = (code for mark, _, code in BLOCKS if mark == "runs")
     (tmp_path / "page.py").write_text(code)
@@ -230,7 +229,8 @@ OUTPUTS = [(mark.partition(": ")[2], text) for mark, _, text in BLOCKS if mark.s
 
 
 def shape(line: str) -> str:
-    """A line of a report without what another schedule or another line in weft's source would change; with the line of the example."""
+    """Return a line of a report without what another schedule or another line in weft's source would change, but
+    with the line of the example."""
     line, place = line.partition(" at ")[0], re.search(r"(\S*)\.py:(\d+)", line)
     in_example = f" at line {place[2]}" if place and "weft/" not in place[1] else ""
     return re.sub(r"\d+", "#", re.sub(r"stream \w+", "stream S", line)) + in_example

@@ -1,4 +1,4 @@
-"""The tables of docs/fp8.md, of made-up rows."""
+"""The tables of docs/fp8.md, made from invented rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def row(m: int, **us: float) -> dict:
 
 
 def test_todays_tiles_count_beside_the_best_library() -> None:
-    """Of the lines of one size the newest; a tile that was dropped does not count, however fast."""
+    """Of the lines of one size the newest counts; a tile that was dropped does not count, however fast."""
     weft_us = {f"row: {fp8.plan_label(plan)}": 10.0 + i for i, plan in enumerate(WIDE)}
     rest = {"row: weft 64x64 w4 s9 x3": 1.0, "row: weft auto": 8.0, "row: torch": 8.0}
     cells = fp8_page.recipe_row(
@@ -35,7 +35,7 @@ def everything(torch: float) -> dict:
     return row(10, **us)
 
 
-def test_rows_of_another_kernel_are_said_to_be() -> None:
+def test_rows_of_another_kernel_are_marked() -> None:
     us = {"block: weft 64x128 w4 s4 x2 nested": 20.0, "block: weft auto": 10.0, "block: deep_gemm": 10.0}
     assert fp8_page.recipe_row("block", [row(10, **us)])[:3] == ["by block, an earlier kernel", "1", "0.50x"]
     us |= {f"block: {fp8.plan_label(PROMOTED[0])} columns": 12.5}
@@ -51,8 +51,8 @@ def quantized(m: int, **us: float) -> dict:
     return dict(name="quantizing", M=m, N=1000, K=500, us=us)
 
 
-def test_the_cost_of_quantizing_is_beside_the_kernel_and_beside_two_kernels() -> None:
-    """Means are geometric; of the lines of one size the newest counts; a recipe that was not measured is not there."""
+def test_the_cost_of_quantizing_is_compared_with_one_and_two_kernels() -> None:
+    """Means are geometric; of the lines of one size the newest counts; a recipe that was not measured is missing."""
     with_row = {
         "silu_mul, row": 12.0,
         "quantize after silu_mul, row": 6.0,
@@ -107,7 +107,7 @@ def test_eager_calls_are_shown_where_torch_was_not_captured(
 
 
 def test_a_size_where_nothing_can_be_saved_has_no_share() -> None:
-    """There "auto" cannot be on its way to the limit, however fast it is."""
+    """There "auto" cannot approach the limit, however fast it is."""
     row_at_limit = over_ranks(10, sequential=6.0) | {"recipe": "block"}
     assert fp8_page.ranks([row_at_limit]).splitlines()[-1].split(" | ")[-2:] == ["", "2.00x |"]
 
@@ -122,8 +122,8 @@ def test_a_machine_without_a_table_is_not_on_the_page(tmp_path: Path) -> None:
 
 
 def test_sizes_over_ranks_are_whole_and_in_the_order_of_importance() -> None:
-    """Every recipe of the first number of tokens comes before the second number; sums on all ranks come last. By block K is
-    whole blocks, also of 8 ranks."""
+    """Every recipe of the first number of tokens precedes the second number; sums on all ranks come last. By block,
+    K is whole blocks, even for 8 ranks."""
     for world in (2, 4, 8):
         sizes = list(fp8_ranks.sizes(world, ["row", "block", "tensor"], list(fp8_ranks.OPS)))
         assert len(sizes) == len(set(sizes)) == 3 * 3 * 3 * 6

@@ -1,4 +1,5 @@
-"""The layer by vLLM's and by quack's experts between the library's collectives, on emulated ranks with torch in place of both."""
+"""The layer by vLLM's and by quack's experts between NCCL's collectives, on emulated ranks, with torch in place of
+both."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ MODEL = Model(32, 16, 6, 3)
 
 
 def fused_experts(x: Any, w1: Any, w2: Any, weights: Any, ids: Any, *, global_num_experts: int, expert_map: Any) -> Any:
-    """vLLM's: ids of all experts, of which `expert_map` has this rank's."""
+    """A stand-in for vLLM's function: ids are those of all experts, and `expert_map` gives this rank's."""
     assert ids.dtype == torch.int32 and expert_map.shape == (global_num_experts,) == (MODEL.experts,)
     out = torch.zeros_like(x, dtype=torch.float32)
     for token, slot in torch.nonzero(expert_map[ids.long()] >= 0).tolist():
@@ -81,7 +82,7 @@ def test_routes_to_other_ranks_are_behind_the_last_group() -> None:
 
 @pytest.mark.usefixtures("libraries")
 def test_a_rank_without_routes_adds_nothing() -> None:
-    """Its GEMMs write no row, and what their memory holds is no number."""
+    """Its GEMMs write no row, and their memory holds NaN."""
 
     def main(world: weft.World) -> torch.Tensor:
         experts = quack_moe.QuackExperts(world, torch.ones(2, 32, 8), torch.ones(2, 8, 16), 1)

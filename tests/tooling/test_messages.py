@@ -1,4 +1,4 @@
-"""What a caller gets for a slip of the pen: an error in his words, which names the function that he called."""
+"""A caller's slip is an error in the caller's words, which names the function that was called."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WITHOUT: Calls = {  # by what is said of None
 
 
 def error_text(call: Callable[[weft.World], object], *errors: type[Exception]) -> str:
-    """By both of two ranks."""
+    """Return the error, which both of two ranks raise."""
 
     def main(world: weft.World) -> str:
         with pytest.raises(errors) as caught:
@@ -71,7 +71,7 @@ def test_errors_of_training_name_the_function_that_was_called() -> None:
     assert error_text(lambda world: call(world, plan="x"), ValueError).startswith("moe: plan 'x'")
 
 
-def test_a_rank_with_and_one_without_gradients_are_told_by_the_functions_name() -> None:
+def test_a_rank_without_gradients_raises_the_functions_name() -> None:
     def main(world: weft.World) -> None:
         x = X.clone().requires_grad_(world.rank == 0)
         moe.moe(x, IDS, WEIGHTS, W13, W2, world=world, plan="dispatched")
@@ -103,7 +103,7 @@ def test_check_refuses_a_gpu_that_the_compiler_may_not_know(target: str, tmp_pat
 def test_check_names_the_line_of_a_file_that_fails_at_import(
     text: str, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Named from the folder that it lies in, as at a prompt."""
+    """The name is relative to the file's folder, as at a prompt."""
     (tmp_path / "broken.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     result = command("check", "broken.py")

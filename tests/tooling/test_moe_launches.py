@@ -1,4 +1,4 @@
-"""The count of a layer's kernels, beside the libraries: what is counted, and that the methods compute one layer."""
+"""The count of a layer's kernels, beside libraries: what is counted, and that the methods compute one layer."""
 
 from __future__ import annotations
 

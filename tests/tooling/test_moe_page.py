@@ -1,11 +1,16 @@
-"""Tables of experts on one GPU, of made-up rows."""
+"""Tables of experts on one GPU, made from invented rows."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from bench.measure.moe_one_gpu import Size, ordered, stored
+import torch
+
+import weft
+from bench.common.timing import error_of
+from bench.measure.moe import Layer, Model
+from bench.measure.moe_one_gpu import Size, by_one_launch, by_torch, ordered, stored
 from bench.measure.moe_stragglers import figures
 from bench.pages import moe_page, one_gpu_page
 
@@ -46,14 +51,13 @@ def test_ratios_of_each_gpu_of_uniform_routing(tmp_path: Path) -> None:
     assert "| 8,192 | **1.50x** | **1.20x** | **1.20x** | 1.20x (Mixtral) |" in gpu_b
 
 
-def test_what_is_below_one_says_what_bounds_it(tmp_path: Path) -> None:
-    """Of 64 tokens all eight experts are read, 101 MB in 100 us and in 50; 8,192 tokens are 0.2 TFLOP."""
+def test_ratios_below_one_name_their_bound(tmp_path: Path) -> None:
+    """64 tokens read all eight experts, 101 MB in 100 us and in 50; 8,192 tokens are 0.2 TFLOP."""
     store(tmp_path, "nvidia-a-x1", US | {"vllm": 50.0})
     assert one_gpu_page.one_gpu_table(tmp_path).splitlines()[-1] == (
         "Below 1.0x: 1 size of up to 64 tokens, bound by weights, read 1.0 TB/s (the library: 2.0);"
         " Mixtral of 8,192 tokens, bound by FLOPs, computes 2062 TFLOP/s (vLLM: 4123)."
     )
-    assert "| Mixtral-64 | 0.10 | 0.25 | 0.34 | 2.01 | 0.84 | 1.01 |" in one_gpu_page.reading(tmp_path)
 
 
 def test_a_tie_is_not_below_one(tmp_path: Path) -> None:
@@ -66,7 +70,7 @@ def write(path: Path, *rows: dict) -> None:
 
 
 def test_launches_of_one_layer_by_plan(tmp_path: Path) -> None:
-    """What was not profiled has an empty cell; the sentence is of all layers."""
+    """What was not profiled has an empty cell; the sentence covers all layers."""
     store(tmp_path, machine := "nvidia-a-x1", {"weft": 100.0, "weft, one launch": 125.0})
     counts = {"weft, one launch": 1, "weft fused": 4, "weft auto": 10, "torch": 47, "library": 88}
     write(
@@ -80,8 +84,8 @@ def test_launches_of_one_layer_by_plan(tmp_path: Path) -> None:
     assert text.endswith("by tokens: +25 to +25% at 64, +25 to +25% at 8,192.")
 
 
-def test_what_many_experts_take_stands_beside_the_bytes_of_their_weights() -> None:
-    """A GPU of two has 60 of 120 experts more, of two matrices of 2,048 x 2,048: 1.0 GB."""
+def test_times_of_many_experts_stand_beside_their_bytes() -> None:
+    """One GPU of two has 60 of 120 experts more, each with two matrices of 2,048 x 2,048: 1.0 GB."""
     row = dict(name="-ungated-", method="auto", world=2, N=2048, K=2048)
     us = {(4096, 8): 300.0, (4096, 128): 450.0, (8192, 8): 500.0, (8192, 128): 700.0}
     assert moe_page.growth([dict(row, M=m, E=e, us=t) for (m, e), t in us.items()]).startswith(
@@ -89,7 +93,7 @@ def test_what_many_experts_take_stands_beside_the_bytes_of_their_weights() -> No
     )
 
 
-def test_what_is_important_is_measured_before_the_rest(tmp_path: Path) -> None:
+def test_important_sizes_are_measured_first(tmp_path: Path) -> None:
     assert ordered(["a", "b"], [8, 4], [0.0, 1.0], [8])[:5] == [
         Size("a", 8, 0.0), Size("b", 8, 0.0), Size("a", 4, 0.0), Size("b", 4, 0.0), Size("a", 8, 1.0),
     ]  # fmt: skip
@@ -97,8 +101,8 @@ def test_what_is_important_is_measured_before_the_rest(tmp_path: Path) -> None:
     assert stored(tmp_path / "none.jsonl") == []
 
 
-def test_over_several_gpus_beside_what_people_would_pick(tmp_path: Path) -> None:
-    """A library that was not there has an empty cell, and the fastest of the others counts."""
+def test_several_gpus_are_compared_with_the_usual_choice(tmp_path: Path) -> None:
+    """A library that was missing has an empty cell, and the fastest of the others counts."""
     for world, us in ((2, {"auto": 80.0}), (4, {"auto": 100.0, "vllm": 150.0, "library, eager": 400.0})):
         (tmp_path / f"a-x{world}").mkdir()
         rows = [dict(name="Mixtral-512", method=m, us=t, zipf=0.0, world=world, **SIZES) for m, t in us.items()]
@@ -109,9 +113,20 @@ def test_over_several_gpus_beside_what_people_would_pick(tmp_path: Path) -> None
 
 
 def test_stragglers_by_delay(tmp_path: Path) -> None:
-    """Calls of two ranks, each late in turn: 40 us to the last end, of which the rank in time has 30."""
+    """Calls of two ranks, each late in turn, end after 40 us, 30 of which belong to the punctual rank."""
     row = dict(name="Mixtral-512", method="auto", delay=1.0, delay_us=20.0, **figures([(40.0, 30.0), (30.0, 40.0)] * 2))
     assert row["us"] == row["p95_us"] == 40.0 and row["others_us"] == 30.0
     (tmp_path / "a-x2").mkdir()
     (tmp_path / "a-x2/moe_stragglers.jsonl").write_text(json.dumps(row))
     assert "| a-x2 | Mixtral-512 | 1.0 | 20 | 40 / 40 |" in moe_page.stragglers(tmp_path)
+
+
+def test_the_method_of_one_launch_computes_the_layer() -> None:
+    def main(world: weft.World) -> float:
+        torch.manual_seed(0)
+        layer = Layer(world, Model(32, 16, 4, 2), 9, 0.0)
+        logits = (layer.logits(layer.xs[0]).float() * 64).sort(1).values
+        assert float(logits.diff(dim=1).min()) > 0, "ties would be another layer"
+        return error_of(by_one_launch(layer)(layer.xs[0]), by_torch(layer)(layer.xs[0]))
+
+    assert max(weft.spmd(main, 1, backend="emulated")) < 1e-2

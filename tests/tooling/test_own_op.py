@@ -1,4 +1,4 @@
-"""examples/own_op.py: what an op of a user's own gets from its definition, and that the file is short and needs nothing private."""
+"""examples/own_op.py: what a user's op gets from its definition; and the file is short and needs nothing private."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILE = Path(__file__).parents[2] / "examples" / "own_op.py"
 
 
 def loaded() -> dict[str, Any]:
-    """The file as a module: ranks exchange its plans, by the name of their class."""
+    """Load the file as a module: ranks exchange its plans by the name of their class."""
     sys.path.insert(0, str(FILE.parent))
     return vars(importlib.import_module("own_op"))
 
@@ -82,8 +82,8 @@ def test_its_gradient(own_op: dict[str, Any], compiled: bool) -> None:
 
 
 def kept_norm(own_op: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
-    """The op once more, whose runs keep the norm's scale where a gradient is asked for; `backwards` gets what each backward
-    pass had."""
+    """Define the op again, with runs that save the norm's scale if a gradient is needed; `backwards` records what
+    each backward pass received."""
 
     @dataclass(frozen=True)
     class KeptCall(own_op["GatherNormCall"]):  # type: ignore[misc]
@@ -135,10 +135,9 @@ def kept_norm(own_op: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_a_run_keeps_and_what_the_forward_pass_ran_reach_the_backward_pass(
-    own_op: dict[str, Any], compiled: bool
-) -> None:
-    """The call and the plan that was chosen, whatever was asked for; nothing is kept without a gradient."""
+def test_saved_tensors_and_the_chosen_plan_reach_the_backward_pass(own_op: dict[str, Any], compiled: bool) -> None:
+    """The backward pass receives the call and the plan that was chosen, whatever was requested; without a gradient
+    nothing is saved."""
     backwards: list[tuple[Any, ...]] = []
     op, kept_call = kept_norm(own_op, backwards)
     pushed = own_op["Pushed"]
@@ -188,8 +187,9 @@ def test_its_plan_travels_as_any_other(own_op: dict[str, Any]) -> None:
     assert text_of(plan) == "Pushed;rows=8"
 
 
-def test_auto_takes_what_was_fastest(own_op: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slowest rank counts, and a gain below MIN_SPEEDUP does not, over sequential or over a plan that the op names before."""
+def test_auto_chooses_the_fastest_plan(own_op: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slowest rank counts. A gain below MIN_SPEEDUP over sequential, or over a plan that the op names earlier,
+    does not."""
     op, plans = own_op["GATHER_NORM"], (own_op["Pushed"](), own_op["Pushed"](rows=1))
     monkeypatch.setattr(
         "weft.planner.auto._planner_or_unusable", lambda world: pytest.fail("a planner, which has no model of it")
@@ -217,7 +217,7 @@ def _four(world: weft.World, op: Any, plans: tuple[Plan, Plan], monkeypatch: pyt
 
 
 def test_a_trial_of_long_calls_has_as_many_rounds(own_op: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of fewer calls: one round says too little of what differs from call to call."""
+    """It has fewer calls: a single round would show too little of how calls differ."""
     op, asked = own_op["GATHER_NORM"], {2: [], 4: [], 6: []}  # calls of a turn, by rows
     call_us = {2: 1e3, 4: 15e3, 6: 1e6}  # us of a call
 
@@ -237,7 +237,7 @@ def test_a_trial_of_long_calls_has_as_many_rounds(own_op: dict[str, Any], monkey
     assert asked == {2: [1, *[10] * 5], 4: [1, *[2] * 5], 6: [1, *[1] * 5]}
 
 
-def test_a_file_that_is_loaded_again_leaves_what_was_loaded_before() -> None:
+def test_a_reloaded_file_leaves_earlier_plans_registered() -> None:
     """Ranks exchange plans by the name of their class."""
     mains = [weft.check.load(str(FILE)) for _ in range(2)]
     for main in mains:
@@ -246,7 +246,7 @@ def test_a_file_that_is_loaded_again_leaves_what_was_loaded_before() -> None:
 
 @pytest.mark.gpu
 def test_on_gpus() -> None:
-    """plan="auto", eager and in a CUDA graph, compiled and with a gradient."""
+    """plan="auto" runs eagerly, in a CUDA graph, compiled, and with a gradient."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", __name__]
     env = os.environ | {"WEFT_SHARE_GPU": "1"}
     done = subprocess.run(run, capture_output=True, text=True, timeout=200, env=env)

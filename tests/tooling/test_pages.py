@@ -1,4 +1,4 @@
-"""Pages that are made of stored results are what their makers make of them, and nothing is stored that nothing is made of."""
+"""Pages made from stored results are what their makers produce, and no stored result is unused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_docs_are_short_enough() -> None:
 
 
 def words_of(text: str) -> int:
-    """Figures of tables count, their rules do not, nor marks for what fills in a figure."""
+    """Count the figures of tables, but neither their rules nor marks for a figure that is filled in."""
     return len(re.findall(r"\S*\w\S*", re.sub(r"<!--.*?-->", "", text, flags=re.S)))
 
 
@@ -51,7 +51,8 @@ def test_every_picture_is_shown_and_every_one_shown_is_there() -> None:
 
 
 def test_the_readmes_picture_is_of_stored_rows(tmp_path: Path) -> None:
-    """What is left of a layer beside its GEMMs and what of the collectives is not hidden takes time, and little."""
+    """The part of a layer beyond its GEMMs, and the part of the collectives that is not hidden, take time, and
+    little."""
     t = layer_picture.times(report.load(ROOT / "bench/results" / layer_picture.MACHINE))
     assert t.weft < t.sequential and max(t.gather, t.scatter) < t.gate_up
     assert all(0 < t.rest(whole) < 0.15 * whole for whole in (t.sequential, t.weft))
@@ -88,8 +89,8 @@ def stored_rows(machine: str, file: str) -> list[dict]:
 
 
 def ratios_of(machine: str, title: str, mode: str, library: str = "") -> dict[str, float]:
-    """By size, how many times as fast as the baseline weft was, or the library: from the stored rows, by other code than the page's
-    maker."""
+    """Return, by size, the speedup of weft, or of the library, over the baseline, computed from the stored rows by
+    other code than the page's maker."""
     op = title.partition(", ≤512 tokens")[0]
     file, base, method, counts = LAYERS.get(title) or (
         OPS[op],
@@ -113,7 +114,7 @@ def ratios_of(machine: str, title: str, mode: str, library: str = "") -> dict[st
 
 
 def mean_of(file: str, machine: str) -> str:
-    """The geometric mean of an op's ratios at all sizes, in CUDA graphs."""
+    """Return the geometric mean of an op's ratios at all sizes, in CUDA graphs."""
     (title,) = (title for title, name in OPS.items() if name == file)
     ratios = [r for size in ("", ", ≤512 tokens") for r in ratios_of(machine, title + size, "graph").values()]
     return f"{statistics.geometric_mean(ratios):.2f}x"
@@ -125,7 +126,7 @@ def lines_of_the_readme(heading: str) -> list[list[str]]:
 
 
 def test_the_readmes_means_are_those_of_the_stored_rows() -> None:
-    """weft's, and the best other library's; and the lowest ratio of all sizes, in both modes."""
+    """The README has weft's mean, the best other library's, and the lowest ratio of all sizes in both modes."""
     table = lines_of_the_readme("How fast it is")
     assert len(table) == len(LAYERS) - 2 + 2 * len(OPS)  # Transformers' are in the other table
     for name, *cells, lowest in table:
@@ -154,7 +155,7 @@ def test_the_readmes_doors_have_the_gains_of_the_stored_rows() -> None:
 
 
 def test_each_mean_names_the_commits_of_its_rows() -> None:
-    """A chapter's commits and dates are those of stored rows, and no mean stands without a commit."""
+    """A chapter's commits and dates are those of stored rows, and every mean has a commit."""
     chapters = re.split(r"^## (nvidia-\S+)$", (ROOT / "docs/measurements.md").read_text(), flags=re.M)[1:]
     for machine, chapter in zip(chapters[::2], chapters[1::2], strict=True):
         chapter = chapter.partition("\n## ")[0]
@@ -172,7 +173,8 @@ def test_each_mean_names_the_commits_of_its_rows() -> None:
 
 
 def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
-    """Experts on one GPU beside vLLM's and quack's, what a prompt gains, in all and by overlap, and vLLM's lowest repeat."""
+    """These are experts on one GPU against vLLM's and quack's, the gain of a prompt, in all and by overlap, and
+    vLLM's lowest repeat."""
     text = (ROOT / "README.md").read_text()
     one = {(r["name"], r["method"]): r["us"] for r in stored_rows("nvidia-h100-x1", "moe_one_gpu") if r["zipf"] == 0}
     names = {name for name, method in one if method == "weft"}
@@ -189,7 +191,7 @@ def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
 
 
 def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
-    """Of Transformers models, woven and not."""
+    """The models are Transformers', woven and not."""
     errors: dict[str, dict[str, float]] = {}
     for r in stored_rows("nvidia-h100-x2", "hf_errors"):
         errors.setdefault(r["method"], {})[r["name"]] = r["error"]
@@ -201,7 +203,7 @@ def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
 
 
 def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
-    """Of experts on one GPU by number of tokens, of FlashMoE's one launch, and of quack's GEMM."""
+    """These are experts on one GPU by number of tokens, FlashMoE's single launch, and quack's GEMM."""
     moe, papers, guide = ((ROOT / f"docs/{name}.md").read_text() for name in ("moe", "papers", "guide"))
     for machine in ("nvidia-h100-x1", "nvidia-h200-x1"):
         rows = [r for r in stored_rows(machine, "moe_one_gpu") if r["zipf"] == 0]
@@ -242,7 +244,7 @@ def test_times_stand_in_what_is_made_of_results_alone(name: str) -> None:
 
 
 def test_the_reference_has_every_public_module() -> None:
-    """Of a module it has what `__all__` says, and without one what does not begin with an underscore."""
+    """A module has the names of its `__all__`, or else those without a leading underscore."""
     named = set(re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.M))
     modules = {f"weft.{name}" for name in weft.__all__ if isinstance(getattr(weft, name), ModuleType)}
     assert {"weft", *modules} <= named, "docs/api.md lacks a line `::: weft.NAME`"
@@ -251,7 +253,7 @@ def test_the_reference_has_every_public_module() -> None:
 
 
 def test_the_reference_says_in_a_clone_what_every_name_is() -> None:
-    """The site's directives are no text."""
+    """The site's directives do not count as text."""
     text = (ROOT / "docs/api.md").read_text()
     for name in weft.__all__:
         if not isinstance(getattr(weft, name), ModuleType):

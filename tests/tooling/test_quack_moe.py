@@ -19,7 +19,7 @@ T, H, INNER, E, K = 13, 160, 24, 5, 3
 
 def gemm_gated(A: Any, B: Any, *, activation: str, store_preact: bool, cu_seqlens_m: Any, A_idx: Any, tuned: bool,
                config: Any) -> tuple[None, torch.Tensor]:  # fmt: skip
-    """quack's, for pairs of neighbouring columns."""
+    """A stand-in for quack's function, for pairs of neighbouring columns."""
     assert (activation, store_preact, tuned, B.shape) == ("swiglu", False, False, (E, H, 2 * INNER))
     assert cu_seqlens_m.dtype == A_idx.dtype == torch.int32 and A_idx.shape == (T * K,) and config.cluster_n == 1
     parts = A[A_idx.long()].split(cu_seqlens_m.diff().tolist())
@@ -45,7 +45,7 @@ def quack(monkeypatch: Any) -> None:
 
 @pytest.mark.usefixtures("quack")
 def test_the_layer_is_that_of_its_formula() -> None:
-    """Tables, order of the weights' rows, and the sums, call after call."""
+    """Tables, the order of the weights' rows, and the sums are right in call after call."""
     results = []
 
     def main(world: weft.World) -> None:
@@ -91,12 +91,12 @@ def test_the_fastest_form_that_runs() -> None:
 
 
 def test_forms_are_tried_in_processes_that_end() -> None:
-    """None is right where there is no GPU, and none outlasts its time."""
+    """None is right without a GPU, and none outlasts its time."""
     assert usable(0.3, FORMS[:2]) == []
 
 
 def test_each_form_is_tried_once(monkeypatch: Any, tmp_path: Any) -> None:
-    """A form that nobody has had time to try is tried the next time."""
+    """A form that no process had time to try is tried the next time."""
     monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path))
     asked: list[list[object]] = []
 
@@ -110,8 +110,8 @@ def test_each_form_is_tried_once(monkeypatch: Any, tmp_path: Any) -> None:
     assert asked == [[*FORMS[:3]], [FORMS[2]], []]
 
 
-def test_quack_takes_these_arguments() -> None:
-    """Where quack is installed: the names, in its own signatures."""
+def test_quacks_signatures_have_these_arguments() -> None:
+    """Where quack is installed, its own signatures have these names."""
     interface, plain = pytest.importorskip("quack.gemm_interface"), pytest.importorskip("quack.gemm")
     assert inspect.signature(gemm_gated).parameters.keys() <= inspect.signature(interface.gemm_gated).parameters.keys()
     assert {"pingpong", "cu_seqlens_m"} <= inspect.signature(plain.gemm).parameters.keys()

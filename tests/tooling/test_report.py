@@ -1,4 +1,5 @@
-"""The pages of measurements: which rows count, what a ratio is of, and that only the text between the README's marks is changed."""
+"""The pages of measurements: which rows count, what a ratio compares, and that only the text between the README's
+marks changes."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def store(repo: Path, rows: list[dict], op: str = "all_gather_matmul") -> None:
 
 
 def write(repo: Path) -> str:
-    """The chapters of measurements and of sizes."""
+    """Return the chapters of measurements and of sizes."""
     machines = report.load_all(repo / "results")
     pages = [
         page
@@ -67,7 +68,7 @@ def test_ratios_are_to_sequential_and_to_the_limit(repo: Path) -> None:
 
 
 def test_weft_without_something_is_no_peer(repo: Path) -> None:
-    """The best of other libraries' ways is the peer."""
+    """The best method of another library is the peer."""
     ways = [
         row("fused", 290),
         row("equal split", 250),
@@ -98,7 +99,7 @@ def test_a_geometric_mean_is_over_all_shapes_of_a_size(repo: Path) -> None:
 
 
 def test_the_newest_run_counts_alone(repo: Path) -> None:
-    """Its rows may stand before the older ones; what only the older run had is not beside them."""
+    """Its rows may precede the older ones; rows that only the older run has are not shown beside them."""
     new = "2026-12-02T00:00:00"
     rows = [row("auto", 100, date=new), row("auto", 300), row("sequential", 300), row("fused", 50)]
     store(repo, [*rows, row("sequential", 200, date=new), row("decomposed", 150, date=new)])
@@ -147,7 +148,7 @@ def test_a_decoders_plan_names_its_split_and_norms(repo: Path) -> None:
 
 
 def test_files_of_other_benchmarks_are_passed_over(repo: Path) -> None:
-    """Those that the makers of other tables read, in forms of their own."""
+    """Makers of other tables read these files, which have forms of their own."""
     store(repo, [row("sequential", 420), row("auto", 280)])
     before = write(repo)
     store(repo, [{"what": "known", "op": "all_gather_matmul", "us": 1}], "host")
@@ -189,7 +190,7 @@ def test_only_the_text_between_the_marks_is_changed() -> None:
 
 
 def signaled_rows(op: str, times: dict[str, float], **changes) -> list[dict]:
-    """4 x 128 tiles on 128 programs: four waves, in groups of one wave by default."""
+    """Return rows of 4 x 128 tiles on 128 programs: four waves, in groups of one wave by default."""
     plan = {
         m: None if m == "sequential" else json.loads(Signaled(ctas=4, copies=m.startswith("copies")).to_json())
         for m in times

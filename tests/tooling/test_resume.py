@@ -1,4 +1,4 @@
-"""Measurements that are gone on with: what has ended is not made again, what ended a run comes last."""
+"""Measurements that continue: what has finished is not repeated, and what ended a run comes last."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bench.common.resume import keep, unfinished
 CASES = {"one": 1, "two": 2, "three": 3}
 
 
-def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
-    """The first run is ended within the second case, which the next one leaves to the end."""
+def test_a_run_continues_where_the_last_one_ended(tmp_path: Path) -> None:
+    """The first run ends within the second case, which the next run leaves to the end."""
 
     def main(world: weft.World) -> list[list[int]]:
         cases = unfinished(world, tmp_path, CASES)
@@ -28,7 +28,7 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
 
 
 def test_other_arguments_are_other_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another folder or time is none, as where the results lie elsewhere in the next run."""
+    """Another folder or time is no other measurement, since the results may move to another place."""
 
     def measured(*words: str) -> list[int]:
         monkeypatch.setattr(resume.sys, "argv", ["bench/measure/moe.py", *words])

@@ -1,4 +1,4 @@
-"""Who may know of whom: what the planner needs of an op, it asks the registry."""
+"""The layers of the source: the planner asks the registry for what it needs of an op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLANNER = sorted((SOURCE / "planner").rglob("*.py"))
 
 @pytest.mark.parametrize("path", PLANNER, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_the_planner_names_no_op(path: Path) -> None:
-    """But for the collectives, of which one has the name of an op."""
+    """Collectives are excepted, one of which has the name of an op."""
     names = set(REGISTRY) - set(collectives().values())
     constants = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
     assert not [f"{path.name}:{node.lineno}" for node in constants if node.value in names]
@@ -64,7 +64,7 @@ LAYERS = (("base",), ("left", "right"), ("top",), ("weft",))
 
 
 def planted(tmp_path: Path, inner: dict[str, str] | None = None, **files: str) -> dict[str, structure.Module]:
-    """The modules of such files, `inner` by path."""
+    """Return the modules of such files; `inner` holds them by path."""
     for name, text in {**files, **(inner or {})}.items():
         path = tmp_path / f"{name}.py"
         path.parent.mkdir(exist_ok=True)
@@ -109,7 +109,7 @@ def test_circles_are_found(tmp_path: Path) -> None:
 
 
 def test_arrows_that_go_up_are_found(tmp_path: Path) -> None:
-    """Imports inside functions and for type checking count; a package stands where its highest layer is."""
+    """Imports inside functions and for type checking count; the place of a package is that of its highest layer."""
     low = "if TYPE_CHECKING:\n    from .mixed import above\ndef f():\n    from . import high\n"
     inner = {"mixed/above": "from .. import low\n", "mixed/below": "from ..high import x\n"}
     modules = planted(tmp_path, inner, low=low, high="from .mixed import above, below\n")
@@ -127,7 +127,7 @@ def test_comparisons_of_capabilities_are_found(tmp_path: Path) -> None:
     assert lines == ["1", "3", "4"]
 
 
-def test_packages_are_told_from_what_is_in_them(tmp_path: Path) -> None:
+def test_packages_are_distinguished_from_their_modules(tmp_path: Path) -> None:
     inner = {"top/__init__": "from . import a\nfrom .a import x\n", "top/a": "from .. import base\n"}
     modules = planted(tmp_path, inner, base="")
     assert modules["top"].imports == [("top.a", 1), ("top.a", 2)]
@@ -196,20 +196,6 @@ class C:
     assert structure.fragments(planted(tmp_path, a=text)["a"]) == [1, 2, 4]
 
 
-def test_a_functions_docstring_that_begins_with_a_noun_is_found(tmp_path: Path) -> None:
-    text = """
-    class Tile:
-        'The tiles of one owner.'
-        def rows(self):
-            'The rows of the tile.'
-    def fits(x):
-        'Whether x fits.'
-    def thesis(x):
-        'Then return x.'
-    """
-    assert structure.noun_phrases(planted(tmp_path, a=inspect.cleandoc(text))["a"]) == [3, 5]
-
-
 def test_banned_names_are_found_wherever_they_are_bound(tmp_path: Path) -> None:
     text = """
     import numpy as of
@@ -233,7 +219,7 @@ def test_names_beside_the_source_say_what_they_hold(directory: str) -> None:
 def test_the_lint_refuses_banned_names_beside_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In every one of the directories and below it, and nowhere else."""
+    """This covers each directory and those below it, and nothing else."""
     text = "def good(row):\n    found = row\n"
     for directory in (*structure.NAMED, "docs"):
         (tmp_path / directory / "inner").mkdir(parents=True)
@@ -269,7 +255,7 @@ def test_rows_of_a_table_that_were_wrapped_as_prose_are_found(tmp_path: Path) ->
 
 
 def test_lines_of_code_are_counted(tmp_path: Path) -> None:
-    """Strings that are no docstring count with all their lines, and a statement counts with all of its own."""
+    """Strings that are no docstring count with all their lines, and so does a statement of several lines."""
     text = '"""Title.\n\nMore.\n"""\n# why\n\ndef f(\n    a,  # what\n):\n    """Do."""\n    return """x\n\ny"""\n'
     assert structure.code_lines(text) == 6
     (tmp_path / "src" / "weft").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The runner of torch's own suites, on suites of a few lines; and the table that is made of what it writes."""
+"""The runner of torch's own suites, on suites of a few lines; and the table that is made of its output."""
 
 from __future__ import annotations
 

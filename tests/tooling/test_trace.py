@@ -1,7 +1,5 @@
-"""Timelines: what Perfetto reads, the order of lanes, and that a picture comes out of every kind of span.
-
-Calls on GPUs: test_demo.py.
-"""
+"""Timelines: what Perfetto reads, the order of lanes, and a picture of every kind of span. test_demo.py has calls on
+GPUs."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def test_perfetto_slices_keep_times_and_a_wait_has_an_arrow_from_its_releaser() 
 
 
 def test_perfetto_lanes_have_names_and_keep_their_order() -> None:
-    """Every lane, also that of a releaser without a slice of its own."""
+    """This holds for every lane, also that of a releaser without a slice of its own."""
     for spans in (SPANS, [WAIT]):
         trace_events = events(spans)
         named = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace_events if e["name"] == "thread_name"}
@@ -75,8 +73,8 @@ def test_waiting_is_added_up_by_pair() -> None:
     assert waited([*SPANS, WAIT]) == {(0, 1): 4.0}
 
 
-def test_programs_of_kernels_that_run_side_by_side_have_lanes_of_their_own() -> None:
-    """The fused sum is two launches of one kernel: no bar lies over another."""
+def test_concurrent_kernels_have_lanes_of_their_own() -> None:
+    """The fused sum is two launches of one kernel: no bar covers another."""
 
     def main(backend: Any) -> None:
         world = weft.World(backend)

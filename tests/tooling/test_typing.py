@@ -1,5 +1,5 @@
-"""Types as a user's type checker sees them: the package says that it has some, they pass under `mypy --strict`, and they are worth
-something: no op returns Any, and a call that cannot be is refused."""
+"""Types as a user's type checker sees them: the package declares that it is typed, it passes under `mypy --strict`,
+and its types are useful: no op returns Any, and an impossible call is refused."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ WRONG = {  # a line of main, and what is said of it
 
 @pytest.fixture(scope="module")
 def mypy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """What mypy says of a file. Quick from the second time on."""
+    """Return mypy's output for a file; it is quick from the second time on."""
     folder, kept = tmp_path_factory.mktemp("user"), request.config.cache.mkdir("mypy")
     (folder / "mypy.ini").write_text(CONFIG)
 
@@ -125,7 +125,7 @@ def test_a_users_file_passes(mypy: Callable[[str], str]) -> None:
     assert mypy(USER).startswith("Success")
 
 
-def test_what_cannot_be_is_refused(mypy: Callable[[str], str]) -> None:
+def test_impossible_calls_are_refused(mypy: Callable[[str], str]) -> None:
     last = "    return weft.all_reduce("
     output = mypy(USER.replace(last, "".join(f"    {line}\n" for line in WRONG) + last))
     first_line = USER[: USER.index(last)].count("\n") + 1
@@ -136,14 +136,14 @@ def test_what_cannot_be_is_refused(mypy: Callable[[str], str]) -> None:
 
 
 def test_the_package_says_that_it_is_typed() -> None:
-    """To mypy, by a file that is empty; the wheel holds all files of the package."""
+    """An empty file declares it to mypy; the wheel has all files of the package."""
     assert (PACKAGE / "py.typed").read_text() == ""
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel == {"packages": ["src/weft"], "force-include": {"src/weft_pytest.py": "weft_pytest.py"}}
 
 
 def returned(fn: Callable[..., Any]) -> list[Any]:
-    """Of its overloads, where it has some."""
+    """Return the type that the function, or each of its overloads, returns."""
     return [get_type_hints(f).get("return", Any) for f in get_overloads(fn) or [fn]]
 
 

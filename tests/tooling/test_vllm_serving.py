@@ -1,4 +1,5 @@
-"""The benchmark of vLLM with engines that are only made up: who takes turns when, what a row says, and how requests are sent and timed."""
+"""The benchmark of vLLM with invented engines: the order of turns, the contents of a row, and how requests are sent
+and timed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from bench.pages import vllm_page
 
 @dataclass
 class Turns:
-    """An engine that takes `seconds` of its own for each turn, and notes that it had one."""
+    """An engine that takes `seconds` of its own for each turn, and records the turn."""
 
     method: str
     seconds: deque[float]
@@ -30,8 +31,9 @@ class Turns:
         return Served(self.seconds.popleft(), [0.010, 0.020, 0.030], [0.001] * 98 + [0.005] * 2)
 
 
-def test_turns_are_stock_method_stock_and_a_ratio_is_of_one_repeat() -> None:
-    """The machine slows down by half in the second repeat: the ratio stays, and the null shows what the last repeat is worth."""
+def test_a_repeat_is_stock_method_stock() -> None:
+    """The machine slows down by half in the second repeat: the ratio stays, and the null shows the noise of the last
+    repeat."""
     order: list[str] = []
     stock = Turns("stock", deque([4.0, 4.0, 6.0, 6.0, 4.0, 5.0]), order)
     weft = Turns("weft", deque([2.0, 3.0, 2.0]), order)
@@ -52,7 +54,7 @@ def test_turns_end_with_the_time() -> None:
 
 
 def test_requests_are_scaled_until_stock_is_busy_long_enough() -> None:
-    """The first turn counts for nothing; then a second for each 8 requests."""
+    """The first turn does not count; then 8 requests take a second."""
     asked: list[int] = []
 
     def serve(load: Load) -> Served:
@@ -72,7 +74,8 @@ def test_lengths_have_the_published_means(name: str, tokens: tuple[int, int]) ->
 
 @dataclass
 class EngineOfOneTokenAStep:
-    """As `LLMEngine`: every step takes `seconds` and gives each request one token, until it has the tokens it asked for."""
+    """An engine like `LLMEngine`: every step takes `seconds` and gives each request one token, until it has the
+    number requested."""
 
     seconds: float = 0.0
     left: dict[str, int] = field(default_factory=dict)
@@ -102,7 +105,8 @@ def test_no_more_requests_are_in_flight_than_the_mix_has() -> None:
 
 
 def test_the_time_to_the_first_token_counts_from_the_arrival() -> None:
-    """Requests arrive at 1,000 a second, and one at a time is served in two steps of 5 ms: the last one waits for all before it."""
+    """1,000 requests arrive a second, and one at a time is served in two steps of 5 ms: the last one waits for all
+    before it."""
     load = Mix(1, Tokens(16), Tokens(2)).load(6, 1000.0)
     served = vllm_engine.serve(EngineOfOneTokenAStep(0.005), load, [None] * 6, [2] * 6)
     assert load.arrivals() == sorted(load.arrivals()) and load.arrivals()[0] > 0
@@ -131,7 +135,7 @@ def test_matches_are_those_of_the_passes_that_live() -> None:
 
 
 def test_the_page_shows_what_the_two_turns_of_stock_differ_by() -> None:
-    """And the newest row of a model, mix and method alone."""
+    """Only the newest row of a model, mix and method counts."""
 
     def row(ratio: float) -> dict[str, Any]:
         latency = {"first_token_ms": [10.0, 20.0], "between_tokens_ms": [1.0, 2.0]}

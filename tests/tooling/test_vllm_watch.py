@@ -1,4 +1,4 @@
-"""The watch over a worker of vLLM: it finds the slow step of many, and what happened in it."""
+"""The watch over a worker of vLLM finds the slow step among many, and what happened in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOW = 0.05  # seconds
 
 
 class Worker:
-    """Its steps take no time but one of 100 tokens, in which garbage is collected. Another worker has it too."""
+    """Its steps take no time, except one of 100 tokens, in which garbage is collected. Another worker has it too."""
 
     def execute_model(self, scheduler_output: Any) -> int:
         tokens: int = scheduler_output.total_num_scheduled_tokens
@@ -36,7 +36,7 @@ def _callbacks() -> Iterator[None]:
 
 
 def test_the_slowest_step_is_found() -> None:
-    """Beside others of as many tokens: a longer one of more tokens is none."""
+    """It is compared with steps of as many tokens: a longer step with more tokens does not count."""
     worker: Any = Worker()
     watch = Watch(worker, lambda tokens: f"form of {tokens}")
     watch.begin()
@@ -67,7 +67,8 @@ def test_a_turn_has_its_own_record() -> None:
 
 
 def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn's record has what changed: two calls of cudaMalloc, and kernels that CUDA loaded beside torch's memory."""
+    """A turn's record holds the changes: two calls of cudaMalloc, and kernels that CUDA loaded beside torch's
+    memory."""
     allocations, free = iter([5, 7]), iter([70 << 20, 40 << 20])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
@@ -84,7 +85,7 @@ def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_are_joined_by_the_greatest_number() -> None:
-    """And the slowest steps are of the rank that had the slowest."""
+    """The slowest steps are those of the rank that had the slowest."""
     ranks = [
         {"steps": 3, "gc ms": 1.0, "slowest": [{"over the median": 2.0, "tokens": 1}]},
         {"steps": 3, "num_device_alloc": 4, "gc ms": 0.5, "slowest": [{"over the median": 9.0, "tokens": 2}]},
@@ -96,7 +97,7 @@ def test_ranks_are_joined_by_the_greatest_number() -> None:
 
 
 def test_an_engine_watches_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its workers, by methods that vLLM gives them, and this process."""
+    """It watches its workers, through methods that vLLM provides, and this process."""
 
     class Extended(Worker, vllm_engine.WorkerExtension):
         pass

@@ -54,7 +54,7 @@ def _kinds(value: object) -> Hashable:
 
 
 def _kind(value: object) -> object:
-    """Return what Triton compiles for in an argument, other than its address."""
+    """Return the properties of an argument, other than its address, for which Triton specialises a kernel."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, TensorDescriptor):

@@ -1,34 +1,27 @@
-"""The GEMMs of libraries: cuBLAS, torch's grouped one, and quack's (CuTe DSL), if weft[quack] is installed.
+"""The GEMMs of libraries: cuBLAS, torch's grouped one, and quack's (integrations/quack.py).
 
-quack's kernels for Hopper let two consumer warp groups alternate on the tensor cores ("ping-pong"), which is faster
-than cuBLAS on many shapes and slower on some (docs/guide.md). The chooser therefore times them against cuBLAS, or
-torch's grouped GEMM, at the first call of a size; the fastest with correct results runs from then on. Each rank decides
-for itself, as results are equal up to rounding.
+The chooser times quack's kernels against cuBLAS, or torch's grouped GEMM, at the first call of a size; the fastest with
+correct results runs from then on. Each rank decides for itself, as results are equal up to rounding.
 
 Products of 8-bit operands (`ScaledOperands`) are torch's, DeepGEMM's if it is installed, and weft's own, chosen in the
 same way (ops/scaled_gemm.py).
-
-quack's GEMM can also wait: before it loads rows of A it waits for a flag of their shard (`flag_gated`). If its results
-are correct (`waits`), plan="auto" of all-gather + GEMM tries it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from importlib.util import find_spec
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-from .. import architectures
 from ..chooser import Choice, Chooser, bucket
 from ..scaled_tensor import SCALE_BLOCK, ScaledTensor, Scaling
 
 GemmFunction = Callable[..., torch.Tensor]  # takes x, weight, out, and starts for a grouped GEMM; returns the result
 
-OLDEST, BEFORE = (0, 6, 5), (0, 7)  # supported versions of quack-kernels: from OLDEST, before BEFORE
 FASTER = 1.02  # quack is used if it is this many times as fast as cuBLAS, or torch's grouped GEMM
 CLOSE = 2e-2  # largest relative error of a correct result of 16-bit operands
 
@@ -42,48 +35,17 @@ class Form(NamedTuple):
     pingpong: bool
 
 
-FORMS = (Form(128, 192, 2, True), Form(128, 160, 2, True), Form(128, 256, 2, False))
-
-
-def installed() -> str | None:
-    """Return the version of quack-kernels, or None."""
-    try:
-        return metadata.version("quack-kernels")
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version."""
-    parts = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        parts.append(int(part))
-    return tuple(parts)
-
-
 @functools.cache
-def lacks() -> str | None:
-    """Return the reason why quack's GEMM is not used in this process, or None."""
-    version = installed()
-    if version is None:
-        return "not installed (pip install weft[quack])"
-    if not OLDEST <= numbers(version) < BEFORE:
-        wanted = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, BEFORE))}"
-        return f"quack-kernels {version} is not one of {wanted}, for which weft was written"
-    if not torch.cuda.is_available() or not architectures.features(architectures.device_capability()).wgmma:
-        return "its GEMM is used on Hopper GPUs alone"
-    try:
-        import quack.gemm  # noqa: F401
-    except Exception as e:  # a library may raise anything if its dependencies do not suit it
-        return f"quack-kernels {version} cannot be imported: {type(e).__name__}: {e}"
-    return None
+def quack() -> ModuleType:
+    """Return integrations/quack.py, which is imported when a product first asks for it."""
+    from ..integrations import quack
+
+    return quack
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """Compute out [M, N] = x [M, K] @ weight [N, K].T, on the current stream, by the fastest library for this size."""
-    if not x.is_cuda or lacks() is not None:
+    if not x.is_cuda or quack().lacks() is not None:
         cublas(x, weight, out)
     else:
         fastest(cublas, x, weight, out)(x, weight, out)
@@ -93,7 +55,7 @@ def multiply_groups(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor)
     """Return [M, N], whose rows starts[g] to starts[g + 1] are those of x [M, K] @ weight[g] [N, K].T, on the current
     stream, by the fastest library for this size. starts: int32 [G + 1] on the device, rising from 0 to at most M; rows
     beyond are undefined. bfloat16, on a GPU, N and K multiples of 8."""
-    if lacks() is not None:
+    if quack().lacks() is not None:
         return torch_groups(x, weight, None, starts)
     out = x.new_empty(x.shape[0], weight.shape[1])
     return fastest(torch_groups, x, weight, out, starts)(x, weight, out, starts)
@@ -106,20 +68,6 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Te
 def torch_groups(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, starts: torch.Tensor) -> torch.Tensor:
     """Return torch's grouped GEMM, in new memory: torch takes no `out`."""
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=starts[1:])
-
-
-@functools.cache
-def quack_form(form: Form) -> GemmFunction:
-    def run(
-        x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, starts: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        from quack.gemm import gemm
-
-        tile_m, tile_n, cluster_m, pingpong = form
-        gemm(x, weight, out, None, None, tile_m, tile_n, cluster_m, 1, pingpong=pingpong, cu_seqlens_m=starts)
-        return out
-
-    return run
 
 
 _steps_an_octave = 8  # in which calls share a trial
@@ -166,7 +114,7 @@ def correct_products(library: GemmFunction, operands: Sequence[torch.Tensor]) ->
     """Return the library's product, and the forms of quack's GEMM with the same results."""
     try:
         expected = library(*operands).clone()
-        return [library, *(product for product in map(quack_form, FORMS) if is_close(product, operands, expected))]
+        return [library, *(product for product in quack().products() if is_close(product, operands, expected))]
     except torch.OutOfMemoryError:
         return [library]
 
@@ -184,41 +132,6 @@ def is_close(product: GemmFunction, operands: Sequence[torch.Tensor], expected: 
         raise
     except Exception:  # this version of the library lacks the form, or it does not take this shape
         return False
-
-
-def flag_gated(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    flags: torch.Tensor,
-    call: torch.Tensor,
-    me: int,
-    form: Form,
-) -> None:
-    """Compute out = x @ weight.T for x [M, K] of equal shards, one for each of `flags` (int32). Rows of shard s are
-    loaded once flags[s] >= call (int32 [1] on the device), this rank's shard, `me`, before the next ones in ring order.
-    The wait has no timeout, and every SM polls in no particular order: an operation that sets a flag must be ordered
-    after the rows, need no SM, and run even if a peer fails (docs/protocol.md, "Flags of the copy engine")."""
-    from quack.gemm import AllGatherArguments, gemm
-
-    waiting = AllGatherArguments(flags, call, flags.numel(), me)
-    tile_m, tile_n, cluster_m, pingpong = form
-    gemm(x, weight, out, None, None, tile_m, tile_n, cluster_m, 1, pingpong=pingpong, ag_args=waiting)
-
-
-@functools.cache
-def waits(form: Form, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `flag_gated` computes correct results in this form, for a product whose flags are set. This
-    compiles the kernel, which takes seconds if quack has not cached it."""
-    generator = torch.Generator(device).manual_seed(0)  # leaves the user's generator alone
-    x, weight = (torch.randn(512, 256, device=device, generator=generator).to(dtype) for _ in range(2))
-    out, call = torch.empty(512, 512, device=device, dtype=dtype), torch.ones(1, device=device, dtype=torch.int32)
-
-    def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        flag_gated(x, weight, out, call.repeat(2), call, 0, form)
-        return out
-
-    return is_close(product, (x, weight, out), x @ weight.t())
 
 
 # -- products of 8-bit operands ----------------------------------------------------------------------------------------

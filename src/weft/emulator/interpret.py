@@ -540,12 +540,32 @@ class Builder(stock.InterpreterBuilder):
         order = _enum(sem)
         return hooks.atomic(ptr.data, None, val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope))
 
-    def create_atomic_load(self, *_: object) -> TensorHandle:  # these three since Triton 3.9
-        raise NotImplementedError(
-            "weft.lang's wait_until waits, and tl.atomic_add and atomic_xchg read and write, with every Triton"
-        )
+    # These three since Triton 3.9.
+    def create_atomic_load(self, ptr: TensorHandle, mask: TensorHandle, sem: object, scope: object) -> TensorHandle:
+        do = functools.partial(super().create_masked_load, _plain(ptr), mask, None, None, True)
+        dtype = stock._get_np_dtype(ptr.get_element_ty())
+        return hooks.atomic(ptr.data, _mask(mask), dtype, do, _enum(sem) in _ACQUIRE, False, _enum(scope))
 
-    create_atomic_store = create_atomic_poll = create_atomic_load
+    def create_atomic_store(
+        self, ptr: TensorHandle, val: TensorHandle, mask: TensorHandle, sem: object, scope: object
+    ) -> None:
+        do = functools.partial(super().create_masked_store, _plain(ptr), val, mask, None)
+        hooks.atomic(ptr.data, _mask(mask), val.data.dtype, do, False, _enum(sem) in _RELEASE, _enum(scope))
+
+    def create_atomic_poll(
+        self, ptr: TensorHandle, expected: TensorHandle, timeout_ns: object, sem: object, scope: object
+    ) -> TensorHandle:
+        """Look until every word has the expected value; with a time limit, which one look exceeds, once. Only words
+        that have it are acquired."""
+        everywhere = TensorHandle(np.ones(ptr.data.shape, bool), tl.int1)
+        while True:
+            seen = self.create_atomic_load(ptr, everywhere, "RELAXED", scope)
+            matched = TensorHandle(seen.data == expected.data, tl.int1)
+            if isinstance(timeout_ns, TensorHandle) or matched.data.all():
+                break
+        if _enum(sem) in _ACQUIRE and matched.data.any():
+            self.create_atomic_load(ptr, matched, sem, scope)
+        return matched
 
     def create_make_tensor_descriptor(
         self,

@@ -138,7 +138,7 @@ def guard_loads(text: str) -> str | None:
 
 
 def _visit(op: Operation, rewriting: Rewriting) -> bool:
-    """Rewrite the pipelined loops inside `op`; whether there was any with a wait."""
+    """Rewrite the pipelined loops inside `op`, and return whether one of them had a wait."""
     changed = False
     for region in op.regions:
         for inner in list(region):

@@ -1,5 +1,5 @@
-"""`weft.jit` makes a Triton kernel that also runs in the emulator; `intrinsic` makes the few functions that differ
-there.
+"""`weft.jit` makes a Triton kernel that also runs in the emulator; `Intrinsic` is the class of the few functions that
+differ there.
 
 One process can compile a kernel for a GPU and interpret it, because nothing is decided at import: a `Kernel` is an
 ordinary `JITFunction` to Triton's compiler, and the emulator interprets its Python source. The environment variable
@@ -152,8 +152,3 @@ def constants(kind: type[T], **values: object) -> T:
     """Return a NamedTuple of a kernel's constants: each field is a `tl.constexpr` to the kernel, or again such a
     NamedTuple."""
     return kind(**{name: v if isinstance(v, tuple) else tl.constexpr(v) for name, v in values.items()})
-
-
-def intrinsic(fn: Callable[..., object]) -> Intrinsic:
-    """Decorate a device function whose body is inline assembly (see `Intrinsic`)."""
-    return Intrinsic(fn)

@@ -12,6 +12,7 @@ from .channel import calls_of, counters_of
 from .intrinsics import flush_stores, release_fence, wait_until
 from .jit import jit
 from .mapping import channel_arrivals, tile_channels, tile_rank
+from .stock import AFTER_FENCE
 
 
 @jit
@@ -28,7 +29,7 @@ def channel_broadcast(ch, channel, BULK: tl.constexpr = True):
     release_fence("sys")
     r = tl.arange(0, triton.next_power_of_2(ch.world))
     counters = tl.load(ch.peers + r, mask=r < ch.world, other=0).to(tl.pointer_type(tl.int32))
-    tl.atomic_add(counters + channel, 1, mask=r < ch.world, sem="relaxed", scope="sys")
+    tl.atomic_add(counters + channel, 1, mask=r < ch.world, sem=AFTER_FENCE, scope="sys")
 
 
 @jit

@@ -1,4 +1,4 @@
-"""Tensor-parallel modules in the sequence-parallel layout: between them each rank holds some of the rows."""
+"""Tensor-parallel modules in the sequence-parallel layout: between modules each rank holds some of the rows."""
 
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP

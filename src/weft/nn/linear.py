@@ -31,7 +31,6 @@ class _ParallelLinear(ScaledModule):
         plan: str | Plan,
         dtype: torch.dtype,
         weight_shape: tuple[int, int],
-        bias_shape: int,
         recipe: str | None,
     ) -> None:
         super().__init__(world, dtype, recipe)
@@ -40,7 +39,7 @@ class _ParallelLinear(ScaledModule):
         self.add_matrix("weight", [n], k)
         self.name_scales("")
         if bias:
-            zeros = torch.zeros(bias_shape, dtype=dtype, device=world.device)
+            zeros = torch.zeros(n, dtype=dtype, device=world.device)
             self.bias = nn.Parameter(zeros, requires_grad=recipe is None)
         self.fill({"weight": in_features**-0.5})
 
@@ -101,7 +100,7 @@ class ColumnParallelLinear(_ParallelLinear):
         recipe: str | None = None,
     ) -> None:
         n = divide_by_ranks("ColumnParallelLinear: out_features", out_features, world)
-        super().__init__(in_features, out_features, world, bias, plan, dtype, (n, in_features), n, recipe)
+        super().__init__(in_features, out_features, world, bias, plan, dtype, (n, in_features), recipe)
         self.keep_gathered = keep_gathered
 
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
@@ -143,7 +142,7 @@ class RowParallelLinear(_ParallelLinear):
             raise ValueError(f'RowParallelLinear: reduce {reduce!r} is not "scatter" or "all"')
         k = divide_by_ranks("RowParallelLinear: in_features", in_features, world)
         self.reduce = reduce
-        super().__init__(in_features, out_features, world, bias, plan, dtype, (out_features, k), out_features, recipe)
+        super().__init__(in_features, out_features, world, bias, plan, dtype, (out_features, k), recipe)
 
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Apply the layer. rows: rows that every rank gets; None: as evenly as possible, longer shards on lower ranks.

@@ -86,6 +86,11 @@ def silu_mul(x: torch.Tensor, *, world: World, **removed: Never) -> torch.Tensor
 
     Computed in float32, in one launch; differentiable, also in one launch. x is bfloat16 or float16 on `world.device`.
     Raises ValueError or TypeError for anything else. No rank waits for another.
+
+    Examples:
+        >>> x = torch.ones(2, 16).bfloat16()  # gate [2, 8], then up [2, 8]
+        >>> weft.spmd(lambda world: weft.silu_mul(x, world=world)[0, 0].item(), 1, backend="emulated")
+        [0.73046875]
     """
     if removed:
         raise unexpected(_OP, removed)
@@ -100,6 +105,11 @@ def silu_mul_quantized(
 
     The values and their scales come from one launch. There is no gradient. recipe, scale: those of `weft.quantize`;
     "tensor" needs a scale. Raises as `weft.quantize`.
+
+    Examples:
+        >>> x = torch.ones(2, 32).bfloat16()
+        >>> weft.spmd(lambda world: weft.silu_mul_quantized(x, "row", world=world).values.shape, 1, backend="emulated")
+        [torch.Size([2, 16])]
     """
     columns = columns_of("silu_mul_quantized", x)
     return scaled_rows(world, x, scale, (recipe, columns, columns, 1, False))

@@ -109,6 +109,11 @@ def rms_norm(
         [M, N] in ordinary order; with a residual also h [M, N].
 
     Raises ValueError or TypeError for shapes, dtypes or devices that do not fit. No gradient.
+
+    Examples:
+        >>> x, weight = torch.full((2, 16), 3.0).bfloat16(), torch.ones(16).bfloat16()
+        >>> weft.spmd(lambda world: weft.rms_norm(x, weight, 1e-6, world=world)[0, 0].item(), 1, backend="emulated")
+        [1.0]
     """
     rows, n = validate("rms_norm", world, x, remap, {"weight": weight, "residual": residual})
     if weight.shape != (n,):
@@ -139,7 +144,13 @@ def rms_norm(
 
 def residual_add(x: torch.Tensor, residual: torch.Tensor, *, world: World, remap: Remap | None = None) -> torch.Tensor:
     """Return x + residual [M, N] in ordinary order, for x and remap as in `rms_norm`. The sum is computed in float32
-    and rounded once. Raises what `rms_norm` raises."""
+    and rounded once. Raises what `rms_norm` raises.
+
+    Examples:
+        >>> x = torch.ones(2, 16).bfloat16()
+        >>> weft.spmd(lambda world: weft.residual_add(x, x, world=world)[0, 0].item(), 1, backend="emulated")
+        [2.0]
+    """
     check_call("residual_add", world)
     check_device("residual_add", world, "residual", residual)
     rows, n = validate("residual_add", world, x, remap, {"residual": residual})

@@ -165,6 +165,11 @@ def matmul(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
         Unsupported: the GPU does not multiply 8-bit operands.
+
+    Examples:
+        >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
+        >>> weft.spmd(lambda world: weft.matmul(x, w, world=world)[0, 0].item(), 1, backend="emulated")
+        [16.0]
     """
     if removed:
         raise unexpected(_OP, removed)

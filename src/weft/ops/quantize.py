@@ -160,16 +160,16 @@ def quantize(
     by_columns: bool = False,
     world: World,
 ) -> ScaledTensor:
-    """Return x in 8 bits, as the ops with a GEMM take it.
+    """Return x in 8 bits, for the ops with a GEMM.
 
     Args:
         x: [M, K], bfloat16 or float16.
         recipe: that of `weft.ScaledTensor`. K is a multiple of 128 for "block".
         scale: float32 [1], for "tensor". x is divided by it, and clamped to +-448. None: the scale of the largest
-            element, which a reduction of torch computes before.
+            element, which torch computes first.
         weight: a scale by block is that of 128 x 128 elements, as for a weight.
-        by_columns: the scales by block are laid out column after column, as DeepGEMM takes them. `weft.matmul` takes
-            both layouts; the ops of several ranks copy such scales first.
+        by_columns: lay out the scales by block column after column, as DeepGEMM reads them. `weft.matmul` reads both
+            layouts; the ops of several ranks copy such scales first.
 
     A scale is the magnitude of the largest element over 448; an element is divided by it and rounded to nearest.
 
@@ -179,6 +179,14 @@ def quantize(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. x requires a gradient.
         Unsupported: the GPU has no e4m3.
+
+    Examples:
+        >>> x = torch.ones(2, 16).bfloat16()
+        >>> def rank(world):
+        ...     y = weft.quantize(x, "row", world=world)
+        ...     return tuple(y.values.shape), tuple(y.scales.shape)
+        >>> weft.spmd(rank, 1, backend="emulated")
+        [((2, 16), (2, 1))]
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{_OP}: x must be a tensor, got {type(x).__name__}")

@@ -307,7 +307,6 @@ class Send(NamedTuple):
 
 
 # Prepares a send: (world, memory, send) returns a function of the tensors and a stream.
-Push = Callable[[World, SymmetricTensor, Send], Callable[[TensorList, Stream], None]]
 
 
 class Exchanged(NamedTuple):
@@ -331,24 +330,20 @@ def push(world: World, memory: SymmetricTensor, send: Send) -> Callable[[TensorL
 
 
 def prepare_exchange(
-    world: World, name: str, memory: SymmetricTensor, sends: Iterable[Send], push_to_peer: Push = push
+    world: World, name: str, memory: SymmetricTensor, sends: Iterable[Send]
 ) -> Callable[[TensorList], Exchanged]:
     """Return a function that pushes rows of tensors into the `memory` of the ranks that read them, one send to each of
     them and a notification behind it, and at the end what this rank sends to itself.
 
     The barrier says that all ranks have finished reading what the previous call pushed, so that the memory may be
     written again. Nothing is staged. A reader waits on the caller's stream between two kernels, so that its wait takes
-    no SM from a kernel. `name` is that of the memory, its barrier and its channel. `push_to_peer` moves what goes to
-    other ranks.
+    no SM from a kernel. `name` is that of the memory, its barrier and its channel.
     """
     me, copies, holder = world.rank, world.side_stream("copy"), lock(world, name)
     ch = world.channel(f"{name} arrived", world.size, None)
     arrived = [world.counter(ch, rank, me) for rank in range(world.size)]
     pushes = [
-        (push(world, memory, send), None)
-        if send.reader == me
-        else (push_to_peer(world, memory, send), world.counter(ch, me, send.reader))
-        for send in sends
+        (push(world, memory, send), None if send.reader == me else world.counter(ch, me, send.reader)) for send in sends
     ]
 
     def exchange(tensors: TensorList) -> Exchanged:

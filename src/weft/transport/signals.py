@@ -92,6 +92,7 @@ def prepare(world: World, name: str, groups: Schedule, plan: Signaled, offsets: 
     words = [word for row in zip(*padded, strict=True) for entry in row for word in entry]
     ch, last = world.local_channel(name, groups.arrivals), len(groups.arrivals) - 1
 
+    # The stream's next kernel ends 7.4 us after the signal, and 14.1 us with cuStreamWaitValue32 (4 H200, 2026-11).
     def wait(group: int, arrivals: int) -> Launch:
         numbers = dict(group=group, arrivals=arrivals, last=int(group == last))
         return Launch(world, wait_group, 1, dict(num_warps=1), ch=ch, **numbers)

@@ -1,22 +1,17 @@
-"""Launches of the kernels that push rows (sm_push_kernels.py). `pushing` moves what `copy_engine.prepare_exchange`
-sends to other ranks, which pays below some 16 MB, where a copy engine is bound by latency."""
+"""The launch of the kernel that pushes blocks of a matrix (sm_push_kernels.py)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 import triton.language as tl
 
-from ..backends.base import Stream, SymmetricTensor
-from ..kernel_launch import Launch, prepared
+from ..kernel_launch import Launch
 from ..tensor_checks import DTYPES
 from ..world import World
-from .copy_engine import Push, Send
-from .interfaces import TensorList
-from .sm_push_kernels import push_blocks, push_rows
+from .sm_push_kernels import push_blocks
 
 
 class PushBlock(NamedTuple):
@@ -30,32 +25,6 @@ class PushBlock(NamedTuple):
     dst_stride: int
     src_start: int
     src_stride: int
-
-
-def pushing(programs: int) -> Push:
-    """Return a function that prepares pushes of the two tensors of a Send by a kernel of so many programs."""
-
-    def push(world: World, memory: SymmetricTensor, send: Send) -> Callable[[TensorList, Stream], None]:
-        _, rows, *shape = memory.local.shape
-        width, count, dtype = math.prod(shape), send.rows.stop - send.rows.start, memory.local.dtype
-        launch = _push_rows(world, programs, send.reader, send.row * width, rows * width, count * width, dtype)
-
-        def run(tensors: TensorList, stream: Stream) -> None:
-            x, y = (t if len(t) == count else t[send.rows] for t in tensors)
-            launch(stream, memory=memory.addresses, x=x, y=y)
-
-        return run
-
-    return push
-
-
-@prepared
-def _push_rows(
-    world: World, programs: int, reader: int, start: int, y_offset: int, count: int, dtype: torch.dtype
-) -> Launch:
-    sizes = dict(reader=reader, start=start, y_offset=y_offset, count=count)
-    block = 4 * world.backend.scale.block  # a thread has four 16-byte words in flight
-    return Launch(world, push_rows, programs, dict(num_warps=16, local=True), **sizes, DTYPE=DTYPES[dtype], BLOCK=block)
 
 
 def block_launch(

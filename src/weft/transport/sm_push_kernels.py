@@ -1,32 +1,12 @@
-"""Kernels that push rows into other ranks' memory, behind a barrier that says that no reader still reads there.
-
-push_rows    pushes two tensors with a few programs on a side stream
-push_blocks  pushes blocks of a matrix to several readers, each with its own start and row stride, so that the matrix is
-             rearranged on the way
-
-Both only store. The reader learns of the rows from what follows on the same stream: a notification after push_rows, a
-barrier after push_blocks.
+"""The kernel that pushes blocks of a matrix into other ranks' memory, behind a barrier that says that no reader still
+reads there. Each block has a start and a row stride of its own, so that the matrix is rearranged on the way. The kernel
+only stores; a barrier behind it on the same stream tells the readers of the rows.
 """
 
 import triton.language as tl
 
 from ..lang.channel import address_of
 from ..lang.jit import jit
-
-
-@jit(do_not_specialize=("reader", "start", "y_offset", "count"))
-def push_rows(memory, x, y, reader, start, y_offset, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Store x [count] into the memory of rank `reader` from element `start` on, and y [count] from element
-    `start + y_offset` on. start, y_offset and count are multiples of 8."""
-    start, y_offset = start.to(tl.int64) // 8 * 8, y_offset.to(tl.int64) // 8 * 8
-    count = count.to(tl.int64) // 8 * 8
-    dst = address_of(memory, reader, DTYPE) + start
-    i = tl.arange(0, BLOCK)
-    for b in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-        offset = b.to(tl.int64) * BLOCK
-        mask = i < count - offset
-        tl.store(dst + offset + i, tl.load(x + offset + i, mask=mask), mask=mask)
-        tl.store(dst + y_offset + offset + i, tl.load(y + offset + i, mask=mask), mask=mask)
 
 
 @jit(do_not_specialize=("blocks", "tiles_across", "tiles_down"))

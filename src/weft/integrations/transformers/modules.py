@@ -155,7 +155,7 @@ def class_of(module: object) -> str:
 
 
 def path_of(base: nn.Module, module: nn.Module) -> str:
-    """Return the name of `module` in the model, else its type's name."""
+    """Return the name of `module` in the model, or its type's name."""
     return next((name for name, child in base.named_modules() if child is module), type(module).__name__)
 
 

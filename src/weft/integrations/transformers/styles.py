@@ -1,4 +1,4 @@
-"""Transformers' tensor-parallel styles, served by weft for single linears, before a model is loaded.
+"""weft's forms of Transformers' tensor-parallel styles, for single linears of models that are loaded later.
 
 rowwise   `matmul_all_reduce`: the GEMM overlaps its own all-reduce, if that is faster
 colwise   this rank's GEMM, without the host time of a wrapper

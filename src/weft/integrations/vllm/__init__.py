@@ -1,4 +1,4 @@
-"""weft in vLLM: `pip install weft` into vLLM's environment, then `WEFT_VLLM=1 vllm serve`.
+"""weft in vLLM: `pip install weft` into vLLM's environment, then `vllm serve`.
 
 vLLM calls the entry point in its group `vllm.general_plugins` in each of its processes. Once a tensor-parallel model is
 loaded, weft's operators replace its sums over ranks:
@@ -9,7 +9,8 @@ loaded, weft's operators replace its sums over ranks:
 
 With WEFT_VLLM_FP8=1 the GEMMs may be those of FP8 linears (fp8.py).
 
-The places are found in the model's own forward (dataflow.py). Without WEFT_VLLM=1 the plugin does nothing.
+The places are found in the model's own forward (dataflow.py). WEFT_VLLM=0 turns the plugin off; mixtures of
+experts are served with WEFT_VLLM=1.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def state() -> str:
         return "not installed"
     interface = read_interface(asked_for())
     version = f"{interface.version}{'' if interface.tried else ' (untried)'}"
-    switch = plugin_state(WEFT_VLLM, "VLLM_PLUGINS", default="0")
+    switch = plugin_state(WEFT_VLLM, "VLLM_PLUGINS")
     return "; ".join([version, switch, *(f"not served: {why}" for why in interface.missing.values())])
 
 

@@ -90,7 +90,10 @@ def spans(passes: Passes) -> Iterator[TokenSpan]:
 
 
 def forms_of(by_rows: bool, passes: Passes) -> Sequence[Plan]:
-    """Return the forms that the model and the World allow."""
+    """Return the forms that the model and the World allow. Batch invariance allows the first alone, since rows must
+    have the same bits in passes of any number of tokens."""
+    if passes.world.batch_invariant:
+        return PASS_FORMS[:1]
     forms = PASS_FORMS if by_rows and passes.world.backend.symmetric_unsupported is None else PASS_FORMS[:1]
     return [form for form in forms if passes.woven is not None or not isinstance(form, WovenLayers)]
 

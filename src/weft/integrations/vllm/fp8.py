@@ -118,9 +118,11 @@ def layout_problem(linear: VllmObject) -> str:
 
 # -- products ----------------------------------------------------------------------------------------------------------
 def product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    """Return x @ weight.T + bias. For a weight in e4m3 that is vLLM's own product, or weft's if no linear with it is
-    known."""
+    """Return x @ weight.T + bias, on a batch-invariant World by weft's own GEMM. For a weight in e4m3 that is vLLM's
+    own product, or weft's if no linear with it is known."""
     stream = world.current_stream()
+    if world.batch_invariant:
+        return matmul(x.contiguous(), weight, bias, world=world)
     if scale is None:
         return world.backend.linear(x.contiguous(), weight, bias, stream)
     linear: VllmObject = _linear_by_address.get(weight.data_ptr())

@@ -32,12 +32,17 @@ from .layers import Classes
 from .row_norm_column import PASS_FORMS
 from .served import ServedModel, models, text
 from .start import gather_objects, hook_worker
-from .twin import Passes, copied, twin_of
+from .twin import PADDED, Passes, copied, twin_of
 from .woven import woven_pass
 
 log = logging.getLogger("vllm.weft")  # vLLM shows the loggers below its own name
 SOURCES = Path(__file__).parents[2]  # weft's package
-WEFT_VLLM = "WEFT_VLLM"  # the environment variable that turns the plugin on with 1
+# The environment variable that turns the plugin off with 0. With 1 it also serves what has not been measured as never
+# slower, or cannot be timed.
+WEFT_VLLM = "WEFT_VLLM"
+
+# The arguments of a stack of layers with which the twin runs all passes of an engine without pipeline parallelism.
+ARGUMENTS = {"self", *PADDED, "intermediate_tensors"}
 
 _worlds: dict[str, World] = {}  # by the group's name
 
@@ -45,7 +50,7 @@ _worlds: dict[str, World] = {}  # by the group's name
 # -- vLLM's side -------------------------------------------------------------------------------------------------------
 def register() -> None:
     """Register the plugin. This is the entry point in the group `vllm.general_plugins`, and never raises."""
-    if os.environ.get(WEFT_VLLM) != "1":
+    if (os.environ.get(WEFT_VLLM) or "1") != "1":
         return
     try:
         interface = read_interface(fp8.asked_for())
@@ -140,6 +145,7 @@ def serve(model: nn.Module, config: VllmObject, interface: Interface) -> None:
 
 
 def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: VllmObject, report: ServedModel) -> None:
+    fp8_methods = () if batch_invariant() else FP8_METHODS
     classes = Classes(
         row=interface.objects["row"],
         column=interface.objects["column"],
@@ -147,7 +153,7 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
         unquantized=interface.objects["unquantized"],
         gemma_norm=interface.objects.get("gemma_norm"),
         runner=interface.objects.get("runner"),
-        fp8=fp8.Fp8Linears(tuple(interface.objects[name] for name in FP8_METHODS if name in interface.objects)),
+        fp8=fp8.Fp8Linears(tuple(interface.objects[name] for name in fp8_methods if name in interface.objects)),
     )
     candidates = find_candidates(model, config, classes)
     fingerprints = gather_objects(candidates.fingerprint(), group)
@@ -164,6 +170,9 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
         report.give_up("no pass was 1% faster with weft at an earlier start")
         return
     report.world = world_of(group)
+    if report.world.backend.clock is None and not asked_for():
+        report.give_up(f"passes cannot be timed here; {WEFT_VLLM}=1 serves them all")
+        return
     keep_equal_products(candidates, config, classes, report.world, group)
     limit_captures(report.world, config)
     report.passes = passes_of(candidates, config, classes, interface, report)
@@ -188,6 +197,8 @@ def add_flashinfer(candidates: Candidates, config: VllmObject, classes: Classes,
     if stored ranges do without it. Ranges with it are forgotten if it cannot be had. Collective."""
     world, dtype = report.world, config.model_config.dtype
     assert world is not None
+    if world.batch_invariant:
+        return
     wanted = report.ranges is None or any(isinstance(c.form, flashinfer.FlashInfer) for c in report.ranges)
     norms: list[VllmObject] = [site.norm for site in candidates.flow.sites]
     widths = {norm.weight.numel() for norm in norms if type(norm) is classes.norm and norm.weight.dtype == dtype}
@@ -221,6 +232,7 @@ def what_times_depend_on(
         flashinfer=flashinfer.installed(),
         mode=(str(getattr(compilation, "mode", None)), str(getattr(compilation, "cudagraph_mode", None))),
         fp8=fp8.asked_for(),
+        batch_invariant=batch_invariant(),
     )
 
 
@@ -243,6 +255,11 @@ def find_candidates(model: nn.Module, config: VllmObject, classes: Classes) -> C
     try:
         if why := reason_to_skip(config):
             return Candidates(why)
+        if has_experts(model, config, classes):
+            if batch_invariant():
+                return Candidates("VLLM_BATCH_INVARIANT with a mixture of experts")
+            if not asked_for():
+                return Candidates(f"a mixture of experts is served with {WEFT_VLLM}=1")
         if calls := calls_of(model, COMMUNICATING):
             lines = (f"{kind} calls {', '.join(sorted(names))}" for kind, names in calls.items())
             return Candidates(f"layers communicate by themselves: {'; '.join(lines)}")
@@ -252,6 +269,8 @@ def find_candidates(model: nn.Module, config: VllmObject, classes: Classes) -> C
             names = [type(stack).__name__ for stack in whole]
             return Candidates(f"{len(whole)} stacks of layers with sums over ranks: {', '.join(names)}")
         (stack,) = whole
+        if batch_invariant() and (further := arguments_of_pass(stack) - ARGUMENTS):
+            return Candidates(f"VLLM_BATCH_INVARIANT with passes that may have {', '.join(sorted(further))}")
         flow = flow_of(stack, classes)
         in_sites = {id(site.reduction) for site in flow.sites}
         rows = [m for m in stack.modules() if isinstance(m, classes.row) and classes.reduces(m)]
@@ -262,8 +281,23 @@ def find_candidates(model: nn.Module, config: VllmObject, classes: Classes) -> C
         return Candidates(f"{type(error).__name__}: {error}")
 
 
-def arguments_of_pass(stack: nn.Module) -> list[str]:
-    return list(inspect.signature(type(stack).forward).parameters)
+def asked_for() -> bool:
+    return os.environ.get(WEFT_VLLM) == "1"
+
+
+def batch_invariant() -> bool:
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+
+
+def has_experts(model: nn.Module, config: VllmObject, classes: Classes) -> bool:
+    runs_experts = classes.runner is not None and any(isinstance(m, classes.runner) for m in model.modules())
+    return runs_experts or bool(getattr(config.model_config, "is_moe", False))
+
+
+def arguments_of_pass(stack: nn.Module) -> set[str]:
+    """Return the names of the arguments, without those that a `**keywords` takes."""
+    parameters = inspect.signature(type(stack).forward).parameters
+    return {name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
 
 
 def reason_to_skip(config: VllmObject) -> str | None:
@@ -282,7 +316,7 @@ def reason_to_skip(config: VllmObject) -> str | None:
         "pipeline parallelism": getattr(parallel, "pipeline_parallel_size", 1) > 1,
         "experts move between ranks (enable_eplb)": getattr(parallel, "enable_eplb", False),
         "only batches that decode are captured": getattr(mode, "name", "") == "FULL_DECODE_ONLY",
-        "VLLM_BATCH_INVARIANT asks for its own kernels": os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),
+        f"VLLM_BATCH_INVARIANT is served with {WEFT_VLLM}=1": batch_invariant() and not asked_for(),
     }
     return next((reason for reason, so in reasons.items() if so), None)
 
@@ -291,8 +325,10 @@ def world_of(group: VllmObject) -> World:
     """Return the World of vLLM's tensor-parallel group. Collective the first time."""
     name = group.device_group.group_name
     world = _worlds.get(name)
-    if world is None or world.group is not group.device_group:  # a group of an earlier engine may have had this name
-        world = _worlds[name] = init(group.device_group)
+    asked = batch_invariant() or None
+    # An earlier engine may have had a group of this name, or another mode.
+    if world is None or world.group is not group.device_group or (asked and not world.batch_invariant):
+        world = _worlds[name] = init(group.device_group, batch_invariant=asked)
     return world
 
 
@@ -341,6 +377,8 @@ def passes_of(
     twin = twin_of(candidates.stack, copies, name_of(candidates, world), interface.objects.get("compiler"))
     report.served += [f"{line} ({count} times)" for line, count in counted.items() if count]
     report.left += flow.left + classes.fp8.left()
+    if world.batch_invariant:
+        report.left.append("attention, embedding, lm_head, sampler and the first GEMM, as in its batch-invariant mode")
     max_tokens = config.scheduler_config.max_num_batched_tokens
     context = interface.objects["context"]
     passes = Passes(candidates.stack, twin, world, context, max_tokens, captured_sizes(config))

@@ -55,6 +55,7 @@ class RowAllReduce(Op[RowCall]):
     signature = "Tensor x, Tensor weight, Tensor? bias, Tensor? weight_scale"
     operand_type = RowTensors
     runs = {Sequential: prepare_sequential}
+    batch_invariant_plans = (Sequential,)
 
     def check(self, world: World, operands: RowTensors, options: tuple[object, ...]) -> RowCall:
         x, weight, bias, scale = operands

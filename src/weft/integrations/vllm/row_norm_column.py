@@ -21,9 +21,9 @@ has the same plan, reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ from torch import Tensor
 from ...nn.weave import Weave, halves
 from ...op import Op, RowsCall, registered
 from ...ops.all_gather_matmul.op import all_gather_matmul
-from ...ops.all_reduce.op import all_reduce_rms_norm
+from ...ops.all_reduce.call import NormOperands
+from ...ops.all_reduce.op import ALL_REDUCE_RMS_NORM
 from ...ops.common import split_rows
 from ...ops.matmul_reduce.op import matmul_reduce_scatter
 from ...ops.norm import rms_norm
@@ -132,72 +133,117 @@ class RowNormColumnCall(RowsCall):
 
 
 # -- the plans ---------------------------------------------------------------------------------------------------------
-def by_operators(run: Callable[..., tuple[Tensor, Tensor]]) -> Prepare:
-    """Return the preparation of run(world, call, plan, t), whose operators make their results."""
+PassRun: TypeAlias = Callable[[LayerTensors], tuple[Tensor, Tensor]]
+
+
+def by_operators(make: Callable[..., PassRun]) -> Prepare:
+    """Return the preparation of make(world, call, plan), a run whose operators make their results."""
 
     def prepare(world: World, call: RowNormColumnCall, plan: Plan) -> OwnResult:
-        return OwnResult(lambda t, out: run(world, call, plan, t))
+        run = make(world, call, plan)
+        return OwnResult(lambda t, out: run(t))
 
     return prepare
 
 
-def run_sequential(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors) -> tuple[Tensor, Tensor]:
-    y, residual = all_reduce_rms_norm(
-        row_product(world, t, t.x), t.residual, t.norm, call.eps, full_residual=True, world=world
-    )
-    return column_product(world, t, y), residual
+def summed_norm(
+    world: World, call: RowNormColumnCall, full_residual: bool, plan: str | Plan = "auto"
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `all_reduce_rms_norm` as a function of x, residual and weight. No operand requires a gradient here."""
+    options = call.eps, "rms", None, full_residual, None
+
+    def run(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y, new_residual, _ = ALL_REDUCE_RMS_NORM.call(world, plan, NormOperands(x, residual, weight), options, None)
+        return y, new_residual
+
+    return run
 
 
-def run_flashinfer(world: World, call: RowNormColumnCall, plan: FlashInfer, t: LayerTensors) -> tuple[Tensor, Tensor]:
-    y, residual = flashinfer.all_reduce_norm(world, row_product(world, t, t.x), t.residual, t.norm, call.eps)
-    return column_product(world, t, y), residual
+def sequential(world: World, call: RowNormColumnCall, plan: Plan) -> PassRun:
+    sum_norm = summed_norm(world, call, True)
+
+    def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
+        y, residual = sum_norm(row_product(world, t, t.x), t.residual, t.norm)
+        return column_product(world, t, y), residual
+
+    return run
 
 
-def run_own_rows(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors) -> tuple[Tensor, Tensor]:
-    own_range = own_row_range(world, call.m)
-    residual = None if t.residual is None else t.residual[own_range]
-    y, new_residual = all_reduce_rms_norm(row_product(world, t, t.x), residual, t.norm, call.eps, world=world)
-    return column_product(world, t, y), residual_of_rows(world, call, [(own_range, new_residual)])
+def with_flashinfer(world: World, call: RowNormColumnCall, plan: FlashInfer) -> PassRun:
+    def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
+        y, residual = flashinfer.all_reduce_norm(world, row_product(world, t, t.x), t.residual, t.norm, call.eps)
+        return column_product(world, t, y), residual
+
+    return run
 
 
-def run_sequence_parallel(
-    world: World, call: RowNormColumnCall, plan: ShardedTokens, t: LayerTensors
-) -> tuple[Tensor, Tensor]:
+def own_rows(world: World, call: RowNormColumnCall, plan: Plan) -> PassRun:
+    own_range, sum_norm = own_row_range(world, call.m), summed_norm(world, call, False)
+
+    def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
+        residual = None if t.residual is None else t.residual[own_range]
+        y, new_residual = sum_norm(row_product(world, t, t.x), residual, t.norm)
+        return column_product(world, t, y), residual_of_rows(world, call, [(own_range, new_residual)])
+
+    return run
+
+
+def sequence_parallel(world: World, call: RowNormColumnCall, plan: ShardedTokens) -> PassRun:
     """Shard the tokens between both GEMMs; run as own rows without one of them, or with a norm in float32."""
-    if t.row is None or t.column is None or not call.plain_norm:
-        return run_own_rows(world, call, plan, t)
+    if not (call.k and call.n and call.plain_norm):
+        return own_rows(world, call, plan)
     counts, own_range = split_rows(world, call.m), own_row_range(world, call.m)
-    x, weight, options = scaled_operands(world, t.x, t.row, t.row_scale)
-    y = new_residual = matmul_reduce_scatter(x, weight, t.row_bias, world=world, **options)
-    if t.residual is None:
-        y = rms_norm(y, t.norm, call.eps, world=world)
-    else:
-        y, new_residual = rms_norm(y, t.norm, call.eps, world=world, residual=t.residual[own_range])
     rows = None if len(set(counts)) == 1 else counts
-    x, weight, options = scaled_operands(world, y, t.column, t.column_scale)
-    out = all_gather_matmul(x, weight, t.column_bias, world=world, rows=rows, **options)
-    return out, residual_of_rows(world, call, [(own_range, new_residual)])
 
-
-def run_woven(world: World, call: RowNormColumnCall, plan: TwoParts, t: LayerTensors) -> tuple[Tensor, Tensor]:
-    cut, weave, normed, residuals = halves(call.m), Weave(world, 2), [], []
-    parts = (slice(0, cut), slice(cut, call.m))
-    for i, part in enumerate(parts):
-        partial, own_range = row_product(world, t, t.x[part]), own_row_range(world, part.stop - part.start, part.start)
-        with weave.reducing(i, partial):
-            residual = None if t.residual is None else t.residual[own_range]
-            on_few_sms = TwoShotPull(programs=plan.programs)
-            y, new_residual = all_reduce_rms_norm(partial, residual, t.norm, call.eps, world=world, plan=on_few_sms)
-        normed.append(y)
-        residuals.append((own_range, new_residual))
-    out, main = world.empty((call.m, call.n or call.h), call.dtype), world.current_stream()
-    for i, (part, y) in enumerate(zip(parts, normed, strict=True)):
-        weave.wait(i)
-        if t.column is None or t.column_scale is not None:
-            world.copy(out[part], column_product(world, t, y), main)
+    def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
+        assert t.row is not None and t.column is not None
+        x, weight, options = scaled_operands(world, t.x, t.row, t.row_scale)
+        y = new_residual = matmul_reduce_scatter(x, weight, t.row_bias, world=world, **options)
+        if t.residual is None:
+            y = rms_norm(y, t.norm, call.eps, world=world)
         else:
-            world.backend.linear(y, t.column, t.column_bias, main, out[part])
-    return out, residual_of_rows(world, call, residuals)
+            y, new_residual = rms_norm(y, t.norm, call.eps, world=world, residual=t.residual[own_range])
+        x, weight, options = scaled_operands(world, y, t.column, t.column_scale)
+        out = all_gather_matmul(x, weight, t.column_bias, world=world, rows=rows, **options)
+        return out, residual_of_rows(world, call, [(own_range, new_residual)])
+
+    return run
+
+
+def woven(world: World, call: RowNormColumnCall, plan: TwoParts) -> PassRun:
+    cut, sum_norm = halves(call.m), summed_norm(world, call, False, TwoShotPull(programs=plan.programs))
+    parts = [
+        (part, own_row_range(world, part.stop - part.start, part.start)) for part in (slice(0, cut), slice(cut, call.m))
+    ]
+
+    def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
+        weave, normed, residuals = Weave(world, 2), [], []
+        for i, (part, own_range) in enumerate(parts):
+            partial = row_product(world, t, t.x[part])
+            with weave.reducing(i, partial):
+                residual = None if t.residual is None else t.residual[own_range]
+                y, new_residual = sum_norm(partial, residual, t.norm)
+            normed.append(y)
+            residuals.append((own_range, new_residual))
+        out, main = world.empty((call.m, call.n or call.h), call.dtype), world.current_stream()
+        for i, ((part, _), y) in enumerate(zip(parts, normed, strict=True)):
+            weave.wait(i)
+            if t.column is None or t.column_scale is not None:
+                world.copy(out[part], column_product(world, t, y), main)
+            else:
+                world.backend.linear(y, t.column, t.column_bias, main, out[part])
+        return out, residual_of_rows(world, call, residuals)
+
+    return run
+
+
+MAKERS: Mapping[type[Plan], Callable[..., PassRun]] = {
+    Sequential: sequential,
+    OwnRows: own_rows,
+    ShardedTokens: sequence_parallel,
+    TwoParts: woven,
+    FlashInfer: with_flashinfer,
+}
 
 
 def own_row_range(world: World, m: int, start: int = 0) -> slice:
@@ -238,20 +284,33 @@ class RowNormColumn(Op[RowNormColumnCall]):
     )
     results = 2
     operand_type = LayerTensors
-    runs = {
-        Sequential: by_operators(run_sequential),
-        OwnRows: by_operators(run_own_rows),
-        ShardedTokens: by_operators(run_sequence_parallel),
-        TwoParts: by_operators(run_woven),
-        FlashInfer: by_operators(run_flashinfer),
-    }
+    runs = {plan: by_operators(make) for plan, make in MAKERS.items()}
+    batch_invariant_plans = (Sequential,)
 
     def call(
         self, world: World, plan: str | Plan, operands: LayerTensors, options: CallOptions, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """Make a call. A known one runs at once, without the rest of `Op.call`: the operators that it calls check their
+        operands and wait for other ranks by themselves."""
         if plan == "auto":
             plan = forms(world).get(operands[0].shape[0], PASS_FORMS[0])
-        results: tuple[Tensor, Tensor] = super().call(world, plan, operands, options, out)
+        t = LayerTensors(*operands)
+        known_runs: dict[Hashable, PassRun] = world.cached("runs of passes", dict)
+        key = plan, options, *[None if operand is None else (operand.shape, operand.dtype) for operand in t]
+        run = known_runs.get(key)
+        results: tuple[Tensor, Tensor]
+        if run is None or out is not None:
+            results = super().call(world, plan, t, options, out)
+            ran = world.ran
+            if ran.call.rows:
+                known_runs[key] = MAKERS[type(ran.plan)](world, ran.call, ran.plan)
+            return results
+        try:
+            results = run(t)
+        except BaseException:  # as in `Op.call`
+            world.join_side_streams()
+            raise
+        world.finish(world.current_stream())
         return results
 
     def waits(self, world: World, plan: Plan | type[Plan]) -> bool:

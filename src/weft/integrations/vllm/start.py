@@ -156,6 +156,10 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
         if not won:
             model.give_up("no pass is 1% faster with weft")
             return
+        lost = [f"{compared.low} to {compared.high}" for compared in model.ranges if compared.form is None]
+        if lost and passes.world.batch_invariant:
+            model.give_up(f"batch invariance needs one way for all, and {', '.join(lost)} tokens are not 1% faster")
+            return
         if not any(isinstance(form, flashinfer.FlashInfer) for _, _, form in won):
             flashinfer.drop(passes.world)
         passes.serve(won)

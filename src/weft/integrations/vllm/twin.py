@@ -224,6 +224,8 @@ class Switched:
         tokens = (args[index] if len(args) > index else kwargs["positions"]).shape[-1]
         size = passes.sizes[tokens] if tokens <= passes.max_tokens else 0
         if not size or any(passes.others(args, kwargs)):
+            if size and passes.world.batch_invariant:
+                passes.world.log_once("a pass with further arguments is vLLM's own, whose rows have other bits")
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return passes.run(size, tokens, args, kwargs)
 

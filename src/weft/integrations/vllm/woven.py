@@ -160,7 +160,7 @@ class AttentionParts:
         builder.build = keep
 
     def release(self) -> None:
-        """Make the builder vLLM's own again."""
+        """Restore vLLM's own builder."""
         del self._builder.build
 
     def can_split(self, metadata: VllmObject, cut: int) -> bool:

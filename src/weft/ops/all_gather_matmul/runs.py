@@ -439,7 +439,7 @@ def _flag_gated(
 
     def multiply() -> bool:
         if on_gpu:
-            library_gemm.flag_gated(gathered, weight, out, flags, one, world.rank, form)
+            library_gemm.quack().flag_gated(gathered, weight, out, flags, one, world.rank, form)
         return on_gpu
 
     def load() -> bool:
@@ -466,10 +466,9 @@ def _flag_gated(
 def usable(world: World, plans: Sequence[FlagGated], dtype: torch.dtype) -> list[FlagGated]:
     """Return the plans that every rank can run. The call is collective for each plan, because a rank may have to
     compile a kernel that another rank has in its cache."""
-    installed = all(world.exchange(library_gemm.lacks() is None))
-    return [
-        p for p in plans if installed and all(world.exchange(library_gemm.waits(gemm_form(p), world.device, dtype)))
-    ]
+    quack = library_gemm.quack()
+    installed = all(world.exchange(quack.lacks() is None))
+    return [p for p in plans if installed and all(world.exchange(quack.waits(gemm_form(p), world.device, dtype)))]
 
 
 def gemm_form(plan: FlagGated) -> library_gemm.Form:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -125,8 +125,9 @@ class Tensors:
         x, out = self.x, self.out
         if call.op == PLAIN_SUM:
             x, out = x.view(call.m, call.h), out.view(call.m, call.h)
-        shared = [world.shared(x) if shares_x else None, world.shared(out)]
-        return replace(self, x=x, out=out, x_shared=shared[0] and shared[0][0], out_shared=shared[1] and shared[1][0])
+        shared_x, shared_out = world.shared(x) if shares_x else None, world.shared(out)
+        on_ranks = shared_x and shared_x[0], shared_out and shared_out[0]
+        return Tensors(x, self.residual, self.weight, self.bias, self.scale, out, self.kept, *on_ranks, self.scales)
 
     def arguments(self) -> dict[str, torch.Tensor]:
         """Return the kernels' arguments that may be absent, by name; x is passed for those that are absent."""

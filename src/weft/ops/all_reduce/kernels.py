@@ -44,6 +44,7 @@ from ...lang.intrinsics import flush_stores, release_fence, wait_until, window_f
 from ...lang.jit import jit
 from ...lang.mapping import first_row
 from ...lang.primitives import channel_broadcast
+from ...lang.stock import AFTER_FENCE
 
 PLAIN, RMS, LAYER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # NORM
 ABSENT, OWN, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # a residual of no rows, own rows, all rows
@@ -224,7 +225,7 @@ def push_rows(x, stagings, counters, me, pid, M, max_rows, R, norm, shots, W: tl
             release_fence("sys")
             for k in tl.static_range(D):
                 counter = pointer(select(counters, unit % GROUPS * D + k, W - 1), tl.int32)
-                tl.atomic_add(counter + block, 1, sem="relaxed", scope="sys")
+                tl.atomic_add(counter + block, 1, sem=AFTER_FENCE, scope="sys")
 
 
 @jit

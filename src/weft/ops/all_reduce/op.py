@@ -221,8 +221,8 @@ def all_reduce_rms_norm(
     plan: str | Plan = "auto",
     **removed: Never,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """norm(h) * weight + bias and h, for h = residual + the sum of x over ranks: the ops between a row-parallel layer
-    and the next column-parallel one (TokenWeave, section 4).
+    """Return norm(h) * weight + bias and h, for h = residual + the sum of x over ranks: the ops between a row-parallel
+    layer and the next column-parallel one (TokenWeave, section 4).
 
     Args:
         x: [M, H], this rank's part of the sum, bfloat16, float16 or float32. M is at least 1, H at most 16,384, and a
@@ -260,6 +260,14 @@ def all_reduce_rms_norm(
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. An operand requires a
             gradient, which this op does not have: use torch.no_grad().
         Mismatch, Timeout, WeftError: as for `all_gather_matmul`.
+
+    Examples:
+        >>> x, residual, weight = torch.ones(4, 8), torch.ones(2, 8), torch.ones(8)
+        >>> def rank(world):
+        ...     y, h = weft.all_reduce_rms_norm(x, residual, weight, world=world)
+        ...     return tuple(y.shape), tuple(h.shape), h[0, 0].item()
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [((4, 8), (2, 8), 3.0), ((4, 8), (2, 8), 3.0)]
     """
     if removed:
         raise unexpected(NORM, removed)
@@ -288,6 +296,14 @@ def all_reduce_rms_norm_quantized(
     The normalised rows and their scales come from the same launches. recipe: that of `weft.quantize`. scale: float32
     [1], needed by "tensor" and refused by the others: the rows are divided by it and clamped to +-448. out: the tensor
     for the values. The other arguments, and errors, are those of `all_reduce_rms_norm`.
+
+    Examples:
+        >>> x, weight = torch.ones(4, 16).bfloat16(), torch.ones(16).bfloat16()
+        >>> def rank(world):
+        ...     y, h = weft.all_reduce_rms_norm_quantized(x, None, weight, "row", world=world)
+        ...     return tuple(y.values.shape), tuple(y.scales.shape), h[0, 0].item()
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [((4, 16), (4, 1), 2.0), ((4, 16), (4, 1), 2.0)]
     """
     operands, options = NormOperands(x, residual, weight, bias, scale), (float(eps), norm, None, full_residual, recipe)
     y, kept, scales = ALL_REDUCE_RMS_NORM(world, plan, operands, options, out)
@@ -310,7 +326,7 @@ def posts_rows(world: World, m: int, h: int, dtype: torch.dtype, plan: str | Pla
 def all_reduce(
     x: torch.Tensor, *, world: World, plan: str | Plan = "auto", out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sum of x over ranks, on every rank.
+    """Return the sum of x over ranks, on every rank.
 
     Args:
         x: any shape, bfloat16, float16 or float32; contiguous or not (then it is copied).
@@ -323,6 +339,11 @@ def all_reduce(
         A tensor of x's shape, the same bits on every rank.
 
     Raises the errors of `all_reduce_rms_norm`.
+
+    Examples:
+        >>> x = torch.ones(2, 8)
+        >>> weft.spmd(lambda world: weft.all_reduce(x, world=world)[0, 0].item(), 2, backend="emulated")
+        [2.0, 2.0]
     """
     return ALL_REDUCE(world, plan, SumOperands(x), (), out)
 

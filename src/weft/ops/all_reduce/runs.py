@@ -29,7 +29,7 @@ from ...plans import (
     TwoShotLowLatency,
     TwoShotPush,
 )
-from ...prepared import OwnResult, Prepare, Run
+from ...prepared import OwnResult, Prepare, Run, made_once
 from ...transport import low_latency
 from ...transport.copy_engine import COPIES, pull_parts, pull_rows
 from ...transport.memory import lock, rank_word, workspace
@@ -201,13 +201,20 @@ class SharedRows(NamedTuple):
 def share_rows(world: World, call: SumCall, t: Tensors, stream: Stream, read: bool = True) -> SharedRows:
     """Return the memory, into which x is copied if other ranks `read` it. The caller orders uses of the memory with the
     lock SHARED."""
-    shape, x = (call.m, call.h), t.x_shared
+    shared = shared_rows(world, call, read, t.x_shared, t.out_shared)
+    if shared.x is not None and t.x_shared is None:
+        world.copy(shared.x.local, t.x, stream)
+    return shared
+
+
+def shared_rows(world: World, call: SumCall, read: bool, x: Symmetric, out: Symmetric) -> SharedRows:
+    """Return the memory of a call. x, out: those of the caller's tensors that are in symmetric memory."""
+    shape = (call.m, call.h)
     if x is None and read:
         x = workspace(world, f"{SHARED}, x", shape, call.dtype)
-        world.copy(x.local, t.x, stream)
     return SharedRows(
         x,
-        t.out_shared or workspace(world, f"{SHARED}, out", shape, call.out_dtype),
+        out or workspace(world, f"{SHARED}, out", shape, call.out_dtype),
         workspace(world, f"{SHARED}, sums", shape, call.dtype) if call.keep == WHOLE.value else None,
         workspace(world, f"{SHARED}, scales", call.scales, torch.float32) if call.group else None,
     )
@@ -227,12 +234,19 @@ def _count(world: World, call: SumCall, plan: TwoShotCounted) -> SumRun:
         rows = world.size * -(-call.m // world.size)
         staging = workspace(world, f"{SHARED}, staging", (rows, call.h), call.dtype)
 
+    shared_by = made_once(shared_rows, world, call, plan.pull)
+    launch_with = made_once(_two_shot_launch, world, call, plan, staging)
+
     def sum_rows(t: Tensors, stream: Stream) -> None:
         world.order(holder, stream)
         t = t.as_matrices(world, call, plan.pull)
-        shared = share_rows(world, call, t, stream, plan.pull)
-        instead = {} if staging else dict(staging=t.x)
-        _two_shot_launch(world, call, plan, staging, shared)(stream, **t.arguments(), x=t.x, **instead)
+        shared = shared_by(t.x_shared, t.out_shared)
+        arguments = t.arguments()
+        if plan.pull:
+            arguments["staging"] = t.x
+            if t.x_shared is None and shared.x is not None:
+                world.copy(shared.x.local, t.x, stream)
+        launch_with(shared)(stream, **arguments, x=t.x)
         take_rows(world, t, shared, stream)
 
     return sum_rows
@@ -241,7 +255,6 @@ def _count(world: World, call: SumCall, plan: TwoShotCounted) -> SumRun:
 prepare_two_shot = summing(_count)
 
 
-@prepared
 def _two_shot_launch(
     world: World,
     call: SumCall,

@@ -135,12 +135,7 @@ class GatheredAttention(Op[AttentionCall]):
     results = 2
     operand_type = AttentionOperands
     runs = {Sequential: prepare_segmented, Segmented: prepare_segmented, HeadParallel: prepare_head_parallel}
-    autotune_plans = (
-        Segmented(),
-        Segmented(calls=1),
-        Segmented(push_programs=16),
-        HeadParallel(),
-    )
+    autotune_plans = Segmented(), Segmented(calls=1), HeadParallel()
     emulator_plan = Segmented()
 
     def check(self, world: World, operands: AttentionOperands, options: CallOptions) -> AttentionCall:
@@ -231,7 +226,7 @@ class GatheredAttention(Op[AttentionCall]):
 
         def differs(plan: Plan) -> bool:
             if isinstance(plan, Segmented):
-                return plan.push_programs > 0 or world.size > 2 or plan.calls != 1
+                return world.size > 2 or plan.calls != 1
             return unbalanced
 
         return [plan for plan in self.autotune_plans if differs(plan)]
@@ -371,6 +366,11 @@ def gathered_attention(
             packed sequences in the zigzag layout; `out` with a batch above 1.
         Mismatch, Timeout: as for `all_gather_matmul`.
         WeftError: the first call of a shape is inside a CUDA graph capture.
+
+    Examples:
+        >>> q = k = v = torch.ones(4, 2, 16).bfloat16()
+        >>> weft.spmd(lambda world: tuple(weft.gathered_attention(q, k, v, world=world).shape), 2, backend="emulated")
+        [(4, 2, 16), (4, 2, 16)]
     """
     if window is not None and window < 1:
         raise ValueError(f"{_NAME}: window {window} must be at least 1, or None")

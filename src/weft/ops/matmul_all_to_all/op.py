@@ -79,6 +79,10 @@ def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routin
 
     destinations: integers from 0 to world.size - 1, as many as there are rows. A tensor on a GPU is copied to the host,
     which waits for it. Raises ValueError or TypeError on all ranks if those of one rank are wrong.
+
+    Examples:
+        >>> weft.spmd(lambda world: weft.route([0, 1, 1], world=world).counts, 2, backend="emulated")
+        [((1, 2), (1, 2)), ((1, 2), (1, 2))]
     """
     check_call("route", world)
     problem, own_destinations = "", np.zeros(0, np.int64)
@@ -134,11 +138,18 @@ def matmul_all_to_all(
     Returns: [r, N]: first the rows from rank 0 in the order that they have there, then those from rank 1, and so on.
         The numbers of rows from each rank are `[counts[world.rank] for counts in routing.counts]`.
 
-    Dtypes and devices are those of `all_gather_matmul`, which also says what is raised; a wrong destination of one rank
-    raises ValueError or TypeError on all. There is no gradient. Signaled plans need an N that
+    Dtypes, devices and errors are those of `all_gather_matmul`; a wrong destination on one rank raises ValueError or
+    TypeError on all. There is no gradient. Signaled plans need an N that
     is a multiple of 8; otherwise the op runs sequentially, and logs that once. Memory during the call: [m_s, N]
     (signaled), or two times [m_s, N] (sequential). If copy engines move the groups, the op takes [m, N] of symmetric
     memory instead of [m_s, N], for the largest m_s of a rank.
+
+    Examples:
+        >>> x, w = torch.ones(3, 16).bfloat16(), torch.ones(8, 16).bfloat16()
+        >>> def rank(world):
+        ...     return tuple(weft.matmul_all_to_all(x, w, destinations=[0, 1, 1], world=world).shape)
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [(2, 8), (4, 8)]
     """
     check_call(_OP, world, plan)
     kept = isinstance(destinations, Routing)

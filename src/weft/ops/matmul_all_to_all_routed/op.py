@@ -45,15 +45,16 @@ def matmul_all_to_all_routed(
     W is the number of ranks, at most 32 for "fused".
 
     Args:
-        x: [m, K], this rank's rows. Every rank has the same m, of which any number may go nowhere. m may be 0.
+        x: [m, K], this rank's rows. Every rank has the same m, which may be 0; any number of rows may have no
+            destination.
         weight: [N, K], this rank's own, laid out as in `nn.Linear`. N and K are the same on all ranks.
         bias: [N], this rank's own, or None.
         destinations: int32 [m] on this rank's device, the rank that each row goes to, in any order and of any balance;
             a row goes nowhere if its destination is -1, or any other number that is no rank. A CUDA graph may be
             replayed with other values.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", "sequential", "fused" or such a Plan; the same on all ranks. "auto" is "fused" where that serves
-            the call, and else "sequential": the planner has no model of either.
+        plan: "auto", "sequential", "fused" or such a Plan; the same on all ranks. "auto" is "fused" where that can
+            serve the call, otherwise "sequential": the planner has no model of either.
         out: [W, m, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
 
     Returns:
@@ -61,14 +62,23 @@ def matmul_all_to_all_routed(
             order there; the rows behind them are zero.
 
     x, weight and bias are all bfloat16 or all float16. "fused" needs N and K that are multiples of 8, and symmetric
-    memory; else the op runs sequentially, and says so once. `all_gather_matmul` says what is raised.
+    memory; otherwise the op runs sequentially, and logs so once. The errors are those of `all_gather_matmul`.
 
     Backward: the gradients of received rows go back to the ranks that the rows came from; rows of a gradient behind the
     first counts[s] are not read. dx is 0 for a row that went nowhere. The gradients of weight and bias are of this
-    rank's rows alone. It communicates whichever gradients are asked for, so all ranks must ask for some.
+    rank's rows alone. It communicates whichever gradients are needed, so all ranks must need some.
 
     Memory beside the result: symmetric, shared by all ops of the World, 2 W m N elements (fused); during the call
     (W + 1) m N elements (sequential). The sequential all-to-all sends all W m rows, also those without contents.
+
+    Examples:
+        >>> x, w = torch.ones(3, 16).bfloat16(), torch.ones(8, 16).bfloat16()
+        >>> to = torch.tensor([0, 1, -1], dtype=torch.int32)
+        >>> def rank(world):
+        ...     rows, counts = weft.matmul_all_to_all_routed(x, w, destinations=to, world=world)
+        ...     return tuple(rows.shape), counts.tolist()
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [((2, 3, 8), [1, 1]), ((2, 3, 8), [1, 1])]
     """
     operands = RoutedFactors(x, weight, bias, destinations)
     result: tuple[torch.Tensor, torch.Tensor] = MATMUL_ALL_TO_ALL_ROUTED(world, plan, operands, (), out)

@@ -52,14 +52,13 @@ from ...lang.primitives import channel_broadcast, channel_wait
 
 
 class Sums(NamedTuple):
-    """GEMM_PROGRAMS programs compute; FORWARD_PROGRAMS programs forward and then pull, and PULL_PROGRAMS others pull. A
-    ticket is BATCH half tiles, loaded in blocks of R rows, STAGES of which are in flight. ALL: the sums go to every
+    """GEMM_PROGRAMS programs compute; FORWARD_PROGRAMS programs forward and then pull, and PULL_PROGRAMS others pull.
+    Tiles are loaded in blocks of R rows, STAGES of which are in flight. ALL: the sums go to every
     rank, LAG tickets later."""
 
     GEMM_PROGRAMS: tl.constexpr
     FORWARD_PROGRAMS: tl.constexpr
     PULL_PROGRAMS: tl.constexpr
-    BATCH: tl.constexpr
     R: tl.constexpr
     STAGES: tl.constexpr
     LAG: tl.constexpr
@@ -138,7 +137,6 @@ def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, til
     """Draw tickets until none is left, and sum or gather the tiles of each."""
     W: tl.constexpr = ch.world
     GROUP: tl.constexpr = tile.GROUP_M // W
-    BATCH: tl.constexpr = how.BATCH
     LAG: tl.constexpr = how.LAG
     tiles_m, tiles_n, N = grid
     target = calls_of(ch) * W
@@ -167,22 +165,14 @@ def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, til
                     wait_until(ch.counters + own_tiles + step - LAG, target, ch.guard, step - LAG, -1, "sys")
                     gather_tile(flat_desc, arenas, first_row, step - LAG, me, out, offsets, grid, tile, how, W)
             ticket = take_ticket(ch, 1)
-    else:  # a ticket sums one half tile; BATCH of them are drawn at a time until few are left
-        end = 2 * own_tiles
-        draw = min(BATCH, end)
-        ticket = take_ticket(ch, draw)
-        while ticket < end:
-            count = min(draw, end - ticket)
-            for step in range(ticket // 2, (ticket + count + 1) // 2):
-                lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
-                channel = lm * tiles_n + tn
-                wait_until(ch.counters + channel, target, ch.guard, channel, -1, "sys")
-            sum_half_tiles(
-                flat_desc, arenas, sums, first_row, ticket, count, me, out, 0, rows_n, bias, grid, tile, how, W
-            )
-            if end - ticket < BATCH * (how.FORWARD_PROGRAMS + how.PULL_PROGRAMS) // 2:
-                draw = 1
-            ticket = take_ticket(ch, draw)
+    else:  # a ticket sums one half tile
+        ticket = take_ticket(ch, 1)
+        while ticket < 2 * own_tiles:
+            lm, tn = grouped_tile(ticket // 2, tiles_m, tiles_n, GROUP)
+            channel = lm * tiles_n + tn
+            wait_until(ch.counters + channel, target, ch.guard, channel, -1, "sys")
+            sum_half_tiles(flat_desc, arenas, sums, first_row, ticket, 1, me, out, 0, rows_n, bias, grid, tile, how, W)
+            ticket = take_ticket(ch, 1)
 
 
 @jit

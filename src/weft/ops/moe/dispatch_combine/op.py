@@ -14,9 +14,10 @@ rows' gradients, with all weights 1.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -32,11 +33,11 @@ from ....torch_library import Backward, CallOptions
 from ....transport.memory import lock, rank_word
 from ....world import World
 from ...common import check_rows, plain_rows
-from ..call import MAX_TOPK, Layer, check_routes
+from ..call import MAX_TOPK, check_routes
 from ..expert_parallel import dispatched
-from ..expert_parallel.dispatched import DispatchedState, FinalSumOptions, LayerWorkspace
+from ..expert_parallel.dispatched import DispatchedState, FinalSumOptions, LayerWorkspace, make_state, token_memory
 from ..expert_parallel.kernels import RoutedRows
-from ..expert_parallel.place_rows import place_rows_launch
+from ..expert_parallel.place_rows import order_of, place_rows_launch
 from ..expert_parallel.place_rows_kernels import ExpertOrder, Masked, mask_rows
 from ..expert_rows import RowOrder
 from ..routing import route_tables
@@ -56,12 +57,11 @@ class Exchange:
     """What a dispatch and its combine have in common, the same on all ranks.
 
     tokens: of every rank. max_m: rows of an expert in the layout "masked"; 0: the layout is "contiguous", and experts
-    begin at multiples of `alignment`.
+    begin at multiples of layer.tile.
     """
 
     tokens: tuple[int, ...]
-    layer: Layer
-    alignment: int
+    layer: Split
     max_m: int
 
     @classmethod
@@ -70,30 +70,20 @@ class Exchange:
         experts, layout, alignment, max_m."""
         rows, experts, layout, alignment, max_m = options
         tokens = (ids.shape[0],) * world.size if rows is None else rows
-        max_tokens_per_rank = max(1, *tokens)
-        max_m = (
-            min(max_m or world.size * max_tokens_per_rank, world.size * max_tokens_per_rank)
-            if layout == "masked"
-            else 0
-        )
-        layer = Layer(max_tokens_per_rank, experts, ids.shape[1], like.shape[-1], 8, like.dtype)
-        return cls(tokens, layer, 1 if max_m else alignment, max_m)
+        most, masked = max(1, *tokens), layout == "masked"
+        tile = 1 if masked else alignment
+        layer = Split(most, experts, ids.shape[1], like.shape[-1], 8, like.dtype, tile=tile)
+        return cls(tokens, layer, min(max_m or world.size * most, world.size * most) if masked else 0)
 
     def shape(self, world: World) -> tuple[int, ...]:
         """Return the shape of rows."""
-        layer, local_experts = self.layer, self.layer.experts // world.size
-        if self.max_m:
-            return local_experts, self.max_m, layer.hidden
-        return route_tables.rows_of(
-            world, layer.max_tokens_per_rank, layer.k, local_experts, self.alignment
-        ), layer.hidden
+        layer = self.layer
+        return (layer.local(world), self.max_m, layer.hidden) if self.max_m else (layer.rows(world), layer.hidden)
 
     def compared_values(self, buffer_index: int) -> dict[str, Hashable]:
         layer = self.layer
         sizes = dict(experts=layer.experts, k=layer.k, H=layer.hidden, dtype=str(layer.dtype))
-        return dict(
-            rows=self.tokens, **sizes, expert_alignment=self.alignment, max_m=self.max_m, buffer_index=buffer_index
-        )
+        return dict(rows=self.tokens, **sizes, expert_alignment=layer.tile, max_m=self.max_m, buffer_index=buffer_index)
 
 
 @dataclass(frozen=True)
@@ -131,9 +121,10 @@ class CombineOperands(NamedTuple):
     shared: torch.Tensor | None = None
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class ExchangeState:
-    """The state that calls of one kind and buffer have in common, however rows travel."""
+    """The state that calls of one kind and buffer have in common. kernels: None where the library's collectives move
+    the rows."""
 
     exchange: Exchange
     numbers: tuple[int, int]  # the calls' numbers of dispatch and of combine (`World.begin`)
@@ -142,12 +133,13 @@ class ExchangeState:
     shape: tuple[int, ...]  # shape of rows
     order: ExpertOrder
     weights: torch.Tensor  # float32 [W, max_tokens, k], of all ranks
-    masked: Masked | None = None
-    offsets: torch.Tensor = field(init=False)  # int32 [El + 1], the first row of each expert
+    offsets: torch.Tensor  # int32 [El + 1], the first row of each expert
+    masked: Masked | None
+    kernels: KernelState | None
     row_order: ExpertOrder = field(init=False)  # positions of rows; for masked rows not those of the tables
 
     def __post_init__(self) -> None:
-        self.offsets, self.row_order = self.order.offsets, self.order
+        self.row_order = self.order if self.masked is None else self.order._replace(route_rows=self.masked.route_rows)
 
     @property
     def counts(self) -> torch.Tensor:
@@ -158,7 +150,16 @@ class ExchangeState:
         return self.order.sources if self.masked is None else self.masked.sources
 
 
-P = TypeVar("P", bound=ExchangeState)
+class KernelState(NamedTuple):
+    """The state of the kernels that move the rows."""
+
+    dispatched: DispatchedState
+    inbox: SymmetricTensor
+    outbox: SymmetricTensor
+    zero_counters: torch.Tensor  # int32 [W], zeros: counters and targets of sums that wait for no tile
+
+    def space(self, y: torch.Tensor) -> LayerWorkspace:
+        return LayerWorkspace(self.inbox, self.outbox, y, y)
 
 
 @dataclass(eq=False)
@@ -170,29 +171,6 @@ class PendingDispatch:
     tokens: int  # dispatched by this rank
     is_held: Callable[[], bool]
     backward_of: int | None = None
-
-
-@dataclass(eq=False, kw_only=True)
-class CollectiveState(ExchangeState):
-    """The state that calls of one kind and buffer have in common where the library's collectives move the rows."""
-
-    layer: Split
-
-
-@dataclass(eq=False, kw_only=True)
-class KernelState(ExchangeState):
-    """The state that calls of one kind and buffer have in common where weft's kernels move the rows."""
-
-    dispatched: DispatchedState
-    inbox: SymmetricTensor
-    outbox: SymmetricTensor
-    zero_counters: torch.Tensor  # int32 [W], zeros: counters and targets of sums that wait for no tile
-
-    def space(self, y: torch.Tensor) -> LayerWorkspace:
-        return LayerWorkspace(self.inbox, self.outbox, y, y)
-
-    def rows(self, y: torch.Tensor) -> RoutedRows:
-        return RoutedRows(y, self.row_order.route_rows, self.weights)
 
 
 @dataclass(eq=False)
@@ -305,6 +283,16 @@ def dispatch(
         Overflow: earlier calls left rows out.
         WeftError: no buffer is free, or the first call of its kind is inside a CUDA graph capture.
         Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
+
+    Examples:
+        >>> x = torch.ones(4, 16).bfloat16()
+        >>> ids, weights = torch.tensor([[0], [1], [1], [1]], dtype=torch.int32), torch.ones(4, 1)
+        >>> def rank(world):
+        ...     rows, handle = weft.moe.dispatch(x, ids, weights, experts=2, world=world)
+        ...     weft.moe.combine(rows, handle)
+        ...     return handle.counts.tolist()
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [[2], [6]]
     """
     options = plain_rows(DISPATCH, rows), experts, layout, expert_alignment, max_m, buffer_index
     detached, leaf = (weights.detach(), weights) if requires_grad(weights) else (weights, None)
@@ -341,6 +329,15 @@ def combine(
         Overflow: earlier calls left rows out.
         WeftError: the handle was combined already, is not the older one, or belongs to another World.
         Timeout: as `dispatch`.
+
+    Examples:
+        >>> x = torch.ones(4, 16).bfloat16()
+        >>> ids, weights = torch.tensor([[0], [1], [1], [1]], dtype=torch.int32), torch.ones(4, 1)
+        >>> def rank(world):
+        ...     rows, handle = weft.moe.dispatch(x, ids, weights, experts=2, world=world)
+        ...     return weft.moe.combine(2 * rows, handle)[0, 0].item()
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [2.0, 2.0]
     """
     check_handle(handle, world)
     check_sums(handle, y, shared)
@@ -465,107 +462,58 @@ def cancel(world: World, number: int) -> None:
 
 def exchange_state(world: World, exchange: Exchange, plan: Plan, buffer_index: int) -> ExchangeState:
     """Return the state of calls of this kind, plan and buffer. The call is collective the first time."""
-
-    def make() -> ExchangeState:
-        kind = dict(exchange.compared_values(buffer_index), plan=plan)
-        numbers = world.check_same_on_all_ranks(DISPATCH, **kind), world.check_same_on_all_ranks(COMBINE, **kind)
-        local_experts, shape = exchange.layer.experts // world.size, exchange.shape(world)
-        common = dict(
-            exchange=exchange, numbers=numbers, buffer_index=buffer_index, local_experts=local_experts, shape=shape
-        )
-        if not isinstance(plan, Dispatched):
-            return mask(world, gather(world, exchange.layer, exchange.alignment, common))
-        prepared_call = mask(world, prepare(world, exchange.layer, exchange.alignment, plan, common))
-        load(world, prepared_call)
-        return prepared_call
-
-    return world.cached((DISPATCH, exchange, plan, buffer_index), make)
-
-
-def gather(world: World, whole: Layer, alignment: int, common: dict[str, Any]) -> CollectiveState:
-    """Return the state of calls by collectives."""
-    layer = Split(whole.max_tokens_per_rank, whole.experts, whole.k, whole.hidden, 0, whole.dtype, tile=alignment)
-    shape, local_experts = (world.size, layer.max_tokens_per_rank, layer.k), layer.local(world)
-    routes = world.size * layer.max_tokens_per_rank * layer.k
-    sizes = shape, (routes,), (layer.rows(world),), (local_experts + 1,), (local_experts,)
-    order = ExpertOrder(*(world.zeros(size, torch.int32) for size in sizes))
-    return CollectiveState(**common, order=order, weights=world.zeros(shape, torch.float32), layer=layer)
-
-
-def prepare(world: World, layer: Layer, alignment: int, plan: Dispatched, common: dict[str, Any]) -> KernelState:
-    """Return the state of calls by weft's kernels."""
-    w, buffer_index, local_experts = world.size, common["buffer_index"], common["local_experts"]
-    dispatch_programs = min(plan.dispatch_programs, world.sm_count)
-    combine_programs = min(plan.combine_programs, world.sm_count)
-    dispatch_flags = world.channel(
-        f"{DISPATCH} {buffer_index}, rows by {dispatch_programs} programs", w, None, dispatch_programs
-    )
-    combine_flags = world.channel(
-        f"{COMBINE} {buffer_index}, sums by {combine_programs} programs", w, None, combine_programs
-    )
-    total = route_tables.rows_of(world, layer.max_tokens_per_rank, layer.k, local_experts, alignment)
-    zero_counters = world.zeros((max(w, 16),), torch.int32)
-    calls = world.calls(f"{COMBINE} {buffer_index}")
-    dispatched_state = DispatchedState(
-        layer,
-        plan,
-        local_experts,
-        total,
-        dispatch_programs,
-        combine_programs,
-        dispatch_flags,
-        combine_flags,
-        calls,
-        route_tables.left_out_words(world, buffer_index),
-        zero_counters,
-    )
-    nbytes = w * layer.max_tokens_per_rank * layer.hidden * layer.dtype.itemsize
-    shape = (w, layer.max_tokens_per_rank, layer.hidden)
-    inbox, outbox = (
-        world.buffer(f"{name} {buffer_index}", nbytes).view(0, shape, layer.dtype) for name in (DISPATCH, COMBINE)
-    )
-    ids, weights, tables = route_tables.memory(
-        world, layer.max_tokens_per_rank, layer.k, local_experts, alignment, buffer_index
-    )
-    order = ExpertOrder(ids, tables.route_rows, tables.sources, tables.offsets, tables.received)
-    return KernelState(
-        **common,
-        order=order,
-        weights=weights,
-        dispatched=dispatched_state,
-        inbox=inbox,
-        outbox=outbox,
-        zero_counters=zero_counters,
-    )
-
-
-def mask(world: World, state: P) -> P:
-    """Return the state with the tables of the layout "masked", if it has that layout."""
-    layer, max_m, local_experts = state.exchange.layer, state.exchange.max_m, state.local_experts
+    layer, max_m = exchange.layer, exchange.max_m
 
     def ints(*shape: int) -> torch.Tensor:
         return world.zeros(shape, torch.int32)
 
-    if max_m:
-        state.masked = Masked(
-            ints(world.size * layer.max_tokens_per_rank * layer.k), ints(local_experts, max_m), ints(local_experts)
-        )
-        state.row_order = state.order._replace(route_rows=state.masked.route_rows)
-        state.offsets = world.tensor([max_m * e for e in range(local_experts + 1)], torch.int32)
-    return state
+    def make() -> ExchangeState:
+        kind = dict(exchange.compared_values(buffer_index), plan=plan)
+        numbers = world.check_same_on_all_ranks(DISPATCH, **kind), world.check_same_on_all_ranks(COMBINE, **kind)
+        el, shape = layer.local(world), (world.size, layer.max_tokens_per_rank, layer.k)
+        routes, kernels = math.prod(shape), None
+        if isinstance(plan, Dispatched):
+            kernels = kernel_state(world, layer, plan, buffer_index)
+            ids, weights, tables = route_tables.memory(world, *shape[1:], el, layer.tile, buffer_index)
+            order = order_of(tables, ids)
+        else:
+            order = ExpertOrder(ints(*shape), ints(routes), ints(layer.rows(world)), ints(el + 1), ints(el))
+            weights = world.zeros(shape, torch.float32)
+        masked, offsets = None, order.offsets
+        if max_m:
+            masked = Masked(ints(routes), ints(el, max_m), ints(el))
+            offsets = world.tensor([max_m * e for e in range(el + 1)], torch.int32)
+        common = exchange, numbers, buffer_index, el, exchange.shape(world)
+        state = ExchangeState(*common, order, weights, offsets, masked, kernels)
+        if kernels is not None:
+            load(world, state, kernels)
+        return state
+
+    return world.cached((DISPATCH, exchange, plan, buffer_index), make)
 
 
-def load(world: World, state: KernelState) -> None:
+def kernel_state(world: World, layer: Split, plan: Dispatched, buffer_index: int) -> KernelState:
+    """Return the state of the kernels of a buffer. The call is collective."""
+    dispatch_name, combine_name = f"{DISPATCH} {buffer_index}", f"{COMBINE} {buffer_index}"
+    names = f"{dispatch_name}, rows", f"{combine_name}, sums"
+    left_out = route_tables.left_out_words(world, buffer_index)
+    sizes = layer.local(world), layer.rows(world)
+    state = make_state(world, layer, plan, *sizes, *names, left_out, combine_name)
+    inbox, outbox = (token_memory(world, layer, name) for name in (dispatch_name, combine_name))
+    return KernelState(state, inbox, outbox, world.zeros((max(world.size, 16),), torch.int32))
+
+
+def load(world: World, state: ExchangeState, kernels: KernelState) -> None:
     """Load all kernels except those of the tables, before a rank waits for another. The last one is loaded a second
     time as a kernel with which no other launch has to share an SM."""
     layer = state.exchange.layer
     one_row = world.empty((1, layer.hidden), layer.dtype)
+    space = kernels.space(one_row)
     for step in (
-        dispatched.dispatch_launch(world, state.dispatched, one_row, state.order.ids[world.rank], state.space(one_row)),
-        place_launch(world, state, one_row),
-        combine_launch(world, state, one_row),
-        final_sum_launch(world, state, one_row, None, one_row),
-        final_sum_launch(world, state, one_row, None, one_row, co_resident=False),
+        dispatched.dispatch_launch(world, kernels.dispatched, one_row, state.order.ids[world.rank], space),
+        place_launch(world, state, kernels, one_row),
+        *combine_launches(world, state, kernels, one_row, None, one_row),
+        combine_launches(world, state, kernels, one_row, None, one_row, co_resident=False)[1],
     ):
         step.launch.load(**step.moving)
 
@@ -573,24 +521,16 @@ def load(world: World, state: KernelState) -> None:
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def place_launch(world: World, state: KernelState, rows: torch.Tensor) -> BoundLaunch:
-    """Return the launch of `place_rows`."""
-    routes_per_source = state.exchange.alignment > 1
-    return place_rows_launch(
-        world,
-        state.dispatched,
-        state.inbox.local,
-        rows,
-        state.row_order,
-        state.dispatched.dispatch_programs,
-        routes_per_source,
-    )
+def place_launch(world: World, state: ExchangeState, kernels: KernelState, rows: torch.Tensor) -> BoundLaunch:
+    """Return the launch of `place_rows`. It clears the padding that an alignment makes."""
+    arrivals, is_padded = kernels.dispatched.dispatch_programs, state.exchange.layer.tile > 1
+    return place_rows_launch(world, kernels.dispatched, kernels.inbox.local, rows, state.row_order, arrivals, is_padded)
 
 
 @prepared
 def mask_launch(world: World, state: ExchangeState, is_backward: bool) -> Launch:
     """Return the launch of `mask_rows`. A backward pass counts nothing, since its forward pass has."""
-    left_out = state.dispatched.left_out if isinstance(state, KernelState) and not is_backward else None
+    left_out = None if state.kernels is None or is_backward else state.kernels.dispatched.left_out
     routes, block = state.row_order.route_rows.numel(), world.backend.scale.routes
     programs = min(max(-(-routes // block), state.local_experts), world.sm_count)
     return Launch(
@@ -612,35 +552,27 @@ def mask_launch(world: World, state: ExchangeState, is_backward: bool) -> Launch
     )
 
 
-def combine_launch(world: World, state: KernelState, y: torch.Tensor) -> BoundLaunch:
-    """Return the launch of `combine_rows`."""
-    return dispatched.combine_launch(
-        world, state.dispatched, state.rows(y), state.zero_counters, state.zero_counters, state.space(y)
-    )
-
-
-def final_sum_launch(
+def combine_launches(
     world: World,
-    state: KernelState,
+    state: ExchangeState,
+    kernels: KernelState,
     y: torch.Tensor,
     shared: torch.Tensor | None,
     out: torch.Tensor,
     co_resident: bool = True,
-) -> BoundLaunch:
-    """Return the launch of the sum over ranks. It reads the ids that `share` copied, so that the caller may overwrite
-    his own. It has fewer and smaller programs than in a layer, so that the waiting programs of two buffers leave room
-    for the dispatch programs."""
+) -> tuple[BoundLaunch, BoundLaunch]:
+    """Return the launches of `combine_rows` and of the sum over ranks.
+
+    The sum reads the ids that `share` copied, so that the caller may overwrite his own. It has fewer and smaller
+    programs than in a layer, so that the waiting programs of two buffers leave room for the dispatch programs.
+    """
+    rows, space = RoutedRows(y, state.row_order.route_rows, state.weights), kernels.space(y)
+    zeros = kernels.zero_counters
     sum_options = FinalSumOptions(per_sm=FINAL_SUM_PROGRAMS, co_resident=co_resident)
-    return dispatched.final_sum_launch(
-        world,
-        state.dispatched,
-        state.rows(y),
-        state.order.ids[world.rank],
-        shared,
-        out,
-        state.space(y),
-        sum_options=sum_options,
+    final_sum = dispatched.final_sum_launch(
+        world, kernels.dispatched, rows, state.order.ids[world.rank], shared, out, space, sum_options=sum_options
     )
+    return dispatched.combine_launch(world, kernels.dispatched, rows, zeros, zeros, space), final_sum
 
 
 # -- a call ------------------------------------------------------------------------------------------------------------
@@ -657,41 +589,26 @@ def launch_dispatch(
 ) -> None:
     """Dispatch contiguous tensors in a free buffer, on the current stream. is_backward: x is a gradient."""
     world.begin(state.numbers[0])
-    stream = world.current_stream()
+    stream, kernels = world.current_stream(), state.kernels
     world.order(lock(world, f"{DISPATCH} {state.buffer_index}"), stream)
-    if isinstance(state, KernelState):
-        launch_dispatch_kernels(world, state, x, ids, weights, rows, is_backward)
-        return
-    assert isinstance(state, CollectiveState)
-    tokens = collectives.gather_tokens(world, state.layer, state.order, state.weights, x, ids, weights)
+    if kernels is not None:
+        side, buffer_index = world.side_stream(f"{DISPATCH} {state.buffer_index}"), state.buffer_index
+        max_tokens_per_rank, alignment = state.exchange.layer.max_tokens_per_rank, state.exchange.layer.tile
+        start = world.record(stream)
+        ids_all, _ = route_tables.share(world, ids, weights, max_tokens_per_rank, buffer_index=buffer_index)
+        world.wait_event(side, start)
+        dispatched.dispatch_launch(world, kernels.dispatched, x, ids, kernels.space(rows)).on(side)
+        sizes = state.local_experts, max_tokens_per_rank, alignment
+        route_tables.build_tables(world, ids_all, *sizes, buffer_index=buffer_index, is_backward=is_backward)
+    else:
+        tokens = collectives.gather_tokens(world, state.exchange.layer, state.order, state.weights, x, ids, weights)
     if state.masked is not None:
         mask_launch(world, state, is_backward)(stream)
-    collectives.pick_rows(world, tokens, state.sources, rows)
-
-
-def launch_dispatch_kernels(
-    world: World,
-    state: KernelState,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    rows: torch.Tensor,
-    is_backward: bool,
-) -> None:
-    """Launch the kernels of `launch_dispatch`."""
-    dispatched_state, buffer_index = state.dispatched, state.buffer_index
-    stream, side = world.current_stream(), world.side_stream(f"{DISPATCH} {buffer_index}")
-    max_tokens_per_rank, alignment = state.exchange.layer.max_tokens_per_rank, state.exchange.alignment
-    start = world.record(stream)
-    ids_all, _ = route_tables.share(world, ids, weights, max_tokens_per_rank, buffer_index=buffer_index)
-    world.wait_event(side, start)
-    dispatched.dispatch_launch(world, dispatched_state, x, ids, state.space(rows)).on(side)
-    sizes = dispatched_state.local_experts, max_tokens_per_rank, alignment
-    route_tables.build_tables(world, ids_all, *sizes, buffer_index=buffer_index, is_backward=is_backward)
-    if state.masked is not None:
-        mask_launch(world, state, is_backward)(stream)
-    place_launch(world, state, rows).on(stream)
-    world.wait_event(stream, world.record(side))  # the caller may write x and ids again
+    if kernels is not None:
+        place_launch(world, state, kernels, rows).on(stream)
+        world.wait_event(stream, world.record(side))  # the caller may write x and ids again
+    else:
+        collectives.pick_rows(world, tokens, state.sources, rows)
 
 
 def run_dispatch(
@@ -720,12 +637,11 @@ def launch_combine(world: World, number: int, y: torch.Tensor, shared: torch.Ten
     state = pending.state
     world.begin(state.numbers[1])
     world.order(lock(world, f"{DISPATCH} {state.buffer_index}"), stream)
-    if isinstance(state, KernelState):
-        combine_launch(world, state, y).on(stream)
-        final_sum_launch(world, state, y, shared, out).on(stream)
+    if state.kernels is not None:
+        for step in combine_launches(world, state, state.kernels, y, shared, out):
+            step.on(stream)
     else:
-        assert isinstance(state, CollectiveState)
-        collectives.combine(world, state.layer, state.row_order.route_rows, state.weights, y, shared, out)
+        collectives.combine(world, state.exchange.layer, state.row_order.route_rows, state.weights, y, shared, out)
         if state.masked is not None and pending.backward_of is None:
             collectives.tell_sources(world, state.masked.route_rows)
     del pending_dispatches(world)[number]

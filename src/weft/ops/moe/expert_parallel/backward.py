@@ -28,10 +28,9 @@ from ..routing import route_tables
 from ..routing.route_tables import Tables
 from . import dispatched
 from .backward_kernels import GradientSizes, activation_gradient, grouped_wgrad, row_sums, take_gradients
-from .dispatched import COMBINE_REGISTERS, DispatchedState, LayerWorkspace, scratch
+from .dispatched import COMBINE_REGISTERS, DispatchedState, GroupedProduct, LayerWorkspace, scratch
 from .kernels import RoutedRows
-from .place_rows import place_rows_launch
-from .place_rows_kernels import ExpertOrder
+from .place_rows import order_of, place_rows_launch
 
 
 class Gradients(NamedTuple):
@@ -92,20 +91,16 @@ def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMem
         x_inbox=x_inbox,
         dweights_inbox=world.cached((name, *shape), lambda: world.symmetric(shape, torch.float32, name)),
         ones=world.cached((NAME, "ones", *shape), ones),
-        unused_counters=world.cached((NAME, "unused counters"), lambda: world.zeros((32,), torch.int32)),
+        unused_counters=unused_counters(world),
     )
 
 
+def unused_counters(world: World) -> Tensor:
+    """Return counters for which nobody waits."""
+    return world.cached((NAME, "unused counters"), lambda: world.zeros((32,), torch.int32))
+
+
 # -- the launches ------------------------------------------------------------------------------------------------------
-
-
-def place_launch(
-    world: World, state: DispatchedState, tables: Tables, ids: Tensor, inbox: Tensor, rows: Tensor, arrived: bool
-) -> BoundLaunch:
-    """Return the launch that places inbox [W, max_tokens, H] in rows [rows, H], step by step as it arrives, or all of
-    it if it has arrived. ids: int32 [W, max_tokens, k]."""
-    order = ExpertOrder(ids, tables.route_rows, tables.sources, tables.offsets, tables.received)
-    return place_rows_launch(world, state, inbox, rows, order, 0 if arrived else state.dispatch_programs)
 
 
 def activation_gradient_launch(
@@ -242,60 +237,18 @@ def _take_gradients(world: World, experts: int, count: int) -> Launch:
 
 
 def expert_gradient_launches(
-    world: World, state: DispatchedState, tables: Tables, memory: BackwardMemory, gradients: Gradients
-) -> Iterator[BoundLaunch]:
-    """Yield the launches of the experts' gradients that are wanted."""
-    if gradients.w13 is not None:
-        yield wgrad(world, state, tables, memory.dpreactivation, memory.x, gradients.w13)
-    if gradients.w2 is not None:
-        yield wgrad(world, state, tables, memory.dy, memory.workspace.hidden, gradients.w2)
-    if gradients.b13 is not None:
-        yield bias_gradient_launch(world, state, tables, memory.dpreactivation, None, gradients.b13)
-    if gradients.b2 is not None:
-        yield bias_gradient_launch(world, state, tables, memory.dy, memory.row_weights, gradients.b2)
-
-
-def load(
     world: World,
     state: DispatchedState,
-    dy: Tensor,
-    x: Tensor,
-    ids: Tensor,
-    w: Weights,
-    memory: BackwardMemory,
-    gradients: Gradients,
-    kept: Kept,
-) -> None:
-    """Load all kernels of a pass, as `dispatched.load` does for a call: each kernel that shares an SM with a GEMM comes
-    right before it."""
-
-    def launches() -> Iterator[BoundLaunch]:
-        workspace, unused = memory.workspace, state.placeholder_ints
-        tables = Tables(*[unused] * 8)
-
-        def gemm(a: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, kn_weight: bool) -> BoundLaunch:
-            return dispatched.grouped_gemm(world, state, tables, a, weight, bias, out, unused, kn_weight, True)
-
-        all_ids, rows = memory.ones.view(torch.int32), RoutedRows(workspace.y, unused, memory.ones)
-        combine = dispatched.combine_launch(world, state, rows, unused, unused, workspace)
-        expert_gradients = list(expert_gradient_launches(world, state, tables, memory, gradients))
-        for arrived in (False, True):
-            yield place_launch(world, state, tables, all_ids, workspace.inbox.local, memory.x, arrived)
-        yield activation_gradient_launch(world, state, tables, memory.ones, w, memory)
-        yield from (step for step in expert_gradients if step.launch.kernel is row_sums)
-        yield dispatched.dispatch_launch(world, state, dy, ids, workspace)
-        yield gemm(memory.x, w.w13, w.b13, memory.preactivation, False)
-        yield combine
-        yield gemm(memory.dpreactivation, w.w13, None, workspace.y, True)
-        yield combine
-        yield gemm(memory.dy, w.w2, None, workspace.hidden, True)
-        for step in expert_gradients:
-            if step.launch.kernel is grouped_wgrad:
-                yield from (combine, step)
-        yield dispatched.final_sum_launch(world, state, rows, ids, None, gradients.x, workspace)
-        yield take_gradients_launch(world, state, ids, gradients.weights, memory)
-
-    state.ahead((dy, x, ids, *w, *gradients, *kept), launches)
+    tables: Tables,
+    matrix: tuple[Tensor, Tensor, Tensor | None],
+    bias: tuple[Tensor | None, Tensor | None],
+) -> tuple[list[BoundLaunch], list[BoundLaunch]]:
+    """Return the launches of a bias's gradient, the sums of a's rows times their weights if there are any, and of a
+    matrix's gradient, a^T b. matrix: a, b and the gradient; bias: the rows' weights and the gradient. A gradient that
+    is not wanted is None."""
+    (a, b, dw), (row_weights, db) = matrix, bias
+    bias_gradients = [] if db is None else [bias_gradient_launch(world, state, tables, a, row_weights, db)]
+    return bias_gradients, [] if dw is None else [wgrad(world, state, tables, a, b, dw)]
 
 
 # -- a pass ------------------------------------------------------------------------------------------------------------
@@ -329,53 +282,105 @@ def backward(
     stream, side = world.current_stream(), dispatched.side_stream(world)
     world.order(lock(world, NAME), stream)
     state = dispatched.plan_state(world, layer, plan)
+    builder, tables, counters = dispatched.tables_of(world, state)
     memory = backward_memory(world, state, w.w13.shape[1])
     gradients = Gradients(world.empty(x.shape, x.dtype), world.empty(weights.shape, torch.float32))
     if experts:
         gradients = Gradients(*gradients[:2], *(None if t is None else world.empty(t.shape, t.dtype) for t in w))
-    load(world, state, dy, x, ids, w, memory, gradients, kept)
-    workspace, max_tokens_per_rank = memory.workspace, layer.max_tokens_per_rank
+    launches = pass_launches(world, state, (dy, x, ids, w), memory, gradients, kept)
+    state.ahead((dy, x, ids, *w, *gradients, *kept), lambda: launches.in_loading_order, "backward")
     start = world.record(stream)
-    ids_all, weights_all = route_tables.share(world, ids, weights, max_tokens_per_rank)
+    route_tables.share_routes(world, builder.routes, ids, weights)
     world.wait_event(side, start)
     if kept.rows is None:
-        dispatched.dispatch_launch(world, state, x, ids, replace(workspace, inbox=memory.x_inbox)).on(side)
-    dispatched.dispatch_launch(world, state, dy, ids, workspace).on(side)
-    sizes = state.local_experts, max_tokens_per_rank, plan.tile.block_m, layer.max_rows
-    tables = route_tables.build_tables(world, ids_all, *sizes, is_backward=True)
-
-    def gemm(a: Tensor, weight: Tensor, out: Tensor, counters: Tensor) -> BoundLaunch:
-        return dispatched.grouped_gemm(world, state, tables, a, weight, None, out, counters, True, True)
-
-    memory = recompute_preactivation(world, state, tables, ids_all, w, memory, kept)
-    place_launch(world, state, tables, ids_all, workspace.inbox.local, memory.dy, False).on(stream)
-    gemm(memory.dy, w.w2, workspace.hidden, memory.unused_counters).on(stream)
-    activation_gradient_launch(world, state, tables, weights_all, w, memory).on(stream)
+        launches.send_x.on(side)
+    launches.send_dy.on(side)
+    route_tables.run_builder(world, builder, tables, builder.routes.shared_weights.local, is_backward=True)
+    launches.place_x.on(stream)
+    if kept.preactivation is None:
+        launches.recompute.on(stream)
+    for step in (launches.place_dy, launches.gemm_hidden, launches.activation):
+        step.on(stream)
     before_last_gemm = world.record(stream)
-    counters = dispatched.step_counters(world, tables.targets)
-    gemm(memory.dpreactivation, w.w13, workspace.y, counters).on(stream)
-    rows = RoutedRows(workspace.y, tables.route_rows, memory.ones)
+    launches.gemm_x.on(stream)
     world.wait_event(side, before_last_gemm)
-    dispatched.combine_launch(world, state, rows, tables.targets, counters, workspace).on(side)
-    for step in expert_gradient_launches(world, state, tables, memory, gradients):
+    launches.combine.on(side)
+    for step in (*launches.matrix_gradients, *launches.bias_gradients):
         step.on(stream)
     world.wait_event(stream, world.record(side))  # as in `dispatched.prepare_dispatched`
-    dispatched.final_sum_launch(world, state, rows, ids, None, gradients.x, workspace).on(stream)
-    take_gradients_launch(world, state, ids, gradients.weights, memory).on(stream)
+    launches.final_sum.on(stream)
+    launches.take_gradients.on(stream)
     return gradients
 
 
-def recompute_preactivation(
-    world: World, state: DispatchedState, tables: Tables, ids: Tensor, w: Weights, memory: BackwardMemory, kept: Kept
-) -> BackwardMemory:
-    """Return `memory` with the rows of x and the input of the activation, either as they were saved or computed
-    again."""
-    stream = world.current_stream()
-    inbox = memory.x_inbox.local if kept.rows is None else kept.rows
-    place_launch(world, state, tables, ids, inbox, memory.x, kept.rows is not None).on(stream)
+class PassLaunches(NamedTuple):
+    """The launches of a pass, in the order of the picture above. recompute: the first GEMM of the forward pass."""
+
+    send_x: BoundLaunch
+    send_dy: BoundLaunch
+    place_x: BoundLaunch
+    recompute: BoundLaunch
+    place_dy: BoundLaunch
+    gemm_hidden: BoundLaunch
+    activation: BoundLaunch
+    gemm_x: BoundLaunch
+    combine: BoundLaunch
+    bias_gradients: list[BoundLaunch]
+    matrix_gradients: list[BoundLaunch]
+    final_sum: BoundLaunch
+    take_gradients: BoundLaunch
+
+    @property
+    def in_loading_order(self) -> Iterator[BoundLaunch]:
+        """Yield the launches so that each kernel that shares an SM with a GEMM comes right before it."""
+        yield from (self.place_x, self.place_dy, self.activation, *self.bias_gradients, self.send_dy, self.recompute)
+        for step in (self.gemm_x, self.gemm_hidden, *self.matrix_gradients):
+            yield from (self.combine, step)
+        yield from (self.final_sum, self.take_gradients)
+
+
+def pass_launches(
+    world: World,
+    state: DispatchedState,
+    operands: tuple[Tensor, Tensor, Tensor, Weights],
+    memory: BackwardMemory,
+    gradients: Gradients,
+    kept: Kept,
+) -> PassLaunches:
+    """Return the launches of a pass. operands: dy, x, ids and the experts."""
+    (dy, x, ids, w), space = operands, memory.workspace
+    builder, tables, counters = dispatched.tables_of(world, state)
     if kept.preactivation is not None:
-        return replace(memory, preactivation=kept.preactivation)
-    dispatched.grouped_gemm(
-        world, state, tables, memory.x, w.w13, w.b13, memory.preactivation, memory.unused_counters, with_dispatch=True
-    ).on(stream)
-    return memory
+        memory = replace(memory, preactivation=kept.preactivation)
+
+    def gemm(a: Tensor, weight: Tensor, out: Tensor, counters: Tensor) -> BoundLaunch:
+        return dispatched.grouped_gemm(world, state, tables, GroupedProduct(a, weight), out, counters, True, True)
+
+    def place(inbox: Tensor, rows: Tensor, arrivals: int) -> BoundLaunch:
+        return place_rows_launch(world, state, inbox, rows, order_of(tables, builder.routes.ids), arrivals)
+
+    arrivals, unused = state.dispatch_programs, memory.unused_counters
+    recomputed = GroupedProduct(memory.x, w.w13, w.b13)
+    sent_x = dispatched.dispatch_launch(world, state, x, ids, replace(space, inbox=memory.x_inbox))
+    rows = RoutedRows(space.y, tables.route_rows, memory.ones)
+    b13, w13 = expert_gradient_launches(
+        world, state, tables, (memory.dpreactivation, memory.x, gradients.w13), (None, gradients.b13)
+    )
+    b2, w2 = expert_gradient_launches(
+        world, state, tables, (memory.dy, space.hidden, gradients.w2), (memory.row_weights, gradients.b2)
+    )
+    return PassLaunches(
+        sent_x,
+        dispatched.dispatch_launch(world, state, dy, ids, space),
+        place(memory.x_inbox.local, memory.x, arrivals) if kept.rows is None else place(kept.rows, memory.x, 0),
+        dispatched.grouped_gemm(world, state, tables, recomputed, memory.preactivation, unused, False, True),
+        place(space.inbox.local, memory.dy, arrivals),
+        gemm(memory.dy, w.w2, space.hidden, unused),
+        activation_gradient_launch(world, state, tables, builder.routes.shared_weights.local, w, memory),
+        gemm(memory.dpreactivation, w.w13, space.y, counters),
+        dispatched.combine_launch(world, state, rows, tables.targets, counters, space),
+        [*b13, *b2],
+        [*w13, *w2],
+        dispatched.final_sum_launch(world, state, rows, ids, None, gradients.x, space),
+        take_gradients_launch(world, state, ids, gradients.weights, memory),
+    )

@@ -10,7 +10,7 @@ and all kernels are loaded, before the first call of a kind launches anything.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
 from dataclasses import dataclass, field
 from logging import INFO
 from typing import Any, NamedTuple
@@ -68,9 +68,7 @@ class DispatchedState:
     combine_flags: BlockChannel  # counters of arrived sums, by rank
     calls: BlockChannel  # the channel of `same_call` in `sum_ranks`
     left_out: LeftOut | None  # the words that `sum_ranks` takes
-    placeholder_ints: torch.Tensor  # int32, in place of tables when kernels are loaded
     ahead: Ahead = field(default_factory=Ahead)
-    loaded: set[Hashable] = field(default_factory=set)
 
     @property
     def push_block(self) -> int:
@@ -208,24 +206,16 @@ def make_state(
     sends: str,
     sums: str,
     left_out: LeftOut | None = None,
+    calls: str = NAME,
 ) -> DispatchedState:
     """Return the state of a layer and plan. The call is collective. `sends` and `sums` name what the programs of the
-    side stream send and sum: states of equal names and numbers of programs share channels."""
-    dispatch_programs = min(plan.dispatch_programs, world.sm_count)
-    combine_programs = min(plan.combine_programs, world.sm_count)
-    return DispatchedState(
-        layer,
-        plan,
-        local_experts,
-        rows,
-        dispatch_programs,
-        combine_programs,
-        world.channel(f"{NAME}, {sends} by {dispatch_programs} programs", world.size, None, dispatch_programs),
-        world.channel(f"{NAME}, {sums} by {combine_programs} programs", world.size, None, combine_programs),
-        world.calls(NAME),
-        left_out,
-        world.zeros((16,), torch.int32),
-    )
+    side stream send and sum: states of equal names and numbers of programs share channels. calls: the channel in which
+    the calls are counted."""
+    n, m = min(plan.dispatch_programs, world.sm_count), min(plan.combine_programs, world.sm_count)
+    dispatch_flags = world.channel(f"{sends} by {n} programs", world.size, None, n)
+    combine_flags = world.channel(f"{sums} by {m} programs", world.size, None, m)
+    counted = world.calls(calls)
+    return DispatchedState(layer, plan, local_experts, rows, n, m, dispatch_flags, combine_flags, counted, left_out)
 
 
 def plan_state(world: World, layer: Layer, plan: Dispatched) -> DispatchedState:
@@ -238,7 +228,8 @@ def plan_state(world: World, layer: Layer, plan: Dispatched) -> DispatchedState:
             mib = memory(world, layer, plan.tile.block_m).scratch / 2**20
             world.log_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
         left_out = route_tables.left_out_words(world)
-        return make_state(world, layer, plan, layer.experts // world.size, rows, "rows", "sums", left_out)
+        names = f"{NAME}, rows", f"{NAME}, sums"
+        return make_state(world, layer, plan, layer.experts // world.size, rows, *names, left_out)
 
     return world.cached((NAME, layer, plan), make)
 
@@ -247,17 +238,15 @@ def plan_state(world: World, layer: Layer, plan: Dispatched) -> DispatchedState:
 def make_workspace(world: World, layer: Layer, rows: int, inbox: str = "inbox") -> LayerWorkspace:
     """Return views of the memory that all layers share: inbox (of that name) and outbox [W, max_tokens, H], hidden
     [rows, I], y [rows, H]. The call is collective when the memory has to grow."""
-    shape = (world.size, layer.max_tokens_per_rank, layer.hidden)
-    nbytes = world.size * layer.max_tokens_per_rank * layer.hidden * layer.dtype.itemsize
-    inbox_memory, outbox_memory = (
-        world.buffer(f"{NAME} {name}", nbytes).view(0, shape, layer.dtype) for name in (inbox, "outbox")
-    )
-    return LayerWorkspace(
-        inbox_memory,
-        outbox_memory,
-        scratch(world, "hidden", rows, layer.inner, layer.dtype),
-        scratch(world, "y", rows, layer.hidden, layer.dtype),
-    )
+    inbox_memory, outbox_memory = (token_memory(world, layer, f"{NAME} {name}") for name in (inbox, "outbox"))
+    hidden = scratch(world, "hidden", rows, layer.inner, layer.dtype)
+    return LayerWorkspace(inbox_memory, outbox_memory, hidden, scratch(world, "y", rows, layer.hidden, layer.dtype))
+
+
+def token_memory(world: World, layer: Layer, name: str) -> SymmetricTensor:
+    """Return [W, max_tokens, H] of the symmetric memory of that name. The call is collective when it has to grow."""
+    shape = world.size, layer.max_tokens_per_rank, layer.hidden
+    return world.buffer(name, math.prod(shape) * layer.dtype.itemsize).view(0, shape, layer.dtype)
 
 
 def scratch(world: World, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -378,21 +367,27 @@ def _first_gemm(
     )
 
 
+class GroupedProduct(NamedTuple):
+    """Rows [rows, K] that are multiplied by the matrices of their experts, and biases [El, N] or None."""
+
+    a: torch.Tensor
+    w: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
 def grouped_gemm(
     world: World,
     state: DispatchedState,
     tables: Tables,
-    a: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
+    product: GroupedProduct,
     out: torch.Tensor,
     counters: torch.Tensor,
     kn_weight: bool = False,
     with_dispatch: bool = False,
 ) -> BoundLaunch:
-    """Return the launch of out [rows, N] = a [rows, K] @ w + bias [El, N], whose tiles are counted by source step. w is
-    [El, N, K], transposed in the product, or with kn_weight [El, K, N]. with_dispatch: dispatch programs run on the
-    same SMs."""
+    """Return the launch of out [rows, N] = a @ w + bias, whose tiles are counted by source step. w is [El, N, K],
+    transposed in the product, or with kn_weight [El, K, N]. with_dispatch: dispatch programs run on the same SMs."""
+    a, w, bias = product
     moving: dict[str, Moved] = dict(
         hidden_desc=a,
         w_desc=w,

@@ -3,6 +3,7 @@ router in the same launch where the plan says `route` (route_kernels.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from ....lang.jit import constants
 from ....plans import FusedMoe
 from ....transport.memory import lock
 from ....world import World
-from ..call import NAME, Layer, MoeCall, MoeOperands, RouterOptions
+from ..call import NAME, Layer, MoeCall, MoeOperands, RouterOptions, first_columns
 from ..routing import route_tables
 from ..routing.route_tables import MAX_LOCAL_EXPERTS, TableBuilder, Tables, TableSizes, power
 from ..routing.router import gate_sizes
@@ -232,42 +233,39 @@ def stamped(world: World, programs: int) -> torch.Tensor:
     return times
 
 
-def run_fused(
-    world: World,
-    call: MoeCall,
-    plan: FusedMoe,
-    operands: MoeOperands,
-    out: torch.Tensor,
-    router: RouterTensors | None = None,
-) -> tuple[torch.Tensor | None]:
-    """Run a call as plan Dispatched does, with the same bits and in the same memory except for the inbox. `out` may be
-    shared, not x. A small launch before it compares the ranks' calls, which takes some us, as a barrier does.
+def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Callable[..., tuple[torch.Tensor | None]]:
+    """Prepare calls that compute what plan Dispatched does, with the same bits and in the same memory except for the
+    inbox. `out` may be shared, not x. A small launch before it compares the ranks' calls, which takes some us, as a
+    barrier does.
 
-    With a router, the launch writes the operands ids and weights, and compares the calls itself.
-
-    Raises Unsupported where the plan's programs are not all resident at once.
+    A run takes operands, out, and the router's tensors if the call has a router. Then the launch writes the operands
+    ids and weights, and compares the calls itself. A run raises Unsupported where the plan's programs are not all
+    resident at once.
     """
-    (x, ids, weights, w13, w2, b13, b2, shared, _), layer = operands, call.layer
-    if plan.route and router is None:  # a state of its own, since only launches with a router count all barriers
+    layer, has_router, holder = call.layer, call.router is not None, lock(world, NAME)
+    if not has_router:  # a state of its own, since only launches with a router count all barriers
         plan = replace(plan, route=False)
-    received = call.received(world, operands)
-    stream = world.current_stream()
-    world.order(lock(world, NAME), stream)
     state = plan_state(world, layer, plan)
     workspace = make_workspace(world, layer, state.rows, "inbox of one launch")
-    stamps = (NAME, "stamps", state.programs) in world.decided
-    layer_operands = LayerOperands(x, ids, weights, shared, out, b13, b2, router)
-    number = None if router is None else world.number
-    layer_launch = BoundLaunch(
-        _layer(world, state, workspace, x.shape[0], w13.shape[1], stamps, call.router, number),
-        dict(operands=layer_operands, w13_desc=w13, w2_desc=w2),
-    )
-    launches = [layer_launch]
-    if router is None:
-        launches.insert(0, BoundLaunch(_compare(world, state), dict(number=world.number)))
-    state.ahead((*layer_operands[:-1], *(router or ()), w13, w2), lambda: launches)
-    for launch in launches:
-        launch.on(stream)
-    if received is not None:
-        world.copy(received, state.tables.received, stream)
-    return (received,)
+    n, compare_calls = first_columns(world, layer), _compare(world, state)
+
+    def run(
+        operands: MoeOperands, out: torch.Tensor, router: RouterTensors | None = None
+    ) -> tuple[torch.Tensor | None]:
+        x, ids, weights, w13, w2, b13, b2, shared, _ = operands
+        received, stream, number = call.received(world, operands), world.current_stream(), world.number
+        world.order(holder, stream)
+        stamps = (NAME, "stamps", state.programs) in world.decided
+        layer_operands = LayerOperands(x, ids, weights, shared, out, b13, b2, router)
+        launch = _layer(world, state, workspace, x.shape[0], n, stamps, call.router, number if has_router else None)
+        launches = [BoundLaunch(launch, dict(operands=layer_operands, w13_desc=w13, w2_desc=w2))]
+        if not has_router:
+            launches.insert(0, BoundLaunch(compare_calls, dict(number=number)))
+        state.ahead((*layer_operands[:-1], *(router or ()), w13, w2), lambda: launches)
+        for launch, arguments in launches:
+            launch(stream, **arguments)
+        if received is not None:
+            world.copy(received, state.tables.received, stream)
+        return (received,)
+
+    return run

@@ -12,10 +12,11 @@ from ....backends.base import SymmetricTensor
 from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved, prepared
 from ....lang.channel import BlockChannel
 from ....plans import LowLatency
+from ....prepared import Run
 from ....tensor_checks import overlap
 from ....transport.memory import lock
 from ....world import World
-from ..call import NAME, Layer, MoeCall, MoeOperands
+from ..call import NAME, Layer, MoeCall, MoeOperands, first_columns
 from ..routing.route_tables import power
 from .dispatched import ELEMENTS_PER_THREAD, layer_sizes, make_workspace, persistent_options
 from .dispatched import unsupported as dispatched_unsupported
@@ -160,34 +161,38 @@ def _sums(world: World, state: LowLatencyState) -> Launch:
     )
 
 
-def run_low_latency(
-    world: World, call: MoeCall, plan: LowLatency, operands: MoeOperands, out: torch.Tensor
-) -> tuple[torch.Tensor | None]:
-    """Run a call as plan Dispatched does, in the same memory, but without tables. `out` may be shared, not x.
+def prepare_low_latency(world: World, call: MoeCall, plan: LowLatency) -> Run:
+    """Prepare calls that compute what plan Dispatched does, in the same memory, but without tables. `out` may be
+    shared, not x.
 
-    Raises Unsupported where the plan's programs are not all resident at once.
+    A run raises Unsupported where the plan's programs are not all resident at once.
     """
-    (x, ids, weights, w13, w2, b13, b2, shared, _), stream = operands, world.current_stream()
-    received = call.received(world, operands)
-    # Some programs write the numbers of received rows while others still read operands.
-    write_apart = received is not None and overlap(received, *operands[:-1])
-    counts = world.empty((w13.shape[0],), torch.int32) if write_apart else received
-    world.order(lock(world, NAME), stream)
-    state, tokens = plan_state(world, call.layer, plan), x.shape[0]
-    moving: dict[str, Moved] = dict(x=x, ids=ids, weights=weights, T=tokens, number=world.number)
-    if counts is not None:
-        moving["memory"] = memory(world, state)._replace(received=counts)
+    layer, holder, state = call.layer, lock(world, NAME), plan_state(world, call.layer, plan)
+    fixed_memory, sums = memory(world, state), _sums(world, state)
+    sizes = (first_columns(world, layer), layer.hidden, True), (layer.hidden, layer.inner, False)
+    gemms = {received: [_gemm(world, state, *size, received) for size in sizes] for received in (False, True)}
 
-    def gemm(weight: torch.Tensor, bias: torch.Tensor | None, is_first_gemm: bool) -> BoundLaunch:
-        _, n, k = weight.shape
-        gemm_launch = _gemm(world, state, n, k, is_first_gemm, counts is not None)
-        return BoundLaunch(gemm_launch, dict(moving, w_desc=weight, bias=bias))
+    def run(operands: MoeOperands, out: torch.Tensor) -> tuple[torch.Tensor | None]:
+        (x, ids, weights, w13, w2, b13, b2, shared, _), stream = operands, world.current_stream()
+        received = call.received(world, operands)
+        # Some programs write the numbers of received rows while others still read operands.
+        write_apart = received is not None and overlap(received, *operands[:-1])
+        counts = world.empty((state.local_experts,), torch.int32) if write_apart else received
+        world.order(holder, stream)
+        moving: dict[str, Moved] = dict(x=x, ids=ids, weights=weights, T=x.shape[0], number=world.number)
+        if counts is not None:
+            moving["memory"] = fixed_memory._replace(received=counts)
+        gemm_in, gemm_out = gemms[counts is not None]
+        launches = (
+            BoundLaunch(gemm_in, dict(moving, w_desc=w13, bias=b13)),
+            BoundLaunch(gemm_out, dict(moving, w_desc=w2, bias=b2)),
+            BoundLaunch(sums, dict(ids=ids, shared=shared, out=out, T=x.shape[0])),
+        )
+        state.ahead((*operands[:-1], out, counts), lambda: launches)
+        for launch, arguments in launches:
+            launch(stream, **arguments)
+        if received is not None and counts is not None and write_apart:
+            world.copy(received, counts, stream)
+        return (received,)
 
-    sum_launch = BoundLaunch(_sums(world, state), dict(ids=ids, shared=shared, out=out, T=tokens))
-    launches = gemm(w13, b13, True), gemm(w2, b2, False), sum_launch
-    state.ahead((*operands[:-1], out, counts), lambda: launches)
-    for launch in launches:
-        launch.on(stream)
-    if received is not None and counts is not None and write_apart:
-        world.copy(received, counts, stream)
-    return (received,)
+    return run

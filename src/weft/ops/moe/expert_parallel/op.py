@@ -19,7 +19,7 @@ takes a router, which `FusedMoe(route=True)` runs in the layer's launch (`MoeWit
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import ClassVar, NamedTuple, TypeVar
@@ -30,7 +30,7 @@ from ....architectures import lacks
 from ....chooser import bucket
 from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
-from ....prepared import unprepared
+from ....prepared import Run, unprepared
 from ....symmetric import check_tensors
 from ....tensor_checks import bulk, check_device, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
@@ -40,8 +40,8 @@ from ..call import ACTIVATIONS, KEEPS, MAX_TOPK, NAME, Kept, Layer, MoeCall, Moe
 from ..routing.router import RENORMALISED, TopKRouter, check_gate, run_gate
 from . import backward, dispatched, fused, low_latency, sequential
 from .dispatched import prepare_dispatched
-from .fused import run_fused
-from .low_latency import run_low_latency
+from .fused import prepare_fused
+from .low_latency import prepare_low_latency
 from .route_kernels import RouterTensors
 from .sequential import run_sequential
 
@@ -63,7 +63,7 @@ class RowRange(NamedTuple):
 
 
 # With few rows of an expert the weights' bytes decide, and K steps of 128, which read 256 contiguous bytes of a row,
-# took 1% to 5% less than steps of 64 (docs/design-notes.md has the mean). A block of rows that is sent leaves NARROW_64
+# took 1% to 5% less than steps of 64 (3% in the mean, 1 H100, 2026-11). A block of rows that is sent leaves NARROW_64
 # one stage if H is above 8,192, so that no range has that plan alone.
 NARROW_64 = Dispatched(GemmTile(block_m=64, block_n=128, block_k=128, warps=4, stages=2, group_m=4), 2, flatten=False)
 NARROW_32 = replace(NARROW_64, tile=replace(NARROW_64.tile, block_m=32, stages=3))
@@ -157,6 +157,14 @@ def moe(
         Overflow: at a later call of an op or `World.synchronize`, on a rank that left rows out and on their tokens'
             ranks, with their number.
         WeftError: a sequential call, or the first of a shape, inside a CUDA graph capture.
+
+    Examples:
+        >>> x, w13, w2 = torch.ones(4, 16).bfloat16(), torch.ones(1, 8, 16).bfloat16(), torch.ones(1, 16, 8).bfloat16()
+        >>> ids, weights = torch.tensor([[0], [1], [1], [1]], dtype=torch.int32), torch.ones(4, 1)
+        >>> def rank(world):
+        ...     return tuple(weft.moe.moe(x, ids, weights, w13, w2, activation="gelu", world=world).shape)
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [(4, 16), (4, 16)]
     """
     named = None if rows is None else plain_rows(NAME, rows)
     options = named, activation, max_tokens, max_rows, keep, received is not None
@@ -188,12 +196,12 @@ class Moe(Op[MoeCall]):
         " SymInt[]? rows, str activation, SymInt? max_tokens, SymInt? max_rows, str keep, bool counted, bool gradient"
     )
     results, num_saved = 2, 2
-    operand_type = MoeOperands
+    operand_type: ClassVar[Callable[..., Operands] | None] = MoeOperands
     runs = {
         Sequential: unprepared(run_sequential),
         Dispatched: prepare_dispatched,
-        FusedMoe: unprepared(run_fused),
-        LowLatency: unprepared(run_low_latency),
+        FusedMoe: prepare_fused,
+        LowLatency: prepare_low_latency,
     }
     emulator_plan = Dispatched
     autotune_plans: ClassVar[Sequence[Plan]] = tuple(plan for plan, *_ in BY_ROWS)
@@ -352,7 +360,7 @@ class Moe(Op[MoeCall]):
             or reason
         )
 
-    def dense_operands(self, plan: Plan, operands: MoeOperands) -> MoeOperands:
+    def dense_operands(self, plan: Plan, operands: MoeOperands) -> Operands:
         """Make all operands contiguous but `received`, which is written and must stay where it is."""
         *read, received = operands
         return MoeOperands._make([*bulk(read), received])
@@ -405,10 +413,10 @@ def options_of(router: TopKRouter) -> RouterOptions:
     return RouterOptions(router.scoring, renormalise, router.groups, router.top_groups, float(router.scale))
 
 
-def run_fused_with_router(
-    world: World, call: MoeCall, plan: FusedMoe, operands: RoutedMoeOperands, out: torch.Tensor
-) -> tuple[torch.Tensor | None]:
-    return run_fused(world, call, plan, operands.layer, out, operands.tensors)
+def prepare_fused_with_router(world: World, call: MoeCall, plan: FusedMoe) -> Run:
+    """Prepare calls whose launch includes the router."""
+    run = prepare_fused(world, call, plan)
+    return lambda operands, out: run(operands.layer, out, operands.tensors)
 
 
 def run_sequential_with_router(
@@ -430,25 +438,25 @@ def run_sequential_with_router(
     return run_sequential(world, call, plan, operands.layer._replace(ids=ids), out)
 
 
-class MoeWithRouter(Op[MoeCall]):
+class MoeWithRouter(Moe):
     """The definition of `weft.moe.moe` for a router that the plan includes. It has no gradient, and torch.compile does
     not see it.
 
     Operands: `RoutedMoeOperands`. Options: those of `Moe`, and `RouterOptions`.
     """
 
-    name, public, results = "moe_with_router", NAME, 2
+    name, public, signature, num_saved = "moe_with_router", NAME, "", 0
     operand_type = RoutedMoeOperands
     runs = {
         Sequential: unprepared(run_sequential_with_router),
-        FusedMoe: unprepared(run_fused_with_router),
+        FusedMoe: prepare_fused_with_router,
     }
-    by_library = False
+    autotune_plans = ()
 
-    def check(self, world: World, operands: RoutedMoeOperands, options: CallOptions) -> MoeCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> MoeCall:
         *layer_options, router = options
         x, experts = operands.x, operands.w13.shape[0] * world.size
-        call = MOE.check(world, operands.layer, tuple(layer_options))
+        call = super().check(world, operands.layer, tuple(layer_options))
         weight, bias, choice_bias = operands.tensors
         shape = experts, x.shape[1]
         check_operands(NAME, world, {"router": (weight, shape, x.dtype), "router bias": (bias, shape[:1], x.dtype)})
@@ -456,31 +464,17 @@ class MoeWithRouter(Op[MoeCall]):
         check_gate(logits, call.layer.k, world, router.scoring, choice_bias, router.groups, router.top_groups, None)
         return replace(call, router=router)
 
-    def outputs(self, world: World, call: MoeCall) -> Shapes:
-        return MOE.outputs(world, call)
-
-    def sizes(self, call: MoeCall) -> tuple[int, int, int]:
-        return MOE.sizes(call)
-
     def multiply_adds(self, call: MoeCall) -> int:
         """Return the multiply-adds of the layer's matrices and of the router."""
         layer = call.layer
-        return MOE.multiply_adds(call) + layer.max_tokens_per_rank * layer.experts * layer.hidden
-
-    def unsupported(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
-        return MOE.unsupported(world, call, plan, asked)
-
-    def postprocess(
-        self, world: World, plan: str | Plan, operands: Operands, options: CallOptions, results: Operands
-    ) -> Returned:
-        return MOE.postprocess(world, plan, operands, options, results)
+        return super().multiply_adds(call) + layer.max_tokens_per_rank * layer.experts * layer.hidden
 
     def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
         return "a plan that includes the router does not have"
 
-    def dense_operands(self, plan: Plan, operands: RoutedMoeOperands) -> RoutedMoeOperands:
+    def dense_operands(self, plan: Plan, operands: Operands) -> Operands:
         """Make all operands contiguous but `received`, which is written and must stay where it is."""
-        return RoutedMoeOperands._make([*MOE.dense_operands(plan, operands.layer), *bulk(operands.tensors)])
+        return RoutedMoeOperands._make([*super().dense_operands(plan, operands.layer), *bulk(operands.tensors)])
 
 
 MOE_WITH_ROUTER = MoeWithRouter()  # not among the ops that the planner and torch.compile look up

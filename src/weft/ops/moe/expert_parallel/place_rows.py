@@ -6,12 +6,17 @@ import torch
 
 from ....kernel_launch import BoundLaunch, Launch, prepared
 from ....world import World
-from ..routing.route_tables import power
+from ..routing.route_tables import Tables, power
 from .dispatched import DispatchedState
 from .place_rows_kernels import ExpertOrder, place_rows
 
 # Warps of a program of `place_rows`, and registers of a thread: two of them and a dispatch program share an SM.
 PLACE_WARPS, PLACE_REGISTERS = 8, 96
+
+
+def order_of(tables: Tables, ids: torch.Tensor) -> ExpertOrder:
+    """Return the tables by which rows are placed. ids: int32 [W, max_tokens, k]."""
+    return ExpertOrder(ids, tables.route_rows, tables.sources, tables.offsets, tables.received)
 
 
 def place_rows_launch(

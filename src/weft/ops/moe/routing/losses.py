@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from triton import JITFunction
 
 from ....kernel_launch import Launch, prepared
 from ....op import Local, Operands, RowsCall, check_call, registered
@@ -61,43 +62,34 @@ def _partials(world: World, columns: int) -> Partials:
     return world.cached(("partial sums of losses", columns), make)
 
 
-def _blocks(world: World, call: LossCall) -> tuple[int, dict[str, int]]:
-    """Return how many programs share the rows, and the kernels' sizes: columns, those rounded up, rows of a block."""
+@prepared
+def _loss(world: World, kernel: JITFunction, call: LossCall) -> Launch:
+    """Return the launch of one of the kernels."""
     columns = power(call.e)
     rows = max(1, world.backend.scale.gate_block // columns)
-    return min(-(-call.m // rows), world.sm_count), dict(E=call.e, P=columns, R=rows)
+    programs = min(-(-call.m // rows), world.sm_count)
+    sizes = dict(rows=call.m, E=call.e, P=columns, R=rows)  # columns rounded up, rows of a block
+    if kernel is balance_loss:
+        sizes["K"] = call.k
+    if kernel is square_loss:
+        sizes["PROGRAMS_P"] = power(programs)
+    return Launch(world, kernel, programs, dict(num_warps=4, local=True), **sizes)
 
 
-@prepared
-def _balance(world: World, call: LossCall) -> Launch:
-    programs, sizes = _blocks(world, call)
-    return Launch(world, balance_loss, programs, dict(num_warps=4, local=True), rows=call.m, K=call.k, **sizes)
-
-
-@prepared
-def _balance_backward(world: World, call: LossCall) -> Launch:
-    programs, sizes = _blocks(world, call)
-    return Launch(world, balance_backward, programs, dict(num_warps=4, local=True), rows=call.m, **sizes)
-
-
-@prepared
-def _z_loss(world: World, call: LossCall) -> Launch:
-    programs, sizes = _blocks(world, call)
-    sizes["PROGRAMS_P"] = power(programs)
-    return Launch(world, square_loss, programs, dict(num_warps=4, local=True), rows=call.m, **sizes)
-
-
-@prepared
-def _z_loss_backward(world: World, call: LossCall) -> Launch:
-    programs, sizes = _blocks(world, call)
-    return Launch(world, square_backward, programs, dict(num_warps=4, local=True), rows=call.m, **sizes)
+def _gradient(world: World, kernel: JITFunction, logits: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the logits."""
+    logits, dlogits = logits.contiguous(), world.empty(logits.shape, logits.dtype)
+    if len(logits):
+        launch = _loss(world, kernel, LossCall(logits.shape[0], logits.shape[1], 0))
+        launch(world.current_stream(), logits=logits, dlogits=dlogits, **others)
+    return dlogits
 
 
 def run_balance(
     world: World, call: LossCall, plan: Plan, operands: BalanceOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor]:
     memory, share = _partials(world, power(call.e)), world.empty((call.e,), torch.float32)
-    _balance(world, call)(
+    _loss(world, balance_loss, call)(
         world.current_stream(),
         logits=operands.logits,
         ids=operands.ids,
@@ -149,16 +141,12 @@ class BalanceOp(Local[LossCall]):
         assert logits is not None and share is not None
         if dloss is None:
             return [None, None]
-        logits, dlogits = logits.contiguous(), world.empty(logits.shape, logits.dtype)
-        if len(logits):
-            launch = _balance_backward(world, LossCall(logits.shape[0], logits.shape[1], 0))
-            launch(world.current_stream(), logits=logits, share=share, dloss=dloss.contiguous(), dlogits=dlogits)
-        return [dlogits, None]
+        return [_gradient(world, balance_backward, logits, share=share, dloss=dloss.contiguous()), None]
 
 
 def run_square(world: World, call: LossCall, plan: Plan, operands: SquareOperands, out: torch.Tensor) -> None:
     memory = _partials(world, 1)
-    _z_loss(world, call)(
+    _loss(world, square_loss, call)(
         world.current_stream(), logits=operands.logits, sums=memory.sums, arrivals=memory.arrivals, loss=out
     )
 
@@ -192,11 +180,7 @@ class SquareOp(Local[LossCall]):
     def backward(self, world: World, ctx: Backward) -> list[torch.Tensor | None]:
         (logits,), (dloss,) = ctx.saved, ctx.gradients
         assert logits is not None and dloss is not None
-        logits, dlogits = logits.contiguous(), world.empty(logits.shape, logits.dtype)
-        if len(logits):
-            launch = _z_loss_backward(world, LossCall(logits.shape[0], logits.shape[1], 0))
-            launch(world.current_stream(), logits=logits, dloss=dloss.contiguous(), dlogits=dlogits)
-        return [dlogits]
+        return [_gradient(world, square_backward, logits, dloss=dloss.contiguous())]
 
 
 BALANCE_OP, SQUARE_OP = registered(BalanceOp()), registered(SquareOp())

@@ -15,52 +15,23 @@ from ....transport.memory import lock
 from ....world import World
 from ..activations import GELU
 from ..call import ACTIVATIONS, NAME, Kept
-from ..expert_parallel import backward
-from ..expert_parallel.backward import GradientForm, activation_launch, between_gemms, gradient_sizes
+from ..expert_parallel.backward import (
+    GradientForm,
+    activation_launch,
+    between_gemms,
+    expert_gradient_launches,
+    gradient_sizes,
+    unused_counters,
+)
 from ..expert_parallel.backward_kernels import IDENTITY
-from ..expert_parallel.dispatched import DispatchedState, grouped_gemm, scratch
-from ..expert_parallel.kernels import RoutedRows
-from ..expert_parallel.place_rows import place_rows_launch
-from ..expert_parallel.place_rows_kernels import ExpertOrder
+from ..expert_parallel.dispatched import DispatchedState, GroupedProduct, grouped_gemm, scratch
+from ..expert_parallel.place_rows import order_of, place_rows_launch
 from ..routing.route_tables import Tables
 from .backward_kernels import activation_backward
 from .call import GatherOperands, ScatterOperands, Split, route_parts, section_words
-from .dispatched import (
-    SecondHalfState,
-    acquire_arena,
-    alignment_key,
-    arena_workspace,
-    combine_launch,
-    final_sum_launch,
-    load,
-    push_shard_launch,
-    second_half_state,
-    tables_of,
-)
+from .dispatched import acquire_arena, arena_workspace, plan_state, push_shard_launch, reduce_rows, tables_of
 
 # -- the launches ------------------------------------------------------------------------------------------------------
-
-
-def weight_gradient_launch(
-    world: World, state: DispatchedState, tables: Tables, weights: Tensor, hidden: Tensor, g: Tensor, dy: Tensor,
-    b2: Tensor | None, row_weights: Tensor, dhidden: Tensor, dweights: Tensor,
-) -> BoundLaunch:  # fmt: skip
-    """Return the launch that makes three results from g = dy @ w2 [rows, I]: dhidden, g times the routing weights;
-    dweights float32 [W, max_tokens, k], the gradients of the weights; and, in place of g, hidden times the weights.
-    With a b2 it also writes row_weights float32 [rows], the weights by row."""
-    form = GradientForm(IDENTITY.value, 0, hidden.shape[1], 0, b2 is not None)
-    moving: dict[str, Moved] = dict(
-        preactivation=hidden,
-        hidden=g,
-        out=dhidden,
-        dy=dy,
-        bias=g if b2 is None else b2,
-        row_weights=row_weights,
-        tables=tables,
-        weights=weights,
-        dweights_inbox=dweights,
-    )
-    return BoundLaunch(activation_launch(world, state, form), moving)
 
 
 def activation_gradient_launch(
@@ -91,16 +62,6 @@ def _activation_backward(world: World, state: DispatchedState, n: int, inner: in
 # -- the passes --------------------------------------------------------------------------------------------------------
 
 
-def unused_counters(world: World) -> Tensor:
-    """Return counters for which nobody waits."""
-    return world.cached((NAME, "unused counters"), lambda: world.zeros((32,), torch.int32))
-
-
-def expert_order(tables: Tables) -> ExpertOrder:
-    """Return the tables by which rows are placed. Nobody reads `ids` here."""
-    return ExpertOrder(tables.route_rows, tables.route_rows, tables.sources, tables.offsets, tables.received)
-
-
 def gather_rows(world: World, state: DispatchedState, x: Tensor, tables: Tables, rows: Tensor) -> None:
     """rows [rows, H] = all ranks' x [T, H] in expert order, on the current stream."""
     assert isinstance(state.layer, Split)
@@ -111,13 +72,13 @@ def gather_rows(world: World, state: DispatchedState, x: Tensor, tables: Tables,
         state,
         workspace.inbox.local,
         rows,
-        expert_order(tables),
+        order_of(tables, tables.route_rows),  # nobody reads the ids
         state.dispatch_programs,
         epoch=workspace.epoch,
         half_size=workspace.half_size,
     )
     send = push_shard_launch(world, state, x, workspace, place_step.launch.grid)
-    load(world, state, ("gather", alignment_key(x)), (place_step, send, place_step))
+    state.ahead((x,), lambda: (place_step, send, place_step), "gather")
     world.wait_event(side, world.record(stream))
     send.on(side)
     place_step.on(stream)
@@ -134,7 +95,7 @@ def second_half(
     sums are in float32 and in a fixed order.
     """
     hidden, routes, _, w2, b2, _ = operands
-    state, parts = second_half_state(world, layer, plan).dispatched, route_parts(world, layer, routes)
+    state, parts = plan_state(world, layer, plan), route_parts(world, layer, routes)
     stream, tables = world.current_stream(), tables_of(parts)
     dy_rows = scratch(world, "rows of dy", state.rows, layer.hidden, layer.dtype)
     g = scratch(world, "hidden", state.rows, layer.inner, layer.dtype)
@@ -142,38 +103,28 @@ def second_half(
     dhidden, droutes = world.empty(hidden.shape, hidden.dtype), world.zeros(routes.shape, torch.float32)
     dw2, db2 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w2, b2))
     gather_rows(world, state, dy, tables, dy_rows)  # the first use of scratch memory, behind its lock
-    gemm = grouped_gemm(
-        world, state, tables, dy_rows, w2, None, g, unused_counters(world), kn_weight=True, with_dispatch=True
+    gemm = grouped_gemm(world, state, tables, GroupedProduct(dy_rows, w2), g, unused_counters(world), True, True)
+    # From g = dy @ w2: g times the routing weights, the weights' gradients, and, in place of g, hidden times the
+    # weights. With a b2 also the weights by row.
+    moving: dict[str, Moved] = dict(
+        preactivation=hidden,
+        hidden=g,
+        out=dhidden,
+        dy=dy_rows,
+        bias=g if b2 is None else b2,
+        row_weights=row_weights,
+        tables=tables,
+        weights=parts.weights,
+        dweights_inbox=route_parts(world, layer, droutes).weights,
     )
-    weights = route_parts(world, layer, droutes).weights
-    weigh = weight_gradient_launch(
-        world, state, tables, parts.weights, hidden, g, dy_rows, b2, row_weights, dhidden, weights
-    )
+    form = GradientForm(IDENTITY.value, 0, layer.inner, 0, b2 is not None)
+    weigh = BoundLaunch(activation_launch(world, state, form), moving)
     bias_gradients, wgrad = expert_gradient_launches(world, state, tables, (dy_rows, g, dw2), (row_weights, db2))
-    load(
-        world,
-        state,
-        ("second half", experts, alignment_key(hidden, w2, b2, dhidden, dw2, db2)),
-        (*bias_gradients, weigh, gemm, *wgrad),
-    )
+    loaded = (*bias_gradients, weigh, gemm, *wgrad)
+    state.ahead((hidden, w2, b2, dhidden, dw2, db2), lambda: loaded, "second half")
     for step in (gemm, weigh, *bias_gradients, *wgrad):
         step.on(stream)
     return dhidden, droutes, dw2, db2
-
-
-def expert_gradient_launches(
-    world: World,
-    state: DispatchedState,
-    tables: Tables,
-    matrix: tuple[Tensor, Tensor, Tensor | None],
-    bias: tuple[Tensor | None, Tensor | None],
-) -> tuple[list[BoundLaunch], list[BoundLaunch]]:
-    """Return the launches of a bias's gradient, the sums of a's rows times their weights if there are any, and of a
-    matrix's gradient, a^T b. matrix: a, b and the gradient; bias: the rows' weights and the gradient. A gradient that
-    is not wanted is None."""
-    (a, b, dw), (row_weights, db) = matrix, bias
-    bias_gradients = [] if db is None else [backward.bias_gradient_launch(world, state, tables, a, row_weights, db)]
-    return bias_gradients, [] if dw is None else [backward.wgrad(world, state, tables, a, b, dw)]
 
 
 def first_half(
@@ -195,74 +146,39 @@ def first_half(
     are in float32 and in a fixed order.
     """
     x, ids, _, w13, b13 = operands
-    half_state, parts = second_half_state(world, layer, plan), route_parts(world, layer, routes)
-    state, stream, tables = half_state.dispatched, world.current_stream(), tables_of(parts)
+    state, parts = plan_state(world, layer, plan), route_parts(world, layer, routes)
+    stream, tables, n = world.current_stream(), tables_of(parts), w13.shape[1]
     world.order(lock(world, NAME), stream)
-    n = w13.shape[1]
     x_rows = scratch(world, "rows of x", state.rows, layer.hidden, layer.dtype)
     preactivation = kept.preactivation
     if preactivation is None:
         preactivation = scratch(world, "preactivation", state.rows, n, layer.dtype)
     dpreactivation = scratch(world, "dpreactivation", state.rows, n, layer.dtype)
     dw13, db13 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w13, b13))
+    steps = []
     if kept.rows is None:
         gather_rows(world, state, x, tables, x_rows)
-    place_step = (
-        [] if kept.rows is None else [place_rows_launch(world, state, kept.rows, x_rows, expert_order(tables), 0)]
-    )
-    recompute = grouped_gemm(
-        world, state, tables, x_rows, w13, b13, preactivation, unused_counters(world), with_dispatch=True
-    )
-    gemm = [] if kept.preactivation is not None else [recompute]
-    activate = activation_gradient_launch(world, state, tables, preactivation, dhidden, dpreactivation)
+    else:
+        order = order_of(tables, tables.route_rows)
+        steps.append(place_rows_launch(world, state, kept.rows, x_rows, order, 0))
+    if kept.preactivation is None:
+        counters = unused_counters(world)
+        product = GroupedProduct(x_rows, w13, b13)
+        steps.append(grouped_gemm(world, state, tables, product, preactivation, counters, False, True))
+    steps.append(activation_gradient_launch(world, state, tables, preactivation, dhidden, dpreactivation))
     bias_gradients, wgrad = expert_gradient_launches(world, state, tables, (dpreactivation, x_rows, dw13), (None, db13))
-    variant = "first half", experts, alignment_key(dhidden, w13, b13, *kept, dw13, db13)
-    load(world, state, variant, (*place_step, *bias_gradients, activate, *gemm, *wgrad))
-    for step in (*place_step, *gemm, activate, *bias_gradients):
+    steps += bias_gradients
+    state.ahead((dhidden, w13, b13, *kept, dw13, db13), lambda: (*steps, *wgrad), "first half")
+    for step in steps:
         step.on(stream)
-    if wants_x:
-        return reduce_dx(world, half_state, tables, ids, dpreactivation, w13, x, wgrad), dw13, db13
-    for step in wgrad:
-        step.on(stream)
-    return None, dw13, db13
-
-
-def reduce_dx(
-    world: World,
-    half_state: SecondHalfState,
-    tables: Tables,
-    ids: Tensor,
-    dpreactivation: Tensor,
-    w13: Tensor,
-    x: Tensor,
-    concurrent: list[BoundLaunch],
-) -> Tensor:
-    """Return dx [T, H] for dpreactivation @ w13, summed as in `dispatched.run_scatter`. The launches `concurrent` run
-    at the same time as the transfer."""
-    state, layer = half_state.dispatched, half_state.dispatched.layer
-    assert isinstance(layer, Split)
-    dx, y = world.empty(x.shape, x.dtype), scratch(world, "y", state.rows, layer.hidden, layer.dtype)
-    arena, stream, side = acquire_arena(world, layer), world.current_stream(), world.side_stream(NAME)
-    workspace = arena_workspace(arena, layer.dtype, dpreactivation, y)
-    size = world.size * layer.max_tokens_per_rank * layer.k
+    if not wants_x:
+        for step in wgrad:
+            step.on(stream)
+        return None, dw13, db13
+    dx, size = world.empty(x.shape, x.dtype), world.size * layer.max_tokens_per_rank * layer.k
     ones = world.cached((NAME, "ones of routes", size), lambda: world.tensor([1] * size, torch.float32))
-    rows = RoutedRows(y, tables.route_rows, ones)
-    gemm = grouped_gemm(
-        world, state, tables, dpreactivation, w13, None, y, half_state.counters, kn_weight=True, with_dispatch=True
-    )
-    combine = combine_launch(world, half_state, rows, tables.targets, workspace)
-    final_sum = final_sum_launch(world, half_state, rows, ids, None, dx, workspace)
-    pairs = [part for step in (gemm, *concurrent) for part in (combine, step)]
-    load(world, state, ("dx", len(concurrent), alignment_key(w13, ids, dx)), (*pairs, final_sum))
-    start = world.record(stream)
-    gemm.on(stream)
-    world.wait_event(side, start)
-    combine.on(side)
-    for step in concurrent:
-        step.on(stream)
-    world.wait_event(stream, world.record(side))  # as in `expert_parallel.dispatched.prepare_dispatched`
-    final_sum.on(stream)
-    return dx
+    reduce_rows(world, state, tables, ones, GroupedProduct(dpreactivation, w13), ids, None, dx, wgrad)
+    return dx, dw13, db13
 
 
 def reduce_dweights(world: World, layer: Split, droutes: Tensor | None, weights: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ from ..expert_parallel.dispatched import (
     ELEMENTS_PER_THREAD,
     DispatchedState,
     FinalSumOptions,
+    GroupedProduct,
     LayerWorkspace,
     make_state,
 )
@@ -40,14 +41,6 @@ class FirstHalfState:
         return tables_of(routes)._replace(cumulative_tiles=self.cumulative_tiles)
 
 
-@dataclass(eq=False)
-class SecondHalfState:
-    """The state that calls of the second half have in common, for one layer and plan."""
-
-    dispatched: DispatchedState
-    counters: torch.Tensor  # tiles of each source step in a call
-
-
 def tables_of(routes: RouteParts) -> route_tables.Tables:
     """Return the tables in the routes. `cumulative_tiles`, which they do not have, is a placeholder."""
     _, route_rows, offsets, tiles, tile_count, targets, sources, received = routes
@@ -64,9 +57,14 @@ def unsupported(world: World, layer: Split, plan: DispatchedColumns) -> str | No
 
 
 def plan_state(world: World, layer: Split, plan: DispatchedColumns) -> DispatchedState:
-    """Return the state of the launches that both halves share. The call is collective. Layers with equal numbers of
-    programs share channels."""
-    return make_state(world, layer, plan, layer.local(world), layer.rows(world), "shards", "parts")
+    """Return the state of the launches that both halves share. The call is collective the first time. Layers with equal
+    numbers of programs share channels."""
+
+    def make() -> DispatchedState:
+        names = f"{NAME}, shards", f"{NAME}, parts"
+        return make_state(world, layer, plan, layer.local(world), layer.rows(world), *names)
+
+    return world.cached((NAME, layer, plan), make)
 
 
 def first_half_state(world: World, layer: Split, plan: DispatchedColumns) -> FirstHalfState:
@@ -80,17 +78,6 @@ def first_half_state(world: World, layer: Split, plan: DispatchedColumns) -> Fir
         return FirstHalfState(state, builder, world.empty((world.size,), torch.int32))
 
     return world.cached(("first half", layer, plan), make)
-
-
-def second_half_state(world: World, layer: Split, plan: DispatchedColumns) -> SecondHalfState:
-    """Return the state of the second half. The call is collective the first time."""
-
-    def counters() -> torch.Tensor:
-        return world.channel(f"{NAME}, tiles of column shards by source step", world.size, None).counters
-
-    return world.cached(
-        ("second half", layer, plan), lambda: SecondHalfState(plan_state(world, layer, plan), counters())
-    )
 
 
 def acquire_arena(world: World, layer: Split) -> Arena:
@@ -158,53 +145,6 @@ def _keep_shards(world: World, state: DispatchedState, half_size: int) -> Launch
     return Launch(world, keep_shards, 4 * world.sm_count, dict(num_warps=4), **sizes, ROWS=block // cols)
 
 
-def combine_launch(
-    world: World, half_state: SecondHalfState, routed: RoutedRows, targets: torch.Tensor, workspace: LayerWorkspace
-) -> BoundLaunch:
-    """Return the launch of `combine_rows` in the second half."""
-    return dispatched.combine_launch(world, half_state.dispatched, routed, targets, half_state.counters, workspace)
-
-
-def final_sum_launch(
-    world: World,
-    half_state: SecondHalfState,
-    routed: RoutedRows,
-    ids: torch.Tensor,
-    shared: torch.Tensor | None,
-    out: torch.Tensor,
-    workspace: LayerWorkspace,
-) -> BoundLaunch:
-    """Return the launch of `sum_ranks` in the second half."""
-    layer = half_state.dispatched.layer
-    assert isinstance(layer, Split)
-    return dispatched.final_sum_launch(
-        world,
-        half_state.dispatched,
-        routed,
-        ids,
-        shared,
-        out,
-        workspace,
-        half_state.counters,
-        FinalSumOptions(layer.tp_size),
-    )
-
-
-def load(world: World, state: DispatchedState, variant: Hashable, launches: tuple[BoundLaunch, ...]) -> None:
-    """Load all kernels before the first is launched, in pairs whose programs share an SM. Raises Unsupported where
-    those of a pair do not fit together."""
-    if variant in state.loaded:
-        return
-    for launch, moving in launches:
-        launch.load(**moving)
-    state.loaded.add(variant)
-
-
-def alignment_key(*tensors: torch.Tensor | None) -> Hashable:
-    """Return which tensors are 16-byte aligned, on which the compiled kernels depend."""
-    return tuple(None if t is None else t.data_ptr() % 16 == 0 for t in tensors)
-
-
 # -- the calls ---------------------------------------------------------------------------------------------------------
 
 
@@ -219,24 +159,21 @@ def run_gather(
     arena, stream, side = acquire_arena(world, layer), world.current_stream(), world.side_stream(NAME)
     half_state = first_half_state(world, layer, plan)
     workspace, parts = arena_workspace(arena, layer.dtype, out, out), route_parts(world, layer, routes)
-    tables, w = half_state.tables(parts), Weights(w13, w13, b13)
-    state = half_state.dispatched
+    state, builder, tables = half_state.dispatched, half_state.builder, half_state.tables(parts)
     push = push_shard_launch(world, state, x, workspace, state.gemm_programs(world))
-    gemm = dispatched.first_gemm(world, half_state.dispatched, w, tables, workspace, kept.preactivation)
-    keep_step = (
-        ()
-        if kept.rows is None
-        else (keep_shards_launch(world, half_state.dispatched, parts.route_rows, workspace, kept.rows),)
-    )
-    load(world, half_state.dispatched, alignment_key(x, out, w13, b13, *kept), (push, gemm, *keep_step))
+    gemm = dispatched.first_gemm(world, state, Weights(w13, w13, b13), tables, workspace, kept.preactivation)
+    keep_steps = []
+    if kept.rows is not None:
+        keep_steps.append(keep_shards_launch(world, state, parts.route_rows, workspace, kept.rows))
+    state.ahead((x, out, w13, b13, *kept), lambda: (push, gemm, *keep_steps), "gather and GEMM")
     start = world.record(stream)
-    route_tables.share(world, ids, weights, layer.max_tokens_per_rank, alternating=True)
+    route_tables.share_routes(world, builder.routes, ids, weights)
     world.wait_event(side, start)
     push.on(side)
-    route_tables.run_builder(world, half_state.builder, tables, parts.weights)
+    route_tables.run_builder(world, builder, tables, parts.weights)
     gemm.on(stream)
     world.wait_event(stream, world.record(side))  # the caller may write x again
-    for step in keep_step:
+    for step in keep_steps:
         step.on(stream)
     return routes, *(t for t in kept if t is not None)
 
@@ -246,24 +183,48 @@ def run_scatter(
 ) -> None:
     """out [T, H] = the sum over a token's routes of weight * (hidden row @ w2), over the ranks that share the experts,
     + shared, on the current stream."""
-    (hidden, routes, ids, w2, b2, shared), layer = operands, call.layer
+    hidden, routes, ids, w2, b2, shared = operands
+    parts = route_parts(world, call.layer, routes)
+    state, tables = plan_state(world, call.layer, plan), tables_of(parts)
+    reduce_rows(world, state, tables, parts.weights, GroupedProduct(hidden, w2, b2), ids, shared, out)
+
+
+def reduce_rows(
+    world: World,
+    state: DispatchedState,
+    tables: route_tables.Tables,
+    weights: torch.Tensor,
+    product: GroupedProduct,
+    ids: torch.Tensor,
+    shared: torch.Tensor | None,
+    out: torch.Tensor,
+    concurrent: Sequence[BoundLaunch] | None = None,
+) -> None:
+    """out [T, H] = the weighted sum of a token's rows over the ranks, + shared, on the current stream. The
+    rows are those of the product. concurrent: None in a forward pass; in a backward pass, which multiplies by the
+    transposed w, the launches that run at the same time as the transfer."""
+    layer, is_backward = state.layer, concurrent is not None
+    assert isinstance(layer, Split)
     arena, stream, side = acquire_arena(world, layer), world.current_stream(), world.side_stream(NAME)
-    half_state = second_half_state(world, layer, plan)
-    state = half_state.dispatched
-    workspace = arena_workspace(
-        arena, layer.dtype, hidden, dispatched.scratch(world, "y", state.rows, layer.hidden, layer.dtype)
+    y = dispatched.scratch(world, "y", state.rows, layer.hidden, layer.dtype)
+    workspace, rows = arena_workspace(arena, layer.dtype, product.a, y), RoutedRows(y, tables.route_rows, weights)
+    counters = world.channel(f"{NAME}, tiles of column shards by source step", world.size, None).counters
+    gemm = dispatched.grouped_gemm(world, state, tables, product, y, counters, is_backward, is_backward)
+    combine = dispatched.combine_launch(world, state, rows, tables.targets, counters, workspace)
+    sum_options = FinalSumOptions(layer.tp_size)
+    final_sum = dispatched.final_sum_launch(
+        world, state, rows, ids, shared, out, workspace, counters, sum_options=sum_options
     )
-    parts = route_parts(world, layer, routes)
-    tables = tables_of(parts)
-    rows = RoutedRows(workspace.y, parts.route_rows, parts.weights)
-    gemm = dispatched.grouped_gemm(world, state, tables, hidden, w2, b2, workspace.y, half_state.counters)
-    combine = combine_launch(world, half_state, rows, parts.targets, workspace)
-    final_sum = final_sum_launch(world, half_state, rows, ids, shared, out, workspace)
-    load(world, state, alignment_key(hidden, ids, w2, b2, shared, out), (combine, gemm, final_sum))
+    further = concurrent or ()
+    pairs = [part for step in (gemm, *further) for part in (combine, step)]
+    variant = "sums", is_backward, len(further)
+    state.ahead((*product, ids, shared, out), lambda: (*pairs, final_sum), variant)
     start = world.record(stream)
     gemm.on(stream)
     world.wait_event(side, start)
     combine.on(side)
+    for step in further:
+        step.on(stream)
     # As in `expert_parallel.dispatched.prepare_dispatched`. Besides, `final_sum` clears the counters, which `combine`
     # may still read: a rank's notification of itself arrives at the start of `combine`.
     world.wait_event(stream, world.record(side))

@@ -85,6 +85,15 @@ def all_gather_grouped_matmul(
     pass has memory that all layers share: H + 2 N elements for each row.
 
     Raises what `weft.moe.moe` raises; a sequential call in bfloat16 can be captured.
+
+    Examples:
+        >>> x, w13, w2 = torch.ones(4, 16).bfloat16(), torch.ones(2, 8, 16).bfloat16(), torch.ones(2, 16, 8).bfloat16()
+        >>> ids, weights = torch.tensor([[0], [1], [1], [1]], dtype=torch.int32), torch.ones(4, 1)
+        >>> def rank(world):
+        ...     hidden, _ = weft.all_gather_grouped_matmul(x, ids, weights, w13, activation="gelu", world=world)
+        ...     return hidden.shape[1]
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [8, 8]
     """
     w13, b13 = packed(GATHER_NAME, "w13", w13, 5, activation), packed(GATHER_NAME, "b13", b13, 4, activation)
     options = plain_rows(GATHER_NAME, rows), activation, inner or 0, world.size if tp_size is None else tp_size, keep
@@ -126,6 +135,15 @@ def grouped_matmul_reduce_scatter(
     as there; ordinary, H elements for each row of hidden, and H + I for its backward pass.
 
     Raises what `weft.moe.moe` raises; a sequential call in bfloat16 can be captured.
+
+    Examples:
+        >>> x, w13, w2 = torch.ones(4, 16).bfloat16(), torch.ones(2, 8, 16).bfloat16(), torch.ones(2, 16, 8).bfloat16()
+        >>> ids, weights = torch.tensor([[0], [1], [1], [1]], dtype=torch.int32), torch.ones(4, 1)
+        >>> def rank(world):
+        ...     hidden, routes = weft.all_gather_grouped_matmul(x, ids, weights, w13, activation="gelu", world=world)
+        ...     return tuple(weft.grouped_matmul_reduce_scatter(hidden, routes, ids, w2, world=world).shape)
+        >>> weft.spmd(rank, 2, backend="emulated")
+        [(4, 16), (4, 16)]
     """
     options = plain_rows(SCATTER_NAME, rows), world.size if tp_size is None else tp_size
     operands = ScatterOperands(hidden, routes, ids, w2, b2, shared)

@@ -1,0 +1,111 @@
+"""quack's GEMM (CuTe DSL), if weft[quack] is installed.
+
+Its kernels for Hopper let two consumer warp groups alternate on the tensor cores ("ping-pong"), which is faster than
+cuBLAS on many shapes and slower on some (docs/guide.md), so that each is timed (backends/library_gemm.py).
+
+quack's GEMM can also wait: before it loads rows of A it waits for a flag of their shard (`flag_gated`). If its results
+are correct (`waits`), plan="auto" of all-gather + GEMM tries it.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import metadata
+
+import torch
+
+from .. import architectures
+from ..backends.library_gemm import Form, GemmFunction, is_close
+
+OLDEST, BEFORE = (0, 6, 5), (0, 7)  # supported versions of quack-kernels: from OLDEST, before BEFORE
+FORMS = (Form(128, 192, 2, True), Form(128, 160, 2, True), Form(128, 256, 2, False))
+
+
+def installed() -> str | None:
+    """Return the version of quack-kernels, or None."""
+    try:
+        return metadata.version("quack-kernels")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version."""
+    parts = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        parts.append(int(part))
+    return tuple(parts)
+
+
+@functools.cache
+def lacks() -> str | None:
+    """Return the reason why quack's GEMM is not used in this process, or None."""
+    version = installed()
+    if version is None:
+        return "not installed (pip install weft[quack])"
+    if not OLDEST <= numbers(version) < BEFORE:
+        wanted = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, BEFORE))}"
+        return f"quack-kernels {version} is not one of {wanted}, for which weft was written"
+    if not torch.cuda.is_available() or not architectures.features(architectures.device_capability()).wgmma:
+        return "its GEMM is used on Hopper GPUs alone"
+    try:
+        import quack.gemm  # noqa: F401
+    except Exception as e:  # a library may raise anything if its dependencies do not suit it
+        return f"quack-kernels {version} cannot be imported: {type(e).__name__}: {e}"
+    return None
+
+
+@functools.cache
+def product(form: Form) -> GemmFunction:
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, starts: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        from quack.gemm import gemm
+
+        tile_m, tile_n, cluster_m, pingpong = form
+        gemm(x, weight, out, None, None, tile_m, tile_n, cluster_m, 1, pingpong=pingpong, cu_seqlens_m=starts)
+        return out
+
+    return run
+
+
+def products() -> list[GemmFunction]:
+    """Return all forms of the GEMM, which take x, weight, out, and starts for a grouped GEMM."""
+    return [product(form) for form in FORMS]
+
+
+def flag_gated(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    flags: torch.Tensor,
+    call: torch.Tensor,
+    me: int,
+    form: Form,
+) -> None:
+    """Compute out = x @ weight.T for x [M, K] of equal shards, one for each of `flags` (int32). Rows of shard s are
+    loaded once flags[s] >= call (int32 [1] on the device), this rank's shard, `me`, before the next ones in ring order.
+    The wait has no timeout, and every SM polls in no particular order: an operation that sets a flag must be ordered
+    after the rows, need no SM, and run even if a peer fails (docs/protocol.md, "Flags of the copy engine")."""
+    from quack.gemm import AllGatherArguments, gemm
+
+    waiting = AllGatherArguments(flags, call, flags.numel(), me)
+    tile_m, tile_n, cluster_m, pingpong = form
+    gemm(x, weight, out, None, None, tile_m, tile_n, cluster_m, 1, pingpong=pingpong, ag_args=waiting)
+
+
+@functools.cache
+def waits(form: Form, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether `flag_gated` computes correct results in this form, for a product whose flags are set. This
+    compiles the kernel, which takes seconds if quack has not cached it."""
+    generator = torch.Generator(device).manual_seed(0)  # leaves the user's generator alone
+    x, weight = (torch.randn(512, 256, device=device, generator=generator).to(dtype) for _ in range(2))
+    out, call = torch.empty(512, 512, device=device, dtype=dtype), torch.ones(1, device=device, dtype=torch.int32)
+
+    def gated_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        flag_gated(x, weight, out, call.repeat(2), call, 0, form)
+        return out
+
+    return is_close(gated_product, (x, weight, out), x @ weight.t())
