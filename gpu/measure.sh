@@ -7,7 +7,7 @@
 #   predictions/*.jsonl         bench/results/<machine>/predictions/
 #   tuning/sweep.jsonl          bench/results/<machine>/tuning/<run>.jsonl, then python -m bench.pages.table <gpu>
 #   decoder/decoder.jsonl       bench/results/<machine>/
-#   decoder/decoder-table.json  its entry into src/weft/planner/tables/decoder/<gpu>.json
+#   decoder/decoder-table.json  its rows of src/weft/planner/tables/<gpu>.json
 #   signaled/*.jsonl            bench/results/<machine>/signaled/<run>.jsonl
 #   results/*.jsonl             bench/results/<machine>/
 # and make pages writes the pages again.

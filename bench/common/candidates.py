@@ -10,11 +10,11 @@ import torch
 import weft
 from bench.common.program import worst_error
 from bench.common.timing import RIGHT, error_of
+from weft.cost.model import SHOTS
+from weft.cost.signaled import SINGLE
 from weft.integrations import quack
 from weft.op import REGISTRY
-from weft.planner.parts import SHOTS
 from weft.planner.probes.calls import most_low_latency_bytes
-from weft.planner.search import SINGLE
 from weft.plans import Decomposed, FlagGated, Plan, Sequential, Signaled
 
 

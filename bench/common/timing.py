@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from weft.planner.timing import AHEAD, length, span
+from weft.timing import behind_host, captured, interleaved, length, repeated, span
 
 RIGHT = 1.5e-2  # the largest relative error of a right result: bf16 rounding of an 8-rank NCCL sum is about 5e-3
 
@@ -37,14 +36,9 @@ def capture(fn: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):
-            fn()
+        repeated(fn, 2)()
     _rendezvous()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            fn()
-    graph.replay()
+    graph = captured(fn, calls, stream)
     _rendezvous()
     return graph
 
@@ -60,13 +54,10 @@ def events_on_gpu(call: Callable[[], object]) -> list[torch.autograd.profiler_ut
     return [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
-def _between(work: Callable[[], None], ahead: bool) -> float:
-    """Return the us that `work` takes on the GPU. ahead: the GPU sleeps until the host has launched all of the work, and then
-    waits for the other ranks, so that no time of a host is measured."""
-    if ahead:
-        torch.cuda._sleep(AHEAD)
-        dist.all_reduce(torch.empty(1, device="cuda"))
-    events = span(work)
+def _us(work: Callable[[], object], ahead: bool) -> float:
+    """Return the us that `work` takes on the GPU. ahead: without the host's time (`behind_host`)."""
+    _rendezvous()
+    events = behind_host(work, lambda: dist.all_reduce(torch.empty(1, device="cuda"))) if ahead else span(work)
     torch.cuda.synchronize()
     return length(events)
 
@@ -74,29 +65,16 @@ def _between(work: Callable[[], None], ahead: bool) -> float:
 def time_interleaved(
     fns: dict[str, Callable[[], object]], *, mode: str, calls: int = 10, rounds: int = 7
 ) -> dict[str, float]:
-    """Return the us that a call of each function takes. One round times each function once (`calls` calls), so that a GPU that
-    gets hot slows all of them, each round in an order of its own, so that none always comes behind one that lets the GPU cool;
-    the median over rounds counts, then the slowest rank."""
+    """Return the us that a call of each function takes, `calls` at once in each round (`interleaved`): the median over rounds,
+    then the slowest rank."""
     if mode == "graph":
         graphs = {name: capture(fn, calls) for name, fn in fns.items()}
         work: dict[str, Callable[[], None]] = {name: g.replay for name, g in graphs.items()}
     else:
-
-        def many(fn: Callable[[], object]) -> Callable[[], None]:
-            def run() -> None:
-                for _ in range(calls):
-                    fn()
-
-            return run
-
-        work = {name: many(fn) for name, fn in fns.items()}
+        work = {name: repeated(fn, calls) for name, fn in fns.items()}
         for run in work.values():
             run()
-    samples: dict[str, list[float]] = {name: [] for name in fns}
-    for i in range(rounds):
-        for name in random.Random(i).sample(list(work), len(work)):
-            _rendezvous()
-            samples[name].append(_between(work[name], mode == "graph") / calls)
+    samples = interleaved(list(work), lambda name: _us(work[name], mode == "graph") / calls, rounds)
     _rendezvous()
     medians = _slowest([statistics.median(samples[name]) for name in fns])
     return dict(zip(fns, medians, strict=True))

@@ -16,7 +16,7 @@ passes (embedding, layers, final norm; no output head); `us` is the slowest rank
     no communication the GEMMs, attention and norms alone: `gemm_us` of every row
 A mix runs for half a second at a time, in which the GPU's power limit lowers its clock: `sm_mhz` and `watts` are rank 0's under each
 method. The part "eager" times prefill passes whose kernels the host launches; with --tune they decide what "auto" is outside graphs.
---tune times all methods once, measures the profile, and writes DIR/decoder-table.json, for src/weft/planner/tables/decoder/<gpu>.json.
+--tune times all methods once, measures the profile, and writes DIR/decoder-table.json, for src/weft/planner/tables/<gpu>.json.
 A method that fails is printed and left out.
 """
 
@@ -440,12 +440,11 @@ class Bench(Program):
         weave.learn_layers(self.name, table)
         if self.world.rank == 0:
             path = self.a.out / "decoder-table.json"
-            tables = json.loads(path.read_text()) if path.exists() else {}
-            tables[self.name] = table.to_json()
-            path.write_text(json.dumps(tables) + "\n")
-            print(
-                f"table -> {path}, for src/weft/planner/tables/decoder/{gpu_model(self.world.device)}.json", flush=True
-            )
+            size = self.world.size, c.hidden_size, c.intermediate_size
+            rows = json.loads(path.read_text()) if path.exists() else []
+            others = [r for r in rows if (r["world"], r["N"], r["K"]) != size]
+            path.write_text(json.dumps(others + table.to_rows(*size)) + "\n")
+            print(f"rows -> {path}, for src/weft/planner/tables/{gpu_model(self.world.device)}.json", flush=True)
 
 
 def run_all(runs: list[Run]) -> None:

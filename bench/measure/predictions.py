@@ -20,13 +20,14 @@ import torch
 
 import weft
 from bench.common.program import Program, options
+from weft.cost.decomposed import divisions
+from weft.cost.signaled import groupings
 from weft.errors import WeftError
 from weft.planner.auto import profile_for
-from weft.planner.fits import family
 from weft.planner.predict import Predictor
 from weft.planner.profile import Profile
-from weft.planner.search import Planner, brief, candidates, divisions, groupings
-from weft.planner.timing import CudaTimer
+from weft.planner.search import Planner, brief, candidates
+from weft.planner.tuner import CudaTimer
 from weft.plans import KINDS, Decomposed, Plan, Signaled, partition
 
 SHAPES = {  # (M, N, K) of the GEMM on one rank; weft tune measures none of these
@@ -47,7 +48,7 @@ SHAPES = {  # (M, N, K) of the GEMM on one rank; weft tune measures none of thes
         (2048, 7168, 2560), (7168, 3072, 3072),
     ),
 }  # fmt: skip
-COPIES = family(Signaled(copies=True))
+COPIES = Signaled(copies=True).family
 LABELS = [*KINDS, COPIES]
 FEW = 40  # so many partitions of one signaled GEMM are tried; if there are more, they are drawn
 CHOSEN, MISTAKEN = "chosen", "wave size mistaken"  # tags; the others are "groups of g"
@@ -74,7 +75,7 @@ def plans_to_run(profile: Profile, planner: Planner, op: str, m: int, n: int, k:
     options = planner.decide(op, m, n, k).options
     for label in LABELS:
         best = next(
-            (o.plan for o in options if label == (family(o.plan) if isinstance(o.plan, Signaled) else o.plan.kind)),
+            (o.plan for o in options if label == (o.plan.family if isinstance(o.plan, Signaled) else o.plan.kind)),
             None,
         )
         if best:
@@ -87,7 +88,7 @@ def plans_to_run(profile: Profile, planner: Planner, op: str, m: int, n: int, k:
         for g in (1, 2, 4):
             todo[replace(best, groups=partition((g,) * parts.waves, parts.waves))].append(f"groups of {g}")
         fewer = Predictor(replace(profile, machine=replace(p.machine, sms=p.sms * 3 // 4)))
-        for groups in groupings(fewer, op, best, m, n, k)[1:2]:
+        for groups in groupings(fewer.signaled_parts(op, best, m, n, k))[1:2]:
             todo[replace(best, groups=partition(groups, parts.waves))].append(MISTAKEN)
         for groups in partitions(parts.waves, draw):
             todo[replace(best, groups=groups)] += []

@@ -2,10 +2,8 @@
 the way a decoder's layers run. A `Choice` has the candidates. The decision is, in this order:
 
     remembered    what this World, or this process, chose before, or what is stored from earlier measurements
-    measured      at the first use outside a capture, if times mean something there: candidates run in rounds, so that a
-                  GPU that heats up slows all of them, each round in an order of its own, so that none always follows
-                  one that lets the GPU cool. The expected candidate, or else the one named before, stays unless another
-                  is faster by `worth`
+    measured      at the first use outside a capture, if times mean something there, in rounds (`timing.interleaved`).
+                  The expected candidate, or else the one named before, stays unless another is faster by `worth`
     predicted     inside a capture, and where ranks share a GPU or are emulated
 
 What is stored, or else predicted, is the `expected` candidate. It is timed with the others, and is the one to beat.
@@ -14,65 +12,30 @@ What is stored, or else predicted, is the `expected` candidate. It is timed with
 from __future__ import annotations
 
 import math
-import random
 import statistics
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
+
+from .timing import CallTime, Clock, cuda_clock, interleaved
 
 TIMES, ROUNDS = 10, 5
 LAUNCH = 500.0  # us that the host takes for a call, usually at most
 LONG = 40_000.0  # us of a candidate's calls in one round, at most; TIMES shorter ones
 MIN_SPEEDUP = 1.01  # medians of equal candidates differ by up to about 1%
-CYCLES = 2_000  # approximate cycles of a GPU in a us
 LAUNCH_MODES = ("eager", "graph")
 
 R = TypeVar("R")
 T = TypeVar("T", bound=Hashable)
-Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
-def span(work: Callable[[], object], stream: torch.cuda.Stream | None = None) -> Events:
-    """Return the events around what `work` submits to a stream, by default the current one."""
-    a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    a.record(stream)
-    work()
-    b.record(stream)
-    return a, b
-
-
-def length(events: Events) -> float:
-    """Return the us between the events, both of which must have been reached."""
-    a, b = events
-    return a.elapsed_time(b) * 1e3
-
-
-class CallTime(NamedTuple):
-    """us of a call: of the GPU, without waiting for the host, and of the host."""
-
-    gpu: float
-    host: float
-
-    def us(self, mode: str) -> float:
-        return self.gpu if mode == "graph" else max(self)
-
-
-Clock = Callable[[Callable[[], object], int, float], CallTime]
-
-
-def cuda_clock(run: Callable[[], object], times: int, ahead: float) -> CallTime:
-    """Time so many calls on the current stream. ahead: us by which the host must be ahead of the GPU, which sleeps 1.5
-    times as long first. Without it the GPU would wait for the host in short calls, which it does not in a CUDA
-    graph."""
-    torch.cuda._sleep(int(1.5 * CYCLES * ahead))
-    began = time.perf_counter()
-    events = span(lambda: [run() for _ in range(times)])
-    took = (time.perf_counter() - began) * 1e6
-    events[1].synchronize()
-    return CallTime(length(events) / times, took / times)
+def bucket(m: int, steps: int) -> int:
+    """Return the number of rows m rounded up to one of `steps` steps an octave, a power of two. Calls in one bucket
+    share a decision."""
+    step = 1 << max(m.bit_length() - steps.bit_length(), 0)
+    return -(-m // step) * step
 
 
 @dataclass(frozen=True)
@@ -181,12 +144,13 @@ class Chooser:
             single_calls[candidate] = self._slowest([self.time(choice, candidate, 1, LAUNCH)])[0]
         limit = choice.hopeless * min(map(max, single_calls.values()))
         hopeful = [way for way, call in single_calls.items() if max(call) <= limit or way in expected.values()]
-        rounds: dict[T, list[CallTime]] = {candidate: [] for candidate in hopeful}
-        for i in range(ROUNDS):
-            for candidate in random.Random(i).sample(list(rounds), len(rounds)):
-                gpu, host = single_calls[candidate]
-                times = max(1, min(TIMES, int(LONG / gpu)))
-                rounds[candidate].append(self.time(choice, candidate, times, host + times * max(host - gpu, 0.0)))
+
+        def sample(candidate: T) -> CallTime:
+            gpu, host = single_calls[candidate]
+            times = max(1, min(TIMES, int(LONG / gpu)))
+            return self.time(choice, candidate, times, host + times * max(host - gpu, 0.0))
+
+        rounds = interleaved(hopeful, sample, ROUNDS)
         medians = [CallTime(*map(statistics.median, zip(*samples, strict=True))) for samples in rounds.values()]
         took = single_calls | dict(zip(rounds, self._slowest(medians), strict=True))
         faster: dict[str, T | None] = {}

@@ -24,12 +24,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from .backends.base import Backend
-from .chooser import length, span
 from .launch import spmd
 from .nn import ParallelMLP
 from .planner.parts import PartTimes
 from .planner.profile import Profile, shipped
 from .span import Span
+from .timing import interleaved, length, repeated, span
 from .trace.picture import draw
 from .trace.profile import profiled
 from .world import World
@@ -217,22 +217,18 @@ class RankTimes:
     alone: float = math.nan  # microseconds of the computation without communication, in a CUDA graph
 
 
-def _repeated(fn: Callable[[], object], calls: int) -> None:
-    for _ in range(calls):
-        fn()
-
-
 def _median_us(runs: dict[str, Callable[[], object]], world: World, calls: int = 10) -> dict[str, float]:
     """Return the time in microseconds of one call of each function: rounds of back-to-back calls, interleaved; the
     slowest rank's median."""
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(9):
-        for name, fn in runs.items():
-            world.synchronize()
-            world.exchange(name)
-            events = span(partial(_repeated, fn, calls))
-            world.synchronize()
-            samples[name].append(length(events) / calls)
+
+    def sample(name: str) -> float:
+        world.synchronize()
+        world.exchange(name)
+        events = span(repeated(runs[name], calls))
+        world.synchronize()
+        return length(events) / calls
+
+    samples = interleaved(list(runs), sample, 9)
     medians = world.exchange({name: statistics.median(values[1:]) for name, values in samples.items()})
     return {name: max(of_rank[name] for of_rank in medians) for name in runs}
 

@@ -24,6 +24,7 @@ import torch
 
 from . import torch_library
 from .chooser import Choice
+from .cost.model import AnyCost, GemmCall
 from .errors import Unsupported
 from .kernel_launch import MOST_PREPARED
 from .plans import RENAMED_KINDS, Plan, Sequential, TwoLevel, is_low_latency
@@ -124,8 +125,11 @@ class Op(ABC, Generic[C]):
     unsupported_fields: ClassVar[Mapping[type[Plan], Sequence[str]]] = {}
     # One number for all ops, increased when "auto" may decide anew.
     table_version: ClassVar[int] = 0
-    # The library's collective before or after its one GEMM.
+    # The library's collective before or after its one GEMM, and whether it moves the GEMM's input, before it.
     collective: ClassVar[str] = ""
+    gathers: ClassVar[bool] = False
+    # The models of plans whose time can be predicted, in the order in which the planner tries them.
+    costs: ClassVar[Mapping[type[Plan], AnyCost]] = {}
     # For a collective without a GEMM: bytes that the kernels after the library's read and write, over its own bytes.
     elementwise_passes: ClassVar[float | None] = None
     # Plans of one kind whose order of speed depends on the shape. `weft tune` measures them, and "auto" times them on a
@@ -186,6 +190,10 @@ class Op(ABC, Generic[C]):
         """Return M, N, K as the measured table and the planner define them: those of the GEMM on one rank, but M of all
         ranks."""
         return call.rows, 1, 1
+
+    def gemm_call(self, m: int, n: int, k: int, received: int | None = None) -> GemmCall:
+        """Return the sizes of a call with one GEMM, for the models of its plans."""
+        return GemmCall(self.collective, self.gathers, m, n, k, received)
 
     def multiply_adds(self, call: C) -> int:
         """Return the number of multiply-adds of its kernels on one rank."""

@@ -86,6 +86,7 @@ class Plan:
     TypeError if a field has another type than its default, ValueError if a number is out of range."""
 
     kind: ClassVar[str] = ""
+    variant: ClassVar[str] = ""  # a word for the class among those of its kind
     abstract: ClassVar[bool] = True  # a class that sets this itself has no instances
     may_be_0: ClassVar[tuple[str, ...]] = ()  # names of fields; all other numbers are at least 1
     grid_barrier: ClassVar[bool] = False  # all programs of a launch wait for each other, also with one rank
@@ -110,6 +111,12 @@ class Plan:
     def __str__(self) -> str:
         """Return the class and the fields that differ from its defaults."""
         return _call_of(self)
+
+    @property
+    def family(self) -> str:
+        """Return the name of the plans whose measured times are fitted together: those of one kind, of one fused plan,
+        or of the signaled plans whose groups copy engines move."""
+        return self.kind
 
     def to_json(self) -> str:
         """Return all fields as JSON. "class" is included if the kind has several classes."""
@@ -189,6 +196,10 @@ class Fused(Plan):
     bounded = True
     tile: GemmTile = GemmTile()
 
+    @property
+    def family(self) -> str:
+        return self.to_json()
+
 
 @dataclass(frozen=True)
 class FusedGather(Fused):
@@ -215,6 +226,7 @@ class FusedGatherByCopies(Fused):
     per_sm, flatten: as in FusedGather.
     """
 
+    variant = "by copies"
     per_sm: int = 1
     flatten: bool = True
 
@@ -370,6 +382,7 @@ class TwoShotPull(TwoShotCounted):
     206 on 132, and 401 on 8 (2 H100, 2026-11).
     """
 
+    variant = "pulled"
     pull = True
 
 
@@ -378,6 +391,7 @@ class TwoShotLowLatency(TwoShot):
     """Two shots of few rows, whose data is their flag (ops/all_reduce/low_latency_kernels.py). If the output has
     another dtype than x, rows are counted, by TwoShotPush with as many programs and warps."""
 
+    variant = "low latency"
     low_latency = True
 
 
@@ -415,6 +429,10 @@ class Signaled(Plan):
     ctas: int = 16
     copies: bool = False
     tile: GemmTile = GemmTile()
+
+    @property
+    def family(self) -> str:
+        return f"{self.kind} by copies" if self.copies else self.kind
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tests.emulated.cases_fp8 import SCALINGS, case, dequantized, factors, matmu
 from tests.emulated.cases_ops import OPS
 from tests.gates import covered, some
 from weft.backends.emulated import EmulatedBackend
-from weft.chooser import CallTime, Choice, Chooser
+from weft.chooser import Choice, Chooser
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY
 from weft.ops.recipes import ScaledFactors, block_rows, with_scaled_tiles
@@ -23,6 +23,7 @@ from weft.plans import FusedGather, FusedGatherByCopies, FusedReduceScatter, Gem
 from weft.prepared import Prepared
 from weft.scale import SMALL_TILE
 from weft.scaled_tensor import E4M3, ScaledTensor, Scaling
+from weft.timing import CallTime
 
 BF16 = 3e-3  # relative error of bfloat16 results of exact sums
 

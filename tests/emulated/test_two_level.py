@@ -26,7 +26,7 @@ from tests.gates import covered
 from weft import MemoryFault, Unsupported, World
 from weft.backends.emulated import EmulatedBackend
 from weft.backends.emulated import spmd as emulated
-from weft.chooser import CallTime, Choice, Chooser
+from weft.chooser import Choice, Chooser
 from weft.op import REGISTRY
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.all_reduce import two_level as of_sums
@@ -34,6 +34,7 @@ from weft.ops.matmul_all_to_all import two_level as of_exchanges
 from weft.ops.matmul_reduce import two_level as of_products
 from weft.plans import Decomposed, Plan, Sequential, TwoLevel
 from weft.prepared import CallDecision
+from weft.timing import CallTime
 from weft.torch_library import plan_of, text_of
 from weft.transport.two_level import BETWEEN
 

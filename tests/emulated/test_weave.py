@@ -18,6 +18,7 @@ from weft.backends.emulated import spmd
 from weft.models import Batch, Llama
 from weft.nn import weave
 from weft.nn.weave import LayerPlan, LayerTimes, Table, halves
+from weft.planner.table import layers
 
 TINY = dict(
     vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4
@@ -132,7 +133,7 @@ def test_what_auto_takes() -> None:
             LayerTimes(128, (1, 2, 9, 10), (1, 2, 9, 10)),
             ((1024, LayerPlan("fused")),),
         )  # fmt: skip
-        assert Table.from_json(table.to_json()) == table
+        assert Table.from_rows(table.to_rows(2, 64, 96)) == table
         weave.learn_layers(name, table)
         try:
             assert model.plan("auto", 15) == LayerPlan("plain")
@@ -219,8 +220,7 @@ RESULTS = Path(__file__).parents[2] / "bench/results"
 def test_the_shipped_table_takes_what_was_measured_fastest(world: int) -> None:
     """For every size and mode, the newest run's plan is within 1% of the fastest method in a graph; for eager
     passes, plain ones win if they are within 2%. A woven plan counts with its SMs and norm."""
-    shipped = json.loads((Path(weave.__file__).parents[1] / "planner/tables/decoder/nvidia-h200.json").read_text())
-    table = Table.from_json(shipped[f"{world} x 8192 x 28672"])
+    table = Table.from_rows(layers("nvidia-h200", world, 8192, 28672))
     rows = [json.loads(line) for line in (RESULTS / f"nvidia-h200-x{world}/decoder.jsonl").read_text().splitlines()]
     runs: dict[tuple[str, int], dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:

@@ -60,7 +60,6 @@ from tests.gpu.gpu_router import checks as router_checks
 from tests.gpu.gpu_signaled import checks as signaled_checks
 from weft.backends import library_gemm
 from weft.backends.cuda import GpuBackend
-from weft.chooser import cuda_clock
 from weft.integrations import quack
 from weft.lang.mapping import balanced_rows
 from weft.ops.matmul import matmul
@@ -76,6 +75,7 @@ from weft.plans import (
     Plan,
     TwoShotLowLatency,
 )
+from weft.timing import cuda_clock
 
 BF16 = 5e-3
 GATHER, SCATTER, ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"

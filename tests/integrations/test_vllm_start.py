@@ -19,7 +19,7 @@ import tests.integrations.vllm_standin as standin
 import weft
 from tests.integrations.vllm_standin import DecoderLayer, Model, SparseMlp, Worker
 from weft import chooser
-from weft.chooser import CallTime, Choice, Chooser
+from weft.chooser import Choice, Chooser
 from weft.integrations.vllm import compare, plugin, start, twin
 from weft.integrations.vllm.compare import VLLM, Range
 from weft.integrations.vllm.row_norm_column import PASS_FORMS, OwnRows
@@ -27,6 +27,7 @@ from weft.integrations.vllm.row_norm_column import forms as forms_of
 from weft.integrations.vllm.served import ServedModel
 from weft.integrations.vllm.twin import Passes
 from weft.plans import Plan, Sequential
+from weft.timing import CallTime
 
 STORED_AT = compare.stored_at
 MOST, CAPTURED = 12, (1, 2, 4)

@@ -8,11 +8,9 @@ GEMMs, depth of the pulling pipelines, order of stores and releases, of acquires
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +63,7 @@ from weft.ops.moe.routing.router import gate
 from weft.ops.rotary import rotary
 from weft.ops.scaled_gemm import PROMOTED, WIDE
 from weft.ops.tiles import with_shape_tiles
+from weft.planner import table
 from weft.plans import (
     TWO_AN_SM,
     Decomposed,
@@ -152,9 +151,7 @@ def call(
 
 def shipped() -> list[tuple[str, int, Plan]]:
     """Return every (op, world, plan) of the measured tables."""
-    tables = Path(weft.planner.__file__).parent / "tables"
-    rows = [row for path in sorted(tables.glob("*.json")) for row in json.loads(path.read_text())]
-    plans = {(r["op"], r["world"], Plan.from_json(json.dumps(r["plan"]))) for r in rows}
+    plans = {(r.op, r.world, r.plan) for gpu in table.models() for r in table.load(gpu)}
     return sorted((f for f in plans if f[2] != Sequential()), key=str)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from weft.chooser import MIN_SPEEDUP, CallTime, Choice, Chooser
+from weft.chooser import MIN_SPEEDUP, Choice, Chooser
 from weft.op import REGISTRY
 from weft.ops.moe.call import Layer, MoeCall
 from weft.ops.moe.expert_parallel.op import MOE
@@ -23,6 +23,7 @@ from weft.planner import auto, table
 from weft.planner.profile import shipped
 from weft.plans import Decomposed, Dispatched, LowLatency, OneShot, Plan, Sequential
 from weft.scale import Scale
+from weft.timing import CallTime
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 GPU = "nvidia-h200"

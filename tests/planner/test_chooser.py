@@ -19,7 +19,7 @@ from tests.emulated.cases_all_gather_matmul import all_gather_case
 from weft import chooser
 from weft.backends import library_gemm
 from weft.backends.emulated import EmulatedBackend
-from weft.chooser import CallTime, Choice, Chooser
+from weft.chooser import Choice, Chooser
 from weft.integrations import quack
 from weft.op import REGISTRY
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL as OP
@@ -44,6 +44,7 @@ from weft.plans import (
     TwoShotPush,
 )
 from weft.prepared import Prepared
+from weft.timing import CallTime
 
 FORMS = (library_gemm.Form(8, 16, 2, True), library_gemm.Form(8, 32, 2, True), library_gemm.Form(8, 64, 2, True))
 FIRST, SECOND, WRONG = (FlagGated(*form) for form in FORMS)

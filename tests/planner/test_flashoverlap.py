@@ -6,15 +6,11 @@ found (tiles of 256 x 128 on 106 of 108 SMs). Each of their groups is a tenth of
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from weft.cost.signaled import SignaledParts, groupings
 from weft.planner.curves import Curve
-from weft.planner.models.signaled import SignaledParts
-from weft.planner.search import groupings
-from weft.plans import Signaled
 
 # Bytes and us; their other points lie within 4% of the lines between these.
 ALL_REDUCE = [
@@ -48,8 +44,7 @@ def us(signaled: SignaledParts, groups: Groups) -> float:
 
 
 def of_weft(signaled: SignaledParts) -> Groups:
-    p: Any = SimpleNamespace(signaled_parts=lambda *a: signaled)
-    return min(groupings(p, "matmul_all_reduce", Signaled(), 1, 1, 1), key=lambda groups: us(signaled, groups))
+    return min(groupings(signaled), key=lambda groups: us(signaled, groups))
 
 
 def of_theirs(m: int) -> Groups:

@@ -11,9 +11,10 @@ import torch
 
 from tests.emulated.cases_fp8 import factors
 from weft.backends import library_gemm
-from weft.chooser import CallTime, Choice, Chooser
+from weft.chooser import Choice, Chooser
 from weft.integrations import quack
 from weft.scaled_tensor import E4M3, ScaledTensor
+from weft.timing import CallTime
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +124,7 @@ def test_serving_measures_few_sizes() -> None:
 
 
 def test_an_engine_makes_one_trial_an_octave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_gemm, "_one_trial_an_octave", False)
+    monkeypatch.setattr(library_gemm, "_steps_an_octave", 8)
     library_gemm.one_trial_per_power_of_two()
     assert {library_gemm.stepped(m) for m in range(1, 4097)} == {1 << i for i in range(13)}
     assert all(m <= library_gemm.stepped(m) < 2 * m for m in range(1, 4097))

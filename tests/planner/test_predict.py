@@ -24,15 +24,17 @@ import weft.planner
 from bench.common import stored
 from tests.emulated.cases import changed
 from weft.backends.emulated import EmulatedBackend
+from weft.cost.decomposed import Chunking, divisions
+from weft.cost.fused import Pulling
+from weft.cost.model import ITEM, Occupancy, filled
+from weft.cost.queues import Work, side_by_side
+from weft.cost.signaled import LARGE_COPY, SIGNAL_COST, Moving, Signaling, groupings
 from weft.errors import WeftError
+from weft.op import REGISTRY
 from weft.planner import auto as weft_auto
 from weft.planner import profile, search, table
-from weft.planner.curves import Curve, Smooth, filled
-from weft.planner.models import fused as fused_model
-from weft.planner.models.decomposed import Chunking
-from weft.planner.models.fused import Pulling
-from weft.planner.models.signaled import LARGE_COPY, SIGNAL_COST, Moving
-from weft.planner.parts import ITEM, Gemms, NotMeasured, Occupancy, Tiles
+from weft.planner.curves import Curve, Smooth
+from weft.planner.parts import Gemms, NotMeasured, Tiles
 from weft.planner.predict import Predictor
 from weft.planner.profile import (
     Gemm,
@@ -47,8 +49,7 @@ from weft.planner.profile import (
     identity,
     nearest_machine,
 )
-from weft.planner.queues import Work, side_by_side
-from weft.planner.search import Planner, candidates, divisions, groupings
+from weft.planner.search import Planner, candidates
 from weft.planner.simulate import Level, ScaledPredictor, Topology, cluster, nvlink, pcie, simulate_from
 from weft.plans import (
     Decomposed,
@@ -131,10 +132,15 @@ def with_fused() -> Profile:
                     n,
                     k,
                     "graph",
-                    fused_model.us(p, op, VARIANTS[op], m, n, k, REACHED, p.chunking),
+                    fused_us(p, op, VARIANTS[op], (m, n, k), REACHED),
                 )
             )
     return made_up_profile(rows)
+
+
+def fused_us(p: Predictor, op: str, plan: Fused, size: tuple[int, int, int], pull: Pulling) -> float:
+    """Return the us of a call by a fused plan whose programs pull as `pull` says."""
+    return p.cost(op, plan).us(p, REGISTRY[op].gemm_call(*size), plan, pull)
 
 
 # -- profiles --------------------------------------------------------------------------------------------------------
@@ -431,7 +437,8 @@ def test_signaled_follows_the_accumulate_rule() -> None:
     waves = math.ceil(tiles / programs)
     assert waves == 17
     alone = p.tiles(Occupancy(plan.tile), programs, tiles, m, n, k) / waves
-    signaling, gemm = p.signaling("matmul_all_reduce"), alone * (2 + 15 * 1.06)
+    signaling, gemm = p.parameters("matmul_all_reduce", plan), alone * (2 + 15 * 1.06)
+    assert isinstance(signaling, Signaling)
     done, gemm_end = -signaling.gap, 0.0
     ends = [0, 192, 576, 1152, tiles]  # 248, 620, 1240 in whole groups of 3 rows of 32 tiles
     for i, g in enumerate((2, 3, 5, 7)):
@@ -528,12 +535,10 @@ def test_a_copy_engine_pulls_whole_shards() -> None:
     p = Predictor(made_up_profile() + [Latency("copy", 0, s, s / 20e3) for s in SIZES])
     gemm, staged = p.tiles(Occupancy(plan.tile), 131, 64 * 16, m, n, k), 2 + size / 1.7e6
     all_staged = staged + 8.0 + p.chunking.gap
-    slow = fused_model.us(p, "all_gather_matmul", plan, m, n, k, pull, p.chunking)
+    slow = fused_us(p, "all_gather_matmul", plan, (m, n, k), pull)
     assert slow == pytest.approx(10 + all_staged + 7 * size / 20e3 + gemm / 8, rel=1e-3)
     p = Predictor(made_up_profile() + [Latency("copy", 0, s, s / 1e6) for s in SIZES])
-    assert fused_model.us(p, "all_gather_matmul", plan, m, n, k, pull, p.chunking) == pytest.approx(
-        10 + staged + gemm, rel=0.01
-    )
+    assert fused_us(p, "all_gather_matmul", plan, (m, n, k), pull) == pytest.approx(10 + staged + gemm, rel=0.01)
     p = Predictor(made_up_profile() + [TimedCall("all_gather_matmul", q.to_json(), m, n, k, "graph", 900.0) for q in (plan, FusedGather())])  # fmt: skip
     for even in (True, False):
         fused = [q for q in candidates(p, "all_gather_matmul", m, n, k, even) if isinstance(q, Fused)]
@@ -546,7 +551,7 @@ def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
     pull = Pulling(fixed=0.0, rate=1e6, drain=drain, slow=1.0)  # nothing else keeps the programs that pull
     for columns in (17, 32):  # 8 ranks' row of tiles each: 136 tiles, four in a second wave, and 256, 124 there
         tiles, n = 8 * columns, plan.tile.block_n * columns
-        after = fused_model.us(p, "matmul_reduce_scatter", plan, 1024, n, k, pull, p.chunking) - p.tiles(
+        after = fused_us(p, "matmul_reduce_scatter", plan, (1024, n, k), pull) - p.tiles(
             Occupancy(plan.tile), p.sms, tiles, 1024, n, k
         )
         assert after == pytest.approx(7 * 128 * n * 2 * (tiles - p.sms) / tiles / (drain * 1e3), rel=1e-6)
@@ -558,7 +563,7 @@ def test_an_all_gather_waits_for_whole_waves() -> None:
     plan, pull = COPIED, Pulling(fixed=10.0, slow=1.0)
     p = Predictor(made_up_profile())
     n, k = 4096, 8192
-    us = lambda m: fused_model.us(p, "all_gather_matmul", plan, m, n, k, pull, p.chunking)  # noqa: E731
+    us = lambda m: fused_us(p, "all_gather_matmul", plan, (m, n, k), pull)  # noqa: E731
     all_staged = 2 + 8.0 + p.chunking.gap
     wave = 1.5 + 0.0114 * k
     # 128 tiles in one wave, which waits for the last shard; 256 in two, whose first waits for the third
@@ -594,7 +599,7 @@ def test_gemms_on_two_streams_share_the_sms() -> None:
 def test_what_decomposed_calls_cost_is_fitted_to_them() -> None:
     """Copies of this machine are faster in a call than in a chain."""
     predictor = Predictor(made_up_profile())
-    predictor._chunking = Chunking(copy=0.8)
+    predictor.chunking = Chunking(copy=0.8)
     shapes = ((8192, 2048, 4096), (8192, 8192, 2048), (2048, 4096, 8192), (1024, 4096, 8192), (16384, 2048, 2048))
     calls = [
         TimedCall(op, plan.to_json(), *s, "graph", predictor.model(op, plan, *s))
@@ -627,21 +632,22 @@ def test_one_group_that_copies_move_takes_the_sum_of_its_steps(op: str) -> None:
 @pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_all_to_all"])
 def test_what_copied_groups_cost_is_fitted_to_their_calls(op: str) -> None:
     predictor, kind = Predictor(made_up_profile()), Signaled(ctas=4, copies=True)
-    predictor._moving[op] = Moving(gap=20.0)
+    predictor._parameters[op, kind.family] = Moving(gap=20.0)
     shapes = ((8192, 2048, 4096), (8192, 8192, 2048), (2048, 4096, 8192), (1024, 4096, 2048), (16384, 2048, 2048))
     plans = (kind, replace(kind, groups=(1,) * 16))
     calls = [TimedCall(op, q.to_json(), *s, "graph", predictor.model(op, q, *s)) for q in plans for s in shapes]
-    assert Predictor(made_up_profile(calls)).moving(op).gap == pytest.approx(20.0, rel=0.1)
-    assert Predictor(made_up_profile()).moving(op) == Moving()
+    moving = Predictor(made_up_profile(calls)).parameters(op, kind)
+    assert isinstance(moving, Moving) and moving.gap == pytest.approx(20.0, rel=0.1)
+    assert Predictor(made_up_profile()).parameters(op, kind) == Moving()
 
 
 def test_a_fused_variant_is_fitted_to_its_calls() -> None:
     p = Predictor(with_fused())
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-        pull = p.pulling(op, VARIANTS[op])
-        assert pull.slow == pytest.approx(REACHED.slow, rel=0.05)
+        pull = p.parameters(op, VARIANTS[op])
+        assert isinstance(pull, Pulling) and pull.slow == pytest.approx(REACHED.slow, rel=0.05)
         for m, n, k in ((8192, 4096, 2048), (4096, 8192, 4096), (16384, 4096, 2048)):
-            expected = fused_model.us(Predictor(made_up_profile()), op, VARIANTS[op], m, n, k, REACHED, Chunking())
+            expected = fused_us(Predictor(made_up_profile()), op, VARIANTS[op], (m, n, k), REACHED)
             assert p.time(op, VARIANTS[op], m, n, k) == pytest.approx(expected, rel=0.05)
     with pytest.raises(NotMeasured, match="no call of matmul_all_reduce"):
         p.time("matmul_all_reduce", FusedAllReduce(pull_programs=77), 8192, 4096, 2048)
@@ -766,7 +772,7 @@ def test_groupings_hold_the_best_of_all_partitions(op: str, shape: tuple[int, in
         for size in range(waves) for cuts in itertools.combinations(range(1, waves), size)
     ]  # fmt: skip
     us = lambda groups: p.time(op, replace(plan, groups=groups), *shape)  # noqa: E731
-    candidates = groupings(p, op, plan, *shape)
+    candidates = groupings(p.signaled_parts(op, plan, *shape))
     assert all(sum(g) == waves and min(g) > 0 for g in candidates)
     assert min(map(us, candidates)) == pytest.approx(min(map(us, every)))
 
@@ -777,7 +783,7 @@ def test_groupings_of_many_waves_are_not_many_groups_too_coarse() -> None:
     waves = p.signaled_parts("matmul_all_reduce", plan, *shape).waves
     best = min(
         p.time("matmul_all_reduce", replace(plan, groups=g), *shape)
-        for g in groupings(p, "matmul_all_reduce", plan, *shape)
+        for g in groupings(p.signaled_parts("matmul_all_reduce", plan, *shape))
     )
     equal = min(
         p.time("matmul_all_reduce", replace(plan, groups=partition((g,) * waves, waves)), *shape)
@@ -1362,7 +1368,8 @@ def test_noise_at_short_copies_is_not_scaled_to_a_fast_link() -> None:
     scaled = ScaledPredictor(Predictor(replace(p, latencies=tuple(noisy))), pcie(8, 4), nvlink(8))
     copies = scaled.curves["copy", 0]
     assert all(us >= copies.us[0] for us in copies.us)
-    assert scaled.pulling("all_gather_matmul", VARIANT).rate < 32
+    pulling = scaled.parameters("all_gather_matmul", VARIANT)
+    assert isinstance(pulling, Pulling) and pulling.rate < 32
 
 
 def test_a_topology_counts_its_gpus() -> None:

@@ -23,8 +23,9 @@ from tests.offline.test_offline import launches
 from weft.check.offline import compile_kernel
 from weft.check.ptx import broken_rules
 from weft.cli import app
+from weft.cost.model import Occupancy
 from weft.planner import tune
-from weft.planner.parts import NotMeasured, Occupancy
+from weft.planner.parts import NotMeasured
 from weft.planner.predict import Predictor
 from weft.planner.probes import calls, gemms
 from weft.planner.probes.common import SIZES, WAVES, Bench, Probe, Sizes
@@ -43,8 +44,8 @@ from weft.planner.profile import (
 )
 from weft.planner.search import Planner
 from weft.planner.simulate import over_nodes
-from weft.planner.timing import exchanged
 from weft.planner.tune import measure, probes_of, start_of
+from weft.planner.tuner import exchanged
 from weft.plans import Fused, GemmTile, Plan
 from weft.scale import SMALL_SIGNALED, SMALL_TILE
 

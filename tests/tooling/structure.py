@@ -32,7 +32,7 @@ SOURCE = ROOT / "src" / "weft"
 LAYERS: Sequence[Sequence[str]] = (
     ("errors",),
     ("architectures",),
-    ("_triton", "residency", "span", "symmetric"),
+    ("_triton", "residency", "span", "symmetric", "timing"),
     ("plans", "scaled_tensor"),
     ("scale", "chooser"),
     ("lang",),
@@ -43,6 +43,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("launch", "tensor_checks"),
     ("prepared",),
     ("torch_library",),
+    ("cost",),
     ("op",),
     ("transport", "compute"),
     ("ops",),

@@ -16,8 +16,9 @@ import torch
 
 import weft
 from weft.backends.emulated import EmulatedBackend
-from weft.chooser import CallTime, Choice, Chooser
+from weft.chooser import Choice, Chooser
 from weft.plans import KINDS, Plan, Sequential
+from weft.timing import CallTime
 from weft.torch_library import text_of
 
 FILE = Path(__file__).parents[2] / "examples" / "own_op.py"

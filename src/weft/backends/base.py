@@ -27,7 +27,6 @@ from torch.distributed import ProcessGroup
 from triton import JITFunction
 
 from ..architectures import HOPPER
-from ..chooser import Clock
 from ..errors import Mismatch, Unsupported
 from ..kernel_launch import Launch, Moved
 from ..lang.jit import Options
@@ -35,6 +34,7 @@ from ..residency import Ledgers, Notes
 from ..scale import Scale
 from ..symmetric import Stream as Stream
 from ..symmetric import SymmetricTensor as SymmetricTensor
+from ..timing import Clock
 from .library_gemm import multiply
 from .nodes import why_no_levels
 

@@ -29,13 +29,13 @@ from torch.distributed.distributed_c10d import (
 from triton import JITFunction
 
 from .. import architectures
-from ..chooser import cuda_clock
 from ..errors import Mismatch, Timeout, Unsupported
 from ..kernel_launch import Launch, Moved
 from ..lang.intrinsics import CALL, DIFFERS, GUARD_WORDS, NUMBER_BITS, RECORD_WORDS
 from ..lang.jit import Options
 from ..residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from ..scale import Scale
+from ..timing import cuda_clock
 from . import nodes, shared_gpu
 from .barrier import wait_word
 from .base import BETWEEN_CTAS, Arguments, Backend, CallRecord, R, SymmetricTensor, timeout_seconds

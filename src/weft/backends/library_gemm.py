@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..chooser import Choice, Chooser
+from ..chooser import Choice, Chooser, bucket
 from ..scaled_tensor import SCALE_BLOCK, ScaledTensor, Scaling
 
 GemmFunction = Callable[..., torch.Tensor]  # takes x, weight, out, and starts for a grouped GEMM; returns the result
@@ -70,23 +70,20 @@ def torch_groups(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=starts[1:])
 
 
-_one_trial_an_octave = False
+_steps_an_octave = 8  # in which calls share a trial
 
 
 def one_trial_per_power_of_two() -> None:
     """Let all calls of this process with M up to the same power of two share a trial. Engines need it, whose batches
     have any number of tokens: with eight trials an octave, requests of the first minutes would wait for some of
     them."""
-    global _one_trial_an_octave
-    _one_trial_an_octave = True
+    global _steps_an_octave
+    _steps_an_octave = 1
 
 
 def stepped(m: int) -> int:
     """Return M rounded up to one of eight steps an octave, or to a power of two after `one_trial_per_power_of_two`."""
-    if _one_trial_an_octave:
-        return 1 << max(m - 1, 0).bit_length()
-    step = 1 << max(m.bit_length() - 4, 0)
-    return -(-m // step) * step
+    return bucket(m, _steps_an_octave)
 
 
 def fastest(

@@ -17,19 +17,16 @@ split whose two parts together take the least time (TokenWeave's smart split).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from importlib import resources
-from typing import Any
+from dataclasses import asdict, dataclass, fields
 
 import torch
 
 from ..backends.base import Event
 from ..ops.all_reduce.op import ALL_REDUCE_RMS_NORM
-from ..planner.table import gpu_of
+from ..planner.table import DECODER, StoredRow, gpu_of, layers
 from ..plans import Plan
 from ..world import World
 
@@ -229,23 +226,26 @@ class Table:
     profile: LayerTimes | None = None
     eager: Choices = ()
 
-    def to_json(self) -> dict[str, object]:
-        """Return the table as it is stored in `planner/tables/decoder`."""
-        return {
-            "choices": [[tokens, asdict(plan)] for tokens, plan in self.choices],
-            "eager": [[tokens, asdict(plan)] for tokens, plan in self.eager],
-            "profile": None if self.profile is None else asdict(self.profile),
-        }
+    def to_rows(self, world: int, hidden: int, intermediate: int) -> list[StoredRow]:
+        """Return the table as rows of the planner's (`planner.table`)."""
+        key = {"op": DECODER, "world": world, "N": hidden, "K": intermediate}
+        plans = [("eager", *choice) for choice in self.eager] + [("graph", *choice) for choice in self.choices]
+        rows = [key | {"M": tokens, "mode": mode, "plan": asdict(plan)} for mode, tokens, plan in plans]
+        steps = [self.profile] if self.profile else []
+        return rows + [key | {"M": p.step, "mode": "profile", "plan": asdict(p)} for p in steps]
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Table:
-        """Return the table that `to_json` stored."""
-        p = data["profile"]
-        profile = p and LayerTimes(p["step"], tuple(p["attention"]), tuple(p["mlp"]), tuple(p["norm"]))
-        graph, eager = (
-            tuple((tokens, LayerPlan(**plan)) for tokens, plan in data.get(mode, ())) for mode in ("choices", "eager")
-        )
-        return cls(graph, profile, eager)
+    def from_rows(cls, rows: Sequence[StoredRow]) -> Table:
+        """Return the table that `to_rows` stored."""
+        choices: dict[str, list[tuple[int, LayerPlan]]] = {"graph": [], "eager": []}
+        profile = None
+        for r in rows:
+            if r["mode"] == "profile":
+                step, *us = (r["plan"][field.name] for field in fields(LayerTimes))
+                profile = LayerTimes(step, *map(tuple, us))
+            else:
+                choices[r["mode"]].append((r["M"], LayerPlan(**r["plan"])))
+        return cls(tuple(choices["graph"]), profile, tuple(choices["eager"]))
 
     def choose(self, tokens: int, mode: str = "graph") -> LayerPlan | None:
         """Return the plan for `tokens` in `mode`, "graph" or "eager"; None if that mode was not measured."""
@@ -280,10 +280,8 @@ def learn_layers(name: str, table: Table) -> None:
 
 
 def table(world: World, hidden: int, intermediate: int) -> Table:
-    """Return the table from `learn_layers`, else that in `planner/tables/decoder/<gpu>.json`, else an empty one."""
+    """Return the table from `learn_layers`, else the planner's rows of these sizes, if there are any."""
     name = name_of(world, hidden, intermediate)
     if name not in _learned:
-        path = resources.files("weft.planner") / "tables" / "decoder" / f"{gpu_of(world)}.json"
-        tables = json.loads(path.read_text()) if path.is_file() else {}
-        _learned[name] = Table.from_json(tables[name]) if name in tables else Table()
+        _learned[name] = Table.from_rows(layers(gpu_of(world), world.size, hidden, intermediate))
     return _learned[name]

@@ -27,12 +27,14 @@ from pathlib import Path
 import torch
 
 from ..architectures import device_capability, features
-from ..chooser import LAUNCH_MODES, AnyTrial, length, span
+from ..chooser import LAUNCH_MODES, AnyTrial
+from ..cost.model import ITEM
 from ..op import REGISTRY, Call, Op, collectives, trial_title
 from ..ops.recipes import check_name
 from ..plans import Decomposed, OneShot, Plan, Sequential, Signaled
+from ..timing import length, repeated, span
 from ..world import World
-from .parts import ITEM, NotMeasured
+from .parts import NotMeasured
 from .predict import Predictor
 from .profile import Profile, ProfileError, find, names, nearest_machine, read, shipped, this_machine
 from .search import Decision, Option, Planner, near
@@ -179,13 +181,9 @@ def time_check(device: torch.device) -> float:
     x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16, generator=generator) for rows in (m, n))
     out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
 
-    def multiply(times: int) -> None:
-        for _ in range(times):
-            torch.mm(x, w.t(), out=out)
-
     times = []
     for i in range(6):
-        events = span(functools.partial(multiply, 20 if i else 2))
+        events = span(repeated(lambda: torch.mm(x, w.t(), out=out), 20 if i else 2))
         events[1].synchronize()
         times.append(length(events) / 20)
     return statistics.median(times[1:])

@@ -48,15 +48,6 @@ class Curve:
         return y0 + (nbytes - x0) * (y1 - y0) / (x1 - x0)
 
 
-def filled(tiles: float | np.ndarray, programs: int, per_sm: int, soft: float) -> np.ndarray:
-    """Return the waves that `tiles` tiles (a number or an array) take over `programs` programs. A last wave that leaves
-    SMs idle costs less than a whole one, by the fraction `soft` of what is missing, because the other SMs get its
-    power. With two programs on an SM, half a wave takes half the time."""
-    whole, rest = np.divmod(tiles, programs)
-    last = np.ceil(rest * per_sm / programs) / per_sm
-    return whole + np.where(whole > 0, (1 - soft) * last + soft * rest / programs, last)
-
-
 def near_mean(points: dict[tuple[int, int, int], list[float]]) -> Callable[[int, int, int], float]:
     """Return a correction by shape: the mean of the values of near points (M, N, K), and half their median far from all
     of them."""

@@ -6,36 +6,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from ..op import collective, collectives
-from ..plans import Fused, FusedGather, Plan, Signaled
+from ..cost.decomposed import Chunking
+from ..cost.fused import Pulling
+from ..cost.model import AnyCost
+from ..cost.signaled import Moving, Signaling
+from ..op import REGISTRY, collectives
+from ..plans import Decomposed, Plan
 from .curves import least_squares
-from .models import decomposed, fused, signaled
-from .models.decomposed import Chunking
-from .models.fused import Pulling
-from .models.signaled import Moving, Signaling
 from .parts import NotMeasured, PartTimes
 from .profile import Profile, TimedCall
-from .queues import end
 
+FEWEST = 3  # calls to which parameters are fitted
 Fit = TypeVar("Fit", Chunking, Moving, Pulling, Signaling)
-
-
-@functools.lru_cache(maxsize=4096)
-def family(plan: Plan) -> str:
-    """Return the name of the calls whose times are fitted together: those of one kind, of one fused plan, or of the
-    signaled plans whose groups copy engines move."""
-    if isinstance(plan, Fused):
-        return plan.to_json()
-    return f"{plan.kind} by copies" if isinstance(plan, Signaled) and plan.copies else plan.kind
 
 
 class Fits(PartTimes):
@@ -44,92 +34,64 @@ class Fits(PartTimes):
     def __init__(self, profile: Profile, clock: float = 1.0) -> None:
         super().__init__(profile, clock)
         self.calls: dict[tuple[str, str], list[TimedCall]] = defaultdict(list)  # by (op, family)
+        self._measured: dict[str, dict[Plan, None]] = defaultdict(dict)
         for r in profile.calls:
-            self.calls[r.op, family(Plan.from_json(r.plan))].append(r)
-        self._variants: dict[str, list[Fused]] = {}
-        self._copying: dict[str, list[int]] = {}
-        self._pulling: dict[tuple[str, Fused], Pulling] = {}
-        self._signaling: dict[str, Signaling] = {}
-        self._moving: dict[str, Moving] = {}
-        self._chunking: Chunking | None = None
+            plan = Plan.from_json(r.plan)
+            self.calls[r.op, plan.family].append(r)
+            self._measured[r.op][plan] = None
+        self._parameters: dict[tuple[str, str], object] = {}
 
     def graphs(self, op: str, name: str) -> list[TimedCall]:
         """Return the profile's calls of a family in CUDA graphs."""
         return [r for r in self.calls.get((op, name), []) if r.mode == "graph"]
 
-    def variants(self, op: str) -> Sequence[Fused]:
-        """Return the fused plans of which the profile has calls."""
-        if op not in self._variants:
-            plans = [Plan.from_json(plan) for name, plan in self.calls if name == op and plan.startswith("{")]
-            self._variants[op] = [plan for plan in plans if isinstance(plan, Fused)]
-        return self._variants[op]
+    def measured_plans(self, op: str) -> list[Plan]:
+        """Return the plans of which the profile has calls."""
+        return list(self._measured.get(op, ()))
 
-    def copying(self, op: str) -> list[int]:
-        """Return the numbers of SMs that the GEMM leaves free, in the op's measured signaled calls moved by copies."""
-        if op not in self._copying:
-            ran = self.calls.get((op, family(Signaled(copies=True))), [])
-            self._copying[op] = sorted({json.loads(r.plan)["ctas"] for r in ran})
-        return self._copying[op]
+    def cost(self, op: str, plan: Plan) -> AnyCost:
+        """Return the model of the plan. Raises NotMeasured if there is none on this machine."""
+        cost = REGISTRY[op].costs.get(type(plan))
+        if cost is None or not cost.possible(self):
+            raise NotMeasured(f"no model of {plan} for {op}")
+        return cost
 
-    @property
+    @functools.cached_property
     def chunking(self) -> Chunking:
         """Return the parameters fitted to the profile's decomposed calls of all ops; the defaults if there are fewer
         than three."""
-        if self._chunking is None:
-            self._chunking = Chunking()
-            ran = [r for op in collectives() for r in self.graphs(op, "decomposed")]
-            with contextlib.suppress(NotMeasured):  # `weft tune` was stopped before it measured what the model needs
-                if len(ran) > 2:
-                    self._chunking = fitted(
-                        Chunking(), ran, lambda plan, r, x: end(decomposed.steps(self, r.op, plan, r.m, r.n, r.k, x))
-                    )
-        return self._chunking
+        ran = [r for op in collectives() for r in self.graphs(op, Decomposed.kind)]
+        with contextlib.suppress(NotMeasured):  # `weft tune` was stopped before it measured what the model needs
+            return self._fitted(Chunking(), ran)
+        return Chunking()
 
-    def signaling(self, op: str) -> Signaling:
-        """Return the parameters fitted to the op's signaled calls whose groups a collective moves."""
-        if op not in self._signaling:
-            self._signaling[op] = Signaling()
-            ran = self.graphs(op, family(Signaled()))
-            if len(ran) > 2:
-                self._signaling[op] = fitted(
-                    Signaling(), ran, lambda plan, r, x: end(signaled.steps(self, op, plan, r.m, r.n, r.k, x))
-                )
-        return self._signaling[op]
-
-    def moving(self, op: str) -> Moving:
-        """Return the parameters fitted to the op's signaled calls whose groups copy engines move."""
-        if op not in self._moving:
-            self._moving[op] = Moving()
-            ran = self.graphs(op, family(Signaled(copies=True)))
-            chunking = self.chunking
-            if len(ran) > 2:
-                self._moving[op] = fitted(
-                    Moving(),
-                    ran,
-                    lambda plan, r, x: end(signaled.steps_by_copies(self, op, plan, r.m, r.n, r.k, chunking, x)),
-                )
-        return self._moving[op]
-
-    def pulling(self, op: str, plan: Fused) -> Pulling:
-        """Return the rates of the programs that pull in this variant, fitted to the profile's calls of it."""
-        key = (op, plan)
-        if key not in self._pulling:
-            ran, chunking = self.graphs(op, family(plan)), self.chunking
-            if not ran:
+    def parameters(self, op: str, plan: Plan) -> object:
+        """Return the parameters of the plan's model, fitted to the profile's calls of its family; None if the model has
+        none."""
+        cost = self.cost(op, plan)
+        start, key = cost.start(plan), (op, plan.family)
+        if start is None or isinstance(start, Chunking):
+            return start and self.chunking
+        if key not in self._parameters:
+            ran = self.graphs(*key)
+            if not ran and cost.needs_calls:
                 raise NotMeasured(f"no call of {op} with {plan} was measured on {self.machine.name}")
-            parameters: tuple[str, ...] = ("fixed", "rate", "drain", "slow")
-            if collective(op) == "all_gather":  # the rate of a copy engine is known from decomposed plans
-                parameters = ("fixed", "rate", "slow") if isinstance(plan, FusedGather) else ("fixed", "slow")
-            self._pulling[key] = fitted(
-                Pulling(), ran, lambda _, r, x: fused.us(self, op, plan, r.m, r.n, r.k, x, chunking), parameters
-            )
-        return self._pulling[key]
+            self._parameters[key] = self._fitted(start, ran, cost.fitted_names(plan), 1 if cost.needs_calls else FEWEST)
+        return self._parameters[key]
+
+    def _fitted(self, start: Fit, ran: Sequence[TimedCall], names: Sequence[str] = (), fewest: int = FEWEST) -> Fit:
+        """Return `start`, fitted if there are enough calls."""
+
+        def model(plan: Plan, r: TimedCall, x: Fit) -> float:
+            return self.cost(r.op, plan).us(self, REGISTRY[r.op].gemm_call(r.m, r.n, r.k), plan, x)
+
+        return fitted(start, ran, model, names) if len(ran) >= fewest else start
 
 
 def fitted(
     start: Fit,
     ran: Sequence[TimedCall],
-    model: Callable[[Any, TimedCall, Fit], float],
+    model: Callable[[Plan, TimedCall, Fit], float],
     parameters: Sequence[str] = (),
 ) -> Fit:
     """Fit the named `parameters` of `start` (empty: all) so that `model` predicts the measured times, by least squares

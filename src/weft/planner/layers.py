@@ -21,12 +21,12 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..op import collectives
+from ..cost.model import ITEM, SHOTS, Occupancy, low_latency_name
+from ..op import REGISTRY, collectives
 from ..plans import Fused, GemmTile, Sequential
 from ..world import World
 from .auto import planner_on
-from .parts import Occupancy
-from .predict import ITEM, SHOTS, NotMeasured, low_latency_name
+from .parts import NotMeasured
 from .search import Planner, gain, near
 
 HEAT = 1.2  # time of a GEMM in a pass over its time alone
@@ -169,7 +169,7 @@ class LayerPredictor:
         for name, (n, k) in zip(("all_gather", "reduce_scatter") * 2, (s.qkv, s.out, s.gate_up, s.down), strict=True):
             call = self.planner.decide(self.op_names[name], m, n, k, even=m % p.world == 0, limits=self.limits)
             assert call.us is not None
-            moved = p.latency("copy", (m - own_rows) * (k if name == "all_gather" else n) * ITEM)
+            moved = p.latency("copy", REGISTRY[self.op_names[name]].gemm_call(m, n, k).moved(m - own_rows))
             total += self._gemm(m, n, k) + max(call.us - p.gemm(m, n, k), COPY_SHARE * moved)
             if (n, k) == s.gate_up and not isinstance(call.plan, Fused):  # a fused plan's epilogue has the activation
                 total += self._activation(m)

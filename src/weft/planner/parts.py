@@ -7,27 +7,21 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from ..plans import GemmTile, OneShot, Plan, TwoShotLowLatency
-from .curves import Curve, Smooth, filled
+from ..cost.model import ITEM, SHOTS, Occupancy, filled, low_latency_name
+from ..cost.two_level import OverNodes
+from ..plans import Plan
+from .curves import Curve, Smooth
 from .profile import Gemm, Profile, ProfileError, Slowdown, Wave
 
-ITEM = 2  # bytes of an element, bfloat16 or float16
 # Tile shapes that a library may choose among; which one it takes is not known.
 _SHAPES = np.array([(a, b) for a in (64, 128, 192, 256) for b in range(64, 257, 16) if a * b <= 192 * 256])
-SHOTS = (OneShot(), TwoShotLowLatency())  # the low-latency plans
 
 
 class NotMeasured(ProfileError):
     """The profile lacks a measurement that this prediction needs."""
-
-
-def low_latency_name(collective_name: str, plan: Plan) -> str:
-    """Return the name that a profile gives to a collective by a plan of SHOTS."""
-    return f"{plan.kind} {collective_name}"
 
 
 # The shape of a library's GEMM time, set by hand when the predictor was written and not fitted. `Smooth` corrects it by
@@ -108,16 +102,11 @@ class Tiles:
         return self._model(tiles, programs, per_sm, k) * math.exp(ratio)
 
 
-class Occupancy(NamedTuple):
-    """The tile of a GEMM, and how many programs with such tiles an SM holds at once."""
-
-    tile: GemmTile
-    per_sm: int = 1
-
-
 class PartTimes:
     """us of the parts of calls on the profile's machine. clock: time of a GEMM now over its time when the profile was
-    made."""
+    made. over_nodes: times between nodes, for ranks on several nodes."""
+
+    over_nodes: OverNodes | None = None
 
     def __init__(self, profile: Profile, clock: float = 1.0) -> None:
         self.profile, self.machine, self.clock = profile, profile.machine, clock
@@ -196,6 +185,10 @@ class PartTimes:
                 f"{operation}{f' with {ctas} CTAs' if ctas else ''} was not measured on {self.machine.name}"
             )
         return curve(nbytes)
+
+    def limited(self, operation: str) -> list[int]:
+        """Return the limits of CTAs with which a collective was measured."""
+        return sorted(ctas for name, ctas in self.curves if name == operation and ctas)
 
     def low_latency_times(self, operation: str, nbytes: int) -> dict[Plan, float]:
         """Return the us of a collective by each low-latency plan that was measured for at least so many bytes."""

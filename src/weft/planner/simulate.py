@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..op import collective, collectives, op_around
+from ..cost.fused import Pulling
+from ..cost.model import ITEM, GemmCall
+from ..cost.signaled import Signaling
+from ..cost.two_level import OverNodes
+from ..op import REGISTRY, collectives, op_around
 from ..plans import Fused, Plan, Sequential, Signaled
-from .models.fused import Pulling
-from .models.signaled import Signaling
-from .models.two_level import OverNodes
-from .parts import ITEM, NotMeasured
+from .parts import NotMeasured
 from .predict import Predictor
 from .profile import SEND_TO_NODE, Latency, Profile
 from .search import Decision, Planner, brief, gain
@@ -138,19 +139,24 @@ class ScaledPredictor(Predictor):
         if topology.peer_access and len(used) == 2 and topology.levels[0].count > 1:
             self.over_nodes = _over_nodes(measured, used[0], used[1], measured_on)
 
-    def variants(self, op: str) -> Sequence[Fused]:
-        return self.measured.variants(op) if self.topology.one_level else ()
+    def measured_plans(self, op: str) -> list[Plan]:
+        plans = self.measured.measured_plans(op) if self.topology.one_level else []
+        return [plan for plan in plans if isinstance(plan, Fused)]
 
-    def pulling(self, op: str, plan: Fused) -> Pulling:
-        pull = self.measured.pulling(op, plan)
+    def parameters(self, op: str, plan: Plan) -> object:
+        if self.cost(op, plan).start(plan) is None:
+            return None
+        parameters = self.measured.parameters(op, plan)
+        if isinstance(parameters, Signaling):
+            return parameters
+        if not isinstance(parameters, Pulling):
+            return super().parameters(op, plan)
         most = max(
             (c.sizes[-1] / c.us[-1] / 1e3 for (operation, _), c in self.curves.items() if operation == "copy"),
             default=math.inf,
         )
-        return replace(pull, rate=min(pull.rate, most), drain=min(pull.drain, most)) if self.slower > 1 else pull
-
-    def signaling(self, op: str) -> Signaling:
-        return self.measured.signaling(op)
+        rate, drain = (min(rate, most) for rate in (parameters.rate, parameters.drain))
+        return replace(parameters, rate=rate, drain=drain) if self.slower > 1 else parameters
 
     def _correction(self, op: str, plan: Plan) -> Callable[[int, int, int], float]:
         return self.measured._correction(op, plan)
@@ -163,10 +169,11 @@ def _over_nodes(measured: Predictor, node: Level, network: Level, measured_on: T
     across = ScaledPredictor(measured, Topology("a GPU a node", (network,), peer_access=False), measured_on)
     pair = ScaledPredictor(measured, Topology("a pair", (replace(network, count=2),), peer_access=False), measured_on)
 
-    def node_us(op: str, m: int, n: int, k: int) -> float:
-        us = inside.decide(op, m, n, k, "graph", m % node.count == 0).us
+    def node_us(call: GemmCall) -> float:
+        op = op_around(call.collective)
+        us = inside.decide(op, call.m, call.n, call.k, "graph", call.m % node.count == 0).us
         if us is None:
-            raise NotMeasured(f"{op} {m} x {n} x {k} cannot be predicted")
+            raise NotMeasured(f"{op} {call.m} x {call.n} x {call.k} cannot be predicted")
         return us
 
     return OverNodes(
@@ -235,7 +242,7 @@ def calls_of(workload: str, size: tuple[int, int, int], gpus: int) -> list[Simul
         return mlp if workload == "mlp" else attention + mlp
     if workload not in collectives():
         raise ValueError(f'{workload!r} is not "mlp", "decoder" or one of {sorted(collectives())}')
-    return [(workload, m, part(a), b) if collective(workload) == "all_gather" else (workload, m, a, part(b))]
+    return [(workload, m, part(a), b) if REGISTRY[workload].gathers else (workload, m, a, part(b))]
 
 
 @dataclass(frozen=True)
@@ -378,11 +385,8 @@ def simulate_from(
             plans.append(best.plan)
             us, sequential = us + best.us, sequential + decision.sequential
             gemm += predictor.gemm(m, n, k)
-            comm += (
-                predictor.latency(collective(op), m * (k if collective(op) == "all_gather" else n) * ITEM)
-                if predictor.world > 1
-                else 0
-            )
+            call = REGISTRY[op].gemm_call(m, n, k)
+            comm += predictor.latency(call.collective, call.moved(m)) if predictor.world > 1 else 0
         if workload in ("mlp", "decoder"):  # gate and up are read, and their product is written
             activation = predictor.latency("local", size[0] * -(-size[2] // topology.gpus) * 3 * ITEM // 2)
             us, sequential = us + activation, sequential + activation

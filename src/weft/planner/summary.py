@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ..op import collective, op_around
+from ..op import REGISTRY, op_around
 from ..plans import Plan
 from .parts import NotMeasured
 from .predict import Predictor
@@ -41,7 +41,7 @@ def gains(profile: Profile) -> list[Gain]:
     planner, gpus = Planner(Predictor(profile)), profile.machine.world
     gains = []
     for op in map(op_around, COLLECTIVES):
-        n, k = (2 * INNER_SIZE // gpus, H) if collective(op) == "all_gather" else (H, INNER_SIZE // gpus)
+        n, k = (2 * INNER_SIZE // gpus, H) if REGISTRY[op].gathers else (H, INNER_SIZE // gpus)
         for tokens in TOKENS:
             try:
                 decision = planner.decide(op, tokens, n, k, "graph", tokens % gpus == 0)

@@ -4,6 +4,9 @@
 world, M, N, K (of the GEMM on one rank, but M of all ranks), mode ("graph": captured in a CUDA graph, "eager"), the
 fastest plan and its speedup over cuBLAS + NCCL: the one that the benchmark confirmed, or that of the tuning run, less
 what such runs overstated elsewhere.
+
+Rows of the op DECODER, from `bench/measure/decoder.py --tune`, have the way in which a decoder's layers run from M
+tokens on; N and K are its hidden and its intermediate size (`nn.weave.Table`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -23,6 +26,9 @@ from ..plans import Plan, Sequential
 if TYPE_CHECKING:
     from ..world import World
 
+DECODER = "decoder"
+StoredRow: TypeAlias = dict[str, Any]  # as it is stored
+KEY = ("op", "world", "M", "N", "K", "mode")  # the fields that identify a row
 GAIN = 1.02  # a plan with a smaller speedup is not worth its memory
 
 
@@ -40,16 +46,27 @@ class Measured:
 
 
 @functools.cache
-def load(gpu: str) -> tuple[Measured, ...]:
-    """Return the rows of one GPU model; empty if it was not measured."""
+def stored(gpu: str) -> tuple[StoredRow, ...]:
+    """Return the rows of one GPU model as they are stored; empty if it was not measured."""
     path = resources.files(__package__) / "tables" / f"{gpu}.json"
-    if not path.is_file():
-        return ()
+    return tuple(json.loads(path.read_text())) if path.is_file() else ()
+
+
+@functools.cache
+def load(gpu: str) -> tuple[Measured, ...]:
+    """Return the rows of ops on one GPU model."""
     return tuple(
         Measured(op, world, m, n, k, mode, Plan.from_json(json.dumps(r["plan"])), r["speedup"], r["us"])
-        for r in json.loads(path.read_text())
-        for op, world, m, n, k, mode in [itemgetter("op", "world", "M", "N", "K", "mode")(r)]
+        for r in stored(gpu)
+        for op, world, m, n, k, mode in [itemgetter(*KEY)(r)]
+        if op != DECODER
     )
+
+
+def layers(gpu: str, world: int, hidden: int, intermediate: int) -> list[StoredRow]:
+    """Return the rows of decoders of these sizes."""
+    key = DECODER, world, hidden, intermediate
+    return [r for r in stored(gpu) if (r["op"], r["world"], r["N"], r["K"]) == key]
 
 
 def gpu_of(world: World) -> str:

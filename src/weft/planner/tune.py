@@ -42,7 +42,7 @@ from .profile import (
     this_machine,
     write,
 )
-from .timing import CudaTimer, exchanged
+from .tuner import CudaTimer, exchanged
 
 SAVE_EVERY = 3.0  # seconds between two writes of the file
 

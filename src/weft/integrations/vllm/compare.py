@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ...chooser import MIN_SPEEDUP, CallTime, Choice, Chooser
+from ...chooser import MIN_SPEEDUP, Choice, Chooser
 from ...plans import Plan, Sequential
+from ...timing import back_to_back
 from .flashinfer import FlashInfer
 from .interface import VllmObject
 from .row_norm_column import PASS_FORMS, OwnRows, WovenLayers
@@ -39,7 +39,6 @@ RunPass: TypeAlias = Callable[[int], object]  # runs a pass of so many tokens
 Times: TypeAlias = tuple[int, dict[str, float]]  # a number of tokens, and us by way
 IN_GRAPHS = (Sequential(), OwnRows())  # the forms of few tokens, which one GEMM's tile holds
 FAR_SLOWER = 1.3  # a form that takes so many times the fastest pass, in two passes, is timed no further
-PASSES_TIMED = 2  # passes that are timed together, so that the host prepares the second under the first
 
 
 class TokenSpan(NamedTuple):
@@ -177,18 +176,6 @@ def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, r
     expected, title = (lambda mode: VLLM), "whole passes"
     key = ("passes", tokens)
     return Choice(key, expected, lambda: candidates, once, prepare, title, (tokens,), hopeless=FAR_SLOWER)
-
-
-def back_to_back(run: Callable[[], object], times: int, ahead: float) -> CallTime:
-    """Time passes that are launched one after the other, with the host's work for them."""
-    times = max(times, PASSES_TIMED)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(times):
-        run()
-    torch.cuda.synchronize()
-    us = (time.perf_counter() - began) * 1e6 / times
-    return CallTime(us, us)
 
 
 class Compared(Switched):

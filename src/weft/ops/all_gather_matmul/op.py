@@ -39,6 +39,7 @@ from ..recipes import (
 )
 from ..removed import unexpected
 from .call import GATHER_GEMM, GatherCall
+from .cost import GATHER_COSTS
 from .runs import prepare_flag_gated, prepare_fused, prepare_gathered, prepare_sequential, usable
 from .two_level import run_gather
 
@@ -55,6 +56,8 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     results = 3
     operand_type = ScaledFactors
     collective = "all_gather"
+    gathers = True
+    costs = GATHER_COSTS
     transposes = Sequential, Decomposed, Fused, OneShot, TwoLevel
     runs = {
         Sequential: prepare_sequential,

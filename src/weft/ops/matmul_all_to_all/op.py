@@ -36,6 +36,7 @@ from ...world import Memo, World
 from ..common import Factors, MatmulCall, MatmulOp, check_16_byte_rows
 from ..matmul_reduce.signaled import Tiling, gemm_launch
 from ..recipes import validate
+from .cost import EXCHANGE_COSTS
 from .two_level import run_exchange
 
 _OP = "matmul_all_to_all"
@@ -299,6 +300,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
 
     name = _OP
     collective = "all_to_all"
+    costs = EXCHANGE_COSTS
     runs = {
         Sequential: unprepared(run_sequential),
         Signaled: unprepared(run_signaled),

@@ -43,6 +43,7 @@ from ..recipes import (
 )
 from ..removed import unexpected
 from .call import GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, ReduceCall
+from .cost import ALL_REDUCE_COSTS, SCATTER_COSTS
 from .runs import prepare_fused, prepare_reduced, prepare_sequential, prepare_shots
 from .signaled import prepare_signaled
 from .two_level import run_reduce_all, run_scatter
@@ -98,6 +99,7 @@ class MatmulReduceScatter(MatmulReduce):
     and those of `ProductOptions`."""
 
     name, collective = GEMM_REDUCE_SCATTER, "reduce_scatter"
+    costs = SCATTER_COSTS
     signature = f"{SCALED_FACTORS}, SymInt[]? rows, bool reorder, {PRODUCT_OPTIONS}"
     everywhere = False
     # In 76 shapes and modes on 2 to 8 H200s, 4 or 2 forward programs were at most 1.3% faster than 16 (2026-11).
@@ -143,6 +145,7 @@ class MatmulAllReduce(MatmulReduce):
     """The op matmul_all_reduce. The options are reorder and those of `ProductOptions`."""
 
     name, collective = GEMM_ALL_REDUCE, "all_reduce"
+    costs = ALL_REDUCE_COSTS
     signature = f"{SCALED_FACTORS}, bool reorder, {PRODUCT_OPTIONS}"
     everywhere = True
     # In 76 shapes and modes on 2 to 8 H200s, 4 forward programs were at most 2.1% faster than 16 (2026-11).

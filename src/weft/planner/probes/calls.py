@@ -7,15 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...architectures import HOPPER
+from ...cost.model import SHOTS
+from ...cost.signaled import SINGLE
 from ...op import REGISTRY, collective, collectives, op_around
 from ...ops.tiles import with_architecture_tiles
-from ...plans import Decomposed, LowLatencyShot, OneShot, Plan, Sequential
-from ..parts import SHOTS
+from ...plans import Decomposed, LowLatencyShot, OneShot, Plan, Sequential, Signaled
 from ..profile import Measurement, TimedCall
-from ..search import PIECES, SINGLE
 from . import moves
 from .common import Bench, GemmShape, Probe
-from .moves import AFTER
 
 MOST_LOW_LATENCY_BYTES = 32 << 20  # the largest low-latency collective that is timed
 
@@ -44,7 +43,7 @@ def most_low_latency_bytes(op: str, plan: LowLatencyShot, world: int) -> int:
 
 def call(b: Bench, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "graph") -> Probe:
     row = TimedCall(op, plan.to_json(), m, n, k, mode, 1.0)
-    rows = m // b.world.size if collective(op) == "all_gather" else m
+    rows = m // b.world.size if REGISTRY[op].gathers else m
     x, w = b.x[: rows * k].view(rows, k), b.w[: n * k].view(n, k)
 
     # The public function stands beside the op's definition. It is timed, including its work on the host.
@@ -62,7 +61,7 @@ def call(b: Bench, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "gra
 
 
 def shapes_of(b: Bench, op: str, part: int) -> tuple[GemmShape, ...]:
-    return (b.sizes.gather if collective(op) == "all_gather" else b.sizes.reduce)[part]
+    return (b.sizes.gather if REGISTRY[op].gathers else b.sizes.reduce)[part]
 
 
 def calls(b: Bench, part: int) -> Iterator[Probe]:
@@ -73,7 +72,8 @@ def calls(b: Bench, part: int) -> Iterator[Probe]:
         doubling.append(sum(doubling))
     chunks = [Decomposed((1,) * world), Decomposed(tuple(doubling))] if sum(doubling) == world else [Decomposed()]
     for op, fused in variants(b.world.backend.capability).items():
-        in_pieces = [Decomposed((1,) * world, PIECES)] if collective(op) == "reduce_scatter" else []
+        takes_pieces = "pieces" not in REGISTRY[op].unsupported_fields.get(Decomposed, ())
+        in_pieces = [Decomposed((1,) * world, 2)] if takes_pieces else []
         plans: list[Plan] = [Sequential(), *((*chunks, *in_pieces, *fused) if b.copies else ())]
         yield from (call(b, op, plan, *shape) for plan in plans for shape in shapes_of(b, op, part))
     yield from (
@@ -83,7 +83,7 @@ def calls(b: Bench, part: int) -> Iterator[Probe]:
 
 def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
     """Yield calls by signaled plans: of few groups and of many, with a short first group and a short last one."""
-    for op in (op for op, collective_name in collectives().items() if collective_name in AFTER):
+    for op in (op for op in collectives() if Signaled in REGISTRY[op].costs):
         for ctas in b.sizes.ctas[:2]:
             for groups in ((), (1, 2, 4, 8, 16), (2,) * 16):
                 plan = replace(b.sizes.signaled, groups=groups, ctas=ctas)
@@ -98,7 +98,7 @@ def eager_calls(b: Bench) -> Iterator[Probe]:
     and one that is bound by the GPU."""
     for op, fused in variants(b.world.backend.capability).items():
         plans: list[Plan] = [Sequential(), *((Decomposed(), fused[0]) if b.copies else ())]
-        if collective(op) != "all_gather":
+        if Signaled in REGISTRY[op].costs:
             plans.append(b.sizes.signaled)
             if b.copies:
                 plans.append(replace(b.sizes.signaled, ctas=min(b.sizes.ctas), copies=True))

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...cost.model import Occupancy
 from ...ops.tiles import with_architecture_tiles
 from ...plans import NARROW, FusedGather, GemmTile, Signaled
 from ...world import World
-from ..parts import Occupancy
 from ..profile import Latency, Measurement
-from ..timing import Timer
+from ..tuner import Timer
 
 BF = torch.bfloat16
 GemmShape = tuple[int, int, int]

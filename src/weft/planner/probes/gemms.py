@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...compute.gemm import matmul as gemm_kernel
+from ...cost.model import Occupancy
 from ...kernel_launch import Launch, Matrix, prepared
 from ...ops.common import tile_of
 from ...ops.matmul import ALONE
 from ...plans import GemmTile
 from ...world import World
-from ..parts import Occupancy
 from ..profile import Gemm, Wave
 from .common import Bench, Probe
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ...backends.base import Stream
+from ...cost.model import low_latency_name
 from ...op import REGISTRY
 from ...op import collective as collective_of
 from ...plans import LowLatencyShot
@@ -18,7 +19,6 @@ from ...transport import low_latency as low_latency
 from ...transport.copy_engine import sum_parts
 from ...transport.order import peer_at
 from ...transport.two_level import node_pairs, send
-from ..parts import low_latency_name
 from ..profile import SEND_TO_NODE, Latency, Measurement, Slowdown, UsedCtas
 from . import gemms
 from .common import Bench, Probe, size_of

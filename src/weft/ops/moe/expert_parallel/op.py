@@ -27,6 +27,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 import torch
 
 from ....architectures import lacks
+from ....chooser import bucket
 from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
 from ....prepared import Run, unprepared
@@ -319,9 +320,7 @@ class Moe(Op[MoeCall]):
     def trial_key(self, call: MoeCall) -> Hashable:
         """Return the layer with its number of tokens rounded up to a power of two, and what is saved. There is no
         router in it: a call with one is of the op `MoeWithRouter`, whose decisions have another name and no trial."""
-        return call.keep, replace(
-            call.layer, max_tokens_per_rank=1 << (call.layer.max_tokens_per_rank - 1).bit_length()
-        )
+        return call.keep, replace(call.layer, max_tokens_per_rank=bucket(call.layer.max_tokens_per_rank, 1))
 
     def balanced(self, world: World, call: MoeCall, operands: MoeOperands) -> tuple[MoeCall, MoeOperands]:
         """Return a call with as many tokens as a rank may have, whose experts are drawn at random. The first call

@@ -1,10 +1,4 @@
-"""Times of calls on the GPU.
-
-Every timing in weft rests on `chooser.span`: two events around work on one stream. `CudaTimer`, for the profile,
-replays one call back to back from a graph, with all ranks at once. bench/common/timing.py and the demo time several
-functions in alternation, so that a GPU that heats up slows all of them. The self-check (auto.py) times a GEMM on one
-GPU, without other ranks, in 20 ms.
-"""
+"""The timer of `weft tune`, which replays one call back to back from a graph, with all ranks at once."""
 
 from __future__ import annotations
 
@@ -15,12 +9,11 @@ from typing import Protocol, TypeVar
 import torch
 
 from ..backends.base import Stream
-from ..chooser import CYCLES, Events, length, span
+from ..timing import Events, behind_host, captured, length, repeated, span
 from ..world import World
 
 GRAPH_US = 3000.0  # us of a captured graph, at most BATCH calls
 BATCH, REPLAYS, MOST_REPLAYS = 20, 4, 16  # graphs shorter than GRAPH_US are replayed up to MOST_REPLAYS times
-AHEAD = 200 * CYCLES  # longer than the host takes to launch a replay
 
 Timed = Callable[[int], Events]  # submits so many calls and returns the events around them
 R = TypeVar("R")
@@ -66,7 +59,7 @@ class CudaTimer:
         """Return the rough us of a call, after one to warm up."""
         fn()
         self._rendezvous()
-        two = span(lambda: (fn(), fn()))
+        two = span(repeated(fn, 2))
         two[1].synchronize()
         return self._slowest(length(two) / 2)
 
@@ -75,18 +68,8 @@ class CudaTimer:
             once = max(self._once(fn), 1.0)
             calls = max(2, min(BATCH, int(GRAPH_US / once)))
             replays = max(REPLAYS, min(MOST_REPLAYS, int(GRAPH_US / once / BATCH)))
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=self.stream, pool=self.pool):
-                for _ in range(calls):
-                    fn()
-            graph.replay()
-            spans = []
-            for _ in range(replays):
-                # Without this sleep the host's launch would count, which takes longer than a short graph.
-                torch.cuda._sleep(AHEAD)
-                self._rendezvous()
-                spans.append(span(graph.replay))
+            graph = captured(fn, calls, self.stream, self.pool)
+            spans = [behind_host(graph.replay, self._rendezvous) for _ in range(replays)]
             torch.cuda.synchronize()
             return self._slowest(statistics.median(map(length, spans)) / calls)
 
@@ -96,7 +79,7 @@ class CudaTimer:
             spans = []
             for _ in range(REPLAYS):
                 self._rendezvous()
-                spans.append(span(lambda: [fn() for _ in range(BATCH)]))
+                spans.append(span(repeated(fn, BATCH)))
                 torch.cuda.synchronize()
             return self._slowest(statistics.median(map(length, spans)) / BATCH)
 
@@ -107,14 +90,10 @@ class CudaTimer:
             side = self.world.side_stream("tune")
 
             def on_side(count: int) -> Events:
-                def run_transfers() -> None:
-                    for _ in range(count):
-                        transfer(side)
-
-                return span(run_transfers, side)
+                return span(repeated(lambda: transfer(side), count), side)
 
             def on_main(count: int) -> Events:
-                return span(lambda: [fn() for _ in range(count)])
+                return span(repeated(fn, count))
 
             def alone(run: Timed, count: int) -> float:
                 times = []
@@ -126,20 +105,14 @@ class CudaTimer:
                     times.append(length(timed))
                 return self._slowest(statistics.median(times))
 
-            def within(
-                long: Timed,
-                long_calls: int,
-                short: Timed,
-                short_calls: int,
-                long_stream: torch.cuda.Stream,
-                short_stream: torch.cuda.Stream,
-            ) -> float:
+            def within(long: Timed, long_calls: int, short: Timed, short_calls: int) -> float:
+                streams: dict[Timed, torch.cuda.Stream] = {on_side: side, on_main: self.stream}
                 times = []
                 for _ in range(3):
                     self._rendezvous()
                     side.wait_stream(self.stream)
                     long(max(long_calls // 4, 1))
-                    short_stream.wait_stream(long_stream)
+                    streams[short].wait_stream(streams[long])
                     long(long_calls)
                     timed = short(short_calls)
                     torch.cuda.synchronize()
@@ -153,6 +126,6 @@ class CudaTimer:
             short_a, short_b = (max(2, int(2000 / us)) for us in (a, b))
             long_a, long_b = (max(2, int(8000 / us)) for us in (a, b))
             a, b = alone(on_main, short_a), alone(on_side, short_b)
-            slow_a = within(on_side, long_b, on_main, short_a, side, self.stream) / a
-            slow_b = within(on_main, long_a, on_side, short_b, self.stream, side) / b
+            slow_a = within(on_side, long_b, on_main, short_a) / a
+            slow_b = within(on_main, long_a, on_side, short_b) / b
             return max(slow_a, 1.0), max(slow_b, 1.0)

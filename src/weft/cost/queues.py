@@ -6,8 +6,16 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from .profile import Slowdown
+
+class Slowing(Protocol):
+    """Time of a GEMM, and of a transfer, while both run, over the time alone (`planner.profile.Slowdown`)."""
+
+    @property
+    def gemm(self) -> float: ...
+    @property
+    def transfer(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class Work:
     end: float = math.inf
 
 
-def side_by_side(works: Sequence[Work], slowdown: Slowdown, summing: float = 1.0) -> list[Step]:
+def side_by_side(works: Sequence[Work], slowdown: Slowing, summing: float = 1.0) -> list[Step]:
     """Return the start and end of each piece of work. A queue runs its works in order, one at a time. GEMMs on several
     queues ("gemm", "gemm 2") share the SMs evenly, transfers ("comm", "comm 2") the links; a GEMM and a transfer slow
     each other down while both run. summing: time of a GEMM over its time alone while a transfer that sums runs."""

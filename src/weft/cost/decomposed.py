@@ -1,0 +1,69 @@
+"""What the models of decomposed plans share: chunk GEMMs and chunk transfers on queues, each transfer after its GEMM,
+or the reverse. GEMMs on two streams share the SMs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..plans import Decomposed
+from .model import Conditions, Cost, GemmCall, Parts
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """Parameters of decomposed calls that no probe measures. gap: us that ranks wait for each other at every barrier
+    and collective. copy: time of a copy in a call over its time in a chain of copies alone."""
+
+    gap: float = 6.0
+    copy: float = 1.0
+
+
+def barrier_us(p: Parts, fit: Chunking) -> float:
+    """Return the us of a barrier, including the wait for the last rank."""
+    return p.latency("barrier") + fit.gap
+
+
+def copy_us(p: Parts, fit: Chunking, nbytes: float) -> float:
+    """Return the us of one of a call's copies from or to a peer."""
+    return p.latency("copy", nbytes) * fit.copy
+
+
+class DecomposedCost(Cost[Decomposed, Chunking]):
+    """The model of an op's decomposed plans. Candidates are all divisions of the shards that the op can run."""
+
+    def start(self, plan: Decomposed) -> Chunking:
+        return Chunking()
+
+    def candidates(self, p: Parts, call: GemmCall, conditions: Conditions) -> list[Decomposed]:
+        return [Decomposed(groups) for groups in divisions(p.world)] if conditions.even else []
+
+    def launches(self, plan: Decomposed, world: int) -> int:
+        return 3 + group_count(plan, world)
+
+
+def group_count(plan: Decomposed, world: int) -> int:
+    return len(plan.groups) or world
+
+
+@functools.cache
+def divisions(size: int) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of shards that a decomposed plan can have on `size` ranks: each a power of two that divides the
+    number of shards before it. For another number of ranks than a power of two there are only single shards, and above
+    16 ranks equal groups and doubling ones."""
+    if size & (size - 1):
+        return ((1,) * size,)
+    if size > 16:
+        equal = [(g,) * (size // g) for g in (1, 2, 4, 8)]
+        doubling = [(g, *(g << i for i in range((size // g).bit_length() - 1))) for g in (1, 2, 4)]
+        return tuple(equal + doubling)
+
+    def divisions_from(done: int) -> Iterator[tuple[int, ...]]:
+        if done == size:
+            yield ()
+        for g in (1 << i for i in range(size.bit_length())):
+            if done % g == 0 and done + g <= size:
+                yield from ((g, *rest) for rest in divisions_from(done + g))
+
+    return tuple(d for d in divisions_from(0) if len(d) > 1)

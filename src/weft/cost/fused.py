@@ -1,0 +1,42 @@
+"""What the models of fused plans share: the rates of the programs that pull."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..plans import Fused
+from .model import Conditions, Cost, GemmCall, Parts, has_16_byte_rows
+
+F = TypeVar("F", bound=Fused)
+
+
+@dataclass(frozen=True)
+class Pulling:
+    """Parameters of one fused variant. rate, drain: GB/s of the programs that pull, under the GEMM and after it. slow:
+    time of a tile while they run over its time alone. fixed: further us of a call."""
+
+    fixed: float = 20.0
+    rate: float = 150.0
+    drain: float = 300.0
+    slow: float = 1.05
+
+
+class FusedCost(Cost[F, Pulling]):
+    """The model of an op's fused plans of one class. Candidates are the variants of which the profile has calls; there
+    is no prediction without them."""
+
+    needs_calls = True
+
+    def __init__(self, plan: type[F]) -> None:
+        self.plan = plan
+
+    def start(self, plan: F) -> Pulling:
+        return Pulling()
+
+    def candidates(self, p: Parts, call: GemmCall, conditions: Conditions) -> Iterable[F]:
+        return [plan for plan in conditions.measured if type(plan) is self.plan] if has_16_byte_rows(call) else ()
+
+    def eager_family(self, plan: F) -> str:
+        return plan.kind

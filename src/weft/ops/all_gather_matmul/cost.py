@@ -1,0 +1,174 @@
+"""Models of all-gather + GEMM: chunks of decomposed plans, fused plans, and two levels of nodes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from ...cost.decomposed import Chunking, DecomposedCost, barrier_us, copy_us, group_count
+from ...cost.fused import FusedCost, Pulling
+from ...cost.model import (
+    ITEM,
+    AnyCost,
+    Conditions,
+    GemmCall,
+    Occupancy,
+    Parts,
+    SequentialCost,
+    ShotCost,
+    filled,
+)
+from ...cost.queues import Step, Work, side_by_side
+from ...cost.two_level import OverNodes, TwoLevelCost
+from ...plans import Decomposed, FusedGather, FusedGatherByCopies, OneShot, Plan, Sequential, TwoLevel
+
+
+class PullTimes(NamedTuple):
+    """How the shards of peers arrive: chunks of so many rows, `together` at once, each in `us`. staged: when this
+    rank's shard is in place. begin: when pulling begins."""
+
+    rows: int
+    together: int
+    us: float
+    staged: float = 0.0
+    begin: float = 0.0
+
+
+class GatherChunks(DecomposedCost):
+    """A GEMM computes each group of shards when a copy engine has pulled it."""
+
+    def steps(self, p: Parts, call: GemmCall, plan: Decomposed, fit: Chunking) -> list[Step]:
+        rows, size = call.m // p.world, call.moved(call.m // p.world)
+        local, barrier = p.optional("local", size), barrier_us(p, fit)
+        copy = copy_us(p, fit, size)
+        groups = plan.groups or (1,) * p.world
+        staging = Work("gemm", "enter", local)
+        works, arrived = [staging, Work("comm", "barrier", barrier, staging)], staging
+        if groups[0] > 1:  # then this rank's rows are copied into place during the barrier
+            works.append(Work("gemm", "own rows", local))
+        for i, g in enumerate(groups):
+            if g > (i == 0):
+                arrived = Work("comm", "copy", copy * (g - (i == 0)))
+                works.append(arrived)
+            us = p.gemm(g * rows, call.n, call.k)
+            works.append(Work("gemm 2" if i % 2 else "gemm", f"gemm {i}", us, arrived))
+        return side_by_side([*works, Work("comm", "leave", barrier)], p.slowdown("copy", 0))
+
+    def operations(self, plan: Decomposed, world: int) -> int:
+        # If one GEMM takes this rank's rows and others, its rows are copied next to them.
+        copies_own_rows = plan.groups[:1] not in ((), (1,))
+        # A staging copy, two barriers, copies and GEMMs.
+        return 3 + copies_own_rows + world - 1 + group_count(plan, world)
+
+
+GatherPlan = TypeVar("GatherPlan", FusedGather, FusedGatherByCopies)
+
+
+class GatherTiles(FusedCost[GatherPlan]):
+    """A tile starts when its chunk has been pulled. The call ends with the slowest chunk and the waves behind it."""
+
+    @abstractmethod
+    def programs(self, p: Parts, plan: GatherPlan) -> int:
+        """Return the programs that compute tiles."""
+
+    @abstractmethod
+    def pulls(self, p: Parts, call: GemmCall, plan: GatherPlan, fit: Pulling, own_tiles: int) -> PullTimes:
+        """Return how the shards arrive. own_tiles: rows of tiles that are this rank's alone."""
+
+    def us(self, p: Parts, call: GemmCall, plan: GatherPlan, fit: Pulling) -> float:
+        m, n, k = call.m, call.n, call.k
+        rows, bm = -(-m // p.world), plan.tile.block_m
+        programs = self.programs(p, plan)
+        if programs < 1:
+            raise ValueError(f"{plan} leaves no program for the GEMM")
+        # A row of tiles starts when its last chunk has arrived, and then all tiles behind its first one, in tile order,
+        # are left. Tile order begins with this rank's rows if they are whole tiles.
+        row_tiles, columns = -(-m // bm), -(-n // plan.tile.block_n)
+        own_tiles = 0 if rows % bm or m % p.world else rows // bm
+        pulls = self.pulls(p, call, plan, fit, own_tiles)
+        chunks = -(-rows // pulls.rows)
+        tiles = row_tiles * columns
+        occupancy = Occupancy(plan.tile, plan.per_sm)
+        gemm = p.tiles(occupancy, programs, tiles, m, n, k) * fit.slow
+        i = np.arange(row_tiles)
+        last = np.minimum((i + 1) * bm, m) - 1
+        # Indices in the order of the pulls; they are negative for this rank's shard.
+        pulled = last // rows * chunks + last % rows // pulls.rows - chunks
+        rounds = (pulled // pulls.together + 1) * pulls.together
+        arrived = np.where(pulled < 0, pulls.staged, pulls.begin + rounds * pulls.us)
+        j = np.where(i < own_tiles, i, i - own_tiles)
+        group_m = plan.tile.group_m
+        before = (i - j + j // group_m * group_m) * columns + j % group_m
+        behind = filled(np.append(tiles - before, tiles), programs, plan.per_sm, p.soft(occupancy))
+        return fit.fixed + float((arrived + gemm * behind[:-1] / behind[-1]).max())
+
+
+class PulledTiles(GatherTiles[FusedGather]):
+    """Programs pull chunks of a row of tiles, or a shard if that is shorter, several at once."""
+
+    def fitted_names(self, plan: FusedGather) -> tuple[str, ...]:
+        return "fixed", "rate", "slow"
+
+    def operations(self, plan: FusedGather, world: int) -> int:
+        return 1
+
+    def programs(self, p: Parts, plan: FusedGather) -> int:
+        return p.sms * plan.per_sm - plan.pull_programs
+
+    def pulls(self, p: Parts, call: GemmCall, plan: FusedGather, fit: Pulling, own_tiles: int) -> PullTimes:
+        rows = min(plan.tile.block_m, -(-call.m // p.world))
+        return PullTimes(rows, max(plan.pull_programs // plan.split, 1), call.moved(rows) / (fit.rate * 1e3))
+
+
+class CopiedTiles(GatherTiles[FusedGatherByCopies]):
+    """A copy engine pulls whole shards, after every rank has staged its shard."""
+
+    def candidates(self, p: Parts, call: GemmCall, conditions: Conditions) -> Iterable[FusedGatherByCopies]:
+        return super().candidates(p, call, conditions) if conditions.even else ()
+
+    def fitted_names(self, plan: FusedGatherByCopies) -> tuple[str, ...]:
+        return "fixed", "slow"  # the rate of a copy engine is known from decomposed plans
+
+    def operations(self, plan: FusedGatherByCopies, world: int) -> int:
+        return 4 + 2 * (world - 1)  # each peer takes a copy and a signal
+
+    def programs(self, p: Parts, plan: FusedGatherByCopies) -> int:
+        return p.sms * plan.per_sm - 1
+
+    def pulls(self, p: Parts, call: GemmCall, plan: FusedGatherByCopies, fit: Pulling, own_tiles: int) -> PullTimes:
+        rows = -(-call.m // p.world)
+        size = call.moved(rows)
+        local = p.optional("local", size)
+        staged = local if own_tiles else 2 * local  # this rank's rows are also copied into place
+        return PullTimes(rows, 1, copy_us(p, p.chunking, size), staged, local + barrier_us(p, p.chunking))
+
+
+class GatherTwoLevel(TwoLevelCost):
+    """Transfers between nodes run before the op on their rows."""
+
+    def node_steps(self, p: OverNodes, call: GemmCall, plan: TwoLevel) -> list[Step]:
+        rows, piece_count = call.m // p.nodes, plan.pieces
+        send_us = p.send(rows // p.node.world // piece_count * call.k * ITEM)
+        place_us = p.node.optional("local", rows // piece_count * call.n * ITEM) if piece_count > 1 else 0.0
+        computed = p.op(call, rows)
+        steps = [Step("gemm", "own node", 0.0, computed)]
+        for i in range((p.nodes - 1) * piece_count):
+            arrived = (i + 1) * send_us
+            steps.append(Step("comm", "send", arrived - send_us, arrived))
+            start = max(computed, arrived)
+            computed = start + p.op(call, rows // piece_count) + place_us
+            steps.append(Step("gemm", f"piece {i}", start, computed))
+        return steps
+
+
+GATHER_COSTS: dict[type[Plan], AnyCost] = {
+    Sequential: SequentialCost(),
+    Decomposed: GatherChunks(),
+    TwoLevel: GatherTwoLevel(),
+    OneShot: ShotCost(OneShot()),
+    FusedGather: PulledTiles(FusedGather),
+    FusedGatherByCopies: CopiedTiles(FusedGatherByCopies),
+}

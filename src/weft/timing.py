@@ -1,0 +1,114 @@
+"""Times of calls on the GPU: two events around work on one stream (`span`), and what all timers have in common.
+
+Trials (chooser.py), the profile (planner/tuner.py), the demo and the benchmark (bench/common/timing.py) take samples of
+several functions in rounds (`interleaved`), replay graphs that `captured` makes, and let the host run ahead of the GPU
+(`behind_host`).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+PASSES_TIMED = 2  # passes that are timed together, so that the host prepares the second under the first
+CYCLES = 2_000  # approximate cycles of a GPU in a us
+AHEAD = 200 * CYCLES  # longer than the host takes to launch a replay
+
+S = TypeVar("S")
+T = TypeVar("T")
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+def span(work: Callable[[], object], stream: torch.cuda.Stream | None = None) -> Events:
+    """Return the events around what `work` submits to a stream, by default the current one."""
+    a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    a.record(stream)
+    work()
+    b.record(stream)
+    return a, b
+
+
+def length(events: Events) -> float:
+    """Return the us between the events, both of which must have been reached."""
+    a, b = events
+    return a.elapsed_time(b) * 1e3
+
+
+def repeated(fn: Callable[[], object], times: int) -> Callable[[], None]:
+    """Return a function that makes so many calls."""
+
+    def run() -> None:
+        for _ in range(times):
+            fn()
+
+    return run
+
+
+def interleaved(names: Sequence[T], sample: Callable[[T], S], rounds: int) -> dict[T, list[S]]:
+    """Return samples of each of the named things, one from each round. Rounds interleave them, so that a GPU that heats
+    up slows all of them; each round has an order of its own, the same on all ranks, so that none always follows one
+    that lets the GPU cool."""
+    samples: dict[T, list[S]] = {name: [] for name in names}
+    for i in range(rounds):
+        for name in random.Random(i).sample(list(samples), len(samples)):
+            samples[name].append(sample(name))
+    return samples
+
+
+def captured(fn: Callable[[], object], calls: int, stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
+    """Return a graph of so many calls of `fn`, which has been warmed up, replayed once."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, pool=pool):
+        repeated(fn, calls)()
+    graph.replay()
+    return graph
+
+
+def behind_host(work: Callable[[], object], rendezvous: Callable[[], object]) -> Events:
+    """Return the events around work that starts when the host has launched all of it, until which the GPU sleeps, and
+    when the GPUs of all ranks have met. Without the sleep the host's launch would count, which takes longer than a
+    short graph."""
+    torch.cuda._sleep(AHEAD)
+    rendezvous()
+    return span(work)
+
+
+class CallTime(NamedTuple):
+    """us of a call: of the GPU, without waiting for the host, and of the host."""
+
+    gpu: float
+    host: float
+
+    def us(self, mode: str) -> float:
+        return self.gpu if mode == "graph" else max(self)
+
+
+Clock = Callable[[Callable[[], object], int, float], CallTime]
+
+
+def cuda_clock(run: Callable[[], object], times: int, ahead: float) -> CallTime:
+    """Time so many calls on the current stream. ahead: us by which the host must be ahead of the GPU, which sleeps 1.5
+    times as long first. Without it the GPU would wait for the host in short calls, which it does not in a CUDA
+    graph."""
+    torch.cuda._sleep(int(1.5 * CYCLES * ahead))
+    began = time.perf_counter()
+    events = span(repeated(run, times))
+    took = (time.perf_counter() - began) * 1e6
+    events[1].synchronize()
+    return CallTime(length(events) / times, took / times)
+
+
+def back_to_back(run: Callable[[], object], times: int, ahead: float) -> CallTime:
+    """Time passes that are launched one after the other, with the host's work for them."""
+    times = max(times, PASSES_TIMED)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    repeated(run, times)()
+    torch.cuda.synchronize()
+    us = (time.perf_counter() - began) * 1e6 / times
+    return CallTime(us, us)
