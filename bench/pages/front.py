@@ -20,7 +20,7 @@ VLLM = ("nvidia-h100-x2", "nvidia-h100-x4")
 NCCL = "cuBLAS, then NCCL"
 CAVEAT = (
     "Geometric means over all sizes in CUDA graphs on H200s, over Transformers' own parallelism or cuBLAS, then NCCL; vLLM: requests over stock"
-    " vLLM on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x. NVLink multicast was off, also for vLLM, so NCCL ran without NVLS."
+    " vLLM on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x (stock's own {null:.2f}x). NVLink multicast was off, also for vLLM, so NCCL ran without NVLS."
     " {share}."
 )
 SHOWN = (  # the lines of the README's table of operators and layers
@@ -193,7 +193,9 @@ def doors(results: Path) -> str:
     """Return the README's table of what to write for which program, with what it gains, and the caveats."""
     paths = [results / machine / "vllm_serving.jsonl" for machine in VLLM]
     served = [f"{model} **{gain}**" for gain, model in map(requests, paths)]
-    lowest = min(row["ratio_range"][0] for path in paths for row in rows_of(path))
+    lowest, null = (
+        min(row[field][0] for path in paths for row in rows_of(path)) for field in ("ratio_range", "null_range")
+    )
     gained = [{line[0]: line[1] for line in means(load(results / name), layers(results / name))} for name in MACHINES]
     woven = [
         ", ".join(f"{model} {lines[woven_title(model)]}" for model in ("Llama-70B", "Qwen3-30B")) for lines in gained
@@ -207,7 +209,7 @@ def doors(results: Path) -> str:
         ["[check](docs/check.md) for races and deadlocks", "`weft check FILE`", "–", "–"],
     ]
     table = "\n".join(_table(["you have", "you write", *map(gpus, MACHINES)], rows, text_columns=2))
-    return f"{table}\n\n{CAVEAT.format(lowest=lowest, share=share(results))}"
+    return f"{table}\n\n{CAVEAT.format(lowest=lowest, null=null, share=share(results))}"
 
 
 def one_gpu(results: Path) -> str:

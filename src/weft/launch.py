@@ -78,7 +78,7 @@ def spmd(
     copies of the arguments, other ranks the same objects.
 
     Raises:
-        TypeError: fn cannot be called, or is async or a generator, whose call runs nothing.
+        TypeError: fn is not callable, or is an async or generator function, whose body a call does not run.
         ValueError: the world has no ranks, the backend is unknown, or there are fewer GPUs than ranks.
     """
     if not callable(fn) or runs_nothing(fn):

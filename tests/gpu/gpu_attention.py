@@ -26,7 +26,7 @@ MASKS = {"none": {}, "causal": dict(causal=True), "zigzag": dict(causal=True, la
 
 
 def graph_replays(world: weft.World, shape: Shape, plan: str | Plan) -> float:
-    """Replay a CUDA graph of two calls with other operands each time; the bits must be those of eager calls."""
+    """Replay a CUDA graph of two calls with other operands each time; the bits must equal those of eager calls."""
     held = Inputs(world, shape, 0).local_qkv()
     options = Inputs(world, shape, 0).options() | dict(plan=plan)
 

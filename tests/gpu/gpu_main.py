@@ -150,7 +150,7 @@ def many_calls(world: weft.World, calls: int) -> float:
 
 
 def replay(world: weft.World, op: str, plan: Plan, replays: int) -> float:
-    """Replay a graph of two calls with new inputs between eager calls of the same shape: the bits must be those of
+    """Replay a graph of two calls with new inputs between eager calls of the same shape: the bits must equal those of
     eager calls."""
     x, w = operands(world, op, 1024, 512, 256)
     fn = partial(getattr(weft, op), x, w, world=world, plan=plan)

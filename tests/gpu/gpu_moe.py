@@ -55,7 +55,7 @@ def against(
 
 
 def graph_replays(world: weft.World, plan: str | Plan) -> float:
-    """Replay a CUDA graph with other tokens and routings each time; the bits must be those of eager calls."""
+    """Replay a CUDA graph with other tokens and routings each time; the bits must equal those of eager calls."""
     layer = Layer(256, 16, 4, 512, 256, BF)
     model = Model(world, layer, False)
     held = routed(world, layer, 256, 0)
@@ -192,7 +192,7 @@ def left_out(world: weft.World) -> float:
 
 
 def before_the_experts(world: weft.World) -> float:
-    """Run router, limit and replicas in a graph; the bits must be those of eager calls, and the counts must add up."""
+    """Run router, limit and replicas in a graph; the bits must equal those of eager calls, and the counts must add up."""
     e = 4 * world.size
     table = torch.arange(2 * e, dtype=torch.int32).view(2, e).t().contiguous()  # two replicas of each
     layer = moe.MoE(

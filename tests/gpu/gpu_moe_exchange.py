@@ -77,7 +77,7 @@ def as_the_layer(world: weft.World, options: dict[str, Any]) -> float:
 
 
 def two_under_way(world: weft.World, options: dict[str, Any], count: int = 20) -> float:
-    """Run two microbatches on two streams, with random late ranks and streams: the bits must be those of successive
+    """Run two microbatches on two streams, with random late ranks and streams: the bits must equal those of successive
     calls."""
     layer = Layer(300, 8 * world.size, 4, 512, 8, BF)
     inputs = [routed(world, layer, 300, call, ids_of) for call, ids_of in enumerate((at_random, to_few, some_nowhere))]
@@ -107,7 +107,7 @@ def two_under_way(world: weft.World, options: dict[str, Any], count: int = 20) -
 
 
 def graph_replays(world: weft.World, options: dict[str, Any]) -> float:
-    """Replay a CUDA graph of two microbatches, with other tokens and routings each time; the bits must be those of
+    """Replay a CUDA graph of two microbatches, with other tokens and routings each time; the bits must equal those of
     eager calls."""
     layer = Layer(256, 16 * world.size, 4, 512, 8, BF)
     held = [routed(world, layer, 256, call) for call in range(2)]
@@ -199,7 +199,7 @@ def compiled(world: weft.World, options: dict[str, Any]) -> float:
 
 def training_in_a_graph(world: weft.World) -> float:
     """Capture forward and backward pass of two microbatches in a CUDA graph, and replay it with other routes: the
-    bits must be those of eager calls."""
+    bits must equal those of eager calls."""
     layer, (w1, w2) = Layer(256, 4 * world.size, 4, 512, 8, BF), experts(world)
 
     def step(*inputs: torch.Tensor) -> list[torch.Tensor]:

@@ -102,7 +102,7 @@ def bits_of_router_before(world: weft.World, plan: FusedMoe, count: int) -> floa
 
 
 def graph_replays(world: weft.World, plan: FusedMoe) -> float:
-    """Replay a CUDA graph with other tokens each time; the bits must be those of eager calls."""
+    """Replay a CUDA graph with other tokens each time; the bits must equal those of eager calls."""
     layers = Layers(world)
     x = layers.xs[0].clone()
     layers.run(x, plan)

@@ -49,7 +49,7 @@ def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biase
 
 
 def graph_replays(world: weft.World, plan: str, keep: str) -> float:
-    """Capture forward and backward pass in a CUDA graph, and replay it with other tokens and routings: the bits must
+    """Capture the forward and backward passes in a CUDA graph, and replay it with different tokens and routings: the bits must
     be those of eager calls; a plan by cuBLAS agrees to rounding."""
     layer = Layer(256, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)

@@ -59,7 +59,7 @@ def replayed(
 
 
 def graph_replays(world: weft.World, keep: str) -> float:
-    """Capture forward and backward pass in a CUDA graph, and replay it with other tokens and routings: the bits must
+    """Capture the forward and backward passes in a CUDA graph, and replay it with different tokens and routings: the bits must
     be those of eager calls."""
     layer = Layer(256, 16, 4, 512, 256, BF)
     model = Model(world, layer, False)

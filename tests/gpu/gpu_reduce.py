@@ -76,7 +76,7 @@ def many_calls(world: weft.World, count: int) -> float:
 
 
 def replay(world: weft.World, plan: Plan, replays: int) -> float:
-    """Replay a graph of three calls with new inputs between eager calls: the bits must be those of eager calls."""
+    """Replay a graph of three calls with new inputs between eager calls: the bits must equal those of eager calls."""
     x, run = calls(world, 200, 1024, plan)
     run()
     graph = torch.cuda.CUDAGraph()

@@ -42,7 +42,7 @@ def step(
 
 
 def graph_replays(world: weft.World, plan: str) -> float:
-    """Replay forward and backward pass in one CUDA graph with other rows and destinations: the bits must be those of
+    """Replay forward and backward pass in one CUDA graph with other rows and destinations: the bits must equal those of
     eager calls."""
     drawn = partial(operands, world, m=500, n=512, k=256)
     pairs = replayed(partial(step, world, plan), drawn)

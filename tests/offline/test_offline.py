@@ -102,7 +102,7 @@ class Launch:
 
 
 def launches(fn: Callable[[World], Any], ranks: int, capability: int = HOPPER) -> list[list[Launch]]:
-    """Return the launches of every rank in `fn`, which runs on a GPU of that capability without doing any work."""
+    """Return what every rank launches in `fn`, on emulated ranks that report this capability; nothing is launched."""
     out: list[list[Launch]] = [[] for _ in range(ranks)]
 
     def main(world: World) -> None:

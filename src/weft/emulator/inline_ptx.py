@@ -135,7 +135,7 @@ class AsmInstruction:
         return self.words[0] not in accesses and not any("ctaid" in operand for operand in self.operands)
 
     def unknown(self, known: set[str]) -> list[str]:
-        """Return the words behind the first that mean nothing here."""
+        """Return the words after the first that mean nothing here."""
         common = known | _HINTS | set(_SIZES) | set(_ORDERS) | set(_SCOPES)
         return [w for w in self.words[1:] if w not in common and not _HINT.fullmatch(w)]
 

@@ -54,8 +54,9 @@ class MoE(nn.Module):
         parallel: "expert": rank d of W holds experts d E / W to (d + 1) E / W - 1, physical ones where there is a
             placement (`weft.moe.moe`). "tensor": every rank holds I / W columns of all experts
             (`weft.all_gather_grouped_matmul`, `weft.grouped_matmul_reduce_scatter`). A number: so many neighbouring
-            ranks share the columns of the same experts, and other ranks have other experts. Where ranks share columns
-            there is no placement, max_tokens, max_rows or count_received; `keep` is that of the first half.
+            ranks share the columns of the same experts, and other ranks have other experts. Where ranks share
+            columns, placement, max_tokens, max_rows and count_received are not available, and `keep` is as in
+            `weft.all_gather_grouped_matmul`.
 
     Raises:
         ValueError: the ranks do not divide E or P, or those that share columns do not divide I; the placement has other

@@ -59,13 +59,13 @@ def matmul_all_to_all_routed(
 
     Returns:
         out [W, m, N] and counts int32 [W]: the first counts[s] rows of out[s] are those that came from rank s, in their
-            order there; the rows behind them are zero.
+            order there; the rows after them are zero.
 
     x, weight and bias are all bfloat16 or all float16. "fused" needs N and K that are multiples of 8, and symmetric
     memory; otherwise the op runs sequentially, and logs so once. The errors are those of `all_gather_matmul`.
 
-    Backward: the gradients of received rows go back to the ranks that the rows came from; rows of a gradient behind the
-    first counts[s] are not read. dx is 0 for a row that went nowhere. The gradients of weight and bias are of this
+    Backward: the gradient of each received row is sent back to the rank that the row came from; gradient rows after the
+    first counts[s] are not read. dx is 0 for a row that was sent nowhere. The gradients of weight and bias are of this
     rank's rows alone. It communicates whichever gradients are needed, so all ranks must need some.
 
     Memory beside the result: symmetric, shared by all ops of the World, 2 W m N elements (fused); during the call

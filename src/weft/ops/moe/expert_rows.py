@@ -82,7 +82,7 @@ def tables(ids: Tensor, me: int, layer: Split, local_experts: int) -> dict[str, 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     """Return [rows, N] for x [rows, K] in expert order, where each expert's rows begin at offsets [El + 1], by the
-    library's grouped GEMM where it takes these tensors. Values behind the last expert's rows are undefined."""
+    library's grouped GEMM where it takes these tensors. Values after the last expert's rows are undefined."""
     if takes_groups(x, *weight.shape[1:]):
         y = library_gemm.multiply_groups(x, weight, offsets.int())
     else:

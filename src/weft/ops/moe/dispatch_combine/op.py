@@ -249,7 +249,7 @@ def dispatch(
         world: the ranks. All of them must make the same calls in the same order.
         layout: "contiguous" returns rows [R, H]: experts follow one another, each from a multiple of `expert_alignment`
             on. R is the worst case, W max_tokens min(k, El) and El alignments, for max_tokens the most tokens of a
-            rank. Padding between experts is zero; rows behind the last expert are not written. "masked" returns rows
+            rank. Padding between experts is zero; rows after the last expert are not written. "masked" returns rows
             [El, max_m, H]: the first counts[e] rows of expert e; the others are not written.
         expert_alignment: 1, 16 or 128; for the layout "contiguous".
         max_m: for the layout "masked", the most rows of an expert; None: W max_tokens. If an expert has more, its last

@@ -77,7 +77,7 @@ def all_gather_grouped_matmul(
         hidden [R, I] and routes, for `grouped_matmul_reduce_scatter`. In hidden the experts follow one another, each
             from a multiple of 128 on, and an expert's rows are sorted by source rank (this one first, then the one
             before, ..), token and top-k slot. R = W max_tokens min(k, El) in whole tiles + 128 El, for max_tokens the
-            most tokens of a rank; values between the experts and behind the last one are undefined. routes: int32
+            most tokens of a rank; values between the experts and after the last one are undefined. routes: int32
             words, which only the second half can read; where an operand requires a gradient they are float32 of the
             same bits, through which the second half returns the gradient of the weights.
 

@@ -57,7 +57,7 @@ def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOp
     def weighted_sum() -> None:
         rank_sums.copy_(sum_over_topk(linear(hidden, w2, b2, order.offsets), order.route_rows, order.weights))
 
-    # The list of reads leaves out hidden: nobody writes its rows behind the last expert's, and the host does not know
+    # The list of reads leaves out hidden: nobody writes its rows after the last expert's, and the host does not know
     # how many these are.
     world.call(weighted_sum, [*order.read, w2, *([] if b2 is None else [b2])], [rank_sums], stream)
     own_rows = scattered(world, rank_sums)
