@@ -334,8 +334,8 @@ def simulate(
     Raises:
         ProfileError: there is no profile, it cannot be used, or it lacks what this needs.
         TypeError: `topology` is not a Topology.
-        ValueError: the workload is unknown, a size is not three whole numbers from 1, or `measured_on` has another
-            number of GPUs than the profile.
+        ValueError: the workload is unknown, an entry of `sizes` is not three positive integers, or `measured_on`
+            and the profile have different numbers of GPUs.
     """
     from .auto import profile_for
 
