@@ -142,7 +142,7 @@ class Chooser:
             choice.prepare(candidate)
             choice.run(candidate)
             single_calls[candidate] = self._slowest([self.time(choice, candidate, 1, LAUNCH)])[0]
-        limit = choice.hopeless * min(map(max, single_calls.values()))
+        limit = choice.hopeless * min(max(single_calls[way]) for way in expected.values())
         hopeful = [way for way, call in single_calls.items() if max(call) <= limit or way in expected.values()]
 
         def sample(candidate: T) -> CallTime:

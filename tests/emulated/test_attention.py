@@ -3,10 +3,8 @@ kernels compiled."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 
 import weft
 from tests.emulated.cases import distance, draw
-from tests.emulated.cases_attention import Inputs, Shape, attention, attention_case, gradients_case
+from tests.emulated.cases_attention import Inputs, Shape, attention_case, gradients_case
 from tests.gates import some
 from tests.offline import test_offline as offline
 from weft.check import ptx
@@ -600,22 +598,3 @@ def test_compiled_calls_have_gradients() -> None:
         return max(distance(a, b) for a, b in zip(*grads, strict=True))
 
     assert weft.spmd(main, 1, backend="emulated") == [0.0]
-
-
-def test_the_code_in_the_document_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs/attention.md").read_text()
-    code = re.search(r"```python\n(.*?)```", page, re.S)
-    assert code and "8192, 8, 128" in code[1]
-    source = code[1].replace("world = weft.init()", "").replace("8192, 8, 128", "24, 2, 16")
-
-    def rank(world: weft.World) -> torch.Tensor:
-        torch.manual_seed(0)
-        names: dict[str, Any] = {"world": world}
-        exec(source, names)
-        q, k, v = names["x"].double()
-        expected = attention(q, k, v, Shape((24,), causal=True).sees(0), 16**-0.5, None)[0]
-        assert distance(names["whole"], expected) < RIGHT
-        return names["whole"]
-
-    on_rank_0, on_rank_1 = weft.spmd(rank, 2, backend="emulated")
-    assert torch.equal(on_rank_0, on_rank_1)

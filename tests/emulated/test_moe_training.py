@@ -23,6 +23,7 @@ from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
 from weft.ops.moe.call import Kept, Layer, MoeOperands, Weights, layer_rows
 from weft.ops.moe.expert_parallel import backward
+from weft.ops.moe.expert_rows import sums
 from weft.plans import Dispatched
 
 BF, HALF = torch.bfloat16, torch.float16
@@ -316,3 +317,9 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
     for others in by_rank[1:]:
         for a, b in zip(by_rank[0], others, strict=True):
             assert offline.specialised(a) == offline.specialised(b)
+
+
+def test_an_infinity_stays_in_the_sum_of_its_expert() -> None:
+    rows, offsets = torch.ones(5, 2), torch.tensor([0, 2, 2, 4], dtype=torch.int32)
+    rows[0, 0] = torch.inf
+    assert sums(rows, offsets).tolist() == [[torch.inf, 2], [0, 0], [2, 2]]

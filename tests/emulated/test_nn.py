@@ -25,6 +25,7 @@ from tests.emulated.cases_nn import (
     whole_mlp,
 )
 from weft.backends.cuda import CudaBackend
+from weft.backends.uploads import Uploads
 from weft.ops.all_gather_matmul import op as all_gather_matmul
 
 SHARDS = [[16, 16], [20, 7], [16, 16, 16], [17, 0, 3]]
@@ -287,6 +288,7 @@ def test_autocast_does_not_reach_the_librarys_gemm(monkeypatch: pytest.MonkeyPat
     """Under autocast, F.linear would return another dtype than that of the op's output."""
     backend = CudaBackend.__new__(CudaBackend)
     backend.device, backend._like = torch.device("cpu"), {}
+    backend.uploads = Uploads(backend.device)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: pytest.fail("rewritten by autocast"))
     x, w = draw(1, 8, 64), draw(2, 16, 64)

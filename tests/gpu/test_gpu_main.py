@@ -161,7 +161,7 @@ def test_uploads_are_waited_for_until_they_have_ended(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     earlier, later, streams = Copied(), Copied(), [Stream() for _ in range(4)]
     table = uploads.Uploads(torch.device("cuda", 0))
-    table.pending = [uploads.Upload(copied, torch.empty(0)) for copied in (earlier, later)]  # type: ignore[arg-type]
+    table.pending = {copied: torch.empty(0) for copied in (earlier, later)}  # type: ignore[misc]
     table.precede(streams[0])  # type: ignore[arg-type]
     assert streams[0].behind == [earlier, later]
     earlier.ended = True
@@ -170,3 +170,5 @@ def test_uploads_are_waited_for_until_they_have_ended(monkeypatch: pytest.Monkey
     capturing = True
     table.precede(streams[2])  # type: ignore[arg-type]
     assert later.ended and not streams[2].behind and not table.pending
+    with pytest.raises(weft.WeftError, match="make the call once before"):
+        table.tensor([1], torch.int32)

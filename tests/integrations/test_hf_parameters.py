@@ -256,7 +256,9 @@ def split_linear(mesh: DeviceMesh, columns: int, dim: int = 0) -> nn.Linear:
 
 def test_linears_that_are_split_are_views_of_one_stack(mesh: DeviceMesh) -> None:
     """Every way to write reaches the stack, which needs no memory besides them."""
-    world: Any = SimpleNamespace(size=2, rank=0, batch_invariant=False, capturing=lambda: False)
+    world: Any = SimpleNamespace(
+        size=2, rank=0, batch_invariant=False, backend=SimpleNamespace(capturing=lambda: False)
+    )
     linears = [split_linear(mesh, n) for n in (8, 4, 6)]
     columns, x = ColumnShards(linears, world), torch.randn(3, 8)
     (stack,) = columns.weights
@@ -291,7 +293,7 @@ def test_linears_that_are_split_are_views_of_one_stack(mesh: DeviceMesh) -> None
 
 
 def test_a_change_inside_a_capture_is_refused(mesh: DeviceMesh) -> None:
-    world: Any = SimpleNamespace(size=2, rank=0, capturing=lambda: True)
+    world: Any = SimpleNamespace(size=2, rank=0, backend=SimpleNamespace(capturing=lambda: True))
     linear = split_linear(mesh, 8)
     columns = ColumnShards([linear], world)
     columns.parameters.refresh(world, lambda module: "layers.0")

@@ -202,9 +202,8 @@ def test_no_gather_is_shared_across_a_capture(monkeypatch: pytest.MonkeyPatch) -
         x, modules = torch.randn(3, H), (nn.Linear(H, 4), nn.Linear(H, 4))
         gathers.clear()
         for module, is_capturing in zip(modules, captures, strict=True):
-            world: Any = SimpleNamespace(
-                name="captured", size=1, capturing=lambda is_capturing=is_capturing: is_capturing
-            )
+            backend = SimpleNamespace(capturing=lambda is_capturing=is_capturing: is_capturing)
+            world: Any = SimpleNamespace(name="captured", size=1, backend=backend)
             operands = parallel.LinearOperands(x, module.weight.detach(), None)
             parallel.gathered_linear(world, module, x, operands, 0, "auto")
         assert gathers == list(modules if any(captures) else modules[:1]), captures

@@ -26,7 +26,6 @@ from tests.integrations.vllm_standin import (
 from weft.integrations.vllm import fp8, plugin, row_all_reduce
 from weft.integrations.vllm.row_norm_column import RowNormColumn, ShardedTokens, row_norm_column
 from weft.plans import Sequential
-from weft.prepared import Prepared
 
 IDS = torch.randint(0, 32, (24,), generator=torch.Generator().manual_seed(0))
 METHODS: dict[str, Any] = {
@@ -156,15 +155,14 @@ def test_operators_read_the_scales_of_the_linears(
     """The scales are operands unchanged, and a CUDA graph reads what vLLM reloads in place."""
     addresses: dict[int, list[int]] = {}
     op = {DecoderLayer: RowNormColumn, ScaledLayer: row_all_reduce.RowAllReduce}[layer]
-    run = Prepared.__call__
+    call = op.call
 
-    def recorded(self: Prepared[Any], operands: Any, out: Any) -> Any:
-        if isinstance(self.op, op):
-            scales = [operands[i] for i, name in enumerate(operands._fields) if name.endswith("scale")]
-            addresses.setdefault(self.world.rank, []).extend(t.data_ptr() for t in scales if t is not None)
-        return run(self, operands, out)
+    def recorded(self: Any, world: weft.World, plan: Any, operands: Any, *further: Any) -> Any:
+        scales = [t for name, t in zip(op.operand_type._fields, operands, strict=True) if name.endswith("scale")]
+        addresses.setdefault(world.rank, []).extend(t.data_ptr() for t in scales if t is not None)
+        return call(self, world, plan, operands, *further)
 
-    monkeypatch.setattr(Prepared, "__call__", recorded)
+    monkeypatch.setattr(op, "call", recorded)
     plugin.register()
 
     def make() -> nn.Module:

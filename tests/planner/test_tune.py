@@ -40,13 +40,14 @@ from weft.planner.profile import (
     Wave,
     identity,
     read,
+    shipped,
     write,
 )
 from weft.planner.search import Planner
 from weft.planner.simulate import over_nodes
 from weft.planner.tune import measure, probes_of, start_of
 from weft.planner.tuner import exchanged
-from weft.plans import Fused, GemmTile, Plan
+from weft.plans import Fused, FusedReduceScatter, GemmTile, Plan
 from weft.scale import SMALL_SIGNALED, SMALL_TILE
 
 MACHINE = Hardware("nvidia-h200", 2, "nvlink18", 6, "2.11.0", "3.6.0", "2.28.9")
@@ -396,3 +397,14 @@ def test_over_nodes_alike_the_link_between_is_measured() -> None:
     assert topology.levels[1].gbs == pytest.approx(40.0) and topology.levels[1].latency_us == links[0].us
     with pytest.raises(NotMeasured, match="the link between nodes was not measured"):
         over_nodes(replace(profile, latencies=()), 16)
+
+
+def test_a_profile_of_plans_with_removed_fields_has_the_plans_of_today() -> None:
+    """Otherwise `weft tune` would measure them again beside the old rows."""
+    call = TimedCall(
+        "matmul_reduce_scatter", '{"kind": "fused", "class": "FusedReduceScatter", "batch": 1}', 8, 8, 8, "graph", 1.0
+    )
+    of_a_machine = shipped("nvidia-h200-x2")
+    assert of_a_machine is not None
+    (kept,) = Profile.from_json(replace(of_a_machine, calls=(call,)).to_json()).calls
+    assert kept.plan == FusedReduceScatter().to_json() != call.plan

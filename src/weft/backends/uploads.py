@@ -6,9 +6,10 @@ import ctypes
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
+
+from ..errors import WeftError
 
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -30,42 +31,41 @@ def any_call_allowed() -> Iterator[None]:
         driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
-class Upload(NamedTuple):
-    """A copy that may not have ended, and its tensor, whose memory nothing else may get before."""
-
-    copied: torch.cuda.Event
-    tensor: torch.Tensor
-
-
 class Uploads:
-    """The uploads of a rank, and the order of other streams behind them.
+    """The uploads of a rank, and the order of other streams after them.
 
     An upload is a copy from pinned memory on the current stream. What reads the tensor later may be on any stream, so
-    each launch, and each call of an operator, first orders its stream behind the uploads that have not ended
-    (`precede`). Where there is none, that is one look at `pending`.
+    each launch, and each call of an operator, first orders its stream after the uploads that have not ended
+    (`precede`). Where there is none, that is one look at `pending`: by the event of each copy, the tensor, whose memory
+    nothing else may get before. Threads may add and remove entries at any time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pending: list[Upload] = []
+        self.pending: dict[torch.cuda.Event, torch.Tensor] = {}
 
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of these values on the GPU."""
+        """Return a tensor of these values on the GPU. Raise WeftError in a capture, whose events nobody can wait
+        for."""
+        if torch.cuda.is_current_stream_capturing():
+            raise WeftError("a table is needed inside a CUDA graph capture: make the call once before it")
         pinned = torch.tensor(list(values), dtype=dtype, device="cpu", pin_memory=True)
         with torch.cuda.device(self.device):
             tensor = pinned.to(self.device, non_blocking=True)  # torch keeps `pinned` until the copy has ended
             copied = torch.cuda.Event()
             copied.record()
-        self.pending = [*self.pending, Upload(copied, tensor)]
+        self.pending[copied] = tensor
         return tensor
 
     def precede(self, stream: torch.cuda.Stream) -> None:
-        """Order what `stream` gets from now on behind all uploads. A stream that is captured cannot wait for an event
+        """Order what `stream` gets from now on after all uploads. A stream that is captured cannot wait for an event
         from outside, so the host waits instead: only a first call uploads, and a capture comes after it."""
         with any_call_allowed():
-            if torch.cuda.is_current_stream_capturing():
-                for upload in self.pending:
-                    upload.copied.synchronize()
-            self.pending = [upload for upload in self.pending if not upload.copied.query()]
-        for upload in self.pending:
-            stream.wait_event(upload.copied)
+            capturing = torch.cuda.is_current_stream_capturing()
+            for copied in list(self.pending):
+                if capturing:
+                    copied.synchronize()
+                if copied.query():
+                    self.pending.pop(copied, None)
+                else:
+                    stream.wait_event(copied)

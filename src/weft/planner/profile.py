@@ -194,6 +194,8 @@ class Profile:
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']}, this weft reads {FORMAT}")
             sections = {name: tuple(_row(cls, row) for row in data[key]) for name, (cls, key) in SECTIONS.items()}
+            # A plan is measured once: fields that are gone, which an older weft has written, make no other plan.
+            sections["calls"] = tuple(replace(c, plan=Plan.from_json(c.plan).to_json()) for c in sections["calls"])
             machine = _row(Hardware, [data["machine"][f.name] for f in fields(Hardware)])
             profile = Profile(machine, str(data["made"]), str(data["source"]), **sections)
             _check(profile)

@@ -44,7 +44,7 @@ WEFT_VLLM = "WEFT_VLLM"
 # The arguments of a stack of layers with which the twin runs all passes of an engine without pipeline parallelism.
 ARGUMENTS = {"self", *PADDED, "intermediate_tensors"}
 
-_worlds: dict[str, World] = {}  # by the group's name
+_worlds: dict[tuple[str, bool], World] = {}  # by the group's name, and whether the World is batch-invariant
 
 
 # -- vLLM's side -------------------------------------------------------------------------------------------------------
@@ -315,6 +315,9 @@ def reason_to_skip(config: VllmObject) -> str | None:
         "data parallelism, whose engines run their passes in step": getattr(parallel, "data_parallel_size", 1) > 1,
         "pipeline parallelism": getattr(parallel, "pipeline_parallel_size", 1) > 1,
         "experts move between ranks (enable_eplb)": getattr(parallel, "enable_eplb", False),
+        "sleep mode discards weft's memory too (enable_sleep_mode)": getattr(
+            getattr(config, "model_config", None), "enable_sleep_mode", False
+        ),
         "only batches that decode are captured": getattr(mode, "name", "") == "FULL_DECODE_ONLY",
         f"VLLM_BATCH_INVARIANT is served with {WEFT_VLLM}=1": batch_invariant() and not asked_for(),
     }
@@ -323,12 +326,10 @@ def reason_to_skip(config: VllmObject) -> str | None:
 
 def world_of(group: VllmObject) -> World:
     """Return the World of vLLM's tensor-parallel group. Collective the first time."""
-    name = group.device_group.group_name
-    world = _worlds.get(name)
-    asked = batch_invariant() or None
-    # An earlier engine may have had a group of this name, or another mode.
-    if world is None or world.group is not group.device_group or (asked and not world.batch_invariant):
-        world = _worlds[name] = init(group.device_group, batch_invariant=asked)
+    key = group.device_group.group_name, batch_invariant()
+    world = _worlds.get(key)
+    if world is None or world.group is not group.device_group:  # an earlier engine may have had a group of this name
+        world = _worlds[key] = init(group.device_group, batch_invariant=batch_invariant() or None)
     return world
 
 

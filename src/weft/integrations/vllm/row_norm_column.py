@@ -171,6 +171,7 @@ def sequential(world: World, call: RowNormColumnCall, plan: Plan) -> PassRun:
 
 def with_flashinfer(world: World, call: RowNormColumnCall, plan: FlashInfer) -> PassRun:
     def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
+        world.check()  # no operator of weft runs, which would
         y, residual = flashinfer.all_reduce_norm(world, row_product(world, t, t.x), t.residual, t.norm, call.eps)
         return column_product(world, t, y), residual
 

@@ -104,9 +104,9 @@ def expert_of_rows(rows: int, offsets: Tensor) -> Tensor:
 
 
 def sums(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Return float32 [El, N], the sums of each expert's rows; `rows` is zero where there is no token."""
-    experts = torch.arange(len(offsets) - 1, device=rows.device)
-    return (expert_of_rows(len(rows), offsets) == experts[:, None]).float() @ rows.float()
+    """Return float32 [El, N], the sums of each expert's rows; `rows` is zero where there is no token. An infinity
+    stays in its expert's sum, which it would not in a product with zeros and ones."""
+    return torch.segment_reduce(rows.float(), "sum", offsets=offsets.long(), axis=0)
 
 
 def products(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:

@@ -155,21 +155,22 @@ def first_half(
         preactivation = scratch(world, "preactivation", state.rows, n, layer.dtype)
     dpreactivation = scratch(world, "dpreactivation", state.rows, n, layer.dtype)
     dw13, db13 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w13, b13))
-    steps = []
+    place, gemm = [], []
     if kept.rows is None:
         gather_rows(world, state, x, tables, x_rows)
     else:
         order = order_of(tables, tables.route_rows)
-        steps.append(place_rows_launch(world, state, kept.rows, x_rows, order, 0))
+        place = [place_rows_launch(world, state, kept.rows, x_rows, order, 0)]
     if kept.preactivation is None:
         counters = unused_counters(world)
         product = GroupedProduct(x_rows, w13, b13)
-        steps.append(grouped_gemm(world, state, tables, product, preactivation, counters, False, True))
-    steps.append(activation_gradient_launch(world, state, tables, preactivation, dhidden, dpreactivation))
+        gemm = [grouped_gemm(world, state, tables, product, preactivation, counters, False, True)]
+    activation = activation_gradient_launch(world, state, tables, preactivation, dhidden, dpreactivation)
     bias_gradients, wgrad = expert_gradient_launches(world, state, tables, (dpreactivation, x_rows, dw13), (None, db13))
-    steps += bias_gradients
-    state.ahead((dhidden, w13, b13, *kept, dw13, db13), lambda: (*steps, *wgrad), "first half")
-    for step in steps:
+    # A kernel whose SMs another shares is checked against the one loaded next: the GEMM against that of the weights.
+    loaded = (*place, *bias_gradients, activation, *gemm, *wgrad)
+    state.ahead((dhidden, w13, b13, *kept, dw13, db13), lambda: loaded, "first half")
+    for step in (*place, *gemm, activation, *bias_gradients):
         step.on(stream)
     if not wants_x:
         for step in wgrad:
