@@ -4,12 +4,12 @@ A layer has two sublayers, attention and an MLP or experts. After each the ranks
 residual and apply the norm of the next sublayer. `HiddenStates` says which rows of [M, H] a rank has between them:
 
     replicated   all tokens       sublayer: partial sum | all_reduce_rms_norm
-    two parts    all tokens       the same for two token parts, one's all_reduce_rms_norm under the other's GEMMs
+    two parts    all tokens       the same for two token parts, one part's all_reduce_rms_norm under the other's GEMMs
                                   (weave.py)
     sharded      its own tokens   all-gather + GEMM .. GEMM + reduce-scatter | add and norm of its own rows
 
-Of many replicated tokens each rank holds only its own rows of the residual, because `all_reduce_rms_norm` sums a row at
-its owner and only the normalised rows are needed everywhere. `weft.models` and integrations/transformers supply the
+With many replicated tokens each rank holds only its own rows of the residual, because `all_reduce_rms_norm` sums a row
+at its owner and only the normalised rows are needed everywhere. `weft.models` and integrations/transformers supply the
 sublayers, with their weights, attention and caches.
 """
 
@@ -40,7 +40,7 @@ class RMSNorm(NamedTuple):
 
 
 class ColumnParallel(Protocol):
-    """Linears of one input. `widths` is the number of this rank's columns of each."""
+    """Linears with one input. `widths` is the number of this rank's columns of each linear."""
 
     widths: Sequence[int]
 
@@ -48,31 +48,31 @@ class ColumnParallel(Protocol):
         """Return this rank's columns [M, sum(widths)] for rows x [M, H], in `out` if it is not None."""
 
     def gathered(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
-        """Return this rank's columns for the rows of all ranks; x are this rank's rows. `shards` is the number of rows
-        of each rank, None if they are equal."""
+        """Return this rank's columns for the rows of all ranks; x contains this rank's rows. `shards` is the number of
+        rows of each rank, None if they are equal."""
 
 
 class PartialSum(Protocol):
-    """A module whose output is summed over the ranks, for replicated tokens."""
+    """A module whose output the ranks sum, for replicated tokens."""
 
     def partial(self, x: Tensor, out: Tensor | None, part: int) -> Tensor:
-        """Return this rank's partial sum [M, H] for the rows x [M, K] of token part number `part`, in `out` if it is
-        not None. No rank waits for another."""
+        """Return this rank's partial sum [M, H] for the rows x [M, K] of token part `part`, in `out` if it is not None.
+        No rank waits for another."""
 
 
 class Sublayer(PartialSum, Protocol):
-    """A module whose output is summed over the ranks: attention, its output projection alone, an MLP, or experts."""
+    """A module whose output the ranks sum: attention, its output projection alone, an MLP, or experts."""
 
     def sharded(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
-        """Return this rank's rows [m_r, H] of the sum over the ranks. An MLP and experts take this rank's rows x, an
-        output projection those of all ranks. `shards` is as for `ColumnParallel`."""
+        """Return this rank's rows [m_r, H] of the sum over the ranks. For an MLP and experts, x contains this rank's
+        rows; for an output projection, the rows of all ranks. `shards` is as for `ColumnParallel`."""
 
 
 class ReplicatedStates:
     """Hidden states of all tokens on every rank, in one token part or in two.
 
-    `shape` is [.., H]. `normed` [.., H] is the next sublayer's input. `residual` is that of the first token part: all
-    rows, or this rank's own.
+    `shape` is [.., H]. `normed` [.., H] is the next sublayer's input. `residual` is the first token part's residual:
+    all rows, or this rank's own.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class ReplicatedStates:
         allreduce_norm: Callable[..., tuple[Tensor, Tensor]] = all_reduce_rms_norm,
     ) -> None:
         """Begin with replicated states: hidden and normed [.., H] are the embedding and its norm for the first
-        sublayer. `parts` is the number of tokens of each of two parts, or empty. `plan` is that of `allreduce_norm`,
-        which is called as `all_reduce_rms_norm`; another function needs a single part, and need not write `out`. With
-        `full_residual` every rank has the whole residual, whatever the number of tokens."""
+        sublayer. `parts` is the number of tokens of each of two parts, or empty. `plan` is the plan of
+        `allreduce_norm`, which has the arguments of `all_reduce_rms_norm`; a replacement function needs a single part,
+        and need not write `out`. With `full_residual` every rank has the whole residual for any number of tokens."""
         rows = hidden.flatten(0, -2)
         m, h = rows.shape
         parts = parts or (m,)
@@ -115,8 +115,8 @@ class ReplicatedStates:
         return self._residuals[0]
 
     def project(self, linears: ColumnParallel, x: Tensor) -> Tensor:
-        """Return [.., N], the linears of x [.., H], which is `normed` or a hook's version of it. Each token part is
-        computed as soon as its norm is done."""
+        """Return [.., N], the linears of x [.., H], which is `normed` or a hook's replacement for it. Each token part
+        is computed as soon as its norm is done."""
         x = x.flatten(0, -2)
         if self._weave.parts == 1:
             return linears(x).view(*self.shape[:-1], -1)
@@ -128,8 +128,9 @@ class ReplicatedStates:
         return out.view(*self.shape[:-1], -1)
 
     def add(self, sublayer: PartialSum, x: Tensor, norm: RMSNorm, last: bool = False) -> None:
-        """Add the sublayer's output for x [.., K], the rows of all tokens, and apply the norm. A token part is reduced
-        on the second stream while the caller's stream computes the other. With `last` the result outlives the pass."""
+        """Add the sublayer's output for x [.., K], the rows of all tokens, and apply the norm. The second stream
+        reduces one token part while the caller's stream computes the other. With `last` the result outlives the
+        pass."""
         x, out, partials = x.flatten(0, -2), None if last else self._norm_memory, self._partial_memory
         if out is None and self._weave.parts == 2:
             out = self.world.empty(self._normed.shape, self._normed.dtype)
@@ -148,7 +149,7 @@ class ReplicatedStates:
 
     def gathered(self) -> Tensor:
         """Return the normalised rows [.., H] of all tokens, ordered on the caller's stream. They are valid until the
-        next pass, unless the last `add` had `last`."""
+        next pass, or longer if the last `add` had `last`."""
         for i in range(len(self._cuts)):
             self._weave.wait(i)
         return self.normed
@@ -160,7 +161,7 @@ class ReplicatedStates:
         All passes share this memory, since one pass runs at a time. A sublayer writes its partial output there only
         after the previous norm has ended on this rank, which implies that every owner has summed its rows. Peers store
         normalised rows there only after this rank has entered the norm, and thus after the sublayer that read the
-        previous ones.
+        previous rows.
         """
         world, (m, h), dtype = self.world, rows.shape, rows.dtype
         local = torch.compiler.is_compiling() or world.size == 1 or world.backend.symmetric_unsupported
@@ -172,7 +173,7 @@ class ReplicatedStates:
 
 
 class ShardedStates:
-    """Hidden states of which each rank has its own tokens, `balanced_rows` of them.
+    """Hidden states sharded by tokens: each rank has its own `balanced_rows`.
 
     `shape` is [.., H] of all ranks' hidden states. `residual` and `normed` [m_r, H] are this rank's rows.
     """
@@ -183,11 +184,11 @@ class ShardedStates:
         self._shards = None if len(set(self._counts)) == 1 else tuple(self._counts)
 
     def project(self, linears: ColumnParallel, x: Tensor) -> Tensor:
-        """Return [.., N], the linears of the rows of all ranks; x [m_r, H] are this rank's rows."""
+        """Return [.., N], the linears of the rows of all ranks; x [m_r, H] contains this rank's rows."""
         return linears.gathered(x, self._shards).view(*self.shape[:-1], -1)
 
     def add(self, sublayer: Sublayer, x: Tensor, norm: RMSNorm, last: bool = False) -> None:
-        """Add the sublayer's output for x, as `Sublayer.sharded` takes it, and apply the norm to this rank's rows."""
+        """Add the sublayer's output for x, as in `Sublayer.sharded`, and apply the norm to this rank's rows."""
         y = sublayer.sharded(x.flatten(0, -2), self._shards)
         weight = norm.weight.to(y.dtype)
         self.normed, self.residual = rms_norm(y, weight, norm.eps, world=self.world, residual=self.residual)
@@ -214,8 +215,8 @@ def decoder_layer(
 
     `attention` returns a sublayer and its input: the whole of attention and `states.normed`, if each token part attends
     separately; or, if all tokens attend together, the output projection and the output [.., K] of this rank's heads,
-    computed with `states.project`. `mlp` takes `states.normed`. `norms` are those before the MLP and before the next
-    layer; after the `last` layer the second is the model's final norm.
+    computed with `states.project`. The input of `mlp` is `states.normed`. `norms` are the norms before the MLP and
+    before the next layer; for the `last` layer the second is the model's final norm.
     """
     states.add(*attention(states), norms[0])
     states.add(mlp, states.normed, norms[1], last)
@@ -228,8 +229,8 @@ def own_rows(rows: Tensor, world: World) -> Tensor:
 
 
 def shards_residual(world: World, rows: int, hidden: int, dtype: torch.dtype) -> bool:
-    """Return whether each rank holds only its own rows of a residual of `rows` tokens. It holds all of them in small
-    messages, of which every rank sums all rows itself."""
+    """Return whether each rank holds only its own rows of a residual of `rows` tokens. With small messages every rank
+    sums all rows itself, and so holds all of them."""
     return (
         world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > world.backend.scale.replicated_bytes
     )

@@ -1,4 +1,4 @@
-"""The two halves of a tensor-parallel layer, each an nn.Linear of which every rank holds a part."""
+"""The two halves of a tensor-parallel layer, each an nn.Linear that is split over the ranks."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class _ParallelLinear(ScaledModule):
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, world: World, plan: str | Plan = "auto", **options: Any) -> Self:
         """Return this rank's part of a whole `nn.Linear`, which must be the same on all ranks, copied to `world.device`
-        and, with a `recipe`, quantized. Parameters that are frozen stay frozen. dtype: by default the linear's. Raises
-        as the constructor."""
+        and, with a `recipe`, quantized. Frozen parameters stay frozen. dtype: by default the linear's dtype. Raises the
+        errors of the constructor."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{cls.__name__}.from_linear: an nn.Linear is needed, got {type(linear).__name__}")
         options.setdefault("dtype", linear.weight.dtype)
@@ -78,7 +78,7 @@ class ColumnParallelLinear(_ParallelLinear):
         forward     x [m_r, in_features] -> [M, out_features / W]
         parameters  weight [out_features / W, in_features], bias [out_features / W]
 
-    keep_gathered: keep the gathered x [M, in_features] for the backward pass, which otherwise gathers it again. recipe:
+    keep_gathered: save the gathered x [M, in_features] for the backward pass, which otherwise gathers it again. recipe:
     "row" or "block": the weight is e4m3, with float32 weight_scale [out_features / W, 1] or weight_scale_inv
     [out_features / W / 128, in_features / 128], and no gradient (nn/scaled.py); x has 16 bits, or 8 bits as
     `weft.quantize` returns it. State dicts have nn.Linear's names (`weft.nn.full_state_dict`). Raises ValueError if W
@@ -104,10 +104,10 @@ class ColumnParallelLinear(_ParallelLinear):
         self.keep_gathered = keep_gathered
 
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Apply the layer. rows: rows of every rank's x, if they are not all equal."""
+        """Apply the layer. rows: the number of rows of every rank's x, if they are not all equal."""
         (x, weight, options), world, plan = self.operands(x), self.world, self.plan
         if self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad:
-            rows_of_x = cast(torch.Tensor, x)  # the op refuses anything else
+            rows_of_x = cast(torch.Tensor, x)  # the op rejects anything else
             return all_gather_matmul_with_gathered(rows_of_x, weight, self.bias, world=world, plan=plan, rows=rows)[0]
         return all_gather_matmul(x, weight, self.bias, world=world, plan=plan, rows=rows, **options)
 
@@ -145,8 +145,8 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, world, bias, plan, dtype, (out_features, k), recipe)
 
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Apply the layer. rows: rows that every rank gets; None: as evenly as possible, longer shards on lower ranks.
-        With reduce="all" every rank gets all rows, and `rows` is ignored."""
+        """Apply the layer. rows: the number of rows that every rank gets; None: M is split as evenly as possible,
+        longer shards on lower ranks. With reduce="all" every rank gets all rows, and `rows` is ignored."""
         (x, weight, options), world, plan = self.operands(x), self.world, self.plan
         if self.reduce == "all":
             return matmul_all_reduce(x, weight, self.bias, world=world, plan=plan, **options)

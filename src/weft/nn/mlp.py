@@ -1,7 +1,7 @@
 """The MLP of a Llama layer: x shard -> all-gather + GEMM -> SiLU-mul -> GEMM + reduce-scatter -> y shard.
 
-One parameter holds gate and up, so that one GEMM computes both. Blocks of gate rows and of up rows alternate, whole
-ones in every tile of the GEMM, the last two padded with zero rows:
+One parameter holds gate and up, so that one GEMM computes both. Blocks of gate rows and of up rows alternate. Every
+tile of the GEMM contains whole blocks, and the last two blocks are padded with zero rows:
 
     gate_up [S, H]    gate 0..B | up 0..B | gate B..2B | up B..2B | ... | gate, 0 | up, 0
 
@@ -9,8 +9,8 @@ A tile then holds matching blocks, and without gradients the GEMM's epilogue com
 activation [M, 2 I / W] is never written. With gradients it is written, because the backward pass needs it. Padding gets
 zero gradients and stays zero. State dicts do not contain it.
 
-With 8-bit weights (`recipe`) gate and up are one block each: SiLU-mul writes 8-bit rows with their scales, and a GEMM's
-epilogue, which has only a part of a row, cannot compute these.
+With 8-bit weights (`recipe`) gate and up are one block each: SiLU-mul writes 8-bit rows with their scales, which a
+GEMM's epilogue cannot compute because it has only a part of a row.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class ParallelMLP(ScaledModule):
     columns.
 
         forward     x [m_r, H] -> [m_r, H], the same rows
-        state dict  gate_proj.weight, up_proj.weight [I / W, H], down_proj.weight [H, I / W]; the names are those of
-                    Hugging Face's LlamaMLP, whose state dict `load_state_dict` takes; see `weft.nn.full_state_dict`
+        state dict  gate_proj.weight, up_proj.weight [I / W, H], down_proj.weight [H, I / W], named as in Hugging Face's
+                    LlamaMLP; `load_state_dict` loads its state dict; see `weft.nn.full_state_dict`
         parameters  gate_up [S, H], down [H, I / W]; S is 2 I / W rounded up to whole blocks
 
-    H is hidden_size, I intermediate_size, W the number of ranks, m_r the rows of this rank, M those of all ranks.
-    keep_gathered: keep the gathered x [M, H] for the backward pass, which otherwise gathers it again. `state_dict()`
-    copies gate_proj and up_proj out of gate_up: write to parameters, not to its values. recipe: "row" or "block", as in
+    H is hidden_size, I intermediate_size, W the number of ranks, m_r the rows of this rank, M the rows of all ranks.
+    keep_gathered: save the gathered x [M, H] for the backward pass, which otherwise gathers it again. `state_dict()`
+    copies gate_proj and up_proj from gate_up: write to parameters, not to these copies. recipe: "row" or "block", as in
     ColumnParallelLinear: weights are e4m3 without a gradient, each with a weight_scale or weight_scale_inv; x has 16
     bits, or is a `weft.ScaledTensor`, as `weft.quantize` or `all_reduce_rms_norm_quantized` returns it. Raises
     ValueError if W does not divide I, TypeError for a dtype other than bfloat16 and float16.
@@ -80,15 +80,15 @@ class ParallelMLP(ScaledModule):
 
     @property
     def weights(self) -> tuple[Activation, Activation]:
-        """Return the weights before and after the activation as ops take them."""
+        """Return the weights before and after the activation as operands of ops."""
         return self.weight_operand("gate_up"), self.weight_operand("down")
 
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Apply the MLP. rows: rows of every rank's x, if they are not all equal."""
+        """Apply the MLP. rows: the number of rows of every rank's x, if they are not all equal."""
         world, plan = self.world, self.plan
         if self.recipe is not None:
             return self._in_8_bits(x, rows, self.recipe)
-        x = cast(torch.Tensor, x)  # the op refuses anything else
+        x = cast(torch.Tensor, x)  # the op rejects anything else
         if torch.is_grad_enabled() and requires_grad(x, self.gate_up, self.down):
             if self.keep_gathered and self.gate_up.requires_grad:
                 gate_up, _ = all_gather_matmul_with_gathered(x, self.gate_up, world=world, plan=plan, rows=rows)
@@ -108,7 +108,7 @@ class ParallelMLP(ScaledModule):
         return matmul_reduce_scatter(hidden, down, world=world, plan=plan, rows=rows, **options)
 
     def _half(self, name: str) -> torch.Tensor:
-        """Return blocks [S / 2B, B, H] of gate or up, as a view."""
+        """Return the blocks [S / 2B, B, H] of gate or up, as a view."""
         blocks = self.gate_up.view(-1, 2, self.block, self.hidden_size)
         return blocks[:, 0 if name == "gate_proj.weight" else 1]
 

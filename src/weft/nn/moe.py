@@ -25,8 +25,8 @@ from .split import Share, routed
 class MoE(nn.Module):
     """A mixture-of-experts layer, x [T, H] -> [T, H], for the tokens of every rank.
 
-        router     [E, H], the same on all ranks, with router_bias [E] or None; `scoring` and further options are those
-                   of `weft.moe.gate`
+        router     [E, H], the same on all ranks, with router_bias [E] or None; `scoring` and further options are as in
+                   `weft.moe.gate`
         w13, w2    this rank's experts, packed (`weft.moe.pack`), with b13 and b2 or None
         placement  int32 [E] or [E, R], or None
         received   int32 [El], the rows that each of this rank's experts received in the last call, or None without
@@ -35,32 +35,33 @@ class MoE(nn.Module):
 
     H is hidden_size, I intermediate_size, E num_experts, k top_k. Router and experts are initialised like
     torch.nn.Linear, from a seed that the first rank of `world` draws, so that the router is the same on all ranks, and
-    an expert is the same wherever it is. Making the module is therefore collective. The parameters are frozen:
-    `load_experts` loads a checkpoint's, and `requires_grad_()` makes them trainable. A rank's gradients of the router
-    and the shared expert are those of its own tokens alone. `received` and `dropped` are the same memory in every call,
-    so a CUDA graph's replays write them. With plan `FusedMoe(route=True)` the router runs in the layer's launch, unless
-    `forward` is given the routes, or a capacity or a placement changes them.
+    an expert is the same on whichever rank it is. The constructor is therefore collective. The parameters are frozen:
+    `load_experts` loads a checkpoint's tensors, and `requires_grad_()` makes the parameters trainable. A rank's
+    gradients of the router and the shared expert cover its own tokens only. `received` and `dropped` are the same
+    memory in every call, so a CUDA graph's replays write them. With plan `FusedMoe(route=True)` the router runs in the
+    layer's launch, unless the caller passes routes to `forward`, or a capacity or a placement changes them.
 
     Args:
         world: the ranks.
-        expert_group: the ranks over which the experts are split (`world.split`); other groups have all experts too.
-            None: all W ranks.
+        expert_group: the ranks over which the experts are split (`world.split`); each group has all experts. None: all
+            W ranks.
         shared: a module from [T, H] to [T, H] whose rows are added (a shared expert, the same on all ranks), or None.
         capacity_factor, drop: as in `weft.moe.apply_capacity`; None: no route is dropped.
         max_tokens, max_rows, keep: as in `weft.moe.moe`.
-        placement: the physical experts of each logical one, as `weft.moe.expert_placement` takes them; each number from
-            0 to P - 1 occurs once, and a rank holds P / W. To move experts, write another placement of as many experts
-            into it, on all ranks, and call `load_experts`. None: the logical experts are the physical ones.
+        placement: the physical experts of each logical one, as in `weft.moe.expert_placement`; each number from 0 to
+            P - 1 occurs once, and a rank holds P / W. To move experts, write a new placement of as many experts into
+            it, on all ranks, and call `load_experts`. None: the logical experts are the physical ones.
         parallel: "expert": rank d of W holds experts d E / W to (d + 1) E / W - 1, physical ones where there is a
             placement (`weft.moe.moe`). "tensor": every rank holds I / W columns of all experts
-            (`weft.all_gather_grouped_matmul`, `weft.grouped_matmul_reduce_scatter`). A number: so many neighbouring
-            ranks share the columns of the same experts, and other ranks have other experts. Where ranks share
+            (`weft.all_gather_grouped_matmul`, `weft.grouped_matmul_reduce_scatter`). A number n: n neighbouring ranks
+            share the columns of the same experts, and each such group of ranks has different experts. Where ranks share
             columns, placement, max_tokens, max_rows and count_received are not available, and `keep` is as in
             `weft.all_gather_grouped_matmul`.
 
     Raises:
-        ValueError: the ranks do not divide E or P, or those that share columns do not divide I; the placement has other
-            numbers; an option does not go with columns over ranks; or `weft.moe.moe` does not know the activation.
+        ValueError: the ranks do not divide E or P, or the ranks that share columns do not divide I; the placement does
+            not have each number once; an option is not available where ranks share columns; or `weft.moe.moe` does not
+            know the activation.
     """
 
     placement: torch.Tensor | None
@@ -132,7 +133,8 @@ class MoE(nn.Module):
         self, x: torch.Tensor, ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return ids int32 [T, k] and weights float32 [T, k] of x's experts, and the logits [T, E] from which they are
-        computed. ids: those of an earlier pass, to be used again (routing replay); None: those of the best experts."""
+        computed. ids: the ids of an earlier pass, to use them again (routing replay); None: the router chooses the best
+        experts."""
         return self._top_k_router(x, world=self.world, ids=ids)
 
     @property
@@ -141,7 +143,7 @@ class MoE(nn.Module):
 
     @property
     def _routes_in_launch(self) -> bool:
-        """Return whether the layer's launch includes the router: nothing stands between its routes and the layer."""
+        """Return whether the layer's launch includes the router, which requires that nothing changes its routes."""
         if torch.compiler.is_compiling() or not isinstance(self.plan, FusedMoe) or not self.plan.route:
             return False
         return self.capacity_factor is None and self.placement is None and self.split.tp_size == 1
@@ -156,10 +158,9 @@ class MoE(nn.Module):
 
         Args:
             x: [T, H], of the experts' dtype.
-            rows: the numbers of tokens of all ranks of the group, where they are not all equal and there is no
-                max_tokens.
-            routes: ids and weights of x, from `route` where a loss needs them too, or from another router. None: those
-                of `route`.
+            rows: the numbers of tokens of all ranks of the group, if they are not all equal and there is no max_tokens.
+            routes: ids and weights of x, from `route` if a loss needs them too, or from the caller's own router. None:
+                `route` computes them.
 
         Raises:
             ValueError: x is not [T, H] of the experts' dtype.
@@ -197,19 +198,18 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def load_experts(self, state: Mapping[str, torch.Tensor], prefix: str = "") -> None:
-        """Load the router and this rank's experts from a layer's part of a checkpoint, with the names that Transformers
-        gives them.
+        """Load the router and this rank's experts from a layer's part of a checkpoint, under Transformers' names.
 
         Args:
             state: the checkpoint's tensors by name: `gate.weight` or `router.weight` (`.bias`); the experts one by one
                 (`experts.N.w1/w3/w2.weight` of Mixtral, `experts.N.gate_proj/up_proj/down_proj.weight` of Qwen and
                 DeepSeek) or in one tensor: `experts.gate_up_proj` and `experts.down_proj`, [E, 2 I, H] and [E, H, I],
                 or GPT-OSS's [E, H, 2 I] and [E, I, H] with alternating gate and up columns and `_bias`es.
-            prefix: only names that begin with it are read, without it.
+            prefix: only names that begin with this prefix are read; the prefix is removed.
 
         Raises:
             KeyError: a name is missing.
-            ValueError: a tensor has another shape.
+            ValueError: a tensor has a wrong shape.
         """
         names = CheckpointLayer(state, prefix)
         router = "gate" if "gate.weight" in names else "router"
@@ -223,8 +223,8 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        """Draw the router and this rank's experts. An expert's number seeds its values, so no rank draws those of other
-        ranks' experts."""
+        """Draw the router and this rank's experts. An expert's number seeds its values, so no rank draws the values of
+        other ranks' experts."""
         split, (experts, hidden) = self.split, self.router.shape
         inner, wide = split.columns * split.tp_size, 1 if self.activation == "gelu" else 2
         generator = torch.Generator(self.router.device)
@@ -281,8 +281,8 @@ class MoE(nn.Module):
 
 
 class CheckpointLayer(dict[str, torch.Tensor]):
-    """The tensors of a checkpoint whose names begin with `prefix`, under names without it. The KeyError of a missing
-    name says which names exist."""
+    """The tensors of a checkpoint whose names begin with `prefix`, under names without it. The KeyError for a missing
+    name lists the existing names."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], prefix: str) -> None:
         super().__init__({name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
@@ -302,8 +302,8 @@ class CheckpointLayer(dict[str, torch.Tensor]):
 
 
 def placed(table: torch.Tensor, experts: int) -> int:
-    """Return P, the number of physical experts in a placement of `experts` logical ones. Raises ValueError where the
-    table is no placement."""
+    """Return P, the number of physical experts in a placement of `experts` logical ones. Raises ValueError if the table
+    is not a placement."""
     if table.dim() not in (1, 2) or table.shape[0] != experts:
         raise ValueError(f"MoE: placement {list(table.shape)} must be [{experts}] or [{experts}, R]")
     rows = table.view(experts, -1).tolist()

@@ -1,11 +1,11 @@
-"""Modules with 8-bit weights: the weights' scales, under the names that checkpoints use, and 8-bit activations.
+"""Modules with 8-bit weights: the weights' scales, named as in checkpoints, and 8-bit activations.
 
     "row"     weight_scale [N, 1], one for each output channel (compressed-tensors, "FP8-dynamic"); a single element, as
               in a checkpoint with one scale for each tensor, is used for every channel
     "block"   weight_scale_inv [N / 128, K / 128] (DeepSeek-V3, Qwen3-FP8, Transformers' FineGrainedFP8)
 
 Activations are quantized dynamically, by the same recipe and with scales of their own rows. A checkpoint's
-`input_scale` is ignored.
+`input_scale` is not used.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Activation = torch.Tensor | ScaledTensor
 
 
 def in_shape(value: torch.Tensor, shape: torch.Size, ranks: int, dim: int | None) -> torch.Tensor:
-    """Return a checkpoint's scale in the shape of this rank's, or of all `ranks` together, which split it along
-    `dim`."""
+    """Return a checkpoint's scale in the shape of this rank's scale, or of the scale of all `ranks`, which split it
+    along `dim`."""
     if value.numel() == 1:
         return value.reshape(1, 1).expand(shape)
     whole = list(shape)
@@ -38,7 +38,7 @@ def in_shape(value: torch.Tensor, shape: torch.Size, ranks: int, dim: int | None
 
 
 def quantized(x: Activation, weight: ScaledTensor, world: World) -> ScaledTensor:
-    """Return x in 8 bits, for its product with the weight; an x that is quantized already is returned unchanged."""
+    """Return x in 8 bits, for its product with the weight; an x that is already quantized is returned unchanged."""
     return x if isinstance(x, ScaledTensor) else quantize(x, weight.recipe, world=world)
 
 
@@ -52,17 +52,17 @@ class ProductKeywords(TypedDict, total=False):
 def product_operands(
     x: Activation, weight: Activation, dtype: torch.dtype, world: World
 ) -> tuple[Activation, ProductKeywords]:
-    """Return x as an op multiplies it by the weight, quantized if the weight has 8 bits, and the keywords for a result
-    of `dtype`."""
+    """Return x as the operand for the weight, quantized if the weight has 8 bits, and the keywords for a result of
+    `dtype`."""
     if not isinstance(weight, ScaledTensor):
         return x, {}
     return quantized(x, weight, world), ProductKeywords(out_dtype=dtype, use_fast_accum=True)
 
 
 class ScaledModule(Sharded):
-    """A module whose weights may be of 8 bits. With a `recipe` its state dict has their scales (NAMES), and 16-bit
-    weights are rounded to `dtype` and quantized when they are loaded. Scales by row of a weight whose columns ranks
-    split are those of the whole row, and so the same on all ranks."""
+    """A module whose weights may have 8 bits. With a `recipe` its state dict has their scales (NAMES), and 16-bit
+    weights are rounded to `dtype` and quantized when they are loaded. If ranks split a weight's columns, its scales by
+    row are computed from whole rows, and so are the same on all ranks."""
 
     def __init__(self, world: World, dtype: torch.dtype, recipe: str | None) -> None:
         super().__init__(world, dtype)
@@ -72,8 +72,8 @@ class ScaledModule(Sharded):
         self.scales_name = None if recipe is None else NAMES[recipe]
 
     def add_matrix(self, name: str, rows: Sequence[int], k: int) -> None:
-        """Add the parameter `name`, a weight of zeros, whose parts have these numbers of rows, and k columns; and
-        `name`_scale, the scales of a weight in 8 bits, or None. In 8 bits neither has a gradient. Raises ValueError if
+        """Add the parameter `name`, a weight of zeros with k columns whose parts have these numbers of rows; and
+        `name`_scale, the scales of an 8-bit weight, or None. In 8 bits neither has a gradient. Raises ValueError if
         blocks do not divide a part."""
         n, device, scale_name = sum(rows), self.world.device, f"{name}_scale"
         if self.recipe is None:
@@ -91,8 +91,8 @@ class ScaledModule(Sharded):
             self.register_parameter(parameter, nn.Parameter(t.to(device), requires_grad=False))
 
     def name_scales(self, *prefixes: str) -> None:
-        """Name the scales of the weights with these prefixes in the state dict. They are split as the weights are, but
-        those of rows have no columns to split."""
+        """Name the scales of the weights with these prefixes in the state dict. Ranks split them like the weights, but
+        scales by row have no columns to split."""
         if self.scales_name is None:
             return
         for prefix in prefixes:
@@ -102,7 +102,7 @@ class ScaledModule(Sharded):
         self.ignored = tuple(f"{prefix}input_scale" for prefix in prefixes)
 
     def weight_operand(self, name: str) -> Activation:
-        """Return the weight `name` of this module as ops take it."""
+        """Return the weight `name` of this module as an operand of ops."""
         weight, scales = getattr(self, name), getattr(self, f"{name}_scale")
         return weight if scales is None or self.recipe is None else ScaledTensor(weight, scales, self.recipe)
 
@@ -115,7 +115,7 @@ class ScaledModule(Sharded):
 
     @torch.no_grad()
     def fill(self, init: dict[str, float]) -> None:
-        """Draw as `Sharded.fill` does. The scales of 8-bit weights follow from the bound alone, so that those of one
+        """Draw as `Sharded.fill` does. The scales of 8-bit weights depend only on the bound, so that the scales of one
         row are the same on all ranks."""
         scales = {name: scale for name in init if (scale := self.scale_name(name)) is not None}
         super().fill({name: LARGEST.value if name in scales else bound for name, bound in init.items()})
@@ -151,13 +151,13 @@ class ScaledModule(Sharded):
         return in_8_bits
 
     def _quantized(self, prefix: str, name: str, scale_name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a 16-bit weight of a state dict in 8 bits, and its scales, by name. Raises ValueError for a shard of
-        rows whose columns ranks split: the scale of a row depends on the columns of all ranks."""
+        """Return a 16-bit weight of a state dict in 8 bits, and its scales, by name. Raises ValueError for scales by
+        row of a shard whose columns ranks split: the scale of a row depends on the columns of all ranks."""
         shard = self.get_shard(name)
         assert shard is not None and self.recipe is not None
         part = self.local_shard(name, value, shard.shape)
         if part is None:
-            return {}  # the caller says which shapes fit
+            return {}  # the caller reports which shapes fit
         if part is value and self.world.size > 1 and self.sharded_dim[scale_name] is None:
             raise ValueError(
                 f"{prefix + name}: the scales of 8-bit rows cannot be computed from a 16-bit shard "

@@ -1,14 +1,14 @@
 """State dicts, initialisation and gradient clipping of modules whose tensors are sharded over the ranks.
 
-Every rank holds its shard of each tensor of the unsharded module, under the unsharded name.
+Every rank holds its shard of each tensor of the unsharded module, under the same name.
 
     state_dict()              this rank's shards, without padding and without communication
-    load_state_dict(...)      unsharded tensors, of which the rank takes its shard, or shards from state_dict(); values
-                              are copied in the module's own dtype, also with assign=True
+    load_state_dict(...)      loads this rank's shard of unsharded tensors, or shards from state_dict(); values are
+                              copied in the module's own dtype, also with assign=True
     full_state_dict(model)    the unsharded state dict on every rank; collective
 
-The tensors of state_dict() are to be read only. Where a parameter holds several tensors or padding they are copies, and
-a write to them changes no weight: write to parameters(), or load.
+Only read the tensors of state_dict(). If a parameter holds several tensors or padding, they are copies, and a write to
+them changes no weight: write to parameters(), or load.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Sharded(nn.Module):
     """A module with sharded tensors.
 
     `sharded_dim` has, for each name in the state dict, the dimension that the ranks split; None: all ranks hold the
-    same tensor. `sharded_parameters` names the parameters that store these tensors. `ignored` are names that a state
-    dict may have and the module does not use. torch saves and loads a subclass's other parameters, buffers and modules,
-    which are the same on all ranks. Raises TypeError for a dtype that the ops do not take.
+    same tensor. `sharded_parameters` names the parameters that store these tensors. `ignored` are names in state dicts
+    that the module does not use. torch saves and loads a subclass's other parameters, buffers and modules, which are
+    the same on all ranks. Raises TypeError for a dtype that the ops do not support.
     """
 
     sharded_dim: dict[str, int | None]
@@ -63,7 +63,7 @@ class Sharded(nn.Module):
         raise NotImplementedError
 
     def local_shard(self, name: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-        """Return this rank's shard, which has `shape`, of an unsharded tensor; the tensor itself if it is a shard; None
+        """Return this rank's shard, of shape `shape`, of an unsharded tensor; the tensor itself if it is a shard; None
         if it is neither."""
         dim, world = self.sharded_dim[name], self.world
         if value.shape == shape:
@@ -95,7 +95,7 @@ class Sharded(nn.Module):
         return f"rank {self.world.rank} of {self.world.size}"
 
     def split_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of which each rank holds a different shard."""
+        """Return the parameters that are split over the ranks."""
         parameters = ((self._parameters[name], self.sharded_dim.get(name, 0)) for name in self.sharded_parameters)
         return [p for p, dim in parameters if p is not None and dim is not None]
 
@@ -122,8 +122,8 @@ class Sharded(nn.Module):
             destination[prefix + name] = self.unsharded(name, value) if _unsharded.get() else value
 
     def converted(self, state_dict: Mapping[str, torch.Tensor], prefix: str) -> Mapping[str, torch.Tensor]:
-        """Return the state dict with this module's tensors in the format of their shards. Raises ValueError where they
-        cannot be converted."""
+        """Return the state dict with this module's tensors in the format of their shards. Raises ValueError for tensors
+        that cannot be converted."""
         return state_dict
 
     def _load_from_state_dict(
@@ -175,9 +175,9 @@ class Sharded(nn.Module):
 
 @torch.no_grad()
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the unsharded state dict of a model that contains these modules, on every rank; its other entries are
-    those of `module.state_dict()`. Collective: all ranks must call it. The result loads into the unsharded model and
-    into the sharded one."""
+    """Return the unsharded state dict of a model that contains these modules, on every rank; `module.state_dict()`
+    provides its other entries. Collective: all ranks must call it. The result loads into the unsharded model and into
+    the sharded one."""
     token = _unsharded.set(True)
     try:
         return module.state_dict()
@@ -191,7 +191,7 @@ def gathered(world: World, x: torch.Tensor, dim: int | None) -> torch.Tensor:
         return x
     shard = x.transpose(0, dim).contiguous()
     out = world.empty((world.size * shard.shape[0], *shard.shape[1:]), x.dtype)
-    bits = torch.uint8 if x.dtype.itemsize == 1 else x.dtype  # not every library moves 8-bit floats
+    bits = torch.uint8 if x.dtype.itemsize == 1 else x.dtype  # not every backend's collectives support 8-bit floats
     world.all_gather(out.view(bits), shard.view(bits), world.current_stream())
     world.finish(world.current_stream())
     return out.transpose(0, dim).contiguous()
@@ -202,10 +202,11 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, *, world: World) -> torc
     """Scale the gradients of a model that contains these modules so that their 2-norm over all ranks is at most
     `max_norm`. Return the norm before scaling, a float32 scalar with the same bits on every rank.
 
-    The result is that of `torch.nn.utils.clip_grad_norm_` on the unsharded model. Called on the sharded one, torch's
+    The result equals that of `torch.nn.utils.clip_grad_norm_` on the unsharded model. On the sharded model, torch's
     function would scale by the norm of each rank's shards, and replicated parameters would drift apart. Parameters that
-    no module of `weft.nn` splits count once: their gradients must be the same on all ranks, so that those of a rank's
-    own tokens have to be summed before. Collective: all ranks must call it, also one without gradients.
+    no module of `weft.nn` splits count once: their gradients must be the same on all ranks, so gradients of a rank's
+    own tokens must be summed over the ranks first. Collective: all ranks must call it, including ranks without
+    gradients.
     """
     split = {id(p) for part in module.modules() if isinstance(part, Sharded) for p in part.split_parameters()}
     total = torch.zeros((), device=world.device)

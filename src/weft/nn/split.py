@@ -16,8 +16,8 @@ from ..world import World
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's share of the experts: `experts` experts, of the group of experts number `group`. `tp_size` ranks
-    split the columns of an expert; this rank holds part number `part`, which is `columns` columns wide."""
+    """This rank's share of the experts: the `experts` experts of group `group`. `tp_size` ranks split the columns of an
+    expert; this rank holds part `part`, which has `columns` columns."""
 
     experts: int
     columns: int
@@ -27,7 +27,7 @@ class Share:
 
     @classmethod
     def for_rank(cls, world: World, parallel: str | int, experts: int, inner: int, physical: bool) -> Share:
-        """Return this rank's share. `physical` says whether the experts are those of a placement. Raises ValueError for
+        """Return this rank's share. `physical` says whether a placement numbers the experts. Raises ValueError for
         sizes that the ranks do not divide."""
         tp_size = {"expert": 1, "tensor": world.size}.get(parallel) if isinstance(parallel, str) else parallel
         if type(tp_size) is not int or tp_size < 1 or world.size % tp_size:
@@ -53,15 +53,15 @@ class Share:
         return slice(self.group * self.experts, (self.group + 1) * self.experts)
 
     def w13_columns(self, t: torch.Tensor, layout: str) -> torch.Tensor:
-        """Return this rank's columns of w13 or b13 [El, N, ..]. `layout` is that of gate and up, as for `pack`; "" for
-        experts without a gate."""
+        """Return this rank's columns of w13 or b13 [El, N, ..]. `layout` is the layout of gate and up, as for `pack`;
+        "" for experts without a gate."""
         halves = t.chunk(2, 1) if layout == "blocked" else (t,)
         return torch.cat([half.chunk(self.tp_size, 1)[self.part] for half in halves], 1)
 
     def local_routes(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the routes to this rank's experts, numbered from 0, and their weights, both [T, n], as `weft.moe.moe`
-        with `World.alone` takes them. ids and weights [T, k] are routes to the experts of all ranks. Routes to other
-        ranks get an id that is no expert's. n is the smaller of k and the number of this rank's experts."""
+        """Return the routes to this rank's experts, numbered from 0, and their weights, both [T, n], for `weft.moe.moe`
+        with `World.alone`. ids and weights [T, k] are routes to the experts of all ranks. Routes to other ranks get an
+        id that belongs to no expert. n is the smaller of k and the number of this rank's experts."""
         if ids.shape[1] <= self.experts:
             return ids - self.expert_range.start, weights
         experts = torch.arange(self.experts, dtype=ids.dtype, device=ids.device)
@@ -87,7 +87,7 @@ def routed(
     plan: str | Plan = "auto",
     **expert_options: Any,
 ) -> torch.Tensor:
-    """Return what `weft.moe.moe` returns; where ranks split the columns of experts, its two halves compute it.
+    """Return the result of `weft.moe.moe`; if ranks split the columns of experts, the layer's two halves compute it.
     `expert_options` are further options, which need whole experts."""
     common: dict[str, Any] = dict(rows=rows, world=world, plan=plan)
     w13_options: dict[str, Any] = dict(b13=b13, activation=activation, keep=keep)

@@ -1,18 +1,18 @@
-"""Token weaving (TokenWeave, section 4): the communication of one part of the tokens runs under the other's compute.
+"""Token weaving (TokenWeave, section 4): the communication of one token part runs under the other part's compute.
 
-A layer is a sequence of stages. Each is a computation with this rank's shard of the weights, followed by a reduction
-over the ranks: all-reduce, residual add and norm. With two token parts the computations alternate on the caller's
-stream and the reductions run on a second stream:
+A layer is a sequence of stages. Each stage is a computation with this rank's shard of the weights, followed by a
+reduction over the ranks: all-reduce, residual add and norm. With two token parts, the computations alternate on the
+caller's stream and the reductions run on a second stream:
 
     caller's   attn(0) | attn(1) | mlp(0)  | mlp(1)  | attn(0)' | ...
     "weave"              norm(0) | norm(1) | norm(0) | norm(1)  | ...
 
-attn(0)' belongs to the next layer and overlaps the suffix's last norm of this one. The suffix attends to the prefix
+attn(0)' belongs to the next layer and overlaps the suffix's last norm of this layer. The suffix attends to the prefix
 through the cache, which attn(0) has filled before attn(1) starts, so that each token sees the same keys as without
 weaving. `Weave` enforces this order; decoder_layer.py uses it.
 
-The time of a GEMM rises in steps, whenever another row of tiles needs another wave. `LayerTimes.split` returns the
-split whose two parts together take the least time (TokenWeave's smart split).
+The time of a GEMM rises in steps, whenever an additional row of tiles needs an additional wave. `LayerTimes.split`
+returns the split with the least total time of both parts (TokenWeave's smart split).
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ class LayerPlan:
     kind: "plain" is NCCL's all-reduce, then add and norm; "fused" is `all_reduce_rms_norm`; "woven" is "fused" in two
         token parts, the first of `split` tokens; "sequence" shards activations by tokens between layers, with
         all-gather + GEMM and GEMM + reduce-scatter.
-    sms: the number of SMs of weft's GEMM kernel, which leaves the others to the communication. 0: cuBLAS computes the
-        GEMMs.
+    sms: the number of SMs of weft's GEMM kernel; the remaining SMs communicate. 0: cuBLAS computes the GEMMs.
     norm: the plan of `all_reduce_rms_norm`: "auto", a kind, or a Plan, which is stored as its JSON.
 
-    Raises ValueError for other values, for a split with another kind than "woven", and for SMs or a norm with
+    Raises ValueError for any other value, for a split with a kind other than "woven", and for SMs or a norm with
     "sequence".
     """
 
@@ -80,9 +79,9 @@ class LayerPlan:
 class Weave:
     """The order of the stages of one token part, or of two parts whose reductions run on a second stream.
 
-    For each stage and part, call `wait`, compute on the caller's stream, and reduce inside `reducing`. Whoever catches
-    an exception between a `reducing` and its `wait` calls `World.join_side_streams`, since the reduction still uses its
-    operands. Raises ValueError for another number of parts.
+    For each stage and part, call `wait`, compute on the caller's stream, and reduce inside `reducing`. A caller that
+    catches an exception between a `reducing` and its `wait` must call `World.join_side_streams`, since the reduction
+    still uses its operands. Raises ValueError for any other number of parts.
     """
 
     def __init__(self, world: World, parts: int) -> None:
@@ -100,10 +99,10 @@ class Weave:
             del self._pending[part]
 
     def reducing(self, part: int, *operands: object) -> AbstractContextManager[object]:
-        """Return a context in which the current stream is the one of reductions, after the part's computation.
+        """Return a context in which the current stream is the reductions' stream, ordered after the part's computation.
 
         `operands` are tensors that the reduction reads. They stay alive until `wait`, because the caching allocator
-        could give memory that is freed earlier to the next computation on the caller's stream.
+        could assign memory that is freed earlier to the next computation on the caller's stream.
         """
         return nullcontext() if self.parts == 1 else self._on_second_stream(part, operands)
 
@@ -126,8 +125,8 @@ def run(
     stream.
 
     parts: the inputs of the first stage. `compute[k](part, y)` returns the partial sum of stage k. `reduce(k, part,
-    partial)` returns the next stage's input; with two parts the second stream is its current stream. Raises ValueError
-    for another number of parts.
+    partial)` returns the next stage's input; with two parts it runs with the second stream as the current stream.
+    Raises ValueError for any other number of parts.
     """
     ys, weave = list(parts), Weave(world, len(parts))
     try:
@@ -146,15 +145,15 @@ def run(
 
 
 def halves(tokens: int, step: int = 128) -> int:
-    """Return the number of tokens of the prefix: half of them, rounded down to a multiple of `step` unless that is 0,
-    because GEMMs compute whole tiles of rows."""
+    """Return the number of tokens of the prefix: half the tokens, rounded down to a multiple of `step` unless that
+    multiple is 0, because GEMMs compute whole tiles of rows."""
     return tokens // 2 // step * step or tokens // 2
 
 
 @dataclass(frozen=True)
 class LayerTimes:
     """The times, in us, of a layer's steps at `step`, 2 `step`, .. tokens: the GEMMs around attention, the GEMMs of the
-    MLP, and one `all_reduce_rms_norm` on the SMs that it has while GEMMs run (empty: not measured)."""
+    MLP, and one `all_reduce_rms_norm` on the SMs that it uses while GEMMs run (empty: not measured)."""
 
     step: int
     attention: tuple[float, ...]
@@ -171,8 +170,8 @@ class LayerTimes:
         time: Callable[[int, int], float],
         rows: int,
     ) -> LayerTimes:
-        """Return the times up to `rows` tokens of GEMMs whose tile is known. attention and mlp have (N, K) of each
-        GEMM, and time(tiles, K) returns the time of one in us."""
+        """Return the times up to `rows` tokens of GEMMs with a known tile. attention and mlp contain (N, K) of each
+        GEMM, and time(tiles, K) returns the time of a GEMM in us."""
         bm, bn = tile
 
         def us(gemms: Sequence[tuple[int, int]]) -> tuple[float, ...]:
@@ -183,7 +182,7 @@ class LayerTimes:
         return cls(bm, us(attention), us(mlp))
 
     def _time(self, us: tuple[float, ...], tokens: int) -> float:
-        """Return the time at `tokens`, extrapolated in proportion beyond the last one."""
+        """Return the time at `tokens`, extrapolated in proportion beyond the last measured time."""
         i = math.ceil(tokens / self.step)
         return us[i - 1] if i <= len(us) else us[-1] * i / len(us)
 
@@ -198,9 +197,8 @@ class LayerTimes:
         return total
 
     def split(self, tokens: int, least: int = 1) -> int:
-        """Return the number of tokens of the prefix: among the multiples of `step` within 1% of the least time, the
-        most even split. Neither part has fewer tokens than `least`; without such a multiple the split is in the
-        middle."""
+        """Return the number of tokens of the prefix: the most even split among the multiples of `step` within 1% of the
+        least time. Neither part has fewer tokens than `least`; without such a multiple the split is in the middle."""
         splits = [s for s in range(self.step, tokens, self.step) if min(s, tokens - s) >= least]
         if not splits:
             return tokens // 2
@@ -209,7 +207,7 @@ class LayerTimes:
         return min((s for s in splits if us[s] <= 1.01 * best), key=lambda s: (abs(2 * s - tokens), s))
 
 
-# (the number of tokens from which on the plan is the fastest, the plan), in rising order
+# (the least number of tokens for which the plan is the fastest, the plan), in rising order
 Choices = tuple[tuple[int, LayerPlan], ...]
 
 
@@ -217,9 +215,9 @@ Choices = tuple[tuple[int, LayerPlan], ...]
 class Table:
     """Measurements of one model on one GPU model and world.
 
-    `choices` holds for CUDA graphs, `eager` for launches from the host, whose time few tokens do not hide. The `split`
-    of a woven plan comes from the profile. Below the lowest number of tokens the plan is plain. An empty field was not
-    measured.
+    `choices` applies to CUDA graphs, `eager` to launches from the host, whose launch time few tokens do not hide. The
+    `split` of a woven plan comes from the profile. Below the lowest number of tokens the plan is plain. An empty field
+    was not measured.
     """
 
     choices: Choices = ()
@@ -227,7 +225,7 @@ class Table:
     eager: Choices = ()
 
     def to_rows(self, world: int, hidden: int, intermediate: int) -> list[StoredRow]:
-        """Return the table as rows of the planner's (`planner.table`)."""
+        """Return the table as rows of the planner's table (`planner.table`)."""
         key = {"op": DECODER, "world": world, "N": hidden, "K": intermediate}
         plans = [("eager", *choice) for choice in self.eager] + [("graph", *choice) for choice in self.choices]
         rows = [key | {"M": tokens, "mode": mode, "plan": asdict(plan)} for mode, tokens, plan in plans]
@@ -256,9 +254,9 @@ class Table:
 
 
 def two_parts_from(world: World, hidden: int, intermediate: int) -> tuple[int | None, str | Plan]:
-    """Return the number of tokens from which on a decoder of these sizes runs in two token parts (None: never), and the
-    plan of its norms. Both come from measurements on this GPU with this number of ranks: from that number of tokens on,
-    weaving was faster than the plain and the fused plan throughout."""
+    """Return the least number of tokens for which a decoder of these sizes runs in two token parts (None: never), and
+    the plan of its norms. Both come from measurements on this GPU with this number of ranks: for that number and every
+    larger one, weaving was faster than the plain and the fused plan."""
     woven: list[tuple[int, LayerPlan]] = []
     for tokens, choice in table(world, hidden, intermediate).choices if world.size > 1 else ():
         woven = [] if choice.kind in ("plain", "fused") else [*woven, *([(tokens, choice)] * (choice.kind == "woven"))]
@@ -274,13 +272,13 @@ def name_of(world: World, hidden: int, intermediate: int) -> str:
 
 
 def learn_layers(name: str, table: Table) -> None:
-    """Use a table measured in this process in place of the shipped one. `name` is that of `name_of`. Every rank must
-    use the same table."""
+    """Use a table measured in this process in place of the shipped one. `name` is the result of `name_of`. Every rank
+    must use the same table."""
     _learned[name] = table
 
 
 def table(world: World, hidden: int, intermediate: int) -> Table:
-    """Return the table from `learn_layers`, else the planner's rows of these sizes, if there are any."""
+    """Return the table from `learn_layers`, otherwise the planner's rows for these sizes, if any."""
     name = name_of(world, hidden, intermediate)
     if name not in _learned:
         _learned[name] = Table.from_rows(layers(gpu_of(world), world.size, hidden, intermediate))

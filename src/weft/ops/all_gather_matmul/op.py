@@ -47,8 +47,8 @@ Rows = TypeVar("Rows", bound=torch.Tensor | ScaledTensor)
 
 
 class AllGatherMatmul(MatmulOp[GatherCall]):
-    """The op all_gather(x) @ weight.T + bias. The options are the rows of every rank or None, gated, gathered, and
-    those of `ProductOptions`. The results are the result, the gathered activation or None, and its
+    """The op all_gather(x) @ weight.T + bias. The options are the rows of every rank or None, gated, gathered, and the
+    fields of `ProductOptions`. The results are the product, the gathered activation or None, and the activation's
     scales or None."""
 
     name = GATHER_GEMM
@@ -71,7 +71,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     unsupported_fields = {Decomposed: ("pieces",)}
     batch_invariant_plans = Sequential, FusedGather, FusedGatherByCopies, Decomposed, OneShot
     emulator_plan = FusedGather
-    # In 76 shapes and modes on 2 to 8 H200s, copies for two programs an SM were at most 1.1% faster (2026-11).
+    # In 76 shapes and modes on 2 to 8 H200s, copies for two programs per SM gained at most 1.1% over these (2026-11).
     variants = (FusedGather(), FusedGatherByCopies(), FusedGather(pull_programs=12, split=4), TWO_AN_SM)
     autotune_plans: ClassVar[Sequence[FlagGated]] = (FlagGated(), FlagGated(tile_n=160))
     over_nodes = (TwoLevel(), TwoLevel(2))
@@ -158,8 +158,8 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return reason
 
     def candidates(self, world: World, call: GatherCall) -> Sequence[Plan]:
-        """Return the flag-gated plans for which the shards are whole clusters of tiles, and whose GEMM passes its check
-        on every rank."""
+        """Return the flag-gated plans whose shards are whole clusters of tiles and whose GEMM passes its check on every
+        rank."""
         could = call.even and world.backend.symmetric_unsupported is None and call.scaling is None
         fit = [plan for plan in self.autotune_plans if could and self.movable(plan, call.rows, world.size)]
         key = (self.name, "usable", call.dtype)
@@ -200,7 +200,7 @@ def all_gather_matmul(
     Every rank holds some rows of the activation and some columns of the layer, and gets all rows of its columns.
 
     Args:
-        x_shard: [m_r, K], this rank's rows. m_r may be 0, and need not be a multiple of anything.
+        x_shard: [m_r, K], this rank's rows. m_r is any number, including 0.
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], this rank's part.
         world: the ranks. All of them must make the same call in the same order.
@@ -210,8 +210,9 @@ def all_gather_matmul(
             differentiable.
         rows: the number of rows of each rank's shard, in the order of the ranks. None: all ranks have as many as this
             one.
-        out_dtype, use_fast_accum: those of `weft.matmul`, for a `weft.ScaledTensor` x_shard and weight, whose rows and
-            scales are sent unchanged. A scale by tensor must be the same on all ranks. Such a call has no gradient.
+        out_dtype, use_fast_accum: as in `weft.matmul`, if x_shard and weight are `weft.ScaledTensor`. The rows and
+            scales of x_shard are sent unchanged. A per-tensor scale must be the same on all ranks. Such a call has no
+            gradient.
 
     The other tensors are bfloat16, or all are float16, on `world.device`. A tensor that is not contiguous is copied,
     except for a weight whose transpose is contiguous. Sums are accumulated in float32.
@@ -224,7 +225,7 @@ def all_gather_matmul(
 
     Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential),
     M K / W elements (decomposed, and fused by copies), M K (flag-gated), 2 M K (fused) or 3 M K elements (one shot, for
-    few rows). All plans but fused and flag-gated also take [M, K] of ordinary memory during the call.
+    few rows). All plans but fused and flag-gated also use [M, K] of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
@@ -259,8 +260,8 @@ def all_gather_matmul_with_gathered(
     """Return `all_gather_matmul` and the gathered activation.
 
     The gathered activation [M, K], a `weft.ScaledTensor` if x_shard is one, has memory of its own. It is
-    differentiable, and saved for the backward pass, which then does not gather again. Arguments and errors are those of
-    `all_gather_matmul`.
+    differentiable, and is saved for the backward pass, which then does not gather it again. Arguments and errors are as
+    for `all_gather_matmul`.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -290,8 +291,8 @@ def all_gather_swiglu(
     """Return silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard), in one launch if the plan is
     fused.
 
-    In weight [S, K] blocks of `world.backend.scale.interleave` rows of gate and of up alternate; the last two are
-    padded with zeros. There is no gradient: use all_gather_matmul and silu_mul.
+    In weight [S, K], blocks of `world.backend.scale.interleave` gate rows alternate with blocks of as many up rows; the
+    last two blocks are padded with zeros. There is no gradient: for one, use all_gather_matmul and silu_mul.
     """
     options = plain_rows(GATHER_GEMM, rows), columns, False, *UNSCALED
     return ALL_GATHER_MATMUL(world, plan, ScaledFactors(x_shard, weight), options)[0]

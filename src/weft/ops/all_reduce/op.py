@@ -70,15 +70,15 @@ class Reduce(Op[SumCall]):
     depends_on_addresses = True
 
     def candidates(self, world: World, call: SumCall) -> Sequence[Plan]:
-        """Return the plans whose memory for staged rows is in proportion: low-latency rows take (W + 1) times theirs,
-        three times over, in one shot."""
+        """Return the plans whose staged rows need at most STAGED bytes: one-shot low-latency plans stage 3 (W + 1)
+        times the bytes of x."""
         nbytes = call.m * call.h * call.dtype.itemsize
         return [
             plan for plan in self.autotune_plans if not is_low_latency(plan) or 3 * (world.size + 1) * nbytes <= STAGED
         ]
 
     def trial_key(self, call: SumCall) -> Hashable:
-        """Return the call with its number of rows as the library's GEMM counts M, for any epsilon."""
+        """Return the call with M rounded as for GEMM trials, for any epsilon."""
         return replace(call, m=stepped(call.m), eps=0.0, shape=())
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
@@ -94,7 +94,7 @@ class Reduce(Op[SumCall]):
             return f"{call.m * call.h} elements are no whole 16-byte words"
         if isinstance(plan, TwoLevel):
             return "scales of rows do not go between nodes" if call.group else None
-        # If the output has another dtype than x, a two-shot plan counts rows instead of posting them.
+        # If the dtypes of the output and of x differ, a two-shot plan counts rows instead of posting them.
         if is_low_latency(plan) and (isinstance(plan, OneShot) or call.out_dtype == call.dtype):
             return world.backend.peers_unsupported
         reason = world.backend.symmetric_unsupported
@@ -110,8 +110,8 @@ class Reduce(Op[SumCall]):
         return super().batch_invariance_unsupported(world, call, plan)
 
     def without_overlap(self, world: World, plan: Plan, operands: Operands, out: torch.Tensor) -> Operands:
-        """Return the operands, copied where they overlap `out`: a program may store a row that another program still
-        has to read. If `out` is x itself, a plan that posts no rows reads a row of x before it stores it."""
+        """Return the operands, copied where they overlap `out`: a program may store a row before a different program
+        has read it. If `out` is x itself, a plan that posts no rows reads each row of x before it stores that row."""
         in_place = not is_low_latency(plan) and out.data_ptr() == operands[0].data_ptr()
         stream = world.current_stream()
         return type(operands)(
@@ -122,7 +122,8 @@ class Reduce(Op[SumCall]):
         )
 
     def compared(self, plan: Plan, addresses: Hashable) -> Mapping[str, Hashable]:
-        """Return where `out` and x are, if they are in symmetric memory, so that peers may write and read them."""
+        """Return the offsets of `out` and x in symmetric memory, if they are there, so that peers may write `out` and
+        read x."""
         assert isinstance(addresses, tuple)
         x, out = (address if address and address[1] % 16 == 0 else None for address in addresses)
         return dict(out=out, x=x if _pulls(plan) else None)
@@ -192,7 +193,7 @@ class AllReduce(Reduce):
         return call.m, call.h * call.dtype.itemsize // 2, 1  # bytes decide, counted as 16-bit elements
 
     def candidates(self, world: World, call: SumCall) -> Sequence[Plan]:
-        """Return the plans to time. Only short rows are timed, of which there are no measurements."""
+        """Return the plans to time. Only short rows are timed, because there are no measurements of them."""
         return super().candidates(world, call) if self._short(world, call) else ()
 
     def expected(self, world: World, call: SumCall, mode: str) -> Plan:
@@ -227,38 +228,38 @@ def all_reduce_rms_norm(
     Args:
         x: [M, H], this rank's part of the sum, bfloat16, float16 or float32. M is at least 1, H at most 16,384, and a
             row is whole 16-byte words.
-        residual: [m_r, H] of x's dtype, the rows that this rank owns (`weft.lang.balanced_rows(M, W)`, in the order of
-            the ranks); with full_residual [M, H], the same on all ranks; or None.
+        residual: [m_r, H] of x's dtype, the rows that this rank owns (`weft.lang.balanced_rows(M, W)`, in rank order);
+            with full_residual [M, H], the same on all ranks; or None.
         weight: [H], of x's dtype or float32, the same on all ranks.
         bias: [H], of x's dtype or float32, the same on all ranks. It is added after the norm.
         norm: "rms" (Zhang and Sennrich 2019) or "layer" (Ba et al. 2016).
         out_dtype: the dtype of the normalised rows: bfloat16, float16 or float32. None: x's.
-        full_residual: the residual, old and new, is [M, H] on every rank instead of this rank's rows. In two shots the
-            new residual is stored on all ranks like the normalised rows.
+        full_residual: the old and the new residual are [M, H] on every rank instead of this rank's rows. A two-shot
+            plan stores the new residual on all ranks, like the normalised rows.
         out: [M, H], contiguous: the tensor for the normalised rows. If it is in memory of `World.symmetric`, at the
-            same offset on every rank, and the plan counts rows, the peers store there directly; if the plan posts rows,
-            only this rank writes `out`. For any other tensor a plan that counts rows copies them from symmetric memory.
-            `out` is not written between the end of a call and this rank's next call.
+            same offset on every rank, and the plan counts rows, the peers store rows directly in `out`; if the plan
+            posts rows, only this rank writes `out`. If `out` is in ordinary memory, a plan that counts rows copies them
+            there from symmetric memory. No rank writes `out` between the end of a call and this rank's next call.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", a kind ("sequential", "decomposed", "one_shot", "two_shot", "multicast"; over nodes "two_level")
             or a Plan; the same on all ranks.
 
-    The sum, the residual and the norm are computed in float32; the ranks' parts are added in the order of the ranks
-    ("sequential": as NCCL does it). The new residual is rounded once.
+    The sum, the residual and the norm are computed in float32; the ranks' parts are added in rank order ("sequential":
+    in NCCL's order). The new residual is rounded once.
 
     Returns:
         The normalised rows [M, H], the same bits on every rank, and the new residual h, [M, H] or [m_r, H].
 
     Memory, in addition to the outputs: the symmetric memory, which all calls of the World share, is none (sequential),
     3 (W + 1) M H elements (one shot), or 3 M H, plus 3 M H with a full residual, plus 3 M' H, where M' is M rounded up
-    to a multiple of W (two shots that post). Other two shots take M H for rows at their owners or, if rows are pulled,
-    for an x that is not in memory of `World.symmetric`; M H for an output that is not there either; and M H for a full
-    residual. Decomposed and multicast take as much as two shots that pull; decomposed also takes M H of ordinary memory
-    during the call.
+    to a multiple of W (two-shot plans that post). Two-shot plans that count use M H for rows at their owners or, if
+    rows are pulled, for an x that is not in memory of `World.symmetric`; M H for an output that is not there either;
+    and M H for a full residual. Decomposed and multicast use as much as two-shot plans that pull; decomposed also uses
+    M H of ordinary memory during the call.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. An operand requires a
-            gradient, which this op does not have: use torch.no_grad().
+        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. Or an operand requires a
+            gradient, which this op does not compute: use torch.no_grad().
         Mismatch, Timeout, WeftError: as for `all_gather_matmul`.
 
     Examples:
@@ -293,9 +294,9 @@ def all_reduce_rms_norm_quantized(
 ) -> tuple[ScaledTensor, torch.Tensor]:
     """Return `all_reduce_rms_norm` with 8-bit rows.
 
-    The normalised rows and their scales come from the same launches. recipe: that of `weft.quantize`. scale: float32
-    [1], needed by "tensor" and refused by the others: the rows are divided by it and clamped to +-448. out: the tensor
-    for the values. The other arguments, and errors, are those of `all_reduce_rms_norm`.
+    The same launches compute the normalised rows and their scales. recipe: as in `weft.quantize`. scale: float32 [1],
+    required by the recipe "tensor" and rejected by the others: the rows are divided by it and clamped to +-448. out:
+    the tensor for the values. The remaining arguments and the errors are as for `all_reduce_rms_norm`.
 
     Examples:
         >>> x, weight = torch.ones(4, 16).bfloat16(), torch.ones(16).bfloat16()
@@ -312,7 +313,7 @@ def all_reduce_rms_norm_quantized(
 
 def posts_rows(world: World, m: int, h: int, dtype: torch.dtype, plan: str | Plan) -> bool:
     """Return whether eager calls of `all_reduce_rms_norm` with x [m, h] post rows. Such calls gain nothing from x or
-    `out` in symmetric memory, because peers neither read nor write there."""
+    `out` in symmetric memory, because peers neither read x nor write `out`."""
 
     def chosen() -> bool:
         layout = OWN.value if world.size > 1 else WHOLE.value
@@ -332,8 +333,8 @@ def all_reduce(
         x: any shape, bfloat16, float16 or float32; contiguous or not (then it is copied).
         world, plan, out: as for `all_reduce_rms_norm`; `out` has x's shape.
 
-    The sum is computed in float32 in the order of the ranks ("sequential": as NCCL does it). Tensors whose size is not
-    a multiple of 16 bytes are always summed sequentially.
+    The sum is computed in float32 in rank order ("sequential": in NCCL's order). Tensors whose size is not a multiple
+    of 16 bytes are always summed by the sequential plan.
 
     Returns:
         A tensor of x's shape, the same bits on every rank.
@@ -369,7 +370,7 @@ def _checked_call(
     recipe: str | None,
 ) -> SumCall:
     """Check the operands and options, and return the call. Raises ValueError or TypeError for every fault that this
-    rank can see by itself."""
+    rank can detect alone."""
     x, residual, weight, bias, scale = operands
     _check_tensors(NORM, world, dict(x=x, residual=residual, weight=weight, bias=bias, scale=scale))
     assert x is not None

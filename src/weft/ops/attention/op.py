@@ -1,10 +1,11 @@
 """Attention of this rank's queries over the keys and values of all ranks (TileLink, section 5: AG-KV attention).
 
-    segmented      attends to local keys while remote ones arrive, then to these in a few calls; merges (segmented.py)
+    segmented      attends to local keys while remote keys arrive, then to remote keys in a few calls, and merges the
+                   partial results (segmented.py)
     head_parallel  exchanges queries, keys and values for whole sequences of some heads (head_parallel.py)
     sequential     all-gathers keys and values with NCCL, then computes attention
 
-All of them compute attention with a library (libraries.py). No tile waits inside it: what overlaps are whole calls.
+All plans compute attention with a library (libraries.py). No tile waits inside a library call: whole calls overlap.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ LAYOUTS = ("contiguous", "zigzag")
 
 @dataclass(frozen=True)
 class AttentionCall(Call):
-    """`queries` is this rank's number of queries. Ranks do not compare it, nor whether there are sinks, nor the offsets
-    of packed sequences, which change from call to call: no collective depends on them."""
+    """`queries` is this rank's number of queries. Ranks compare neither it, nor whether there are sinks, nor the
+    offsets of packed sequences, which change from call to call, because no collective depends on these."""
 
     config: AttentionConfig
     queries: int
@@ -75,7 +76,7 @@ class AttentionOperands(NamedTuple):
 
 
 def key_ranges_for_plan(world: World, call: AttentionCall, plan: Plan) -> KeyRanges:
-    """Return the keys that this rank's queries see. Without a mask a sequential call attends to the keys of all ranks
+    """Return the keys that this rank's queries see. Without a mask, a sequential plan attends to the keys of all ranks
     in one library call, since the all-gather leaves them contiguous."""
     unmasked = not (call.causal or call.cu_seqlens) and world.size > 1
     if isinstance(plan, Sequential) and unmasked:
@@ -124,8 +125,8 @@ def prepare_head_parallel(world: World, call: AttentionCall, plan: HeadParallel)
 
 
 class GatheredAttention(Op[AttentionCall]):
-    """gathered_attention. Operands are q, k, v and sinks. Options are causal, scale or None, window or 0, cu_seqlens or
-    None, rows of every rank or None, and layout. The results are out and lse."""
+    """The op gathered_attention. The operands are q, k, v and sinks. The options are causal, scale or None, window or
+    0, cu_seqlens or None, rows of every rank or None, and layout. The results are out and lse."""
 
     name = _NAME
     signature = (
@@ -317,52 +318,52 @@ def gathered_attention(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return softmax(scale q K^T) V over the keys K and values V of all ranks: attention of a sequence that is split
-    over the ranks (TileLink, section 5).
+    """Return softmax(scale q K^T) V over the keys K and values V of all ranks: attention over a sequence that is split
+    across the ranks (TileLink, section 5).
 
     Every rank holds some rows of the sequence and gets the output of its own queries.
 
     Args:
-        q: [m_r, heads, D], this rank's queries. There may be fewer queries than keys, and none. D is a multiple of 8,
-            at most 256. q, k and v may also have a batch dimension before these: [batch, m_r, heads, D].
+        q: [m_r, heads, D], this rank's queries. There may be fewer queries than keys, or none. D is a multiple of 8, at
+            most 256. q, k and v may also have a leading batch dimension: [batch, m_r, heads, D].
         k, v: [n_r, kv heads, D]. Query head h reads key head h * kv heads // heads.
-        causal: a query sees the keys up to its own position in the sequence. The queries are those of the last m_r of
-            this rank's n_r rows; the layout "zigzag" needs m_r = n_r.
+        causal: a query sees the keys up to its own position in the sequence. The queries belong to the last m_r of this
+            rank's n_r rows; the layout "zigzag" needs m_r = n_r.
         scale: the factor of the scores. None: D ** -0.5.
-        window: a causal query sees only the last `window` keys, its own among them. None: all keys.
-        cu_seqlens: the offsets at which packed sequences begin, from 0, and at last the end, over the rows of all
-            ranks: integers on the host, the same on every rank (which is not checked). A query sees keys of its own
-            sequence, and the queries are those of the last m_r of this rank's n_r rows. weft keeps what it prepares
-            for a list, since a CUDA graph may read it.
+        window: a causal query sees only the last `window` keys, including its own. None: all keys.
+        cu_seqlens: the offsets at which packed sequences begin, from 0, followed by the end, over the rows of all
+            ranks: integers on the host, the same on every rank (which is not checked). A query sees only keys of its
+            own sequence, and the queries belong to the last m_r of this rank's n_r rows. weft keeps the tensors that it
+            prepares for each list of offsets, since a CUDA graph may read them.
         sinks: [heads], logits that take part in every sum of the softmax and have no value (GPT-OSS), or None; float32
             or the dtype of q.
         rows: the number of keys of each rank. None: all ranks have as many as this one.
         layout: the rows of each rank under a causal mask. "contiguous": the ranks' rows follow one another, so that
-            the last rank has the most work. "zigzag": the rows that `weft.zigzag_split` returns, which is the same work
-            for all ranks; `rows` are then `weft.zigzag_rows`.
+            the last rank has the most work. "zigzag": each rank has the rows that `weft.zigzag_split` returns, so that
+            all ranks have equal work; `rows` are then `weft.zigzag_rows`.
         return_lse: also return the logarithm of the softmax's sums, which has no gradient.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", "sequential", "segmented", "head_parallel" or such a Plan; the same on all ranks.
         out: [m_r, heads, D], contiguous: the tensor for the result, which may share memory with an operand. It is not
             differentiable. With a batch dimension the batch must be 1.
 
-    All tensors but sinks are bfloat16, or all are float16, on `world.device`. Where a result is merged from n partial
-    ones, each was rounded to the dtype once, which adds an error of at most the size of the result's own rounding.
+    All tensors but sinks are bfloat16, or all are float16, on `world.device`. Where partial results are merged, each
+    was rounded to the dtype once, which adds at most the error of rounding the result itself.
 
     Returns:
         [m_r, heads, D]; with `return_lse` also float32 [heads, m_r], natural logarithms. With a batch dimension both
         have it too, and for a batch above 1 the rows of the result are not contiguous.
 
-    Backward: keys and values are fetched again. Their gradients return to their ranks by all-to-all and are summed in
-    float32 in the order of the ranks. The gradient of sinks is that of this rank's queries. With a window or packed
-    sequences every rank must have as many queries as keys.
+    Backward: keys and values are fetched again. An all-to-all returns their gradients to their ranks, which sum them in
+    float32 in rank order. The gradient of sinks covers this rank's queries only. With a window or packed sequences,
+    every rank must have as many queries as keys.
 
-    Memory: one partial result a library call, and the keys and values of all ranks, which segmented plans keep in
+    Memory: one partial result per library call, and the keys and values of all ranks, which segmented plans keep in
     symmetric memory. head_parallel keeps symmetric memory for the queries, keys, values and results of a rank.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
-        Unsupported: no library of this machine computes such attention (the message has each one's error); a window or
+        Unsupported: no library of this machine computes such attention (the message quotes their errors); a window or
             packed sequences in the zigzag layout; `out` with a batch above 1.
         Mismatch, Timeout: as for `all_gather_matmul`.
         WeftError: the first call of a shape is inside a CUDA graph capture.

@@ -1,13 +1,13 @@
-"""x @ weight.T, each row of which is sent to a rank: a GEMM + all-to-all, as after the experts of an MoE layer.
+"""x @ weight.T, where each row is sent to a rank: a GEMM + all-to-all, as after the experts of an MoE layer.
 
-    Routing      the destinations of all ranks' rows, known to every rank. So each rank computes where any rank stores
-                 its rows, and how many rows each collective brings, without communication.
+    Routing      the destinations of all ranks' rows, known to every rank, so that each rank computes without
+                 communication where any rank stores its rows and how many rows each collective delivers
     sequential   the library's GEMM, rows sorted by destination, one all-to-all
-    signaled     signaled_gemm stores the rows of a group (whole rows of tiles) sorted by destination. Each group is
-                 sent by one all-to-all of the library with the group's counts, or pulled by copy engines. A rank gets
-                 rows in the order in which they were computed, so that they need no reordering.
+    signaled     signaled_gemm stores the rows of a group (whole rows of tiles) sorted by destination. One all-to-all of
+                 the library sends each group with the group's counts, or copy engines pull it. A rank receives rows in
+                 the order in which they were computed, so that they need no reordering.
 
-A rank whose GEMM has fewer groups than that of other ranks takes part in the last collectives with nothing to send.
+A rank whose GEMM has fewer groups than another rank's GEMM joins the last collectives with nothing to send.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ R = TypeVar("R")
 @dataclass(frozen=True, eq=False)
 class Routing:
     """The destinations of every rank's rows. `weft.route` makes it for one World. It holds the tables that ops prepare
-    for it on the device: keep it while the same routing is used again, and at least as long as a CUDA graph that uses
+    for it on the device: keep it as long as calls reuse the routing, and at least as long as a CUDA graph that uses
     it.
 
-    `counts[s][d]`: the number of rows that rank s sends to rank d. A rank receives rows in the order of their source
-    ranks, and those of a rank in the order that they have there. `key` names the destinations of all ranks, and so is
-    the same on every rank; `prepared` are the tables.
+    `counts[s][d]`: the number of rows that rank s sends to rank d. A rank receives rows sorted by source rank, and the
+    rows of one source rank in that rank's order. `key` identifies the destinations of all ranks and is therefore the
+    same on every rank; `prepared` holds the tables.
     """
 
     counts: tuple[tuple[int, ...], ...]
@@ -61,7 +61,7 @@ class Routing:
     prepared: Memo = field(default_factory=dict, repr=False)
 
     def keep(self, world: World, key: Hashable, make: Callable[[], R]) -> R:
-        """Return what `make` prepares for this routing; it is called at the first use of the key."""
+        """Return what `make` prepares for this routing. `make` is called at the first use of the key."""
         if key not in self.prepared:
             world._no_capture(_OP)
             with world.persistent_allocation():
@@ -75,10 +75,10 @@ class Routing:
 
 
 def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routing:
-    """Return the Routing for `destinations`, which name a rank for each row of this rank. The call is collective.
+    """Return the Routing for `destinations`, one rank for each row of this rank. The call is collective.
 
-    destinations: integers from 0 to world.size - 1, as many as there are rows. A tensor on a GPU is copied to the host,
-    which waits for it. Raises ValueError or TypeError on all ranks if those of one rank are wrong.
+    destinations: integers from 0 to world.size - 1, one for each row. A tensor on a GPU is copied to the host, which
+    waits for the copy. Raises ValueError or TypeError on all ranks if one rank's destinations are wrong.
 
     Examples:
         >>> weft.spmd(lambda world: weft.route([0, 1, 1], world=world).counts, 2, backend="emulated")
@@ -124,25 +124,23 @@ def matmul_all_to_all(
     destinations[i] (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer).
 
     Args:
-        x: [m_s, K], this rank's rows; as many as there are destinations, 0 and a different number on every rank
-            included.
+        x: [m_s, K], this rank's rows, as many as there are destinations. m_s may be 0 and may differ by rank.
         weight: [N, K], this rank's weight, laid out as in `nn.Linear`. N and K are the same on all ranks.
         bias: [N], this rank's bias.
-        destinations: a rank for each row, in any order and balance; or a Routing of `weft.route`, to use it again.
-            Destinations that are no Routing are exchanged among the hosts in every call, which cannot be captured in a
-            CUDA graph.
+        destinations: a rank for each row, in any order and balance; or a Routing of `weft.route`, to reuse it. Without
+            a Routing the hosts exchange the destinations in every call, which a CUDA graph cannot capture.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", "sequential", "signaled", over nodes "two_level", or such a Plan; the same on all ranks.
         out: [r, N], contiguous: the tensor for the result, which may share memory with an operand.
 
-    Returns: [r, N]: first the rows from rank 0 in the order that they have there, then those from rank 1, and so on.
-        The numbers of rows from each rank are `[counts[world.rank] for counts in routing.counts]`.
+    Returns: [r, N]: first the rows from rank 0 in that rank's order, then the rows from rank 1, and so on. The numbers
+        of rows from each rank are `[counts[world.rank] for counts in routing.counts]`.
 
-    Dtypes, devices and errors are those of `all_gather_matmul`; a wrong destination on one rank raises ValueError or
-    TypeError on all. There is no gradient. Signaled plans need an N that
-    is a multiple of 8; otherwise the op runs sequentially, and logs that once. Memory during the call: [m_s, N]
-    (signaled), or two times [m_s, N] (sequential). If copy engines move the groups, the op takes [m, N] of symmetric
-    memory instead of [m_s, N], for the largest m_s of a rank.
+    Dtypes, devices and errors are as for `all_gather_matmul`; a wrong destination on one rank raises ValueError or
+    TypeError on all. There is no gradient. Signaled plans need an N that is a multiple of 8; otherwise the op runs
+    sequentially, and logs that once. Memory during the call: [m_s, N] (signaled), or two times [m_s, N] (sequential).
+    If copy engines move the groups, the op uses [m, N] of symmetric memory instead of [m_s, N], where m is the largest
+    m_s of all ranks.
 
     Examples:
         >>> x, w = torch.ones(3, 16).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -161,8 +159,8 @@ def matmul_all_to_all(
 
 @dataclass(frozen=True)
 class RoutedCall(MatmulCall):
-    """A checked call. Each rank chooses for itself whether there is a bias, so that `bias` is always False. sent: the
-    number of this rank's rows. kept: whether the caller passed the Routing, and so may pass it again."""
+    """A checked call. Each rank chooses for itself whether it has a bias, so `bias` is always False. sent: the number
+    of this rank's rows. kept: whether the caller passed a Routing, and so may pass it again."""
 
     routing: Routing = field(kw_only=True)
     kept: bool = field(kw_only=True)
@@ -170,7 +168,7 @@ class RoutedCall(MatmulCall):
 
     @property
     def rows(self) -> int:
-        """Return the most rows that a rank has."""
+        """Return the largest number of rows of a rank."""
         return max(self.shards)
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:
@@ -195,9 +193,10 @@ def run_sequential(world: World, call: RoutedCall, plan: Plan, operands: Factors
 
 @dataclass
 class GroupTables:
-    """The tables of one routing, N and plan. By group and rank: send_counts and send_offsets, the rows that go to that
-    rank, and their offset in this rank's `pool`; receive_counts and receive_offsets, the rows that come from that rank,
-    and their offset in `out`; source_offsets, their offset in that rank's pool. row_map: that of signaled_gemm."""
+    """The tables of one routing, N and plan. By group and rank: send_counts and send_offsets, the rows sent to
+    that rank and their offset in this rank's `pool`; receive_counts and receive_offsets, the number of rows received
+    from that rank and their offset in `out`; source_offsets, their offset in that rank's pool. row_map: the row_map of
+    signaled_gemm."""
 
     signals: Signals
     row_map: torch.Tensor
@@ -225,8 +224,8 @@ def group_tables(world: World, routing: Routing, n: int, plan: Signaled) -> Grou
         """Return the exclusive cumulative sums."""
         return counts.cumsum() - counts
 
-    # By sender, group and receiver: the rows, their offset in the sender's pool, and their offset in the receiver's
-    # out.
+    # By sender, group and receiver: the number of rows, their offset in the sender's pool, and their offset in the
+    # receiver's out.
     shape = size, len(ends), size
     counts = np.stack([np.bincount(cells(d), minlength=len(ends) * size) for d in routing.destinations])
     send_counts, send_offsets = counts.reshape(shape), np.stack([starts(c) for c in counts]).reshape(shape)
@@ -248,7 +247,7 @@ def group_tables(world: World, routing: Routing, n: int, plan: Signaled) -> Grou
 
 
 def _gemm(world: World, call: RoutedCall, plan: Signaled, groups: GroupTables) -> Launch:
-    """Return the launch of the signaled GEMM, which stores rows where the tables say."""
+    """Return the launch of the signaled GEMM, which stores each row at its offset in the tables."""
     tiles, tiles_m = groups.signals.schedule.bounds[-1], -(-call.sent // plan.tile.block_m)
     tiling = Tiling(call.sent, call.n, tiles, tiles_m, 1, groups.group_m, False)
     fixed = dict(row_map=groups.row_map)
@@ -295,8 +294,8 @@ def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Facto
 
 
 class MatmulAllToAll(MatmulOp[RoutedCall]):
-    """The op matmul_all_to_all. The options are a Routing, and whether the caller passed it. Decisions are kept in the
-    Routing."""
+    """The op matmul_all_to_all. The options are a Routing, and whether the caller passed it. The Routing keeps the
+    decisions."""
 
     name = _OP
     collective = "all_to_all"
@@ -350,7 +349,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         return call.kept and super().may_capture(world, call)
 
     def warm_up_capture(self, prepared: Prepared[RoutedCall], operands: Factors, out: torch.Tensor | None) -> None:
-        """Make the call with a bias and without one, because this rank may have one later."""
+        """Make the call with and without a bias, because this rank may pass one later."""
         x, weight, _ = operands
         for bias in (None, prepared.world.zeros((prepared.call.n,), prepared.call.dtype)):
             prepared(Factors(x, weight, bias), None)

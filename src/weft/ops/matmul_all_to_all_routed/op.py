@@ -1,12 +1,12 @@
-"""x @ weight.T, whose rows each go to a rank that only the device knows: static shapes for CUDA graphs and
+"""x @ weight.T, where each row is sent to a rank that only the device knows: static shapes for CUDA graphs and
 torch.compile, and a gradient (FlashOverlap, section 4.2, without an exchange of the routing among hosts).
 
-    fused        three launches: the rows of a destination are numbered, a GEMM stores its rows on the ranks that they
-                 go to, and the rows that came are copied to the result (kernels.py)
-    sequential   the library's GEMM, rows sorted into one block for each rank, and the library's all-to-all of such
+    fused        three launches: one numbers the rows of each destination, a GEMM stores its rows on their destination
+                 ranks, and one copies the received rows to the result (kernels.py)
+    sequential   the library's GEMM, rows sorted into one block for each rank, and the library's all-to-all of these
                  blocks
 
-In the backward pass the gradients of received rows go back the same way, and the library's GEMMs do the rest.
+The backward pass returns the gradients of received rows the same way; the library's GEMMs compute dx and dweight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..recipes import validate
 from . import runs
 from .call import GEMM_ALL_TO_ALL_ROUTED, RoutedFactors, StaticCall
 
-MAX_RANKS = 32  # counters that a notify of all ranks adds to, and that a wait polls at once
+MAX_RANKS = 32  # the most counters that one notify of all ranks increments and one wait polls
 
 
 def matmul_all_to_all_routed(
@@ -40,7 +40,7 @@ def matmul_all_to_all_routed(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows that come to this rank when every rank sends row i of its x @ weight.T + bias to rank
-    destinations[i], which no host reads (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer).
+    destinations[i] (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer). No host reads these.
 
     W is the number of ranks, at most 32 for "fused".
 
@@ -49,27 +49,28 @@ def matmul_all_to_all_routed(
             destination.
         weight: [N, K], this rank's own, laid out as in `nn.Linear`. N and K are the same on all ranks.
         bias: [N], this rank's own, or None.
-        destinations: int32 [m] on this rank's device, the rank that each row goes to, in any order and of any balance;
-            a row goes nowhere if its destination is -1, or any other number that is no rank. A CUDA graph may be
-            replayed with other values.
+        destinations: int32 [m] on this rank's device, the destination rank of each row, in any order and balance. A row
+            is not sent if its destination is -1 or any number that is not a rank. A CUDA graph may be replayed with
+            different values.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", "sequential", "fused" or such a Plan; the same on all ranks. "auto" is "fused" where that can
             serve the call, otherwise "sequential": the planner has no model of either.
-        out: [W, m, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
+        out: [W, m, N], contiguous: the tensor for the result, which may share memory with an operand. It is not
+            differentiable.
 
     Returns:
-        out [W, m, N] and counts int32 [W]: the first counts[s] rows of out[s] are those that came from rank s, in their
-            order there; the rows after them are zero.
+        out [W, m, N] and counts int32 [W]: the first counts[s] rows of out[s] came from rank s, in that rank's order;
+            the rows after them are zero.
 
     x, weight and bias are all bfloat16 or all float16. "fused" needs N and K that are multiples of 8, and symmetric
-    memory; otherwise the op runs sequentially, and logs so once. The errors are those of `all_gather_matmul`.
+    memory; otherwise the op runs sequentially, and logs that once. The errors are as for `all_gather_matmul`.
 
-    Backward: the gradient of each received row is sent back to the rank that the row came from; gradient rows after the
-    first counts[s] are not read. dx is 0 for a row that was sent nowhere. The gradients of weight and bias are of this
-    rank's rows alone. It communicates whichever gradients are needed, so all ranks must need some.
+    Backward: the gradient of each received row is sent back to the source rank of the row; gradient rows after the
+    first counts[s] are not read. dx is 0 for a row that was not sent. The gradients of weight and bias cover this
+    rank's rows only. Every backward pass communicates, so a gradient must be needed on all ranks or on none.
 
-    Memory beside the result: symmetric, shared by all ops of the World, 2 W m N elements (fused); during the call
-    (W + 1) m N elements (sequential). The sequential all-to-all sends all W m rows, also those without contents.
+    Memory in addition to the result: symmetric, shared by all ops of the World, 2 W m N elements (fused); during the
+    call (W + 1) m N elements (sequential). The sequential all-to-all sends all W m rows, including empty ones.
 
     Examples:
         >>> x, w = torch.ones(3, 16).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -87,7 +88,7 @@ def matmul_all_to_all_routed(
 
 class MatmulAllToAllRouted(MatmulOp[StaticCall]):
     """The definition of `matmul_all_to_all_routed`. Option: whether a gradient is wanted. Results: out, counts. A run
-    keeps int32 [m], where each row went (`kernels.number_rows`)."""
+    saves int32 [m], the place of each row at its destination (`kernels.number_rows`)."""
 
     name = GEMM_ALL_TO_ALL_ROUTED
     signature = "Tensor x, Tensor weight, Tensor? bias, Tensor destinations, bool gradient"
@@ -134,7 +135,7 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
         return x if needs[1] else None, weight if needs[0] else None, counts, target_rows
 
     def backward(self, world: World, context: Backward) -> Sequence[torch.Tensor | None]:
-        """Return dx, dweight and dbias, which are those of a linear layer, from the gradients that came back."""
+        """Return dx, dweight and dbias of a linear layer, from the gradients that the destinations returned."""
         (x, weight, counts, target_rows), needs, call = context.saved, context.needs, context.call
         dout = context.gradients[0]
         assert dout is not None and counts is not None and target_rows is not None

@@ -117,8 +117,7 @@ class MatmulReduceScatter(MatmulReduce):
     emulator_plan = FusedReduceScatter
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
-        """Return dx, dweight and dbias. dx is an all-gather + GEMM of dy. dweight uses the dy that this has
-        gathered."""
+        """Return dx, dweight and dbias. dx is an all-gather + GEMM of dy, and dweight uses the gathered dy."""
         (x, weight), (dy,), (rows, *_), needs = ctx.saved, ctx.gradients, ctx.options, ctx.needs
         assert dy is not None
         shards = split_rows(world, ctx.shapes[0][0]) if rows is None else rows
@@ -133,7 +132,7 @@ class MatmulReduceScatter(MatmulReduce):
         return dx, dw, column_sums(world, full) if needs[2] and full is not None else None, None, None
 
     def movable(self, plan: Plan, m: int, world: int) -> bool:
-        """Return whether the plan's groups can be moved by copies: shards must be equal and whole tiles."""
+        """Return whether copies can move the plan's groups: shards must be equal and consist of whole tiles."""
         return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.tile.block_m) == 0
 
     def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ReduceCall:
@@ -208,7 +207,7 @@ def matmul_reduce_scatter(
     Every rank holds all rows of some columns of the activation, and gets some rows of the whole output.
 
     Args:
-        x: [M, K], this rank's columns of the activation. M may be 0, and need not be a multiple of anything.
+        x: [M, K], this rank's columns of the activation. M is any number, including 0.
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], the same on all ranks. It is added once, to the sum.
         world: the ranks. All of them must make the same call in the same order.
@@ -216,27 +215,26 @@ def matmul_reduce_scatter(
             Plan; the same on all ranks.
         out: [m_r, N], contiguous: the tensor for the result, which may share memory with an operand. It is not
             differentiable.
-        rows: the number of rows that each rank gets, in the order of the ranks. None: M is split as evenly as possible,
-            longer shards first (`weft.lang.balanced_rows`).
-        out_dtype, use_fast_accum: those of `weft.matmul`, for a `weft.ScaledTensor` x and weight. Partial sums, the
+        rows: the number of rows that each rank gets, in rank order. None: M is split as evenly as possible, longer
+            shards first (`weft.lang.balanced_rows`).
+        out_dtype, use_fast_accum: as in `weft.matmul`, if x and weight are `weft.ScaledTensor`. Partial sums, the
             result and the bias have the dtype out_dtype. "signaled" supports 16-bit operands only. Such a call has no
             gradient.
 
-    Dtypes, devices, layouts and errors are those of `all_gather_matmul`. Sums over ranks are
-    accumulated in float32, in the order of the ranks ("sequential", and "signaled" without `copies`: as NCCL does it).
+    Dtypes, devices, layouts and errors are as for `all_gather_matmul`. Sums over ranks are accumulated in float32, in
+    rank order ("sequential", and "signaled" without `copies`: in NCCL's order).
 
     Returns:
         [m_r, N], with m_r = rows[world.rank].
 
-    Backward: dx is an all-gather + GEMM of dy, through the transposed weight; dweight uses the dy that this has
-    gathered. dbias is the sum of dy over all rows of all ranks. Therefore every rank gets the same, and the copies of
-    the bias stay equal.
+    Backward: dx is an all-gather + GEMM of dy, through the transposed weight; dweight uses the gathered dy. dbias is
+    the sum of dy over all rows of all ranks, the same on every rank, so that the copies of the bias stay equal.
 
     Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential), M N
     elements (decomposed), 2 M N elements with rows rounded up to whole tiles (fused), or 3 M N with W times the longest
-    shard for M (one shot, for few rows). All of these but fused also take [M, N] of ordinary memory during the call.
-    Signaled plans take M N (1 + 1 / W), with the rows of a shard rounded up to whole tiles, of ordinary memory, or with
-    `copies` as much as decomposed plans.
+    shard for M (one shot, for few rows). All of these but fused also use [M, N] of ordinary memory during the call.
+    Signaled plans use M N (1 + 1 / W) elements of ordinary memory, with the rows of a shard rounded up to whole tiles;
+    with `copies` they use as much as decomposed plans.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -263,9 +261,9 @@ def matmul_reduce_scatter_tiles(
 ) -> tuple[torch.Tensor, Remap | None]:
     """Return `matmul_reduce_scatter` in tiles.
 
-    The result is as the plan's communication leaves it, with a `weft.Remap` for `weft.rms_norm` or `weft.residual_add`,
-    which is None for rows in ordinary order: all plans but "signaled" return these. Such a call has no gradient and is
-    not compiled. Arguments and errors are those of `matmul_reduce_scatter`.
+    The result keeps the order in which the plan's communication stores it. `weft.rms_norm` and `weft.residual_add` read
+    that order through the `weft.Remap`, which is None for rows in ordinary order, as all plans but "signaled" return
+    them. Such a call has no gradient and is not compiled. Arguments and errors are as for `matmul_reduce_scatter`.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -297,22 +295,22 @@ def matmul_all_reduce(
     """Return the sum over ranks of x @ weight.T, + bias, on every rank: a row-parallel layer without sequence
     parallelism (TileLink, section 5).
 
-    Args are those of `matmul_reduce_scatter` without `rows`: x [M, K], weight [N, K], bias [N] the same on all ranks,
-    out [M, N], and for 8-bit operands out_dtype and use_fast_accum. plan may also be "two_shot" or, for few rows,
-    TwoShotLowLatency(). Dtypes, devices and errors are those of `all_gather_matmul`.
+    The arguments are as for `matmul_reduce_scatter`, without `rows`: x [M, K], weight [N, K], bias [N] the same on all
+    ranks, out [M, N], and for 8-bit operands out_dtype and use_fast_accum. plan may also be "two_shot" or, for few
+    rows, TwoShotLowLatency(). Dtypes, devices and errors are as for `all_gather_matmul`.
 
     Returns:
         [M, N], the same bits on every rank.
 
-    Backward communicates nothing: dx = dy @ weight, dweight = dy.T @ x, and dbias sums dy over its rows. So every rank
-    must compute the same loss from the output, and the loss counts once; a dy that differs by rank must be summed over
-    ranks before.
+    The backward pass communicates nothing: dx = dy @ weight, dweight = dy.T @ x, and dbias sums dy over its rows. So
+    every rank must compute the same loss from the output, and the loss counts once; the caller must sum a dy that
+    differs by rank over the ranks first.
 
     Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential,
-    decomposed) or 2 M N elements with rows rounded up to whole tiles (fused). Signaled plans take none if N is a
-    multiple of 8, otherwise M N elements, rounded up to whole tiles, of ordinary memory; with `copies` they take
-    M N (1 + 1 / W), with M rounded up a little. One shot and two shots take M N of ordinary memory, and the memory of
-    `weft.all_reduce`.
+    decomposed) or 2 M N elements with rows rounded up to whole tiles (fused). Signaled plans use none if N is a
+    multiple of 8, otherwise M N elements of ordinary memory, rounded up to whole tiles; with `copies` they use
+    M N (1 + 1 / W), with M rounded up a little. One-shot and two-shot plans use M N of ordinary memory, and the memory
+    of `weft.all_reduce`.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -337,7 +335,7 @@ def matmul_all_reduce_tiles(
 ) -> tuple[torch.Tensor, Remap | None]:
     """Return `matmul_all_reduce` in tiles.
 
-    Tiles, Remap and restrictions are those of `matmul_reduce_scatter_tiles`.
+    Tiles, Remap and restrictions are as for `matmul_reduce_scatter_tiles`.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()

@@ -1,14 +1,14 @@
 """Dispatch and combine by themselves, for callers with expert kernels of their own.
 
-    dispatched   the steps of a layer (expert_parallel/dispatched.py), with `place_rows` (place_rows_kernels.py, which
-                 says what orders them) in place of the grouped GEMMs
-    sequential   the library's collectives (collectives.py), which need no symmetric memory
+    dispatched   the steps of a layer (expert_parallel/dispatched.py), with `place_rows` in place of the grouped GEMMs;
+                 place_rows_kernels.py says what orders the steps
+    sequential   NCCL's collectives (collectives.py), which need no symmetric memory
 
 Two dispatches may be pending, each in one of two buffers with memory and counters of its own. A dispatch has an id in
-host memory, which its combine takes as an operand, so the two are connected in a compiled graph too.
+host memory. Its combine has this id as an operand, so the two are connected in a compiled graph too.
 
-Backward: that of combine dispatches the gradient of its result, with the same tables; that of dispatch combines the
-rows' gradients, with all weights 1.
+Backward: combine dispatches the gradient of its result, with the same tables; dispatch combines the rows' gradients,
+with all weights 1.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a dispatch and its combine have in common, the same on all ranks.
+    """The fields that a dispatch and its combine share, the same on all ranks.
 
-    tokens: of every rank. max_m: rows of an expert in the layout "masked"; 0: the layout is "contiguous", and experts
-    begin at multiples of layer.tile.
+    tokens: the number of tokens of every rank. max_m: the rows of an expert in the layout "masked"; 0: the layout is
+    "contiguous", and experts begin at multiples of layer.tile.
     """
 
     tokens: tuple[int, ...]
@@ -88,8 +88,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class ExchangeCall(Call):
-    """A checked call. buffer_index: the buffer that a dispatch must take, or None. dispatch_has_gradient: for a
-    combine, whether its dispatch has a gradient too."""
+    """A checked call. buffer_index: the buffer that a dispatch must use, or None. dispatch_has_gradient: for a combine,
+    whether its dispatch has a gradient too."""
 
     exchange: Exchange
     buffer_index: int | None = None
@@ -97,13 +97,13 @@ class ExchangeCall(Call):
 
     @property
     def rows(self) -> int:
-        """Return the most tokens of a rank, at least 1."""
+        """Return the largest number of tokens of a rank, at least 1."""
         return self.exchange.layer.max_tokens_per_rank
 
 
 class DispatchOperands(NamedTuple):
-    """The operands of `dispatch`. weights are detached, because `combine` has their gradient. leaf: the weights that
-    require a gradient, for the handle, or None."""
+    """The operands of `dispatch`. weights are detached, because `combine` computes their gradient. leaf: the weights
+    that require a gradient, for the handle, or None."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -123,8 +123,7 @@ class CombineOperands(NamedTuple):
 
 @dataclass(eq=False)
 class ExchangeState:
-    """The state that calls of one kind and buffer have in common. kernels: None where the library's collectives move
-    the rows."""
+    """The state that calls of one kind and buffer share. kernels: None where NCCL's collectives move the rows."""
 
     exchange: Exchange
     numbers: tuple[int, int]  # the calls' numbers of dispatch and of combine (`World.begin`)
@@ -136,7 +135,7 @@ class ExchangeState:
     offsets: torch.Tensor  # int32 [El + 1], the first row of each expert
     masked: Masked | None
     kernels: KernelState | None
-    row_order: ExpertOrder = field(init=False)  # positions of rows; for masked rows not those of the tables
+    row_order: ExpertOrder = field(init=False)  # positions of rows; for masked rows they differ from the tables
 
     def __post_init__(self) -> None:
         self.row_order = self.order if self.masked is None else self.order._replace(route_rows=self.masked.route_rows)
@@ -164,7 +163,7 @@ class KernelState(NamedTuple):
 
 @dataclass(eq=False)
 class PendingDispatch:
-    """A dispatch that is not combined. is_held: returns whether somebody may still combine it. backward_of: for the
+    """A dispatch that is not combined yet. is_held: returns whether a caller may still combine it. backward_of: for the
     dispatch of a gradient, the number of the dispatch whose backward pass combines it."""
 
     state: ExchangeState
@@ -175,16 +174,17 @@ class PendingDispatch:
 
 @dataclass(eq=False)
 class Handle:
-    """The result of `dispatch` that `combine` takes. Its tensors describe the El experts of this rank, in device memory
-    that is valid until `combine`.
+    """The result of `dispatch` that is passed to `combine`. Its tensors describe the El experts of this rank, in device
+    memory that is valid until `combine`.
 
-    offsets: int32 [El + 1], the first row of every expert, and the end of the last; in the layout "masked", multiples
-    of max_m. counts: int32 [El], the rows of every expert, without padding. sources: int32, of the shape of rows
-    without H: s max_tokens + t for token t of rank s, max_tokens the most tokens of a rank; -1 for rows without a
-    token. buffer_index: which of the two buffers it has (not in a compiled graph). shape: that of rows, and so of y.
+    offsets: int32 [El + 1], the first row of every expert, and the end of the last one; in the layout "masked",
+    multiples of max_m. counts: int32 [El], the rows of every expert, without padding. sources: int32, of the shape of
+    rows without H: s max_tokens + t for token t of rank s, where max_tokens is the largest number of tokens of a rank;
+    -1 for rows without a token. buffer_index: the index of its buffer (not in a compiled graph). shape: the shape of
+    rows, and so of y.
 
-    The handle keeps ids and weights: the same ids make the same rows again, which a backward pass uses to send dy. A
-    handle to which nobody holds a reference is cancelled by the next `dispatch` or `combine`.
+    The handle keeps ids and weights: a backward pass sends dy with the same ids, which make the same rows again. The
+    next `dispatch` or `combine` cancels a handle to which no reference is left.
     """
 
     world: World
@@ -213,8 +213,8 @@ class Handle:
         return self.number not in pending_dispatches(self.world)
 
     def cancel(self) -> None:
-        """Release the buffer without a result, for a dispatch whose rows nobody wants. The call is collective, and
-        takes the place of `combine` in the order of calls. Raises WeftError as `combine` does."""
+        """Release the buffer without a result, for a dispatch whose rows are not needed. The call is collective, and
+        replaces `combine` in the order of calls. Raises WeftError as `combine` does."""
         check_handle(self, None)
         self.world.check()
         cancel(self.world, self.number)
@@ -235,47 +235,48 @@ def dispatch(
     buffer_index: int | None = None,
     plan: str | Plan = "auto",
 ) -> tuple[torch.Tensor, Handle]:
-    """Send every token to the ranks of its experts, in rows sorted by expert (the interface is that of DeepEP's
-    `dispatch`, with counts that stay on the device).
+    """Send every token to the ranks of its experts, in rows sorted by expert (the interface of DeepEP's `dispatch`,
+    with counts that stay on the device).
 
     There are W ranks with El = experts / W experts each: rank d has experts d El to (d + 1) El - 1.
 
     Args:
         x: [T, H], bfloat16 or float16, this rank's tokens; H is a multiple of 8. T may be 0.
-        ids: int32 [T, k], the experts of each token, -1 for none; those of a token are distinct; k at most 16. Ids
-            outside 0 to experts - 1 go nowhere.
+        ids: int32 [T, k], the experts of each token, -1 for none; the ids of a token are distinct; k is at most 16. Ids
+            outside 0 to experts - 1 are not sent.
         weights: float32 [T, k], for `combine`.
         experts: the number of experts of all ranks.
         world: the ranks. All of them must make the same calls in the same order.
-        layout: "contiguous" returns rows [R, H]: experts follow one another, each from a multiple of `expert_alignment`
-            on. R is the worst case, W max_tokens min(k, El) and El alignments, for max_tokens the most tokens of a
-            rank. Padding between experts is zero; rows after the last expert are not written. "masked" returns rows
-            [El, max_m, H]: the first counts[e] rows of expert e; the others are not written.
+        layout: "contiguous" returns rows [R, H]: experts follow one another, each starting at a multiple of
+            `expert_alignment`. R is the worst case, W max_tokens min(k, El) and El alignments, where max_tokens is the
+            largest number of tokens of a rank. Padding between experts is zero; rows after the last expert are not
+            written. "masked" returns rows [El, max_m, H]: only the first counts[e] rows of expert e are written.
         expert_alignment: 1, 16 or 128; for the layout "contiguous".
         max_m: for the layout "masked", the most rows of an expert; None: W max_tokens. If an expert has more, its last
             rows, by source rank (this one, then the one before it, ..), token and top-k slot, are left out: they add
-            nothing to the result, and once the device has counted them, the next call of an op or `World.synchronize`
-            raises Overflow; on the ranks of their tokens once `combine` has run.
+            nothing to the result. Once the device has counted them, the next call of an op or `World.synchronize`
+            raises Overflow; on the ranks of their tokens it does so once `combine` has run.
         rows: the numbers of tokens of all ranks, where they are not all equal. None: all ranks have as many as this
             one.
         buffer_index: 0 or 1; None: the first that is free. A CUDA graph's replays use the buffers that its capture
             used.
-        plan: "auto", "dispatched", "sequential" or such a Plan, also for the combine. The same on all ranks.
+        plan: "auto", "dispatched", "sequential" or such a Plan, also for the combine; the same on all ranks.
 
     Returns:
-        rows, memory of the caller's own, and the Handle, which must be combined (or cancelled, `handle.cancel()`) once,
-            in the order of the dispatches. At most two may be pending, on any streams: two microbatches. With
-            contiguous rows, `torch._grouped_mm(rows, w, offs=handle.offsets[1:])` runs the experts.
+        rows, memory that belongs to the caller, and the Handle, which must be combined (or cancelled,
+            `handle.cancel()`) once, in the order of the dispatches. At most two handles may be pending, on any streams:
+            two microbatches. With contiguous rows, `torch._grouped_mm(rows, w, offs=handle.offsets[1:])` runs the
+            experts.
 
     An expert's rows are sorted by source rank (this one, then the one before it, ..), token and top-k slot, so the same
     call makes the same rows. The host reads nothing. With "sequential", which is also used without symmetric memory,
-    the library's collectives move rows, and every rank receives all tokens on the way. Memory of a buffer, which all
-    calls share: symmetric, 2 W max_tokens H elements and 8 W max_tokens k bytes. In a graph of torch.compile the
-    handle's tensors are copies.
+    NCCL's collectives move the rows, and every rank receives all tokens on the way. Memory of a buffer, which all calls
+    share: symmetric, 2 W max_tokens H elements and 8 W max_tokens k bytes. In a graph of torch.compile the handle's
+    tensors are copies.
 
-    The function is differentiable: the backward pass of combine dispatches the gradient of its result, that of dispatch
-    combines the rows' gradients, with all weights 1. So both must be called, and ids and weights must not change until
-    then.
+    The function is differentiable: combine's backward pass dispatches the gradient of the result, and dispatch's
+    backward pass combines the rows' gradients, with all weights 1. So both must be called, and ids and weights must not
+    change before the backward pass.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
@@ -311,12 +312,12 @@ def combine(
     """Return out[t] = the sum over the token's routes of weight * its row of y, + shared[t]. It sums as `weft.moe.moe`
     does, so that the same y gives the same bits.
 
-    Sums are accumulated in float32 and in a fixed order: a rank's sum of a token's experts there, by top-k slot, is
-    rounded to the dtype; the token's rank adds these in the order of the ranks.
+    Sums are accumulated in float32 and in a fixed order: each rank adds its experts' rows of a token by top-k slot and
+    rounds the sum to the dtype; the token's rank adds these sums in rank order.
 
     Args:
-        y: of the shape, dtype and order of the rows that came with the handle. Rows without a token are not read.
-        handle: the result of `dispatch`, not combined yet, and the older one of two. Its `ids` are not read again.
+        y: of the shape, dtype and order of the rows that `dispatch` returned. Rows without a token are not read.
+        handle: the result of `dispatch`, not combined yet, and the older of two. Its `ids` are not read again.
         out: [T, H], contiguous: where to write the result. It may overlap y or shared; the result is then computed
             elsewhere and copied.
         shared: [T, H], added to the sum (the rows of a shared expert), or None.
@@ -327,7 +328,7 @@ def combine(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
         Overflow: earlier calls left rows out.
-        WeftError: the handle was combined already, is not the older one, or belongs to another World.
+        WeftError: the handle was combined already, is not the older one, or belongs to a different World.
         Timeout: as `dispatch`.
 
     Examples:
@@ -354,7 +355,7 @@ def combine(
 
 
 def check(world: World, operands: DispatchOperands, options: CallOptions) -> None:
-    """Raise for everything that this rank alone can see is wrong."""
+    """Raise for every fault that this rank can detect alone."""
     (x, ids, weights, _), (rows, experts, layout, alignment, max_m, buffer_index) = operands, options
     for name, t in (("x", x), ("ids", ids), ("weights", weights)):
         check_device(DISPATCH, world, name, t)
@@ -419,12 +420,12 @@ def check_sums(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None) -> 
 
 
 def pending_dispatches(world: World) -> dict[int, PendingDispatch]:
-    """Return the dispatches that are not combined, by number, the oldest first."""
+    """Return the dispatches that are not combined yet, by number, the oldest first."""
     return world.cached(f"{DISPATCH}: pending", dict)
 
 
 def free_buffer(world: World, asked: int | None) -> int:
-    """Return the index of a free buffer, `asked` unless that is None. Raises WeftError where there is none."""
+    """Return the index of a free buffer, `asked` unless that is None. Raises WeftError if none is free."""
     give_back(world)
     calls = pending_dispatches(world)
     unfinished = [number for number, call in calls.items() if call.backward_of is not None]
@@ -439,8 +440,8 @@ def free_buffer(world: World, asked: int | None) -> int:
 
 
 def give_back(world: World) -> None:
-    """Cancel the oldest dispatches, up to the first to which somebody holds a reference. All ranks do the same where
-    they drop their handles alike."""
+    """Cancel the oldest dispatches, up to the first that is still referenced. All ranks cancel the same ones if they
+    drop the same handles."""
     calls = pending_dispatches(world)
     while calls:
         number, oldest = next(iter(calls.items()))
@@ -504,8 +505,8 @@ def kernel_state(world: World, layer: Split, plan: Dispatched, buffer_index: int
 
 
 def load(world: World, state: ExchangeState, kernels: KernelState) -> None:
-    """Load all kernels except those of the tables, before a rank waits for another. The last one is loaded a second
-    time as a kernel with which no other launch has to share an SM."""
+    """Load all kernels except the tables' kernels, before a rank waits for another. The last one is loaded a second
+    time as a kernel that need not share an SM with any other launch."""
     layer = state.exchange.layer
     one_row = world.empty((1, layer.hidden), layer.dtype)
     space = kernels.space(one_row)
@@ -563,8 +564,8 @@ def combine_launches(
 ) -> tuple[BoundLaunch, BoundLaunch]:
     """Return the launches of `combine_rows` and of the sum over ranks.
 
-    The sum reads the ids that `share` copied, so that the caller may overwrite his own. It has fewer and smaller
-    programs than in a layer, so that the waiting programs of two buffers leave room for the dispatch programs.
+    The sum reads the ids that `share` copied, so that the caller may overwrite the original ids. It has fewer and
+    smaller programs than in a layer, so that the waiting programs of two buffers leave room for the dispatch programs.
     """
     rows, space = RoutedRows(y, state.row_order.route_rows, state.weights), kernels.space(y)
     zeros = kernels.zero_counters
@@ -632,7 +633,7 @@ def run_combine(world: World, call: ExchangeCall, plan: Plan, operands: CombineO
 
 
 def launch_combine(world: World, number: int, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Combine a dispatch, whose buffer is free afterwards."""
+    """Combine a dispatch and free its buffer."""
     pending, stream = pending_dispatches(world)[number], world.current_stream()
     state = pending.state
     world.begin(state.numbers[1])
@@ -648,8 +649,8 @@ def launch_combine(world: World, number: int, y: torch.Tensor, shared: torch.Ten
 
 
 def versions(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Return how often torch wrote each tensor. Compiled graphs count nothing, and neither do tensors made in inference
-    mode, which have no gradient."""
+    """Return the number of writes that torch counted for each tensor. Compiled graphs count nothing, and neither do
+    tensors made in inference mode, which have no gradient."""
     if torch.compiler.is_compiling():
         return ()
     return tuple(0 if t.is_inference() else t._version for t in tensors)
@@ -659,8 +660,7 @@ def versions(*tensors: torch.Tensor) -> tuple[int, ...]:
 
 
 class ExchangeOp(Op[ExchangeCall]):
-    """The definition that both operators have in common. In `exchange_state` the ranks check that they agree, also on
-    the buffer."""
+    """The base of both operators. In `exchange_state` the ranks check that they agree, also on the buffer."""
 
     emulator_plan = Dispatched
     by_library = False
@@ -709,7 +709,7 @@ class Dispatch(ExchangeOp):
         (rows, offsets, counts, sources, handle_id), (x, ids, weights, leaf) = results, operands
         weights, gradients = weights if leaf is None else leaf, torch.is_grad_enabled()
         if gradients and not torch.compiler.is_compiling():
-            # The experts' backward pass may read the tables after another call has reused the buffer.
+            # The experts' backward pass may read the tables after a later call has reused the buffer.
             offsets, counts, sources = offsets.clone(), counts.clone(), sources.clone()
         tables, options = (offsets, counts, sources), (*options[:-1], gradients and x.requires_grad)
         shape, versions_then = tuple(rows.shape), versions(ids, weights)
@@ -734,8 +734,8 @@ class Dispatch(ExchangeOp):
 
 
 class Combine(ExchangeOp):
-    """The definition of `combine`. Options: those of the dispatch without the buffer, and whether that has a gradient.
-    Operands may have any of the dispatch's shapes: a pending dispatch is identified by the handle's id alone."""
+    """The definition of `combine`. Options: the dispatch's options without the buffer, and whether the dispatch has a
+    gradient. Operands may have any of the dispatch's shapes: the handle's id alone identifies a pending dispatch."""
 
     name, public = "moe_combine", COMBINE
     signature = (
@@ -792,7 +792,7 @@ def route_gradients(
     world: World, state: ExchangeState, rows: torch.Tensor, y: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradient's rows times their routes' weights, zero for rows without a route; and float32 [W, max_tokens
-    k], the dot product of the gradient's row and the row of y for every rank's routes."""
+    k], for every rank's routes, the dot product of the gradient's row and the row of y."""
     layer = state.exchange.layer
     dy = world.empty(rows.shape, rows.dtype)
     dots = world.empty((world.size, layer.max_tokens_per_rank * layer.k), torch.float32)

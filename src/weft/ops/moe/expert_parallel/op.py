@@ -1,20 +1,20 @@
 """An MoE layer whose experts are split over the ranks: tokens go to the ranks of their experts, and weighted sums come
 back.
 
-    fused        one launch that includes the tables; every program takes its work from one queue (fused.py,
+    fused        one launch that includes the tables; all programs fetch their work from one queue (fused.py,
                  fused_kernels.py; FlashMoE)
     dispatched   four launches and two for the tables, all on the device (dispatched.py, kernels.py): tokens travel
                  under the first grouped GEMM, sums under the second
     low_latency  three launches for few tokens, without tables (low_latency.py, low_latency_kernels.py)
-    sequential   the library's all-to-all, a grouped GEMM, and all-to-all back. The host reads how many rows go where,
-                 so a CUDA graph cannot capture it
+    sequential   NCCL's all-to-all, a grouped GEMM, and all-to-all back. The host reads the number of rows for each
+                 rank, so a CUDA graph cannot capture it
 
-The plans dispatched and sequential have gradients. In backward.py dy is dispatched as the tokens were, and the
-gradients of the rows are combined; sequential uses the library's all-to-all for x and dy, autograd of its grouped
-GEMMs, and all-to-all back.
+The plans dispatched and sequential have gradients. backward.py dispatches dy as the tokens were, and combines the
+gradients of the rows; sequential uses NCCL's all-to-all for x and dy, autograd of its grouped GEMMs, and all-to-all
+back.
 
-The routing is an input: ids and weights of every token's experts, from `weft.moe.gate` or from elsewhere; or a call
-takes a router, which `FusedMoe(route=True)` runs in the layer's launch (`MoeWithRouter`), and other plans before it.
+The routing is an input: ids and weights of every token's experts, from `weft.moe.gate` or elsewhere; or the caller
+passes a router, which `FusedMoe(route=True)` runs in the layer's launch (`MoeWithRouter`), and other plans before it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ LOW_LATENCY_MAX_ROWS = 8  # average rows of an expert up to which the low-latenc
 class RowRange(NamedTuple):
     """The average numbers of rows of an expert for which a plan is considered.
 
-    expected_to: the greatest for which it is expected to be the fastest, if no plan before it is; 0: it is never
-    expected to be. timed_from, timed_to: the range in which it is timed, with up to `most_routes` routes of all ranks.
+    expected_to: the largest number for which the plan is expected to be the fastest, unless an earlier plan is; 0: it
+    is never expected to be. timed_from, timed_to: the range in which the plan is timed, with up to `most_routes` routes
+    of all ranks.
     """
 
     plan: Plan
@@ -62,9 +63,9 @@ class RowRange(NamedTuple):
     most_routes: float = inf
 
 
-# With few rows of an expert the weights' bytes decide, and K steps of 128, which read 256 contiguous bytes of a row,
-# took 1% to 5% less than steps of 64 (3% in the mean, 1 H100, 2026-11). A block of rows that is sent leaves NARROW_64
-# one stage if H is above 8,192, so that no range has that plan alone.
+# With few rows per expert the weights' bytes decide, and K steps of 128, which read 256 contiguous bytes of a row, took
+# 1% to 5% less time than steps of 64 (3% in the mean, 1 H100, 2026-11). The block of rows to send leaves NARROW_64 only
+# one stage if H is above 8,192, so no range has that plan alone.
 NARROW_64 = Dispatched(GemmTile(block_m=64, block_n=128, block_k=128, warps=4, stages=2, group_m=4), 2, flatten=False)
 NARROW_32 = replace(NARROW_64, tile=replace(NARROW_64.tile, block_m=32, stages=3))
 LOW_LATENCY_32 = LowLatency(replace(LowLatency.tile, block_m=32))
@@ -102,50 +103,50 @@ def moe(
     """Return out[t] = the sum over the token's routes of weight * expert(x[t]), + shared[t] (the layer of FlashMoE,
     section 3; not its kernel).
 
-    There are W ranks and E experts, El = E / W of them on each: rank d has experts d El to (d + 1) El - 1. For expert
-    parallelism within groups of ranks, each of which has all experts, `world` is one group: of 4 ranks
+    There are W ranks and E experts, El = E / W on each rank: rank d has experts d El to (d + 1) El - 1. For expert
+    parallelism within groups of ranks, where each group has all experts, `world` is one group: with 4 ranks,
     `everyone.split(rank // 2)` makes two groups of 2.
 
     Args:
         x: [T, H], this rank's tokens. T may be 0.
-        ids: int32 [T, k], the experts of each token, -1 for none; k at most 16. Ids outside 0 to E - 1 go nowhere. An
-            expert that occurs twice in a token's ids counts twice, with both weights; it takes two rows of `max_rows`.
+        ids: int32 [T, k], the experts of each token, -1 for none; k is at most 16. Ids outside 0 to E - 1 are not sent.
+            An expert that occurs twice in a token's ids counts twice, with both weights, and as two rows of `max_rows`.
         weights: float32 [T, k].
         w13: this rank's first matrices: [El, I, H] for "gelu", otherwise [El, blocks, 2, rows of a block, H], the
             layout that `weft.moe.pack` makes from a checkpoint's matrices; N rows in all.
         w2: [El, H, I].
-        router: chooses ids and weights, which are None then. `FusedMoe(route=True)` runs it in the layer's launch;
-            other plans, and torch.compile, before the layer.
-        b13, b2: biases, with the layout of w13 without H, and [El, H]; or None.
+        router: chooses ids and weights, which must then be None. `FusedMoe(route=True)` runs it in the layer's launch;
+            other plans, and torch.compile, run it before the layer.
+        b13, b2: biases, b13 in the layout of w13 without H, and b2 [El, H]; or None.
         shared: [T, H], added to the sum (the rows of a shared expert), or None.
         activation: "swiglu" is silu(gate) * up; "gelu" has no gate matrix; "gpt_oss" is (up + 1) * gate * sigmoid(1.702
             gate), with gate at most 7 and up clamped to [-7, 7].
-        rows: the numbers of tokens of all ranks, in the order of the ranks, where they are not all equal. None: all
-            ranks have as many as this one, or, with max_tokens, any number up to it, which the ranks need not know of
-            each other.
-        max_tokens: the most tokens that any rank may have in this or another call. Calls of one max_tokens share
-            tables, memory and agreements, whatever their T. None: with rows, the most tokens of a rank in this call;
-            without rows, min(8 E, 8192) / (W k) for up to as many tokens, so that ranks may decode different batches,
-            and T for more.
-        max_rows: the number of rows of its experts for which a rank has room at least (a row is one token for one
-            expert). Rows without room are left out of the sums, those of the last experts first: Overflow, in eager
+        rows: the numbers of tokens of all ranks, in rank order, where they are not all equal. None: all ranks have as
+            many tokens as this one or, with max_tokens, each rank has any number up to it, which the other ranks need
+            not know.
+        max_tokens: the most tokens that any rank may have in this call or in later ones. Calls with the same max_tokens
+            share tables, memory and agreements, whatever their T. None: with rows, the most tokens of a rank in this
+            call; without rows, min(8 E, 8192) / (W k) if T is at most that, so that ranks may decode different batches,
+            otherwise T.
+        max_rows: the least number of rows of its experts for which a rank has room (a row is one token for one expert).
+            Rows without room are left out of the sums, starting with the last experts, and raise Overflow, in eager
             calls and in CUDA graphs. None: the worst case, W max_tokens min(k, El), whose bytes the first call logs.
             The sequential plan has room for all rows.
-        received: int32 [El], contiguous: where to write how many rows each of this rank's experts received and had room
-            for; or None. Each rank chooses for itself.
+        received: int32 [El], contiguous: the tensor for the number of rows that each of this rank's experts received
+            and had room for; or None. Each rank chooses for itself.
         keep: what a call whose operands require a gradient saves for its backward pass, for each layer, besides its
             operands: "nothing" sends x again; "rows" saves the tokens as they arrived, W max_tokens H elements;
-            "activation" saves also N elements for each row for which there is room, which saves a GEMM. The sequential
-            plan saves nothing.
+            "activation" also saves N elements for each row for which there is room, and so avoids a GEMM. The
+            sequential plan saves nothing.
         world: the ranks. All of them must make the same calls in the same order.
         plan: "auto", "sequential", "dispatched", "fused", "low_latency" (few tokens) or such a Plan; the same on all
             ranks.
-        out: [T, H], contiguous: where to write the result; it may be x or shared.
+        out: [T, H], contiguous: the tensor for the result; it may be x or shared.
 
     x, experts, biases and shared are all bfloat16 or all float16, on `world.device`. Sums are accumulated in float32
     and in a fixed order, so the same call gives the same bits. An expert's result is rounded to the dtype, and so is a
-    rank's sum of a token's experts before the ranks' sums are added: one more rounding a rank than if a token's results
-    were added at once.
+    rank's sum of a token's experts before the ranks' sums are added: one more rounding per rank than if one rank added
+    all results of a token.
 
     No token is dropped, except by `weft.moe.apply_capacity` before the call or by max_rows. Memory, which all layers of
     the World share: symmetric, 2 W max_tokens H elements and 8 W max_tokens k bytes; ordinary, H + I elements for each
@@ -153,10 +154,10 @@ def moe(
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
-        Mismatch, Timeout: as `all_gather_matmul`.
-        Overflow: at a later call of an op or `World.synchronize`, on a rank that left rows out and on their tokens'
-            ranks, with their number.
-        WeftError: a sequential call, or the first of a shape, inside a CUDA graph capture.
+        Mismatch, Timeout: as for `all_gather_matmul`.
+        Overflow: at a later call of an op or `World.synchronize`, on a rank that left rows out and on the ranks of
+            their tokens; the message has the number of rows.
+        WeftError: a sequential call, or the first call of a shape, is inside a CUDA graph capture.
 
     Examples:
         >>> x, w13, w2 = torch.ones(4, 16).bfloat16(), torch.ones(1, 8, 16).bfloat16(), torch.ones(1, 16, 8).bfloat16()
@@ -186,8 +187,8 @@ class Moe(Op[MoeCall]):
     """The definition of `weft.moe.moe`.
 
     Operands: x, ids, weights, w13, w2, b13, b2, shared, and in direct calls received. Options: rows of every rank or
-    None, activation, max_tokens, max_rows, keep, whether the numbers of received rows are wanted, whether a gradient
-    is. Results: out; int32 [El] received rows, or None. A run saves the tensors of `call.Kept`.
+    None, activation, max_tokens, max_rows, keep, whether the numbers of received rows are wanted, and whether a
+    gradient is wanted. Results: out; int32 [El] received rows, or None. A run saves the tensors of `call.Kept`.
     """
 
     name = NAME
@@ -290,8 +291,8 @@ class Moe(Op[MoeCall]):
         return 3 * layer.max_tokens_per_rank * layer.k * layer.inner * layer.hidden
 
     def expected(self, world: World, call: MoeCall, mode: str) -> Plan:
-        """Choose by the average number of rows of an expert, which decides whose tiles are full. A call with a gradient
-        has one of these plans only."""
+        """Choose by the average number of rows of an expert, which decides which plan's tiles are full. Only one of
+        these plans supports a call with a gradient."""
         if call.keep is not None:
             return Dispatched()
         rows = self._rows(world, call)
@@ -301,8 +302,8 @@ class Moe(Op[MoeCall]):
         return plans[0]
 
     def candidates(self, world: World, call: MoeCall) -> Sequence[Plan]:
-        """Return the plans in whose range of rows of an expert this call is. Timing another plan would compile a
-        kernel, and take memory, that is not used."""
+        """Return the plans whose range of rows of an expert includes this call. Timing any other plan would compile a
+        kernel and allocate memory for no use."""
         rows = self._rows(world, call)
         plans = [
             r.plan
@@ -318,13 +319,14 @@ class Moe(Op[MoeCall]):
         return call.layer.max_tokens_per_rank * world.size * call.layer.k / call.layer.experts
 
     def trial_key(self, call: MoeCall) -> Hashable:
-        """Return the layer with its number of tokens rounded up to a power of two, and what is saved. There is no
-        router in it: a call with one is of the op `MoeWithRouter`, whose decisions have another name and no trial."""
+        """Return the layer with its number of tokens rounded up to a power of two, and what is saved. The key has no
+        router: a call with one is a call of the op `MoeWithRouter`, whose decisions have their own name and no
+        trial."""
         return call.keep, replace(call.layer, max_tokens_per_rank=bucket(call.layer.max_tokens_per_rank, 1))
 
     def balanced(self, world: World, call: MoeCall, operands: MoeOperands) -> tuple[MoeCall, MoeOperands]:
         """Return a call with as many tokens as a rank may have, whose experts are drawn at random. The first call
-        itself may have few tokens, or a warm-up's tokens that all go to the same experts."""
+        itself may have few tokens, or a warm-up's tokens, which all have the same experts."""
         layer, device = call.layer, operands.x.device
         k, max_rows = layer.k, layer.max_rows
         tokens_that_fit = (
@@ -333,11 +335,11 @@ class Moe(Op[MoeCall]):
         tokens = min(layer.max_tokens_per_rank, tokens_that_fit)
         local_experts = -(-layer.experts // world.size)
         if max_rows is None or world.size * tokens * min(k, local_experts) + local_experts <= max_rows:
-            # Even routes would fill the tiles of every expert alike: with 16 rows each, one tile of 16 rows would do
-            # for all experts, where real routing needs two for half of them, and reads their weights twice.
+            # Even routes would fill the tiles of every expert alike: with 16 rows each, every expert would need one
+            # tile of 16 rows, while real routing needs two for half of them, and reads their weights twice.
             generator = torch.Generator(device).manual_seed(world.rank)
             ids = torch.rand(tokens, layer.experts, device=device, generator=generator).topk(k).indices.int()
-        else:  # random routes might not find room
+        else:  # there might be no room for random routes
             route = torch.arange(tokens * k, device=device, dtype=torch.int32).view(tokens, k)
             ids = (route + world.rank * tokens * k) % layer.experts
         x, weights = operands.x.new_ones(tokens, layer.hidden), operands.weights.new_full((tokens, k), 1 / k)
@@ -408,7 +410,7 @@ class RoutedMoeOperands(NamedTuple):
 
 
 def options_of(router: TopKRouter) -> RouterOptions:
-    """Return what a launch that includes the router is compiled for."""
+    """Return the options for which a launch with the router is compiled."""
     renormalise = router.renormalise and router.scoring in RENORMALISED
     return RouterOptions(router.scoring, renormalise, router.groups, router.top_groups, float(router.scale))
 
@@ -442,7 +444,7 @@ class MoeWithRouter(Moe):
     """The definition of `weft.moe.moe` for a router that the plan includes. It has no gradient, and torch.compile does
     not see it.
 
-    Operands: `RoutedMoeOperands`. Options: those of `Moe`, and `RouterOptions`.
+    Operands: `RoutedMoeOperands`. Options: the options of `Moe`, and `RouterOptions`.
     """
 
     name, public, signature, num_saved = "moe_with_router", NAME, "", 0
@@ -481,14 +483,14 @@ MOE_WITH_ROUTER = MoeWithRouter()  # not among the ops that the planner and torc
 
 
 def max_decode_tokens(world: World, experts: int, k: int) -> int:
-    """Return the number of tokens of a rank up to which calls without `rows` and `max_tokens` have one size, as in
-    decode, where the ranks of a data-parallel server have different numbers of tokens in every step. It is the number
-    that the low-latency plan serves, which scans the routes of that many tokens in any case."""
+    """Return the number of tokens of a rank up to which calls without `rows` and `max_tokens` have one size. In decode,
+    the ranks of a data-parallel server have different numbers of tokens in every step. It is the most tokens that the
+    low-latency plan serves: that plan scans the routes of as many tokens in any case."""
     return min(LOW_LATENCY_MAX_ROWS * experts, low_latency.MAX_ROUTES) // (world.size * k)
 
 
 def check_experts(world: World, operands: MoeOperands, activation: str) -> None:
-    """Raise ValueError or TypeError where the experts' tensors do not fit x or each other."""
+    """Raise ValueError or TypeError if the experts' tensors do not fit x or each other."""
     x, _, _, w13, w2, b13, b2, shared, received = operands
     if w13.dim() != 3 or w2.dim() != 3 or w13.shape[0] != w2.shape[0] or w13.shape[0] < 1:
         raise ValueError(f"{NAME}: w13 {dims(w13)} and w2 {dims(w2)} must be [El, N, H] and [El, H, I]")
@@ -520,9 +522,9 @@ MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, "torch.Tensor | None")
 
 
 def packed(op: str, name: str, t: MaybeTensor, dim: int, activation: str) -> MaybeTensor:
-    """Return the result of `pack`, which has `dim` dimensions, as [El, N, ..]; tensors of "gelu" are returned as they
-    are. Raises ValueError for another tensor: with a checkpoint's matrices the shapes could fit while every result
-    would be wrong."""
+    """Return the result of `pack`, which has `dim` dimensions, as [El, N, ..]; tensors of "gelu" are returned
+    unchanged. Raises ValueError for a tensor that is not packed: the shapes of a checkpoint's matrices could fit while
+    every result would be wrong."""
     if activation == "gelu" or not isinstance(t, torch.Tensor):  # `check` refuses other types
         return t
     if t.dim() != dim or t.shape[2] != 2:
@@ -531,7 +533,7 @@ def packed(op: str, name: str, t: MaybeTensor, dim: int, activation: str) -> May
 
 
 def pack(w13: torch.Tensor, *, world: World, layout: str = "blocked") -> torch.Tensor:
-    """Interleave gate and up rows of the first matrices (or biases) in the blocks that the kernels take: [El, blocks,
+    """Interleave gate and up rows of the first matrices (or biases) in the blocks that the kernels read: [El, blocks,
     2, rows of a block, ..], where blocks of `world.backend.scale.interleave` gate rows alternate with blocks of as many
     up rows, and the last block is padded with zeros.
 
@@ -539,11 +541,11 @@ def pack(w13: torch.Tensor, *, world: World, layout: str = "blocked") -> torch.T
         w13: [El, 2 I, ..]. With layout "blocked", I gate rows are followed by I up rows (Mixtral's w1 and w3, or Qwen's
             gate_proj and up_proj, concatenated). With "interleaved", gate and up rows alternate (GPT-OSS, transposed to
             [El, 2 I, H]).
-        world: the World whose kernels take the result.
+        world: the World whose kernels read the result.
 
     Raises:
-        ValueError: the layout is another one, or the number of rows is odd.
-        TypeError: w13 is no tensor.
+        ValueError: the layout is neither of these, or the number of rows is odd.
+        TypeError: w13 is not a tensor.
     """
     check_tensors("pack", w13)
     if layout not in ("blocked", "interleaved") or w13.dim() < 2 or w13.shape[1] % 2:

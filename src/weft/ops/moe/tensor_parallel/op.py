@@ -1,15 +1,16 @@
 """Both halves of a layer of experts whose columns are split over the ranks (TileLink, section 7.2): all-gather +
 grouped GEMM, and grouped GEMM + weighted sum over a token's experts + reduce-scatter.
 
-    dispatched   rows travel under the first half's GEMM, sums under the second's (dispatched.py)
-    sequential   the library's collectives and grouped GEMM (sequential.py); saves nothing
+    dispatched   rows travel under the first half's GEMM, sums under the second half's GEMM (dispatched.py)
+    sequential   NCCL's collectives and the library's grouped GEMM (sequential.py); saves nothing
 
 Every rank has the rows of all ranks' tokens in expert order, in tiles of 128; the routes say where each row is.
 
-Gradients: dy goes to all ranks as x did, and the rows' dx are summed as results are (backward.py), or by the library
-(sequential.py). The second half computes the gradient of the routing weights for the columns of this rank, and the
-first half, whose operand the weights are, sums it over the ranks. It passes between them as the gradient of the routes,
-which are therefore float32, of the same bits, where a gradient is asked for; only the words of the weights are defined.
+Gradients: dy is sent to all ranks as x was, and the rows' dx are summed as results are (backward.py), or by NCCL
+(sequential.py). The second half computes the gradient of the routing weights for the columns of this rank. The first
+half, which has the weights as an operand, sums this gradient over the ranks. It passes between the halves as the
+gradient of the routes, which are therefore float32 with the same bits if a gradient is requested; only the words of the
+weights are defined.
 """
 
 from __future__ import annotations
@@ -56,30 +57,30 @@ def all_gather_grouped_matmul(
     """Return the activation of all ranks' tokens times this rank's columns of the experts: the first half of a layer of
     experts whose columns are split over ranks (TileLink, section 7.2). A token has a row for each of its experts.
 
-    There are W ranks and E experts, El = E tp_size / W on each rank, which has I of the columns of each of its experts.
+    There are W ranks and E experts. Each rank has El = E tp_size / W experts, and I of the columns of each.
 
     Args:
         x: [T, H], this rank's tokens. T may be 0.
-        ids, weights: int32 and float32 [T, k], as `weft.moe.moe` takes them.
-        w13, b13: this rank's columns of the first matrices, and their biases or None, as `weft.moe.moe` takes them.
+        ids, weights: int32 and float32 [T, k], as in `weft.moe.moe`.
+        w13, b13: this rank's columns of the first matrices, and their biases or None, as in `weft.moe.moe`.
         activation: as in `weft.moe.moe`.
-        inner: I, where w13's last block is padded. None: all columns of w13.
+        inner: I, if w13's last block is padded. None: all columns of w13.
         rows: the numbers of tokens of all ranks, where they are not all equal.
         tp_size: the number of neighbouring ranks that share the columns of an expert, a divisor of W. None: all ranks.
-            Ranks r and r + tp_size have different experts, in the order of the ranks.
+            Ranks r and r + tp_size have different experts, in rank order.
         keep: what a call whose operands require a gradient saves for its backward pass besides its operands and
             results: "nothing" sends x again; "rows" saves the tokens as they arrived, W max_tokens H elements;
-            "activation" saves also R N elements, which saves a GEMM. The sequential plan saves nothing.
+            "activation" also saves R N elements, and so avoids a GEMM. The sequential plan saves nothing.
         world, plan: as in `weft.moe.moe`.
-        out: [R, I], contiguous: where to write hidden.
+        out: [R, I], contiguous: the tensor for hidden.
 
     Returns:
         hidden [R, I] and routes, for `grouped_matmul_reduce_scatter`. In hidden the experts follow one another, each
-            from a multiple of 128 on, and an expert's rows are sorted by source rank (this one first, then the one
-            before, ..), token and top-k slot. R = W max_tokens min(k, El) in whole tiles + 128 El, for max_tokens the
-            most tokens of a rank; values between the experts and after the last one are undefined. routes: int32
-            words, which only the second half can read; where an operand requires a gradient they are float32 of the
-            same bits, through which the second half returns the gradient of the weights.
+            starting at a multiple of 128, and an expert's rows are sorted by source rank (this one first, then the one
+            before, ..), token and top-k slot. R = W max_tokens min(k, El) in whole tiles + 128 El, where max_tokens is
+            the largest number of tokens of a rank; values between the experts and after the last one are undefined.
+            routes: int32 words, which only the second half can read. If an operand requires a gradient, the routes are
+            float32 with the same bits, and the second half returns the gradient of the weights as their gradient.
 
     No token is dropped. Symmetric memory, shared with other ops of the World: 2 W max_tokens H elements. The backward
     pass has memory that all layers share: H + 2 N elements for each row.
@@ -123,13 +124,13 @@ def grouped_matmul_reduce_scatter(
         hidden, routes: the results of `all_gather_grouped_matmul` with the same rows and tp_size. They are not changed.
         ids: int32 [T, k], as passed there.
         w2: [El, H, I], this rank's columns of the second matrices.
-        b2: [El, H] or None. Every rank that passes one adds it, so of the ranks that share an expert only one should.
+        b2: [El, H] or None. Every rank that passes b2 adds it, so only one of the ranks that share an expert should.
         shared: [T, H], added to the sum (the rows of a shared expert), or None.
         rows, tp_size, world, plan: as there.
-        out: [T, H], contiguous: where to write the result; it may be shared.
+        out: [T, H], contiguous: the tensor for the result, which may be the tensor `shared`.
 
     Sums are accumulated in float32 and in a fixed order, over the top-k slots, then over the ranks, so the same call
-    gives the same bits. A row of hidden @ w2 is rounded to the dtype, and so is the sum that another rank sends.
+    gives the same bits. A row of hidden @ w2 is rounded to the dtype, and so is each sum that a remote rank sends.
 
     The function is differentiable in hidden, w2, b2, shared, and through the routes in the weights. Memory: symmetric
     as there; ordinary, H elements for each row of hidden, and H + I for its backward pass.
@@ -155,7 +156,7 @@ G = TypeVar("G", bound=GroupedCall)
 
 
 class Half(Op[G]):
-    """The definition that both halves have in common."""
+    """The base of both halves."""
 
     emulator_plan = DispatchedColumns
 
@@ -198,8 +199,8 @@ class Half(Op[G]):
 class AllGatherGroupedMatmul(Half[FirstHalfCall]):
     """The definition of the first half.
 
-    Operands: x, ids, weights, w13, b13. Options: rows of every rank or None, activation, inner or 0, tp_size, keep,
-    whether a gradient is asked for. Results: hidden, routes. A run saves the tensors of `call.Kept`.
+    Operands: x, ids, weights, w13, b13. Options: rows of every rank or None, activation, inner or 0, tp_size, keep, and
+    whether a gradient is wanted. Results: hidden, routes. A run saves the tensors of `call.Kept`.
     """
 
     name = GATHER_NAME
@@ -315,7 +316,7 @@ class GroupedMatmulReduceScatter(Half[GroupedCall]):
             "shared": (shared, (ids.shape[0], h), dtype),
         }
         check_operands(self.title, world, wanted)
-        # Any activation would do, because it comes before hidden.
+        # The activation is arbitrary, because it precedes hidden.
         return GroupedCall(tokens, replace(layer, activation="gelu"))
 
     def outputs(self, world: World, call: GroupedCall) -> Shapes:
@@ -341,7 +342,7 @@ class GroupedMatmulReduceScatter(Half[GroupedCall]):
 
 
 def zero_gradients(ctx: Backward, count: int) -> list[torch.Tensor | None]:
-    """Return zeros as the gradients of the first `count` operands, which were saved first."""
+    """Return zeros for the gradients of the first `count` operands, which were saved first."""
     wanted = zip(ctx.saved[:count], ctx.needs, strict=False)
     return [torch.zeros_like(t) if need and t is not None else None for t, need in wanted]
 
