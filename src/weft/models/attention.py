@@ -1,9 +1,9 @@
 """Attention of a batch's new tokens to the cache.
 
 long       for prompts and chunks of many tokens (`cache.is_long`) in a batch that the host knows: the fastest library
-           (ops/attention/libraries.py) for one request at a time, with a causal mask for the chunk's own tokens and
-           without for those before it, and one merge. Lengths are multiples of a step, so that a library that builds a
-           plan for each length (cuDNN) builds few
+           (ops/attention/libraries.py) for one request at a time, with a causal mask for the chunk's own tokens,
+           without a mask for earlier tokens, and one merge. Lengths are multiples of a step, so that a library that
+           builds a plan for each length (cuDNN) builds few plans
 flash      torch's flash attention over requests of any lengths, which it reads from tables on the device
 request    scaled_dot_product_attention for one request at a time, where flash attention does not run
 """
@@ -30,8 +30,8 @@ def attend(
     out: torch.Tensor,
     flash: bool,
 ) -> torch.Tensor:
-    """Return [rows, heads D], attention of the first `heads` heads of qkv [rows, ..]. Each token attends to its
-    request's tokens up to itself in the cache: keys and values [slots, max_len, kv_heads, D]. The result is `out`, or
+    """Return [rows, heads D], the attention of the first `heads` heads of qkv [rows, ..]. Each token attends to its
+    request's tokens in the cache up to itself: keys and values [slots, max_len, kv_heads, D]. The result is `out`, or
     the tensor that a kernel returned. Rows of padding are undefined."""
     rows, d, single = part.rows, keys.shape[-1], part.single.rows
     q = qkv[:, : heads * d].view(rows, heads, d)
@@ -47,7 +47,7 @@ def attend(
         out.view(q.shape)[:single].copy_(_flash(q[:single], part.single, keys, values))
         out.view(q.shape)[single:].copy_(_flash(q[single:], part.several, keys, values))
         return out
-    chunks = part.chunks  # kept for this call: a layout that is filled again gets other chunks
+    chunks = part.chunks  # read once: a layout that is filled again gets new chunks
 
     def attend_to_requests() -> None:
         out.zero_()
@@ -95,7 +95,7 @@ def _long(
 
 def _flash(q: torch.Tensor, region: Rows, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Call the kernel of torch.nn.attention.varlen. The keys of a request begin at row kv_at of the flattened cache
-    [slots max_len, kv_heads, D], and kv_len, not the next request's kv_at, says where they end."""
+    [slots max_len, kv_heads, D], and kv_len, not the next request's kv_at, is their number."""
     k, v = keys.flatten(0, 1), values.flatten(0, 1)
     return torch.ops.aten._flash_attention_forward(
         q, k, v, region.cu_q, region.kv_at, region.max_q, region.max_k, 0.0, True, False, seqused_k=region.kv_len

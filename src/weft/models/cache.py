@@ -3,14 +3,14 @@
 A batch is the new tokens of its requests, one request after another: whole prompts, chunks of prompts and single tokens
 to decode, in any mix. Each request has a slot of the cache, which holds its earlier tokens and receives the new ones.
 
-A `Layout` is a batch on the device: int32 tables that the kernels read and one copy fills. A layout with room for a
+A `Layout` is a batch on the device: int32 tables that one copy fills and the kernels read. A layout with room for a
 number of tokens and requests can be filled again, so that one CUDA graph serves every batch that fits:
 
     rows      0 ..         singles ..                      tokens
               | one token each    | several tokens each    |
               | request, padding  | request, .., padding   |
 
-Attention of the rows before `singles` is a kernel of its own. All rows go through a layer together, or in two parts.
+A separate kernel computes attention of the rows before `singles`. A layer processes all rows together or in two parts.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ..world import World
 from .config import Config
 
 # A prompt, or a chunk of one, of at least LONG_PROMPT tokens has an attention call of its own if its length and its end
-# are multiples of LENGTH_STEP. Shorter ones share one flash attention call.
+# are multiples of LENGTH_STEP. The others share one flash attention call.
 LONG_PROMPT, LENGTH_STEP = 2048, 512
 
 
 class Cache:
     """Keys and values of this rank's heads, each [layers, slots, max_len, kv_heads / W, head_dim], zeroed.
 
-    `config` is a model's, as `weft.models.Llama` takes it. `slots` is the number of requests that the cache holds at
-    once, `max_len` the most tokens of one. A new request can take a used slot as it is. Raises ValueError if W does not
-    divide the key and value heads.
+    `config` is a model's config, as for `weft.models.Llama`. `slots` is the number of requests that the cache holds at
+    once, `max_len` the most tokens of one request. A new request can reuse a slot that is not cleared. Raises
+    ValueError if W does not divide the key and value heads.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Cache:
 
 
 def is_long(tokens: int, end: int) -> bool:
-    """Return whether attention of the last `tokens` of `end` tokens is a library call of its own."""
+    """Return whether attention of the last `tokens` of `end` tokens is a separate library call."""
     return tokens >= LONG_PROMPT and tokens % LENGTH_STEP == 0 == end % LENGTH_STEP
 
 
@@ -70,9 +70,9 @@ def heads_of(heads: int, world: World) -> int:
 class Batch:
     """The new tokens of several requests.
 
-    `lengths`, `starts` and `slots` are, for each request, its tokens in this batch (at least one), its tokens already
-    in the cache, and its slot of the cache. Requests with one token should come first: only those use the decode
-    kernel.
+    `lengths`, `starts` and `slots` are, for each request, the number of its tokens in this batch (at least one), the
+    number already in the cache, and its slot of the cache. Requests with one token should come first: only leading ones
+    use the decode kernel.
     """
 
     lengths: tuple[int, ...]
@@ -111,7 +111,7 @@ class Batch:
 
     @property
     def singles(self) -> int:
-        """Return the number of requests with one token before the first request with more."""
+        """Return the number of requests with one token before the first request with several."""
         return sum(1 for _ in takewhile(lambda n: n == 1, self.lengths))
 
     @property
@@ -136,12 +136,12 @@ class Batch:
 
 @dataclass
 class Part:
-    """Rows of a layout that go through a layer together.
+    """Rows of a layout that a layer processes together.
 
-    `positions` and `slots` int32 [rows] are those of every token (slot -1: padding). `single` are the requests of one
-    token each, in the first rows, `several` the others. `chunks` has (first row, tokens, slot, tokens in the cache) of
-    each request. With `long` each request of `several` is a prompt that has an attention call of its own
-    (`LONG_PROMPT`); a layout that can be filled again never has such ones.
+    `positions` and `slots` int32 [rows] are the position and slot of every token (slot -1: padding). `single` are the
+    requests of one token each, in the first rows, `several` the other requests. `chunks` contains (first row, tokens,
+    slot, tokens in the cache) for each request. With `long` each request of `several` is a prompt with an attention
+    call of its own (`LONG_PROMPT`), which a layout that can be filled again never contains.
     """
 
     rows: int
@@ -156,8 +156,8 @@ class Part:
 @dataclass
 class Rows:
     """The `rows` rows of R requests. cu_q int32 [R + 1] is the number of rows before each request, kv_at [R + 1] the
-    first row of its slot in the flattened cache, and kv_len [R] its tokens in the cache, the new ones among them. max_q
-    and max_k bound the rows and the cached tokens of a request."""
+    first row of its slot in the flattened cache, and kv_len [R] the number of its tokens in the cache, including the
+    new ones. max_q and max_k bound the rows and the cached tokens of a request."""
 
     rows: int
     max_q: int
@@ -169,12 +169,12 @@ class Rows:
 
 class Layout:
     """A batch, its plan, and its device tables, made by `Llama.layout`. A forward pass neither copies from the host nor
-    waits for it.
+    waits for the host.
 
     last: int32 [requests], the row of each request's last token, -1 for a missing request.
     room: (tokens, singles, several), the number of rows, the rows for requests of one token, and the requests of
-        several tokens. A layout with room takes any batch that fits (`filling`). Requests of one token beyond `singles`
-        count as requests of several.
+        several tokens. A layout with room can be filled with any batch that fits (`filling`). Requests of one token
+        beyond `singles` count as requests of several tokens.
     """
 
     def __init__(
@@ -225,8 +225,7 @@ class Layout:
         return [*range(lead), *several.tolist()]
 
     def _values(self, batch: Batch) -> tuple[list[list[np.ndarray]], list[list[tuple[int, int, int, int]]]]:
-        """Return the table of last rows, followed by the columns of each part's tables in order; and each part's
-        chunks."""
+        """Return the table of last rows, followed by the columns of each part's tables; and each part's chunks."""
         cache, first_rows = self.cache, self.rows(batch)
         positions, slots = np.zeros(self.tokens, np.int32), np.full(self.tokens, -1, np.int32)
         last = np.full(self.requests, -1, np.int32)
@@ -256,8 +255,8 @@ class Layout:
         return tables, chunks
 
     def filling(self, batch: Batch) -> Callable[[], None]:
-        """Prepare another batch on the host. Return a function that fills the tables by one copy, on the stream that is
-        current when it is called."""
+        """Prepare a new batch on the host. Return a function that fills the tables by one copy, on the stream that is
+        current when the caller calls it."""
         if not self.padded:
             raise ValueError("a layout made without room cannot be filled again")
         return self._filling(*self._values(batch))

@@ -14,11 +14,11 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Mixture:
-    """The sizes of the layers with experts, which are all but `dense_layers`. `top_k` is the number of experts of a
-    token, `intermediate_size` that of an expert, and `shared_intermediate_size` that of the shared expert (0: none).
-    `renormalise` says whether the chosen experts' probabilities are divided by their sum. `parallel` is "expert" (each
-    rank has some experts) or "tensor" (each rank has some columns of every expert), as for `weft.moe.MoE`. Raises
-    ValueError for impossible sizes."""
+    """The sizes of the layers with experts, which are all layers but `dense_layers`. `top_k` is the number of experts
+    of a token, `intermediate_size` the size of an expert, and `shared_intermediate_size` the size of the shared expert
+    (0: none). `renormalise` says whether the chosen experts' probabilities are divided by their sum. `parallel` is
+    "expert" (each rank has some experts) or "tensor" (each rank has some columns of every expert), as for
+    `weft.moe.MoE`. Raises ValueError for impossible sizes."""
 
     num_experts: int
     top_k: int
@@ -43,7 +43,7 @@ class Config:
     its numbers in `rope_numbers`: factor, for llama3 also low_freq_factor, high_freq_factor and
     original_max_position_embeddings. With `qkv_bias` queries, keys and values have a bias; with `qk_norm` each head of
     queries and keys is normalised before the rotary embedding. `mixture` is None if no layer has experts. `recipe` is
-    that of 8-bit weights, or None. Raises ValueError for impossible sizes or an unknown rope."""
+    the recipe of 8-bit weights, or None. Raises ValueError for impossible sizes or an unknown rope."""
 
     vocab_size: int
     hidden_size: int
@@ -90,8 +90,8 @@ class Config:
     def from_hf(cls, source: Config | Mapping[str, object] | object) -> Config:
         """Return the Config of a Config, a dict, or any object with these attributes (`transformers.LlamaConfig`).
 
-        Raises ValueError for a missing size and for features that the decoder does not have: other model types and
-        biases, an activation other than SiLU, sliding windows, other kinds of rotary scaling.
+        Raises ValueError for a missing size and for features that the decoder does not support: other model types and
+        biases, activations other than SiLU, sliding windows, and other kinds of rotary scaling.
         """
         if isinstance(source, Config):
             return source

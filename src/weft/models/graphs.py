@@ -21,11 +21,11 @@ class Graphs:
         forward     token ids [M], Batch -> logits [requests, vocab], valid until the next call of this size
 
     sizes: the sizes, in rising order, to which tokens and requests of one token are padded.
-    several: the most requests with more than one token.
+    several: the largest number of requests with more than one token.
 
     If the padded requests of one token leave too little room for the others, they are padded to the next smaller size,
-    and the rest of them count as requests of several tokens. The first batch of a size runs twice before it is
-    captured. Ranks must make the same calls.
+    and the surplus counts as requests of several tokens. The first batch of a size runs twice before its capture. Ranks
+    must make the same calls.
 
     Raises ValueError for sizes that do not rise from 1, ids that do not match the batch, and batches and caches that do
     not fit; Unsupported where attention runs request by request (there is no flash kernel for this dtype and GPU),
@@ -50,7 +50,7 @@ class Graphs:
         return self.prepare(ids, batch)()
 
     def prepare(self, ids: Tensor, batch: Batch) -> Callable[[], Tensor]:
-        """Prepare a batch on the host. Return a function that runs the forward pass on the current stream, and may be
+        """Prepare a batch on the host. Return a function that runs the forward pass on the current stream. It may be
         called any number of times."""
         if ids.shape != (batch.tokens,):
             raise ValueError(f"{list(ids.shape)} token ids for a batch of {batch.tokens} tokens")
@@ -79,7 +79,7 @@ class Graphs:
             singles = self._size(batch.singles)
         if singles + batch.tokens - batch.singles > tokens:
             below = max((size for size in self.sizes if size < singles), default=0)
-            several += singles - 1 - below  # at most so many requests of one token do not fit into `below`
+            several += singles - 1 - below  # at most this many requests of one token exceed `below`
             singles = below
         return tokens, singles, several if tokens > singles else 0
 

@@ -2,18 +2,19 @@
 or a mixture of experts, and a key-value cache.
 
 Every rank holds some of the heads and some of the MLP's columns or experts, and the whole embedding and output head.
-nn/decoder_layer.py has the layer; this module adds attention and MLP. The plan says how the ranks sum their partial
-outputs:
+nn/decoder_layer.py defines the layer; this module adds attention and the MLP. The plan determines how the ranks sum
+their partial outputs:
 
     plain      GEMMs | all-reduce | add, norm              residual [M, H] on every rank
     fused      GEMMs | all_reduce_rms_norm                 residual rows at their owners, or [M, H] if M is small
     woven      the same for two parts of the tokens, one's all_reduce_rms_norm under the other's GEMMs (nn/weave.py)
     sequence   all-gather + GEMM .. GEMM + reduce-scatter  residual and norms of this rank's rows
 
-Experts take replicated tokens and sharded ones (mixture.py). With experts "auto" is "sequence", since there is no
-prediction for the other plans.
+Experts support replicated and sharded tokens (mixture.py). With experts "auto" is "sequence", since the planner
+predicts no other plan for them.
 
-A forward pass never waits for the device or copies from the host: lengths, positions and cache slots are in a Layout.
+In a forward pass the host never waits for the device, and nothing is copied from it: lengths, positions and cache slots
+are in a Layout.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ class Attention(ScaledModule):
     """Projections of this rank's heads. State dict: {q,k,v,o}_proj.weight and, if the config has them,
     {q,k,v}_proj.bias and {q,k}_norm.weight, as in Transformers' LlamaAttention, Qwen2Attention and Qwen3Attention.
 
-        parameters  qkv [(heads + 2 kv_heads) D / W, H], queries, then keys, then values; out [H, heads D / W]; bias, of
-                    the rows of qkv, and norms [2, D], of queries and keys, or None
-        recipe      of 8-bit weights, as in `weft.nn`; {q,k,v,o}_proj.weight_scale, or weight_scale_inv, are in
-                    qkv_scale and out_scale
+        parameters  qkv [(heads + 2 kv_heads) D / W, H], queries, then keys, then values; out [H, heads D / W]; bias,
+                    one element for each row of qkv, and norms [2, D], of queries and keys, or None
+        recipe      the recipe of 8-bit weights, as in `weft.nn`; qkv_scale and out_scale store
+                    {q,k,v,o}_proj.weight_scale, or weight_scale_inv
     """
 
     sharded_dim = {
@@ -100,7 +101,7 @@ class Attention(ScaledModule):
 
     @property
     def weights(self) -> tuple[Activation, Activation]:
-        """Return the weights before and after attention as ops take them."""
+        """Return the weights before and after attention as operands of ops."""
         return self.weight_operand("qkv"), self.weight_operand("out")
 
     def get_shard(self, name: str) -> Tensor | None:
@@ -142,16 +143,17 @@ class Llama(nn.Module):
     """The decoder, for inference.
 
         forward     token ids [M] -> logits [requests, vocab] of every request's last token, the same on every rank
-        state dict  the names of Transformers' LlamaForCausalLM, MixtralForCausalLM and so on; `load_state_dict` takes
-                    whole tensors, of which the rank takes its parts, or parts; `weft.nn.full_state_dict(model)`
-                    collects the whole
+        state dict  the names of Transformers' LlamaForCausalLM, MixtralForCausalLM and so on; `load_state_dict` loads
+                    this rank's parts of whole tensors, or parts; `weft.nn.full_state_dict(model)` collects the whole
+                    tensors
 
-    config: a `transformers.LlamaConfig` or another of `config.MODEL_TYPES`, a dict with its keys, or a `Config`.
-    Weights are drawn on the device; those that every rank holds whole are drawn from `seed`, which must be the same on
-    all ranks. parallel: "expert": each rank has some experts, or "tensor": each rank has some columns of all experts.
-    recipe: "row" or "block": the projections have 8-bit weights, whose scales state dicts have as checkpoints do
-    (nn/scaled.py); without experts, and without `sms`. Raises ValueError for a config that is not supported
-    (`Config.from_hf`) or does not split over the ranks, TypeError for a dtype other than bfloat16 and float16.
+    config: the Transformers config of a type in `config.MODEL_TYPES`, such as `transformers.LlamaConfig`, a dict with
+    its keys, or a `Config`. Weights are drawn on the device; weights that every rank holds whole are drawn from `seed`,
+    which must be the same on all ranks. parallel: "expert": each rank has some experts, or "tensor": each rank has some
+    columns of all experts. recipe: "row" or "block": the projections have 8-bit weights, and state dicts contain their
+    scales as checkpoints do (nn/scaled.py); not with experts, and not with `sms`. Raises ValueError for a config that
+    is not supported (`Config.from_hf`) or cannot be split over the ranks, TypeError for a dtype other than bfloat16 and
+    float16.
     """
 
     def __init__(
@@ -204,7 +206,7 @@ class Llama(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
         tied = {f"{prefix}lm_head.weight"} if self.config.tie_word_embeddings else set()
-        if self.config.mixture is not None:  # Mixtral's checkpoints name experts otherwise than its module
+        if self.config.mixture is not None:  # Mixtral's checkpoints and its module name experts differently
             for key in [key for key in state_dict if ".block_sparse_moe." in key]:
                 state_dict[key.replace(".block_sparse_moe.", ".mlp.")] = state_dict.pop(key)
         for key in list(state_dict):
@@ -214,10 +216,10 @@ class Llama(nn.Module):
 
     # -- plans ---------------------------------------------------------------------------------------------------------
     def plan(self, plan: str | LayerPlan, tokens: int, mode: str = "graph") -> LayerPlan:
-        """Return the LayerPlan for a plan: "auto" (the measured table, or the prediction for sizes that are not in it;
+        """Return the LayerPlan for a plan: "auto" (from the measured table, or predicted for sizes that are not in it;
         "sequence" with experts), a kind, or a LayerPlan. A woven plan gets a smart split; with one token it becomes
         "fused". mode: "graph" or "eager". "auto" is collective at the first call. Raises TypeError for other types,
-        ValueError for `sms` with experts or with weights that do not suit weft's GEMM."""
+        ValueError for `sms` with experts or with weights that weft's GEMM does not support."""
         c, world = self.config, self.world
         measured = table(world, c.hidden_size, c.intermediate_size) if c.mixture is None else Table()
         if isinstance(plan, str):
@@ -240,8 +242,8 @@ class Llama(nn.Module):
         return LayerPlan("woven", split, plan.sms, plan.norm)
 
     def _auto(self, measured: Table, tokens: int, mode: str) -> LayerPlan:
-        """Return the layer's plan, chosen as an op's is: the earlier decision, else the stored one, else the predicted
-        one."""
+        """Return the layer's plan, chosen like an op's plan: the earlier decision, else the stored one, else the
+        predicted one."""
         if self.config.mixture is not None:
             return LayerPlan("sequence")
         sizes = DecoderSizes(*(size for part in self.gemms() for size in part))
@@ -254,7 +256,7 @@ class Llama(nn.Module):
         return self.world.choices.choose(Choice(("decoder", sizes, tokens, self.config.recipe), expected), mode)
 
     def gemms(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return (N, K) of a layer's GEMMs on this rank: those around attention, and the MLP's."""
+        """Return (N, K) of a layer's GEMMs on this rank: the GEMMs around attention, and the MLP's GEMMs."""
         attention, mlp = self.model.layers[0].self_attn, self.model.layers[0].mlp
         return [tuple(w.shape) for w in (attention.qkv, attention.out)], [
             tuple(w.shape) for w in (mlp.gate_up, mlp.down)
@@ -278,9 +280,9 @@ class Llama(nn.Module):
         room: tuple[int, int, int] | None = None,
         mode: str = "graph",
     ) -> Layout:
-        """Return the batch's device tables. room: (tokens, singles, several) of other batches to fill it with (see
-        `Layout`). mode: what "auto" optimises for: passes captured in a CUDA graph, or "eager" ones. Raises ValueError
-        for a cache of another dtype or config than the model's."""
+        """Return the batch's device tables. room: (tokens, singles, several) for later batches to fill the layout with
+        (see `Layout`). mode: "auto" optimises for passes captured in a CUDA graph ("graph") or for "eager" passes.
+        Raises ValueError for a cache whose dtype or config differs from the model's."""
         self._check(cache)
         return Layout(batch, cache, self.plan(plan, room[0] if room else batch.tokens, mode), self.world, room)
 
@@ -297,11 +299,11 @@ class Llama(nn.Module):
     def forward(
         self, ids: Tensor, batch: Batch | Layout, cache: Cache | None = None, plan: str | LayerPlan = "auto"
     ) -> Tensor:
-        """Return the logits. ids: int [M], the batch's tokens in order. Keys and values go to the cache. plan: "auto",
-        a kind, or a LayerPlan. A Layout has a cache and a plan of its own, and ids for all its rows. All ranks must
-        make the same calls, with the same ids; the first call with a number of tokens and a plan checks that (Mismatch
-        on every rank), which waits for the device. Raises ValueError for a batch, ids or a cache that do not fit; see
-        also `plan`."""
+        """Return the logits. ids: int [M], the batch's tokens in order. The cache receives keys and values. plan:
+        "auto", a kind, or a LayerPlan. A Layout has its own cache and plan, and needs ids for all its rows. All ranks
+        must make the same calls, with the same ids; the first call with a number of tokens and a plan checks this
+        (Mismatch on every rank) and waits for the device. Raises ValueError for a batch, ids or a cache that do not
+        fit; see also `plan`."""
         world = self.world
         if isinstance(batch, Batch):
             if cache is None:
@@ -327,8 +329,8 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Return the normalised output of the last layer, [rows, H] of the layout, valid until the next forward pass.
 
-        allreduce_norm: a function called as `all_reduce_rms_norm`, which sums the partial outputs in its place; for
-        plans other than woven and "sequence".
+        allreduce_norm: a function with the arguments of `all_reduce_rms_norm`, which sums the partial outputs in its
+        place; for plans other than woven and "sequence".
         """
         world, plan, c = self.world, layout.plan, self.config
         if ids.shape != (layout.tokens,):
@@ -368,8 +370,8 @@ class Llama(nn.Module):
         return ReplicatedStates(world, x, normed, layout.splits, **options)
 
     def _check_same_on_all_ranks(self, ids: Tensor, layout: Layout) -> None:
-        """Raise Mismatch unless all ranks have the same ids and batch: partial outputs of different ids must not be
-        summed. Collective."""
+        """Raise Mismatch unless all ranks have the same ids and batch: the ranks must not sum partial outputs of
+        different ids. Collective."""
         world = self.world
         world.finish(world.current_stream())
         slots = torch.cat([part.slots for part in layout.parts])
@@ -384,7 +386,7 @@ class Llama(nn.Module):
         )
 
     def _norms(self) -> list[RMSNorm]:
-        """Return the norms in order: those before each attention and each MLP, and the final one."""
+        """Return the norms in order: the norms before each attention and each MLP, and the final norm."""
         layers = [n for layer in self.model.layers for n in (layer.input_layernorm, layer.post_attention_layernorm)]
         return [RMSNorm(module.weight, self.config.rms_norm_eps) for module in (*layers, self.model.norm)]
 
@@ -399,8 +401,8 @@ class Llama(nn.Module):
         return self._rotary
 
     def _linear(self, x: Activation, weight: Activation, out: Tensor | None, sms: int) -> Tensor:
-        """Return x @ weight.T, by weft's own GEMM on `sms` SMs, or by the library's, in `out` if there is one. x is
-        quantized if the weight has 8 bits."""
+        """Return x @ weight.T, by weft's own GEMM on `sms` SMs or by the library's GEMM, in `out` if it is not None. x
+        is quantized if the weight has 8 bits."""
         world = self.world
         if isinstance(weight, ScaledTensor):
             operands = ScaledOperands(quantized(x, weight, world), weight, None, fast_accum=True)
@@ -442,7 +444,7 @@ class Llama(nn.Module):
 
 @dataclass
 class _SublayerOfPass:
-    """A module of layer `layer_index` in one forward pass, as `nn.decoder_layer` takes it."""
+    """A module of layer `layer_index` in one forward pass, as a sublayer for `nn.decoder_layer`."""
 
     model: Llama
     module: nn.Module
@@ -470,7 +472,7 @@ class _SublayerOfPass:
 
 
 class _AttentionOfPass(_SublayerOfPass):
-    """Attention, in which each part of the tokens attends to the cache."""
+    """Attention of each token part to the cache."""
 
     module: Attention
 
@@ -507,15 +509,15 @@ class _MlpOfPass(_SublayerOfPass):
         return mlp.partial_sums(x, self.layout.parts[part].slots if self.layout.padded else None, shared, out)
 
     def sharded(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
-        routed = isinstance(self.module, MixtureMLP) and self.layout.padded  # padding goes to no expert
+        routed = isinstance(self.module, MixtureMLP) and self.layout.padded  # padding is sent to no expert
         slots = (own_rows(self.layout.parts[0].slots, self.model.world),) if routed else ()
         y: Tensor = self.module(x, shards, *slots)
         return y
 
 
 class _PassMemory:
-    """Buffers in which the sublayers of a forward pass write intermediate results. The two parts of the tokens compute
-    in turn on one stream, and share the buffers."""
+    """Buffers to which the sublayers of a forward pass write intermediate results. The two token parts share the
+    buffers, because they compute in turn on one stream."""
 
     def __init__(self, model: Llama, layout: Layout) -> None:
         world, dtype, rows = model.world, model.dtype, max(layout.splits)
@@ -535,7 +537,7 @@ class _PassMemory:
 
 
 def _digest(numbers: Sequence[int]) -> str:
-    """Return some of the numbers to read, and a checksum of all."""
+    """Return the first numbers for an error message, and a checksum of all numbers."""
     shown = ", ".join(map(str, numbers[:6])) + ", .." * (len(numbers) > 6)
     return f"[{shown}] ({zlib.crc32(repr(numbers).encode()):08x})"
 
@@ -544,7 +546,7 @@ def _digest(numbers: Sequence[int]) -> str:
 def _rotate_and_keep(
     world: World, rows: int, max_len: int, heads: tuple[int, int, int], eps: float, bias: bool
 ) -> Launch:
-    """Return the launch. heads: numbers of query heads and of key-value heads, and the elements of a head."""
+    """Return the launch. heads: the numbers of query heads, of key-value heads, and of elements of a head."""
     queries, kv, d = heads
     return Launch(
         world,

@@ -1,5 +1,5 @@
-"""The MLP of a decoder layer as a mixture of experts, which ranks split by experts or by columns. It has two forms,
-like the hidden states (nn/decoder_layer.py):
+"""The MLP of a decoder layer as a mixture of experts, which ranks split by experts or by columns. Like the hidden
+states (nn/decoder_layer.py), it has two forms:
 
     sharded      own rows -> router -> weft.moe over the ranks -> + shared expert -> same rows
     replicated   all rows -> router -> weft.moe of this rank alone -> + its part of the shared expert -> partial sum
@@ -8,8 +8,8 @@ sharded, in the plan "sequence" (llama.py): the experts' dispatch and combine mo
 GEMMs, so the preceding layer leaves the rows with their owner. Attention ends with a reduce-scatter and begins with an
 all-gather, as it does before a dense MLP.
 
-replicated, in the other plans: every rank has all rows, and computes what its experts, or its columns of all experts,
-add to their sums. Rows travel only in the all-reduce that follows, which is that of a dense MLP, and so is the weaving.
+replicated, in the other plans: every rank has all rows, and computes the contribution of its experts, or of its columns
+of all experts, to their sums. Only the following all-reduce moves rows. It and the weaving are as for a dense MLP.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Experts(Sharded):
             self.w13.copy_(pack(value, world=self.world))
 
     def local_shard(self, name: str, value: Tensor, shape: torch.Size) -> Tensor | None:
-        """Return this rank's part of a tensor; that of gate_up_proj has columns of gate and columns of up."""
+        """Return this rank's part of a tensor; the part of gate_up_proj has columns of gate and columns of up."""
         part = super().local_shard(name, value, shape)
         gate_and_up = name == "gate_up_proj" and part is not None and value.shape != shape
         return self.split.w13_columns(value, "blocked") if gate_and_up and self.split.tp_size > 1 else part
@@ -85,7 +85,8 @@ class MixtureMLP(nn.Module):
     shared_expert.{gate,up,down}_proj.weight and shared_expert_gate.weight, with Transformers' names.
 
     Every rank has the whole router; the experts are split, and the shared expert is tensor-parallel. Experts can also
-    be loaded one by one, as checkpoints have them: w1, w3 and w2 (Mixtral), or gate_proj, up_proj and down_proj (Qwen).
+    be loaded one by one, as checkpoints store them: w1, w3 and w2 (Mixtral), or gate_proj, up_proj and down_proj
+    (Qwen).
     """
 
     def __init__(self, config: Config, world: World, dtype: torch.dtype, seed: int) -> None:
@@ -101,16 +102,16 @@ class MixtureMLP(nn.Module):
             self.shared_expert_gate = Weight(1, hidden, world=world, dtype=dtype, seed=seed + 1)
 
     def forward(self, x: Tensor, rows: Sequence[int] | None = None, slots: Tensor | None = None) -> Tensor:
-        """Return the MLP's result for this rank's rows. rows: the numbers of rows of all ranks, where they are not all
-        equal. slots: int32 [m_r], the cache slot of each row; rows of slot -1 are padding, which goes to no expert."""
+        """Return the MLP's result for this rank's rows. rows: the numbers of rows of all ranks, if they are not all
+        equal. slots: int32 [m_r], the cache slot of each row; rows with slot -1 are padding, sent to no expert."""
         experts, (ids, weights) = self.experts, self._routes(x, slots)
         shared = self.shared(x, self.shared_expert(x, rows)) if self.mixture.shared_intermediate_size else None
         weights_of_experts = experts.w13, experts.w2
         return routed(experts.split, x, ids, weights, *weights_of_experts, shared=shared, rows=rows, world=self.world)
 
     def partial_sums(self, x: Tensor, slots: Tensor | None, shared: Tensor | None, out: Tensor | None) -> Tensor:
-        """Return [M, H] = shared + this rank's part in the sums of x [M, H], in `out` unless None; no rank waits for
-        another. shared: [M, H] or None, which `out` may be; slots: int32 [M]."""
+        """Return [M, H] = shared + this rank's part of the sums for x [M, H], in `out` unless it is None. No rank waits
+        for another. shared: [M, H] or None; `out` may be the same tensor. slots: int32 [M]."""
         world, experts, (ids, weights) = self.world, self.experts, self._routes(x, slots)
         shape = ids.shape[0], min(ids.shape[1], experts.split.experts)
         own_routes = world.empty(shape, torch.int32), world.empty(shape, torch.float32)
@@ -123,7 +124,8 @@ class MixtureMLP(nn.Module):
         return moe(x, own_routes[0], own_routes[1], experts.w13, experts.w2, shared=shared, world=self.alone, out=out)
 
     def shared(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return y, rows or partial sums of the shared expert for x, multiplied in place by each row's sigmoid gate."""
+        """Multiply y, the rows or partial sums of the shared expert for x, in place by each row's sigmoid gate, and
+        return it."""
         world, stream = self.world, self.world.current_stream()
         share = world.backend.linear(x, self.shared_expert_gate.weight, None, stream)
         world.call(lambda: y.mul_(share.sigmoid()), [y, share], [y], stream)

@@ -1,4 +1,4 @@
-"""The definitions of all operators: whoever imports one has them all in the registry."""
+"""The definitions of all operators: importing any of them registers all of them."""
 # ruff: noqa: F401
 
 from . import activation, norm, product, quantize, rotary

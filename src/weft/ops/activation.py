@@ -26,7 +26,8 @@ _OP = "silu_mul"
 
 @dataclass(frozen=True)
 class SiluCall(RowsCall):
-    """out [m, columns] of x [m, stride], in which blocks of `interleave` gate and up columns alternate."""
+    """A checked call: out [m, columns] for x [m, stride], in which blocks of `interleave` gate and up columns
+    alternate."""
 
     columns: int
     stride: int
@@ -84,7 +85,7 @@ def silu_mul(x: torch.Tensor, *, world: World, **removed: Never) -> torch.Tensor
     """Return silu(gate) * up [M, I] for x [M, 2 I], the gate columns followed by the up columns: the activation of a
     Llama MLP.
 
-    Computed in float32, in one launch; differentiable, also in one launch. x is bfloat16 or float16 on `world.device`.
+    One launch computes the result in float32, and one launch its gradient. x is bfloat16 or float16 on `world.device`.
     Raises ValueError or TypeError for anything else. No rank waits for another.
 
     Examples:
@@ -103,8 +104,8 @@ def silu_mul_quantized(
 ) -> ScaledTensor:
     """Return `silu_mul` in 8 bits.
 
-    The values and their scales come from one launch. There is no gradient. recipe, scale: those of `weft.quantize`;
-    "tensor" needs a scale. Raises as `weft.quantize`.
+    One launch computes the values and their scales. There is no gradient. recipe, scale: as in `weft.quantize`;
+    "tensor" needs a scale. Raises the errors of `weft.quantize`.
 
     Examples:
         >>> x = torch.ones(2, 32).bfloat16()
@@ -116,7 +117,7 @@ def silu_mul_quantized(
 
 
 def columns_of(op: str, x: torch.Tensor) -> int:
-    """Return I for x [M, 2 I]. Raise TypeError or ValueError if it is not such a tensor."""
+    """Return I for x [M, 2 I]. Raises TypeError or ValueError if x is not such a tensor."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
     if x.dim() != 2 or x.shape[1] % 2:
@@ -125,8 +126,8 @@ def columns_of(op: str, x: torch.Tensor) -> int:
 
 
 def silu_mul_blocks(x: torch.Tensor, columns: int, block: int, world: World) -> torch.Tensor:
-    """Return `silu_mul` [M, columns] of x [M, S], in which `block` gate and `block` up columns alternate; the last two
-    blocks are padded."""
+    """Return `silu_mul` [M, columns] of x [M, S], in which blocks of `block` gate and of as many up columns alternate;
+    the last two blocks are padded."""
     return SILU_MUL(world, Sequential(), SiluOperands(x), (columns, block))
 
 
@@ -147,8 +148,8 @@ def launch_silu_mul(x: torch.Tensor, out: torch.Tensor, world: World, interleave
 
 
 def silu_mul_launch(world: World, rows: int, columns: int, stride: int, interleave: int) -> Launch:
-    """Return the launch of out [rows, columns] = silu(gate) * up of x [rows, stride], in which `interleave` gate and as
-    many up columns alternate; the last two blocks are padded."""
+    """Return the launch of out [rows, columns] = silu(gate) * up for x [rows, stride], in which blocks of `interleave`
+    gate and of as many up columns alternate; the last two blocks are padded."""
     return _elementwise(world, silu_mul_kernel, rows, columns, stride, columns, interleave)
 
 
@@ -156,8 +157,8 @@ def silu_mul_launch(world: World, rows: int, columns: int, stride: int, interlea
 def _elementwise(
     world: World, kernel: JITFunction, rows: int, columns: int, stride: int, width: int, interleave: int
 ) -> Launch:
-    """Return the launch. stride: elements of a row of the kernel's input. width: columns that its tiles of R x C
-    elements cover."""
+    """Return the launch. stride: the elements of a row of the kernel's input. width: the columns that its tiles of
+    R x C elements cover."""
     block = world.backend.scale.gate_block
     c = min(1 << (width - 1).bit_length(), block)
     r = block // c

@@ -1,14 +1,14 @@
-"""Decomposed plans of ranks without symmetric memory. Shards are cut into parts; the library's collective of one part
-runs under the GEMM of another.
+"""Decomposed plans for ranks without symmetric memory. Shards are cut into parts; NCCL's collective of one part runs
+under the GEMM of a different part.
 
     all-gather       comm    gather part 0 | gather part 1 | ...
                      stream                | GEMM 0, put in order | GEMM 1, ..
     reduce-scatter   stream  collect rows of part 0, GEMM 0 | part 1 ..
                      comm                                   | reduce-scatter part 0 | ..
 
-A part has the same share of a shard's rows as the plan's group has of the shards. Collectives need contiguous memory,
-so rows are copied within the GPU; that costs one pass through its memory, while the link is several times as slow. All
-memory is allocated before the streams diverge, because the caching allocator orders reuse on one stream only.
+A part is the same fraction of a shard's rows as the plan's group is of the shards. Collectives need contiguous memory,
+so rows are copied within the GPU; the copy costs one pass through its memory, which is several times as fast as the
+link. All memory is allocated before the streams diverge, because the caching allocator orders reuse on one stream only.
 """
 
 from __future__ import annotations

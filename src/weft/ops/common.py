@@ -47,7 +47,7 @@ class Factors(NamedTuple):
 @dataclass(frozen=True)
 class MatmulCall(Call):
     """A checked call of a GEMM [M, K] x [N, K]^T on every rank, with its collective. shards: the rows of each rank.
-    n, k: N and K. dtype: that of the result. bias: whether there is a bias. scaling: that of 8-bit operands, or
+    n, k: N and K. dtype: the result's dtype. bias: whether there is a bias. scaling: the scaling of 8-bit operands, or
     None for operands of the result's dtype."""
 
     shards: tuple[int, ...]
@@ -86,10 +86,10 @@ class MatmulOp(Op[M]):
         return call.rows, call.n, call.k
 
     operand_type: ClassVar[Callable[..., Operands]] = Factors
-    transposes: ClassVar[tuple[type[Plan], ...]] = ()  # plans that take a weight [N, K] stored as [K, N]
+    transposes: ClassVar[tuple[type[Plan], ...]] = ()  # plans that support a weight [N, K] stored as [K, N]
 
     def trial_key(self, call: M) -> Hashable:
-        """Return what calls that share a trial have in common, with rows rounded as for the library's GEMM."""
+        """Return the key that calls share if they share a trial, with rows rounded as for the library's GEMM."""
         return tuple((call.same_on_all_ranks() | dict(rows=library_gemm.stepped(call.rows), even=call.even)).items())
 
     def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
@@ -107,15 +107,15 @@ class MatmulOp(Op[M]):
         return self._with_operand_tiles(call, super()._named(world, call, name, capturing))
 
     def expected(self, world: World, call: M, mode: str) -> Plan:
-        """Return the expected plan; sequential for 8-bit operands, for which the planner has no rates and only trials
-        decide."""
+        """Return the expected plan; sequential for 8-bit operands, since the planner has no rates for these, and only
+        trials decide."""
         return super().expected(world, call, mode) if call.scaling is None else Sequential()
 
-    scatters_rows: ClassVar[bool] = True  # rows are sharded over ranks, before or after
+    scatters_rows: ClassVar[bool] = True  # whether rows are sharded over ranks, before or after
 
     def choose(self, world: World, call: M, asked: str | Plan, capturing: bool) -> Plan:
-        """Return the Plan to run. A Plan given by the caller keeps its tiles; the plan of "auto" or of a kind's name
-        gets tiles that suit the shape. With 8-bit operands every plan gets tiles that suit these."""
+        """Return the Plan to run. A Plan that the caller passed keeps its tiles; the plan for "auto" or a kind's name
+        gets tiles that suit the shape. With 8-bit operands every plan gets tiles that suit the operands."""
         if isinstance(asked, Plan):
             asked = self._with_operand_tiles(call, asked)
         plan = super().choose(world, call, asked, capturing)
@@ -126,8 +126,8 @@ class MatmulOp(Op[M]):
         return with_shape_tiles(plan, call.shards, call.n, world.sm_count, world.backend.capability)
 
     def batch_invariance_unsupported(self, world: World, call: M, plan: Plan) -> str | None:
-        """Return why the plan does not keep the promise, or None. All plans add K in steps of one length, from the
-        first to the last."""
+        """Return why the plan is not batch-invariant, or None. All plans add K in steps of one length, from the first
+        to the last."""
         if call.scaling is not None:
             return "libraries multiply 8-bit operands"
         if isinstance(plan, Decomposed) and world.size > 1 and world.backend.symmetric_unsupported is not None:
@@ -138,7 +138,7 @@ class MatmulOp(Op[M]):
         return super().batch_invariance_unsupported(world, call, plan) or check_16_byte_rows(K=call.k, N=call.n)
 
     def dense_operands(self, plan: Plan, operands: AnyFactors) -> AnyFactors:
-        """Return dense operands. A weight stored as [K, N], as a gradient's GEMM has, is not copied if the plan takes
+        """Return dense operands. A weight stored as [K, N], as in a gradient's GEMM, is not copied if the plan supports
         it: the copy would take as long as some collectives."""
         x, weight, *extra = operands
         takes_transposed = isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t())
@@ -176,7 +176,7 @@ class MatmulOp(Op[M]):
         return reason
 
     def why_not_8_bits(self, world: World, scaling: Scaling, plan: Plan) -> str | None:
-        """Return why the plan does not serve 8-bit operands, or None."""
+        """Return why the plan does not support 8-bit operands, or None."""
         if isinstance(plan, Fused):
             return tile_unsupported(scaling, plan.tile)
         if isinstance(plan, Signaled | FlagGated):
@@ -186,8 +186,8 @@ class MatmulOp(Op[M]):
         return world.backend.symmetric_unsupported if isinstance(plan, Decomposed) else None
 
     def why_uneven(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
-        """Return why the plan does not serve shards of these lengths, or None. The reason is "", which is not logged,
-        if nobody asked for the plan."""
+        """Return why the plan does not support shards of these lengths, or None. If the caller did not ask for the
+        plan, the reason is "", which is not logged."""
         why = None
         if isinstance(plan, OneShot) and self.scatters_rows:
             if asked == "auto" and world.size * max(call.shards) > 2 * call.rows:
@@ -204,7 +204,8 @@ class MatmulOp(Op[M]):
 
 
 def check_16_byte_rows(**sizes: int) -> str | None:
-    """Return why rows with these numbers of elements do not suit bulk copies, or None. sizes: the numbers, by name."""
+    """Return why bulk copies do not support rows with these numbers of elements, or None. sizes: the numbers, by
+    name."""
     for name, size in sizes.items():
         if size % 8:
             return f"{name} {size} must be a multiple of 8 (16-byte rows for bulk copies)"
@@ -230,8 +231,8 @@ def split_rows(world: World, m: int) -> tuple[int, ...]:
 
 
 def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return a copy of the caller's list or tensor as a tuple: it is part of the key of decisions, and the backward
-    pass reads it later."""
+    """Return a copy of the caller's list or tensor as a tuple: the tuple is part of the key of decisions, and the
+    backward pass reads it later."""
     if rows is None or torch.compiler.is_compiling():
         return rows  # type: ignore[return-value]  # may hold symbols
     try:
@@ -241,8 +242,8 @@ def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def tile_of(tile: TileShape, group_m: int, trans_b: bool = False, scaling: Scaling | None = None) -> Tile:
-    """Return a kernel's Tile. trans_b: the weight [N, K] is stored as [K, N]. scaling: that of 8-bit operands, or
-    None."""
+    """Return a kernel's Tile. trans_b: the weight [N, K] is stored as [K, N]. scaling: the scaling of 8-bit operands,
+    or None."""
     if scaling is not None:
         return scaled_tile(tile, group_m, scaling)
     return constants(Tile, BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP_M=group_m, TRANS_B=trans_b)

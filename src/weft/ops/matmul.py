@@ -1,4 +1,4 @@
-"""x @ weight.T on some of the SMs, so that a kernel that communicates concurrently has the others. No rank waits for
+"""x @ weight.T on some of the SMs, so that a concurrent communication kernel can use the rest. No rank waits for
 another."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ALONE = dict(
 @dataclass(frozen=True)
 class Shares:
     """How programs share the last tiles of a GEMM (`compute.gemm.matmul`), and how long the GEMM takes, in K steps of a
-    tile. A tile is split along K into `parts` parts, the first of which has first_steps K steps; a helper computes one
-    part of tiles_per_helper tiles."""
+    tile. A tile is split along K into `parts` parts; the first part has first_steps K steps. A helper computes one part
+    of tiles_per_helper tiles."""
 
     time: int
     shared_tiles: int = 0
@@ -39,8 +39,8 @@ class Shares:
 
     @classmethod
     def choose(cls, world: World, tiles: int, steps: int, programs: int) -> Shares:
-        """Return the fastest for `tiles` tiles of `steps` K steps. No tiles are shared if the last wave is so full that
-        sharing it costs more than it saves."""
+        """Return the fastest Shares for `tiles` tiles of `steps` K steps. Programs share no tiles if the last wave is
+        so full that sharing its tiles costs more than it saves."""
         part, handover, cost = (
             world.backend.scale.min_part_steps,
             world.backend.scale.handover_steps,
@@ -80,7 +80,7 @@ def matmul(
 
 @prepared
 def _matmul(world: World, m: int, n: int, k: int, columns: int, gated: bool, programs: int) -> Launch:
-    """Return the launch. columns: those of the output."""
+    """Return the launch. columns: the output's columns."""
     t, block = usual_tile(world), world.backend.scale.interleave
     tiles, steps = -(-m // t.block_m) * -(-n // t.block_n), -(-k // t.block_k)
     shares = Shares.choose(world, tiles, steps, programs)
@@ -141,9 +141,9 @@ def invariant_matmul(
     stream: Stream,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x @ weight.T + bias, in `out` or in a new tensor, by the tile that is the fastest for this size. With all
-    tiles, and in the fused plans, an element has the same bits: K is added in steps of one length, from the first to
-    the last. Operands are dense, or the weight is stored as [K, N]; rows are whole 16-byte words."""
+    """Return x @ weight.T + bias, in `out` or in a new tensor, computed with the fastest tile for this size. An element
+    has the same bits with all tiles and in the fused plans: K is added in steps of one length, from the first to the
+    last. Operands are dense, or the weight is stored as [K, N]; rows are whole 16-byte words."""
     out = world.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
     if len(x):
         with world.on(stream):
@@ -180,8 +180,8 @@ def _whole_matmul(world: World, size: tuple[int, int, int], t: GemmTile, trans_b
 def _fastest_tile(
     world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> GemmTile:
-    """Return the fastest tile for these operands. If the size is not measured yet, this times the tiles, which write
-    `out`."""
+    """Return the fastest tile for these operands. If the size is not measured yet, this function times GEMMs with all
+    tiles, which write `out`."""
     usual = usual_tile(world)
     if not x.is_cuda or usual not in INVARIANT_TILES:
         return usual

@@ -1,4 +1,4 @@
-"""RMSNorm and residual add, of rows in ordinary order or in the tiles that a signaled plan leaves. No rank waits for
+"""RMSNorm and residual add, of rows in ordinary order or in the tiles that a signaled plan returns. No rank waits for
 another."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Remap:
     """The layout of a matrix [rows, columns] as tiles of block_m x block_n stored one after another, each as its left
     half and its right half.
 
-    Tiles are in the order of group_m tile rows, column by column, then the next group_m tile rows, of tiles_m tile rows
-    in all. Tiles at the edges are whole; their elements outside the matrix are undefined.
+    The tiles of group_m tile rows follow one another column by column, then the tiles of the next group_m tile rows.
+    There are tiles_m tile rows in all. Tiles at the edges are whole; their elements outside the matrix are undefined.
     """
 
     rows: int
@@ -95,20 +95,21 @@ def rms_norm(
 
     Args:
         x: [M, N]; with `remap`, the tiles that `matmul_all_reduce_tiles` or `matmul_reduce_scatter_tiles` returned with
-            it. The norm then puts them in order without a further pass over memory (FlashOverlap, section 4.3).
+            it. The norm then stores rows in ordinary order without a further pass over memory (FlashOverlap, section
+            4.3).
         weight: [N].
         eps: added to the mean of squares.
         world: the World whose device is used. No rank waits for another.
         residual: [M, N], in ordinary order.
         remap: None if x is in ordinary order.
 
-    All tensors are bfloat16, or all float16. Computed in float32; h is rounded to the dtype before the norm, as if it
-    had been stored.
+    All tensors are bfloat16, or all are float16. The norm is computed in float32; h is rounded to the dtype first, as
+    if it had been stored.
 
     Returns:
         [M, N] in ordinary order; with a residual also h [M, N].
 
-    Raises ValueError or TypeError for shapes, dtypes or devices that do not fit. No gradient.
+    Raises ValueError or TypeError for shapes, dtypes or devices that do not fit. There is no gradient.
 
     Examples:
         >>> x, weight = torch.full((2, 16), 3.0).bfloat16(), torch.ones(16).bfloat16()
@@ -144,7 +145,7 @@ def rms_norm(
 
 def residual_add(x: torch.Tensor, residual: torch.Tensor, *, world: World, remap: Remap | None = None) -> torch.Tensor:
     """Return x + residual [M, N] in ordinary order, for x and remap as in `rms_norm`. The sum is computed in float32
-    and rounded once. Raises what `rms_norm` raises.
+    and rounded once. Raises the errors of `rms_norm`.
 
     Examples:
         >>> x = torch.ones(2, 16).bfloat16()

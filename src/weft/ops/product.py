@@ -35,7 +35,7 @@ _OP = "matmul"
 
 @dataclass(frozen=True)
 class ProductCall(RowsCall):
-    """A checked call: x [m, k] @ weight [n, k].T + bias. dtype: that of the result."""
+    """A checked call: x [m, k] @ weight [n, k].T + bias. dtype: the result's dtype."""
 
     n: int
     k: int
@@ -60,8 +60,8 @@ def linear(
     stream: Stream,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute x @ weight.T + bias on a stream with the fastest library, in `out` or in a new tensor of this dtype; on a
-    batch-invariant World with weft's own GEMM."""
+    """Compute x @ weight.T + bias on a stream, in `out` or in a new tensor of this dtype, with the fastest library or,
+    on a batch-invariant World, with weft's own GEMM."""
     x, weight, bias, *_ = operands
     if scaling is None and world.batch_invariant:
         return invariant_matmul(world, x, weight, bias, stream, out)
@@ -84,7 +84,7 @@ def run_persistent(
 
 
 class Matmul(Local[ProductCall]):
-    """The op x @ weight.T + bias. The options are those of `ProductOptions`."""
+    """The op x @ weight.T + bias. The options are the fields of `ProductOptions`."""
 
     name = _OP
     signature = f"{SCALED_FACTORS}, {PRODUCT_OPTIONS}"
@@ -120,8 +120,7 @@ class Matmul(Local[ProductCall]):
         return super().choose(world, call, asked, capturing)
 
     def dense_operands(self, plan: Plan, operands: ScaledFactors) -> ScaledFactors:
-        """Return dense operands. The scales by block of x may be laid out column after column, and are then not
-        copied."""
+        """Return dense operands. The scales by block of x are not copied if they are laid out column after column."""
         x, weight, bias, x_scale, weight_scale = operands
         x, weight, bias, weight_scale = bulk((x, weight, bias, weight_scale))  # type: ignore[assignment]
         if x_scale is not None and not (x_scale.dim() == 2 and x_scale.t().is_contiguous()):
@@ -147,20 +146,20 @@ def matmul(
     """Return x @ weight.T + bias on this GPU, of 8-bit or of 16-bit operands. No rank waits for another.
 
     Args:
-        x: [M, K], a `weft.ScaledTensor`, and K a multiple of 16; or bfloat16 or float16. If x or the weight is not
+        x: [M, K], a `weft.ScaledTensor` with K a multiple of 16, or bfloat16 or float16. If x or the weight is not
             contiguous, it is copied.
-        weight: [N, K], laid out as in `nn.Linear`; a `weft.ScaledTensor` of x's recipe, and N a multiple of 8; or of
-            x's dtype.
+        weight: [N, K], laid out as in `nn.Linear`: a `weft.ScaledTensor` with x's recipe and N a multiple of 8, or a
+            tensor of x's dtype.
         bias: [N], of the result's dtype.
-        out_dtype: the dtype of the result: bfloat16 (also for None) or float16. For 16-bit operands it is x's.
+        out_dtype: the dtype of the result: bfloat16 (also for None) or float16. For 16-bit operands it is x's dtype.
         use_fast_accum: as in torch._scaled_mm, True leaves sums over K in the tensor cores' accumulators, of about 14
-            bits; False adds each 128 of K in float32. By block they are always added in float32.
-        plan: "auto" and "sequential" run the fastest of weft's own kernel and of the installed libraries, which are
-            timed at the first call of a size. "persistent" or a `weft.plans.Persistent` runs weft's own kernel.
+            bits; False adds each 128 of K in float32. Sums of operands scaled by block are always added in float32.
+        plan: "auto" and "sequential" run the fastest of weft's own kernel and the installed libraries, as timed at the
+            first call of a size. "persistent" or a `weft.plans.Persistent` runs weft's own kernel.
         out: [M, N], contiguous: the tensor for the result.
 
     Returns:
-        [M, N]. It is not differentiable: an operand that requires a gradient is refused.
+        [M, N]. It is not differentiable: an operand that requires a gradient is rejected.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.

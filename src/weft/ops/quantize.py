@@ -30,8 +30,8 @@ class QuantizeOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizeCall(RowsCall):
-    """A checked call: out [m, n] of x [m, stride]. interleave: 0, or the size of the blocks of gate and up columns that
-    alternate in x. block_rows: rows that share a scale by block. by_columns: the scales by block are laid out column
+    """A checked call: out [m, n] for x [m, stride]. interleave: 0, or the size of the alternating blocks of gate and up
+    columns in x. block_rows: the rows that share a scale by block. by_columns: the scales by block are laid out column
     after column. static_scale: whether the scale is an operand."""
 
     n: int
@@ -73,8 +73,8 @@ def run_quantize(
 
 
 class Quantize(Local[QuantizeCall]):
-    """The op quantize. The options are those that `QuantizeCall` describes; columns are those of the result. The
-    results are the rows and the scales."""
+    """The op quantize. The options are the fields of `QuantizeCall`; columns are the result's columns. The results are
+    the rows and the scales."""
 
     name = _OP
     signature = (
@@ -164,20 +164,20 @@ def quantize(
 
     Args:
         x: [M, K], bfloat16 or float16.
-        recipe: that of `weft.ScaledTensor`. K is a multiple of 128 for "block".
-        scale: float32 [1], for "tensor". x is divided by it, and clamped to +-448. None: the scale of the largest
-            element, which torch computes first.
-        weight: a scale by block is that of 128 x 128 elements, as for a weight.
+        recipe: as in `weft.ScaledTensor`. K is a multiple of 128 for "block".
+        scale: float32 [1], for "tensor". x is divided by it and clamped to +-448. None: torch first computes the scale
+            from the largest element.
+        weight: a scale by block covers 128 x 128 elements, as for a weight.
         by_columns: lay out the scales by block column after column, as DeepGEMM reads them. `weft.matmul` reads both
-            layouts; the ops of several ranks copy such scales first.
+            layouts; ops across ranks copy such scales first.
 
-    A scale is the magnitude of the largest element over 448; an element is divided by it and rounded to nearest.
+    A scale is the largest magnitude of its elements over 448; each element is divided by it and rounded to nearest.
 
     Returns:
         A `weft.ScaledTensor`, with scales [M, 1], [M, K / 128], [M / 128 rounded up, K / 128] (weight) or [1].
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. x requires a gradient.
+        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. Or x requires a gradient.
         Unsupported: the GPU has no e4m3.
 
     Examples:

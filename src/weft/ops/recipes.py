@@ -21,14 +21,14 @@ from ..world import World
 SCALINGS = {"tensor": BY_TENSOR, "row": BY_ROW, "block": BY_BLOCK}
 
 
-# Operands and options of GEMMs' ops as torch.library writes them: those of ScaledFactors and of ProductOptions.
+# The fields of ScaledFactors and of ProductOptions as torch.library writes operands and options.
 SCALED_FACTORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale, Tensor? weight_scale"
 PRODUCT_OPTIONS = "str? recipe, ScalarType? out_dtype, bool use_fast_accum"
 
 
 class ScaledFactors(NamedTuple):
-    """The operands of a GEMM x @ weight.T + bias, in which the values and the scales of 8-bit x and weight are operands
-    of their own."""
+    """The operands of a GEMM x @ weight.T + bias. The values and the scales of an 8-bit x and weight are separate
+    operands."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -38,8 +38,8 @@ class ScaledFactors(NamedTuple):
 
 
 class ProductOptions(NamedTuple):
-    """The options of a GEMM's op that concern 8-bit operands: their recipe, None for 16-bit operands; the dtype of
-    the result, or None; and use_fast_accum."""
+    """The options of a GEMM's op for 8-bit operands: their recipe, None for 16-bit operands; the dtype of the result,
+    or None; and use_fast_accum."""
 
     recipe: str | None = None
     out_dtype: torch.dtype | None = None
@@ -83,8 +83,8 @@ def check_quantized(
     op: str, world: World, x: torch.Tensor, columns: int, recipe: str, scale: torch.Tensor | None, static: bool
 ) -> int:
     """Check the arguments of a function that quantizes rows with these numbers of columns, derived from x. Return the
-    elements of a row that share a scale, 0 for a scale by tensor. scale: that of the caller, by tensor. static: there
-    is no scale by tensor without it."""
+    number of elements of a row that share a scale, 0 for a scale by tensor. scale: the caller's scale by tensor.
+    static: whether the recipe "tensor" requires that scale."""
     check_name(op, recipe)
     group = {"tensor": 0, "row": columns, "block": SCALE_BLOCK}[recipe]
     if group and columns % group:
@@ -107,8 +107,8 @@ def scales_of_part(scaling: Scaling | None, x_scale: torch.Tensor | None, rows: 
 
 
 def check_scaled(op: str, world: World, operands: ScaledFactors, scaling: Scaling) -> None:
-    """Raise ValueError or TypeError for 8-bit operands that cannot be multiplied, quoting them, and Unsupported for a
-    GPU that does not multiply such operands."""
+    """Raise ValueError or TypeError for 8-bit operands that cannot be multiplied, quoting them, and Unsupported if the
+    GPU does not multiply such operands."""
     (x, weight, _, x_scale, weight_scale), kind = operands, scaling.recipe
     check_name(op, kind)
     n, k = weight.shape
@@ -150,7 +150,7 @@ def check_shapes(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, b
 
 
 def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise ValueError or TypeError for every fault of 16-bit operands that this rank can see by itself; the message
+    """Raise ValueError or TypeError for every fault of 16-bit operands that this rank can detect alone; the message
     quotes the operands."""
     check_shapes(op, world, x, weight, bias)
     for name, t in (("weight", weight), ("bias", bias)):
@@ -186,16 +186,16 @@ P = TypeVar("P", bound=Plan)
 
 
 def tile_unsupported(scaling: Scaling, tile: TileShape) -> str | None:
-    """Return why 8-bit operands do not suit the tiles of a plan, or None if they do."""
+    """Return why the tiles of a plan do not suit 8-bit operands, or None if they do."""
     if not scaling.by_block or (tile.block_k == SCALE_BLOCK and SCALE_BLOCK % tile.block_n == 0):
         return None
     return f"scales by block need tiles of block_k {SCALE_BLOCK} and block_n at most {SCALE_BLOCK}, not {tile}"
 
 
 def with_scaled_tiles(plan: P, scaling: Scaling) -> P:
-    """Return the plan with tiles for 8-bit operands instead of those for 16-bit operands. A step of K has as many
-    bytes. If sums are promoted, tiles are 128 x 128, for two programs on each SM; or for one program with twice as many
-    warps, if another kernel's programs run on the same SMs."""
+    """Return the plan with tiles for 8-bit instead of 16-bit operands. A K step has the same number of bytes. If sums
+    are promoted, tiles are 128 x 128, for two programs on each SM, or for one program with twice as many warps if a
+    second kernel's programs run on the same SMs."""
     if not isinstance(plan, Fused):
         return plan
     tile = plan.tile
@@ -220,7 +220,7 @@ def block_rows(tile: TileShape, scaling: Scaling | None) -> int:
 
 
 def scaled_tile(tile: TileShape, group_m: int, scaling: Scaling) -> Tile:
-    """Return the tile as kernels take it."""
+    """Return the tile as an argument of kernels."""
     return constants(
         Tile,
         BM=tile.block_m,

@@ -22,7 +22,7 @@ _OP = "rotary"
 
 @dataclass(frozen=True)
 class RotaryCall(RowsCall):
-    """qkv [m, (heads + 2 kv_heads) d]; row r has the angles of row r % period. eps 0: no norms."""
+    """A checked call for qkv [m, (heads + 2 kv_heads) d]; row r has the angles of row r % period. eps 0: no norms."""
 
     heads: int
     kv_heads: int
@@ -113,17 +113,19 @@ def rotary(
     *,
     world: World,
 ) -> torch.Tensor:
-    """Return qkv with rotated queries and keys, and unchanged values, computed in one launch: for c < D / 2, out[c] =
-    x[c] cos[c] - x[c + D / 2] sin[c] and out[c + D / 2] = x[c + D / 2] cos[c] + x[c] sin[c], for x a head or its norm.
+    """Return qkv with rotated queries and keys and unchanged values, computed in one launch: for c < D / 2, out[c] =
+    x[c] cos[c] - x[c + D / 2] sin[c] and out[c + D / 2] = x[c + D / 2] cos[c] + x[c] sin[c], where x is a head or its
+    norm.
 
     Args:
         qkv: [M, (heads + 2 kv_heads) D], queries, then keys, then values; bfloat16 or float16.
-        cos, sin: [.., D] with P rows in all, of which columns 0 to D / 2 are read. Row r of qkv has the angles of row
+        cos, sin: [.., D] with P rows in all; only columns 0 to D / 2 - 1 are read. Row r of qkv has the angles of row
             r % P.
         norms: weights [D] of the RMSNorm of every query head, and of every key head, before the rotation; None: no
             norm.
 
-    Computed in float32, rounded once. Raises ValueError or TypeError for operands that do not fit. No gradient.
+    The result is computed in float32 and rounded once. It has no gradient. Raises ValueError or TypeError for operands
+    that do not fit.
     """
     norm_weights = (None, None) if norms is None else norms
     rotated: torch.Tensor = ROTARY(world, Sequential(), (qkv, cos, sin, *norm_weights), (heads, kv_heads, float(eps)))

@@ -1,8 +1,8 @@
 """x @ weight.T + bias of 8-bit operands on one GPU: weft's own kernel, the libraries' products, and which of them runs.
 
-The first call of a size outside a CUDA graph capture times all of them, and the fastest whose numbers are right runs
-from then on, as the library's GEMM of 16-bit operands is chosen (backends/library_gemm.py). A capture of a size that
-was not measured takes weft's own. On CPU tensors torch multiplies the dequantized values.
+The first call of a size outside a CUDA graph capture times all of them. From then on the fastest with correct results
+runs, as for the library's GEMM of 16-bit operands (backends/library_gemm.py). A capture of a size that was not measured
+uses weft's own kernel. On CPU tensors torch multiplies the dequantized values.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..scaled_tensor import Scaling
 from ..world import World
 from .recipes import block_rows, scaled_tile
 
-# The first call of a size times these beside cuBLAS and takes the fastest. With scales by row, tiles of 128 x 128 and 5
-# stages took at least 1.07 times as long as the fastest product at each of 45 sizes (H200, 2026-11).
+# The first call of a size times these plans and cuBLAS, and uses the fastest. With scales by row, tiles of 128 x 128
+# and 5 stages took at least 1.07 times as long as the fastest product at each of 45 sizes (H200, 2026-11).
 WIDE = (Persistent(tile=GemmTile(block_k=128, stages=4)),)
 PROMOTED = (Persistent(tile=GemmTile(block_n=128, block_k=128, warps=4, stages=3), per_sm=2, flatten=False),)
 PERSISTENT_PLANS = {str(plan): plan for plan in (*WIDE, *PROMOTED)}
@@ -75,7 +75,7 @@ def _persistent_launch(
 
 
 def product(world: World, scaling: Scaling, name: str) -> library_gemm.ScaledProduct:
-    """Return the product with this name: weft's own kernel with a plan's tiles, or a library's."""
+    """Return the product with this name: weft's own kernel with a plan's tiles, or a library's product."""
     if name in PERSISTENT_PLANS:
         return partial(multiply_persistent, world, PERSISTENT_PLANS[name])
     return library_gemm.scaled_products(scaling)[name]
@@ -95,8 +95,8 @@ def multiply(world: World, operands: ScaledOperands, stream: Stream, out: torch.
 
 
 def fastest(world: World, operands: ScaledOperands, out: torch.Tensor) -> str:
-    """Return the name of the fastest product. If the size is not measured yet, this times all products, which write
-    `out`."""
+    """Return the name of the fastest product. If the size is not measured yet, this function times all products, which
+    write `out`."""
     (x, x_scales, _), (weight, _, _), *_ = operands
     scaling = operands.scaling
     layout = scaling, out.dtype, x_scales.is_contiguous()

@@ -1,10 +1,11 @@
 """The tiles of a plan's GEMM: the usual ones, or tiles of half the rows if they save half a wave.
 
-T tiles on P programs take T / P waves, rounded up: a last wave that leaves SMs idle takes hardly less time than a whole
-one. A wave of 64 x 256 tiles with four warps takes half as long, so they pay if 128 x 256 tiles fill one wave and at
-most half of the next. The same product takes 3 to 8% longer in them if all SMs are busy, and more under communication,
-since an SM reads as many columns for half the rows. With more waves they were at most 5% faster in a GEMM alone, and up
-to 35% slower in a sum over ranks (H200, 2026-11: tests/planner/test_tiles.py, docs/design-notes.md).
+T tiles on P programs take T / P waves, rounded up: a last wave that leaves SMs idle takes hardly less time than a full
+wave. A wave of 64 x 256 tiles with four warps takes half as long as one of 128 x 256 tiles, so these half tiles pay if
+128 x 256 tiles fill one wave and at most half of the next. With half tiles the same product takes 3 to 8% longer if all
+SMs are busy, and more under communication, since an SM reads as many columns for half the rows. With more waves, half
+tiles were at most 5% faster than 128 x 256 tiles in a GEMM alone, and up to 35% slower in a sum over ranks (H200,
+2026-11: tests/planner/test_tiles.py, docs/design-notes.md).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SMALL_TILES_KIB = 128  # shared memory of 128 x 256 x 64 tiles with mma.sync, th
 
 
 def half_tile_is_faster(shards: Sequence[int], n: int, programs: int) -> bool:
-    """Return whether tiles of 64 rows save half a wave, for n columns and shards of these rows, each cut by itself."""
+    """Return whether tiles of 64 rows save half a wave, for n columns and shards of these rows, tiled separately."""
     columns = -(-n // 256)
     usual, half = (columns * sum(-(-rows // height) for rows in shards) for height in (128, 64))
     return programs < usual < 2 * programs and half <= 3 * programs
@@ -31,7 +32,7 @@ def half_tile_is_faster(shards: Sequence[int], n: int, programs: int) -> bool:
 def with_architecture_tiles(plan: P, capability: int) -> P:
     """Return the plan with tiles for the shared memory and registers of a GPU of that compute capability, if its tiles
     are Hopper's 128 x 256 x 64. The number of waves stays the same, except for fused plans before Hopper: mma.sync
-    takes operands from registers, and an SM that also runs programs that pull has too few of them for 128 x 256."""
+    reads operands from registers, and an SM that also runs programs that pull has too few registers for 128 x 256."""
     if not isinstance(plan, Fused | Signaled):
         return plan
     tile = plan.tile
@@ -44,14 +45,14 @@ def with_architecture_tiles(plan: P, capability: int) -> P:
 
 
 def usual_tile(world: World) -> GemmTile:
-    """Return the tile of a GEMM that nothing else was chosen for."""
+    """Return the default tile of a GEMM."""
     return with_architecture_tiles(world.backend.scale.plan(FusedGather), world.backend.capability).tile
 
 
 def with_shape_tiles(plan: Plan, shards: Sequence[int], n: int, sms: int, capability: int = HOPPER) -> Plan:
-    """Return the plan with the tiles that suit shards of these rows by n columns on so many SMs, if it has 128 x 256
-    ones. Signaled plans with explicit groups keep their tiles, since groups count waves. On GPUs other than Hopper,
-    where half tiles were not measured, this is `fitting`."""
+    """Return the plan with the tiles that suit shards of these rows by n columns on `sms` SMs, if the plan has
+    128 x 256 tiles. Signaled plans with explicit groups keep their tiles, since groups count waves. On GPUs other than
+    Hopper, where half tiles were not measured, the result is that of `with_architecture_tiles`."""
     if not features(capability).wgmma:
         return with_architecture_tiles(plan, capability)
     if not isinstance(plan, Fused | Signaled) or (isinstance(plan, Signaled) and plan.groups):
