@@ -2,13 +2,13 @@
 fast as cuBLAS.
 
 A kernel composes them, with its own tile order and its own waits around `gemm_tile`. The loop over tiles is flattened
-(`tl.range(..., flatten=True)`) so that a tile's epilogue overlaps the next tile's loads, which for short K is worth 14%
+(`tl.range(..., flatten=True)`) so that a tile's epilogue overlaps the next tile's loads, which for short K gains 14%
 (8192 x 2752 x 4096 on H200: 576 -> 658 TFLOP/s).
 
-A kernel that notifies others of its tiles is written as one loop over the K steps of all tiles, and notifies of a tile
-FLUSHED steps into the next one. Directly behind the stores it would wait until they have completed, 1.2 us for each
-tile, with idle tensor cores. (A flattened loop that carries a value from tile to tile would do the same, but Triton 3.6
-gave the inner loop the value of the next tile.)
+A kernel that notifies readers of its tiles is one loop over the K steps of all tiles, and notifies of a tile FLUSHED
+steps into the next tile. Directly after the stores it would wait until they have completed, 1.2 us for each tile, with
+idle tensor cores. (A flattened loop that carries a value from tile to tile could notify as late, but Triton 3.6 gave
+the inner loop the value of the next tile.)
 """
 
 from typing import NamedTuple
@@ -25,8 +25,8 @@ FLUSHED = tl.constexpr(2)  # K steps after which a tile's stores have usually co
 
 class Tile(NamedTuple):
     """A tile has BM rows and BN columns, a K step BK elements; GROUP_M rows of tiles are computed together
-    (`grouped_tile`). TRANS_B is that of `second_operand`. SCALED and PROMOTE describe 8-bit operands (scaled_gemm.py);
-    for others they are 0 and False."""
+    (`grouped_tile`). TRANS_B is as in `second_operand`. SCALED and PROMOTE describe 8-bit operands (scaled_gemm.py);
+    for 16-bit operands they are 0 and False."""
 
     BM: tl.constexpr
     BN: tl.constexpr
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 @jit
 def grouped_tile(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Return the row and the column of tile t, in an order that goes through GROUP_M rows of tiles column by column, so
+    """Return the row and the column of tile t, in an order that traverses GROUP_M rows of tiles column by column, so
     that both operands stay in L2."""
     per_group = GROUP_M * tiles_n
     first_row = t // per_group * GROUP_M
@@ -73,8 +73,8 @@ def gemm_tile(
 
 @jit
 def column_halves(acc, BM: tl.constexpr, BN: tl.constexpr):
-    """Split [BM, BN] into its left and its right half, [BM, BN / 2] each, for which an epilogue takes half the shared
-    memory."""
+    """Split [BM, BN] into its left and its right half, [BM, BN / 2] each. An epilogue by halves needs half the shared
+    memory of one for the whole tile."""
     return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -93,7 +93,7 @@ def silu_gate(gate_up, BM: tl.constexpr, BN: tl.constexpr):
 
 @jit
 def store_tile(out_desc, acc, bias, row, col, N, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
-    """Store acc + bias (or None), or silu(gate) * up of it, cast to out_desc's dtype, by TMA.
+    """Store acc + bias (or None), or silu(gate) * up of this sum, cast to out_desc's dtype, by TMA.
 
     GATED 0: out_desc has [BM, BN / 2] blocks. Otherwise blocks of GATED rows of `b` belong alternately to the gate and
     to the up projection, BN is 2 or 4 times GATED, and out_desc has [BM, GATED] blocks; `col` and `N` still count rows
@@ -122,8 +122,8 @@ def store_halves(out_desc, left, right, row, col, BM: tl.constexpr, BN: tl.const
 
 @jit(do_not_specialize=("M",))
 def whole_matmul(a_desc, b_desc, out_desc, bias, M, N, K, tile):
-    """Compute out_desc [M, N] = a [M, K] @ b [N, K]^T + bias [N] (or None). One program adds all of K, from the first
-    step to the last, so that the bits of an element depend on neither M nor the tile."""
+    """Compute out_desc [M, N] = a [M, K] @ b [N, K]^T + bias [N] (or None). One program adds all K steps of a tile,
+    from the first to the last, so that the bits of an element depend on neither M nor the tile."""
     a_desc, b_desc, out_desc = tiles_of(a_desc), tiles_of(b_desc), tiles_of(out_desc)
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN
@@ -147,8 +147,8 @@ def tile_of_steps(a_desc, b_desc, row, col, first_step, steps, BM: tl.constexpr,
 
 @jit
 def fragment_offsets(BM: tl.constexpr, BN: tl.constexpr, COLS: tl.constexpr):
-    """Return the offsets of a partial tile's first COLS columns in memory: fragments of 16 rows x 8 columns one after
-    another, as a warp's tensor cores hold them, so that its threads write and read whole lines."""
+    """Return the offsets of a partial tile's first COLS columns in memory: consecutive fragments of 16 rows x 8
+    columns, as a warp's tensor cores hold them, so that the warp's threads write and read whole lines."""
     r = tl.arange(0, BM)[:, None]
     c = tl.arange(0, COLS)[None, :]
     return r // 16 * (16 * BN) + c // 8 * 128 + r % 16 * 8 + c % 8
@@ -173,15 +173,15 @@ def matmul(
     GATED: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Compute a [M, K] @ b [N, K]^T, without communication, on as many SMs as there are programs; kernels that run
-    concurrently have the other SMs. out_desc and GATED are those of `store_tile`.
+    """Compute a [M, K] @ b [N, K]^T, without communication, on as many SMs as there are programs; concurrent kernels use
+    the remaining SMs. out_desc and GATED are as in `store_tile`.
 
     SHARE: the last shared_tiles tiles, too few for all programs, are split along K into `parts` parts. The program that
     stores the tile computes the first part, of first_steps K steps. A helper computes one further part of
-    tiles_per_helper tiles, so that all programs take about as long. The helpers with the same part go through the same
-    K at the same time, which keeps the operands in L2. partials: float32 [parts of helpers, BM, BN], with a channel for
-    each. A helper's stores come before its add to the counter (release), which comes before the loads of the program
-    that waited for it (acquire); the helper writes that memory again only in a later launch on the stream.
+    tiles_per_helper tiles, so that all programs take about the same time. The helpers of the same part read the same K
+    range at the same time, which keeps the operands in L2. partials: float32 [parts of helpers, BM, BN], with a channel
+    for each part. A helper's stores come before its add to the counter (release), which comes before the loads of the
+    program that waited for it (acquire); the helper writes that memory again only in a later launch on the stream.
     """
     a_desc, b_desc, out_desc = tiles_of(a_desc), tiles_of(b_desc), tiles_of(out_desc)
     BM: tl.constexpr = tile.BM
@@ -209,7 +209,7 @@ def matmul(
             group = pid % groups * tiles_per_helper
             for shared_tile in range(group, min(group + tiles_per_helper, shared_tiles)):
                 tm, tn = grouped_tile(whole_tiles + shared_tile, tiles_m, tiles_n, GROUP_M)
-                if count > 0:  # always: the test tells ptxas that the loop runs, without which it serialises the wgmmas
+                if count > 0:  # always true: without this test ptxas cannot know that the loop runs, and serialises wgmmas
                     acc = tile_of_steps(a_desc, b_desc, tm * BM, tn * BN, begin, count, BM, BN, BK)
                     partial = part * shared_tiles + shared_tile
                     store_pairs(partials + partial.to(tl.int64) * (BM * BN) + fragment_offsets(BM, BN, BN), acc)

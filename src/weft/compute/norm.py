@@ -1,9 +1,9 @@
-"""Row-wise kernels that follow a collective: RMSNorm, residual add and copy, which also undo the order of tiles that a
-signaled plan leaves (FlashOverlap, section 4.3).
+"""Row-wise kernels that follow a collective: RMSNorm, residual add and copy. They also undo the tile order of a signaled
+plan's result (FlashOverlap, section 4.3).
 
 A block has rows x runs x COLS columns. TILED: `x` is not [rows, N] but tiles of BM x 2 COLS in the order of
-`grouped_tile`, each stored as its left, then its right half, so that a run of COLS columns of a row is contiguous there
-too; its offset is computed once for each run. The results are in ordinary order.
+`grouped_tile`, each stored as its left, then its right half, so that a run of COLS columns of a row is contiguous in
+`x` too; the offset is computed once for each run. The results are in ordinary order.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,8 @@ class TileRuns(NamedTuple):
 @jit
 def sum_in_pairs(x, R: tl.constexpr, P: tl.constexpr):
     """Return [R], the sums of the rows of x [R, P], for P a power of two. Neighbours are added, then neighbouring sums,
-    and so on: a sum has two addends, so that no layout of x over threads changes the order, nor do zeros behind x."""
+    and so on: each sum has two addends, so that neither the layout of x over threads nor zeros after x change the
+    order."""
     for _ in tl.static_range(24):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, (R, x.shape[1] // 2, 2)), 2)
@@ -34,7 +35,7 @@ def sum_in_pairs(x, R: tl.constexpr, P: tl.constexpr):
 
 @jit
 def run_offset(row, run, tiles_m, N, layout):
-    """Return the offset in the tiles of columns run * COLS .. of a row: the inverse of `grouped_tile`."""
+    """Return the offset of a row's columns from run * COLS on in the tiles: the inverse of `grouped_tile`."""
     BM: tl.constexpr = layout.BM
     COLS: tl.constexpr = layout.COLS
     GROUP_M: tl.constexpr = layout.GROUP_M
@@ -63,9 +64,9 @@ def rms_norm(
     RUNS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """out [rows, N] = h / rms(h) * weight [N] for h = x. With RESIDUAL h = x + residual, which is stored in `total`;
-    the rounded sum is normalised. R rows are a block, RUNS runs cover N; ALIGNED: N is a multiple of 8;
-    PAIRS: squares are added by `sum_in_pairs`."""
+    """Compute out [rows, N] = h / rms(h) * weight [N] for h = x. With RESIDUAL h = x + residual is rounded and stored in
+    `total`, and this rounded sum is normalised. A block has R rows, and RUNS runs cover N. ALIGNED: N is a multiple of
+    8. PAIRS: `sum_in_pairs` adds the squares."""
     COLS: tl.constexpr = layout.COLS
     if ALIGNED:
         N = N // 8 * 8
@@ -107,7 +108,7 @@ def add_rows(
     ALIGNED: tl.constexpr,
     R: tl.constexpr,
 ):
-    """out [rows, N] = x, or x + residual with RESIDUAL. R rows are a block; ALIGNED: N is a multiple of 8."""
+    """Compute out [rows, N] = x, or x + residual with RESIDUAL. A block has R rows. ALIGNED: N is a multiple of 8."""
     COLS: tl.constexpr = layout.COLS
     if ALIGNED:
         N = N // 8 * 8

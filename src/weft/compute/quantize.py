@@ -8,13 +8,13 @@ from ..lang.jit import jit
 from .gemm import silu
 
 LARGEST = tl.constexpr(448.0)  # the largest value of e4m3
-LEAST = tl.constexpr(1e-12)  # the scale of a group of zeros is that of a group whose largest element is this
+LEAST = tl.constexpr(1e-12)  # a group of zeros has the scale of a group with this largest element
 
 
 class Groups(NamedTuple):
-    """The elements that share a scale: GROUP columns of a row; with SHARED those of all R rows of a tile; with STATIC
-    all elements, whose scale is an argument. INTERLEAVE: 0, or that of `elementwise.silu_mul`. A tile has R x C
-    elements, and C is a multiple of GROUP. LOOPED: a row is longer than C, and GROUP is the whole row."""
+    """The elements that share a scale: GROUP columns of a row; with SHARED, of all R rows of a tile; with STATIC, all
+    elements, and the scale is an argument. INTERLEAVE: 0, or as in `elementwise.silu_mul`. A tile has R x C elements,
+    and C is a multiple of GROUP. LOOPED: a row is longer than C, and GROUP is the whole row."""
 
     GROUP: tl.constexpr
     SHARED: tl.constexpr
@@ -27,20 +27,20 @@ class Groups(NamedTuple):
 
 @jit
 def e4m3_scale(largest):
-    """Return the scale of a group whose largest element has this magnitude."""
+    """Return the scale of a group with a largest element of this magnitude."""
     return tl.maximum(largest, LEAST) / LARGEST
 
 
 @jit
 def divide_by_given_scale(values, scale):
-    """Return values / scale, clamped to what e4m3 holds. A NaN stays one."""
+    """Return values / scale, clamped to the range of e4m3. A NaN stays a NaN."""
     most = tl.minimum(values / scale, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     return tl.maximum(most, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit
 def divide_by_scales(values, COUNT: tl.constexpr, GROUP: tl.constexpr):
-    """Return values float32 [COUNT GROUP] divided by the scale of their group, and the scales [COUNT]."""
+    """Return values float32 [COUNT GROUP], each divided by the scale of its group, and the scales [COUNT]."""
     parts = tl.reshape(values, (COUNT, GROUP))
     scale = e4m3_scale(tl.max(tl.abs(parts), 1))
     return tl.reshape(parts / scale[:, None], (COUNT * GROUP,)), scale
@@ -77,9 +77,9 @@ def quantize_long_row(x, out, scales, t, N, stride, row_stride, groups):
 
 @jit(do_not_specialize=("rows", "row_stride", "group_stride"))
 def quantize_rows(x, out, scales, rows, N, stride, row_stride, group_stride, groups):
-    """out [rows, N] = x / scale, rounded to e4m3; rows of x are `stride` long. The scale of a group is stored at
-    row * row_stride + group * group_stride of `scales`, where SHARED counts rows of tiles. STATIC: the scale of all
-    elements is read from `scales`."""
+    """Compute out [rows, N] = x / scale, rounded to e4m3; rows of x have `stride` elements. The scale of a group is
+    stored at row * row_stride + group * group_stride of `scales`; with SHARED, `row` counts rows of tiles. STATIC: the
+    scale of all elements is read from `scales`."""
     R: tl.constexpr = groups.R
     C: tl.constexpr = groups.C
     GROUP: tl.constexpr = groups.GROUP

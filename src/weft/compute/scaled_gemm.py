@@ -4,16 +4,17 @@
     BY_ROW      one for each row of x (a token), one for each row of w (an output channel)
     BY_BLOCK    one for each row of x and 128 of K, one for each 128 x 128 of w (DeepSeek-V3, section 3.3.2)
 
-The first two do not depend on K, so the epilogue multiplies by them; the third multiplies each 128 of K before it is
-added. Hopper's tensor cores add 8-bit products in about 14 bits (DeepSeek-V3, section 3.3.2). PROMOTE: every step of K
-is added in float32 by the ordinary cores, as BY_BLOCK always is, and BY_ROW and BY_TENSOR for `use_fast_accum=False` of
-torch._scaled_mm. Such a tile is computed as two halves of its rows in turn: a product needs accumulators of half a tile
-beside the sums, and with two programs an SM the tensor cores work on one program's product while the other adds.
+The first two do not depend on K, so the epilogue multiplies by them. The third multiplies the product of each 128 of K
+before it is added. Hopper's tensor cores add 8-bit products in about 14 bits (DeepSeek-V3, section 3.3.2). PROMOTE: the
+ordinary cores add every K step in float32, always for BY_BLOCK, and for BY_ROW and BY_TENSOR with torch._scaled_mm's
+`use_fast_accum=False`. Such a tile is computed as two halves of its rows in turn: a product needs accumulators of half
+a tile besides the sums, and with two programs per SM the tensor cores compute one program's product while the other
+program adds.
 
     upper sums   | a0 b | wait, add |                   | ..
     lower sums   |                  | a1 b | wait, add  | ..
 
-Two halves reach 0.63x to 0.75x of DeepGEMM's speed by block, one piece of eight warps 0.54x to 0.64x (6 sizes, 1 H200,
+By block, two halves reach 0.63x to 0.75x of DeepGEMM's speed, one piece of eight warps 0.54x to 0.64x (6 sizes, 1 H200,
 2026-11; docs/design-notes.md).
 """
 
@@ -41,9 +42,9 @@ class Scales(NamedTuple):
 
 
 class TileScales(NamedTuple):
-    """The scales of a tile. x: where those of its first row begin; rows: how many of its rows are there; stride and
-    block_stride: elements from a row to the next one (BY_TENSOR: 0), and from 128 of K to the next; w: those of all of
-    w."""
+    """The scales of a tile. x: where the scales of its first row begin; rows: how many of its rows exist; stride and
+    block_stride: elements from a row to the next row (BY_TENSOR: 0), and from 128 of K to the next 128; w: the scales
+    of all of w."""
 
     x: tl.tensor
     w: tl.tensor
@@ -83,8 +84,8 @@ def rows_below(scales, ROWS: tl.constexpr):
 
 @jit
 def row_scales(scales, row, k, ROWS: tl.constexpr, SCALED: tl.constexpr):
-    """Return the factors float32 [ROWS] by which rows of a tile from its row `row` on are multiplied by at k; for
-    scales that do not depend on K, 1. Offsets are of 32 bits, which take half the registers of addresses."""
+    """Return the factors float32 [ROWS] for the rows of a tile from its row `row` on at k; for scales that do not
+    depend on K, 1. Offsets have 32 bits, which take half the registers of addresses."""
     if SCALED == BY_BLOCK:
         r = row + tl.arange(0, ROWS)
         offset = r * scales.stride + k // BLOCK * scales.block_stride
@@ -96,7 +97,7 @@ def row_scales(scales, row, k, ROWS: tl.constexpr, SCALED: tl.constexpr):
 
 @jit
 def weight_scale(scales, col, k, K, SCALED: tl.constexpr):
-    """Return what columns of a tile at `col` are multiplied by at k, as `row_scales`."""
+    """Return the factors for the columns of a tile from `col` on at k, as `row_scales` does for rows."""
     scale = 1.0
     if SCALED == BY_BLOCK:
         scale = tl.load(scales.w + col // BLOCK * (K // BLOCK) + k // BLOCK)
@@ -115,9 +116,9 @@ def add_product(acc, a, b, scale, SCALED: tl.constexpr):
 
 @jit
 def add_step(upper, lower, a_desc, b_desc, row, col, k, upper_scale, lower_scale, tile):
-    """Compute one step of K of both halves of a promoted tile. The first is added before the second product starts: the
-    product needs its registers. The rows of the second are loaded behind that, so that they are waited for there: with
-    one wait for all three blocks kernels spill registers (compiled for sm_90a; so they need 230 to 255)."""
+    """Compute one K step of both halves of a promoted tile. The first product is added before the second starts, which
+    needs its registers. The second half's rows are loaded after that, so that the kernel waits for them there: with one
+    wait for all three blocks kernels spill registers (compiled for sm_90a; with two waits they need 230 to 255)."""
     HALF: tl.constexpr = tile.BM // 2
     tl.static_assert(tile.SCALED != BY_BLOCK or (tile.BK == BLOCK and tile.BN <= BLOCK), "a block has one scale of w")
     b = b_desc.load([col, k]).T
@@ -128,7 +129,7 @@ def add_step(upper, lower, a_desc, b_desc, row, col, k, upper_scale, lower_scale
 
 @jit
 def scale_half(half, bias, scales, col, N, SCALED: tl.constexpr):
-    """Return half of a tile's columns, those from `col` on, times the scales that do not depend on K, + bias (or
+    """Return the half of a tile's columns that begins at `col`, times the scales that do not depend on K, + bias (or
     None)."""
     r = tl.arange(0, half.shape[0])
     c = col + tl.arange(0, half.shape[1])
@@ -144,9 +145,9 @@ def scale_half(half, bias, scales, col, N, SCALED: tl.constexpr):
 
 @jit
 def store_scaled_tile(out_desc, acc, bias, scales, row, col, N, SCALED: tl.constexpr, GATED: tl.constexpr):
-    """Store a tile, acc [rows, columns], scaled; out_desc, bias and GATED as in `store_tile`. A half is stored before
-    the other one's scales are loaded: those of a whole tile's columns take as many registers as its accumulators
-    (compiled for sm_90a: 254 registers against 196)."""
+    """Store a tile, acc [rows, columns], scaled; out_desc, bias and GATED are as in `store_tile`. One half is stored
+    before the scales of the other half are loaded: the scales of a whole tile's columns take as many registers as its
+    accumulators (compiled for sm_90a: 254 registers against 196)."""
     BM: tl.constexpr = acc.shape[0]
     HALF: tl.constexpr = acc.shape[1] // 2
     left, right = column_halves(acc, BM, acc.shape[1])
@@ -197,8 +198,7 @@ def promoted_halves(a_desc, b_desc, row, col, scales, K, tile):
 
 @jit
 def store_halves_of_rows(out_desc, upper, lower, bias, scales, row, col, N, tile, GATED: tl.constexpr):
-    """Store what `promoted_halves` returned, each half by `store_scaled_tile`, whose out_desc has blocks of BM / 2
-    rows."""
+    """Store the result of `promoted_halves`, each half by `store_scaled_tile`. out_desc has blocks of BM / 2 rows."""
     HALF: tl.constexpr = tile.BM // 2
     store_scaled_tile(out_desc, upper, bias, scales, row, col, N, tile.SCALED, GATED)
     scales = rows_below(scales, HALF)
@@ -207,9 +207,9 @@ def store_halves_of_rows(out_desc, upper, lower, bias, scales, row, col, N, tile
 
 @jit
 def product_tile(a_desc, b_desc, out_desc, bias, scales, a_row, row, col, N, K, tile, GATED: tl.constexpr):
-    """Compute and store one tile at (row, col) of the product, whose rows of `a` begin at a_row. scales: TileScales of
-    8-bit operands, or None. out_desc, bias and GATED as in `store_tile`; PROMOTE, a_desc and out_desc have blocks of
-    half a tile's rows."""
+    """Compute and store one tile at (row, col) of the product from the rows of `a` from a_row on. scales: TileScales of
+    8-bit operands, or None. out_desc, bias and GATED are as in `store_tile`. PROMOTE: a_desc and out_desc have blocks
+    of half a tile's rows."""
     if tile.PROMOTE:
         upper, lower = promoted_halves(a_desc, b_desc, a_row, col, scales, K, tile)
         store_halves_of_rows(out_desc, upper, lower, bias, scales, row, col, N, tile, GATED)
@@ -225,8 +225,8 @@ def product_tile(a_desc, b_desc, out_desc, bias, scales, a_row, row, col, N, K, 
 def scaled_matmul(
     x_desc, w_desc, out_desc, bias, scales, M, N, K, tile: Tile, BY_COLUMNS: tl.constexpr, FLATTEN: tl.constexpr
 ):
-    """out_desc [M, N] = x_desc [M, K] @ w_desc [N, K]^T by `scales`, + bias [N] or None. BY_COLUMNS: scales.x
-    [M, K / 128] is laid out column after column. FLATTEN: a tile's epilogue runs under the next one's loads."""
+    """Compute out_desc [M, N] = x_desc [M, K] @ w_desc [N, K]^T by `scales`, + bias [N] or None. BY_COLUMNS: scales.x
+    [M, K / 128] is laid out column after column. FLATTEN: a tile's epilogue runs under the next tile's loads."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN

@@ -6,18 +6,18 @@ on.
 
 The GEMM is persistent, on all SMs but the communicator's. Program p computes tiles p, p + programs, ..: the order is
 known before the launch, so a group is a range of tile numbers, about a whole number of waves. A tile is contiguous in
-memory, and the tiles of a group follow one another, so that a collective takes one contiguous slice (FlashOverlap,
+memory, and the tiles of a group follow one another, so that a collective sends one contiguous slice (FlashOverlap,
 section 4.2). If a group consists of whole rows of tiles, its rows in ordinary order are such a slice too (IN_ORDER).
 
 A program adds to a group's counter once, for its last tile of the group, a few K steps into its next tile (gemm.py).
-Only then it reads which group comes next, because a look at a table in every tile is not free where K is short. The
-group is complete when all programs with a tile in it have added to the counter. The release has scope gpu, since only a
-kernel on a stream of this GPU waits for it (backends/barrier.py, wait_group), and the collective comes after that
-kernel on the stream. The GEMM waits for nobody, so neither a slow communicator nor a slow peer can hang it.
+Only then does it read its next group, because reading a table in every tile costs time if K is short. The group is
+complete when all programs with a tile in it have added to the counter. The release has scope gpu, since only a kernel
+on a stream of this GPU waits for it (backends/barrier.py, wait_group), and the collective comes after that kernel on
+the stream. The GEMM waits for no rank, so neither a slow communicator nor a slow peer can hang it.
 
 On Hopper and later the kernel is one loop over the K steps of all tiles (FLAT). On older GPUs, which have ordinary
 loads and stores in place of TMA, a loop over tiles computes the addresses once for each tile, and a program adds to the
-counter directly behind the stores.
+counter directly after the stores.
 """
 
 from typing import NamedTuple
@@ -62,15 +62,15 @@ def tile_origin(t, first_rows, tiles_m, tiles_n, rotation, tile, order):
 
 @jit
 def load_out_rows(row_map, row, M, BM: tl.constexpr):
-    """Return the rows of `out` in which the rows of the tile that begins at `row` are stored."""
+    """Return the rows of `out` for the rows of the tile that begins at `row`."""
     r = row + tl.arange(0, BM)
     return tl.load(row_map + r, mask=r < M, other=0)
 
 
 @jit
 def load_group(groups):
-    """Return an entry of a program's table: its last tile of the group, the number of the group, the group's first
-    tile, and the number of its tiles that each owner has."""
+    """Return an entry of a program's table: the program's last tile of the group, the group's number, the group's first
+    tile, and the number of the group's tiles that each owner has."""
     return tl.load(groups), tl.load(groups + 1), tl.load(groups + 2), tl.load(groups + 3)
 
 
@@ -101,19 +101,19 @@ def store_signaled(out, acc, bias, ch, row_map, out_rows, t, group_start, tiles_
 
 @jit(do_not_specialize=("tiles", "tiles_m", "shard", "M"))
 def signaled_gemm(x_desc, w_desc, out, bias, ch, groups, offsets, row_map, tiles, tiles_m, shard, M, N, K, tile, order):
-    """Compute out = x_desc [M, K] @ w_desc [N, K]^T in groups of tiles, and count up ch.counters + group when a group
+    """Compute out = x_desc [M, K] @ w_desc [N, K]^T in groups of tiles, and increment ch.counters + group when a group
     is in memory.
 
     out: a descriptor of [tiles x 2 BM, BN / 2] in blocks of BM rows, which holds the left half of a tile, then its
-    right half; with IN_ORDER, of [M, N]. groups: int32 [.., programs, 4]: for the first group of a program, then its
-    second, and so on, what `load_group` returns. In memory the tiles of a group are ordered by owner. OWNERS: the rows
-    of x belong to so many ranks; an owner's rows begin at `offsets` (the first owner's at 0) and are tiles_m tiles.
-    Consecutive tiles belong to consecutive owners. ROTATE: each rank begins behind its own shard, of `shard` rows of
-    tiles, and wraps around; otherwise all ranks begin at the first row. bias [N] or None: added on rank 0.
+    right half; with IN_ORDER, of [M, N]. groups: int32 [.., programs, 4]: the result of `load_group` for the first
+    group of a program, then its second, and so on. In memory the tiles of a group are ordered by owner. OWNERS: the
+    number of ranks that own the rows of x; an owner's rows begin at `offsets` (the first owner's at 0) and are tiles_m
+    tiles. Consecutive tiles belong to consecutive owners. ROTATE: each rank begins after its own shard, of `shard` rows
+    of tiles, and wraps around; otherwise all ranks begin at the first row. bias [N] or None: added on rank 0.
 
-    row_map: None, or int32 [M], the row of `out` for each row, where `out` is a pointer to [M, N]: for an all-to-all,
-    in which the rows of a group that go to one rank are contiguous. Groups are then whole rows of tiles, M may differ
-    by rank, N is a multiple of 8, there is one owner, and the bias is added to every row."""
+    row_map: None, or int32 [M], the row of `out` for each row, where `out` is a pointer to [M, N]. It is for an
+    all-to-all: the rows of a group for one rank are contiguous in `out`. Groups are then whole rows of tiles, M may
+    differ by rank, N is a multiple of 8, there is one owner, and the bias is added to every row."""
     x_desc, w_desc, out = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out)
     OWNERS: tl.constexpr = order.OWNERS
     BM: tl.constexpr = tile.BM

@@ -1,5 +1,5 @@
-"""What the models of decomposed plans share: chunk GEMMs and chunk transfers on queues, each transfer after its GEMM,
-or the reverse. GEMMs on two streams share the SMs."""
+"""The common part of the models of decomposed plans: chunk GEMMs and chunk transfers on queues, each transfer after its
+GEMM, or the reverse. GEMMs on two streams share the SMs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .model import Conditions, Cost, GemmCall, Parts
 
 @dataclass(frozen=True)
 class Chunking:
-    """Parameters of decomposed calls that no probe measures. gap: us that ranks wait for each other at every barrier
-    and collective. copy: time of a copy in a call over its time in a chain of copies alone."""
+    """Parameters of decomposed calls that no probe measures. gap: us for which ranks wait for each other at every
+    barrier and collective. copy: time of a copy in a call over its time in a chain of copies alone."""
 
     gap: float = 6.0
     copy: float = 1.0
@@ -26,7 +26,7 @@ def barrier_us(p: Parts, fit: Chunking) -> float:
 
 
 def copy_us(p: Parts, fit: Chunking, nbytes: float) -> float:
-    """Return the us of one of a call's copies from or to a peer."""
+    """Return the us of one copy of a call, from or to a peer."""
     return p.latency("copy", nbytes) * fit.copy
 
 
@@ -50,8 +50,8 @@ def group_count(plan: Decomposed, world: int) -> int:
 @functools.cache
 def divisions(size: int) -> tuple[tuple[int, ...], ...]:
     """Return the groups of shards that a decomposed plan can have on `size` ranks: each a power of two that divides the
-    number of shards before it. For another number of ranks than a power of two there are only single shards, and above
-    16 ranks equal groups and doubling ones."""
+    number of shards before it. If `size` is not a power of two there are only single shards; above 16 ranks, only equal
+    groups and doubling ones."""
     if size & (size - 1):
         return ((1,) * size,)
     if size > 16:

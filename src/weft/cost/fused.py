@@ -1,4 +1,4 @@
-"""What the models of fused plans share: the rates of the programs that pull."""
+"""The common part of the models of fused plans: the rates of the programs that pull."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Fused)
 @dataclass(frozen=True)
 class Pulling:
     """Parameters of one fused variant. rate, drain: GB/s of the programs that pull, under the GEMM and after it. slow:
-    time of a tile while they run over its time alone. fixed: further us of a call."""
+    time of a tile while these programs run over its time alone. fixed: further us of a call."""
 
     fixed: float = 20.0
     rate: float = 150.0
@@ -24,8 +24,8 @@ class Pulling:
 
 
 class FusedCost(Cost[F, Pulling]):
-    """The model of an op's fused plans of one class. Candidates are the variants of which the profile has calls; there
-    is no prediction without them."""
+    """The model of an op's fused plans of one class. Candidates are the variants with calls in the profile; without
+    such calls there is no prediction."""
 
     needs_calls = True
 

@@ -1,7 +1,7 @@
-"""What every cost model has: the sizes of a call, the times of its parts, and the class of a model.
+"""The base of all cost models: the sizes of a call, the times of its parts, and the class of a model.
 
-An op declares a `Cost` for each class of plans whose time can be predicted (`Op.costs`). It lies beside the op
-(`ops/<name>/cost.py`), or here if several ops share it. The planner knows plans by their models alone.
+An op declares a `Cost` for each class of plans with a predictable time (`Op.costs`). Its file is next to the op
+(`ops/<name>/cost.py`), or here if several ops share it. The planner knows plans only through their models.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ F = TypeVar("F")
 
 
 class GemmCall(NamedTuple):
-    """The sizes of one call. M, N, K are those of the GEMM on one rank, but M counts the rows of all ranks.
+    """The sizes of one call. M, N, K are the sizes of the GEMM on one rank, but M counts the rows of all ranks.
 
-    collective: the library's collective. gathers: it moves the GEMM's input, before it; otherwise it moves the output.
-    received: all-to-all: rows that the busiest receiver gets, if more than M, the rows that the busiest sender sends.
+    collective: NCCL's collective. gathers: it moves the GEMM's input, before the GEMM; otherwise it moves the output.
+    received: for all-to-all, the rows that the busiest receiver gets, if more than M, the rows of the busiest sender.
     """
 
     collective: str
@@ -40,26 +40,26 @@ class GemmCall(NamedTuple):
 
     @property
     def busiest(self) -> int:
-        """Return the rows of the rank that sends or receives most."""
+        """Return the number of rows of the rank that sends or receives the most."""
         return max(self.m, self.received or 0)
 
     @property
     def skew(self) -> float:
-        """Return the rows that the busiest rank receives over those that it sends, at least 1."""
+        """Return the ratio of the busiest rank's received to its sent rows, at least 1."""
         return max(1.0, (self.received or 0) / self.m)
 
     def moved(self, rows: int) -> int:
-        """Return the bytes that the collective moves of so many rows."""
+        """Return the number of bytes that the collective moves for `rows` rows."""
         return rows * (self.k if self.gathers else self.n) * ITEM
 
 
 class Conditions(NamedTuple):
-    """What decides which plans are candidates for a call, beside its sizes.
+    """The conditions besides a call's sizes that decide which plans are candidates for it.
 
     even: all ranks have the same number of rows; without it nothing is decomposed. movable: copies can move the groups
-    of a signaled plan. limits: a communicator can be limited to a number of CTAs; without it a signaled plan would take
-    other SMs than predicted. measured: the op's plans of which the profile has calls. parameters: those of a plan's
-    model.
+    of a signaled plan. limits: a communicator can be limited to a number of CTAs; without it a signaled plan would not
+    use the predicted number of SMs. measured: the op's plans with calls in the profile. parameters: the parameters of a
+    plan's model.
     """
 
     even: bool
@@ -70,7 +70,7 @@ class Conditions(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """The tile of a GEMM, and how many programs with such tiles an SM holds at once."""
+    """The tile of a GEMM, and the number of programs with such tiles that an SM holds at once."""
 
     tile: GemmTile
     per_sm: int = 1
@@ -96,9 +96,9 @@ class Parts(Protocol):
 
 
 class Cost(Generic[P, F]):
-    """The model of an op's calls by one class of plans. A model that has parameters which cannot be measured alone
-    returns their start values from `start`; they are fitted to the profile's calls of the plan's family. needs_calls:
-    nothing is predicted without such a call."""
+    """The model of an op's calls by one class of plans. If a model has parameters that cannot be measured alone, `start`
+    returns their start values, and the planner fits them to the profile's calls of the plan's family. needs_calls:
+    there is no prediction without such a call."""
 
     needs_calls = False
 
@@ -128,11 +128,11 @@ class Cost(Generic[P, F]):
 
     def operations(self, plan: P, world: int) -> int:
         """Return the number of operations that the host submits to streams in one call: kernels, copies, barriers,
-        collectives. Each takes the host about as long, including the event that orders it."""
+        collectives. The host needs about the same time for each, including the event that orders it."""
         return 2
 
     def eager_family(self, plan: P) -> str:
-        """Return the name of the plans for whose eager calls the host takes about as long."""
+        """Return the name of the family of plans that need about the same host time in eager calls."""
         return plan.family
 
     def launches(self, plan: P, world: int) -> int:
@@ -171,7 +171,7 @@ class SequentialCost(InARow[Sequential]):
 
 
 class ShotCost(InARow[LowLatencyShot]):
-    """cuBLAS and a low-latency collective, up to the measured number of bytes. shot: the plan that was measured."""
+    """cuBLAS and a low-latency collective, up to the measured number of bytes. shot: the measured plan."""
 
     def __init__(self, shot: LowLatencyShot) -> None:
         self.shot = shot
@@ -196,19 +196,19 @@ class WholeShotCost(ShotCost):
 
 
 def low_latency_name(collective_name: str, plan: Plan) -> str:
-    """Return the name that a profile gives to a collective by a low-latency plan, of which it has those of SHOTS."""
+    """Return a profile's name for a collective by a low-latency plan, one of SHOTS."""
     return f"{plan.kind if plan in SHOTS else plan} {collective_name}"
 
 
 def has_16_byte_rows(call: GemmCall) -> bool:
-    """Return whether weft's kernels take these sizes, whose rows must be whole 16-byte words."""
+    """Return whether weft's kernels support these sizes: rows must be whole 16-byte words."""
     return call.k % 8 == 0 and call.n % 8 == 0
 
 
 def filled(tiles: float | np.ndarray, programs: int, per_sm: int, soft: float) -> np.ndarray:
-    """Return the waves that `tiles` tiles (a number or an array) take over `programs` programs. A last wave that leaves
-    SMs idle costs less than a whole one, by the fraction `soft` of what is missing, because the other SMs get its
-    power. With two programs on an SM, half a wave takes half the time."""
+    """Return the waves that `tiles` tiles (a number or an array) take on `programs` programs. A last wave that leaves
+    SMs idle costs less than a full wave, by the fraction `soft` of the idle part, because the busy SMs get the power of
+    the idle ones. With two programs on an SM, half a wave takes half the time."""
     whole, rest = np.divmod(tiles, programs)
     last = np.ceil(rest * per_sm / programs) / per_sm
     return whole + np.where(whole > 0, (1 - soft) * last + soft * rest / programs, last)

@@ -1,4 +1,4 @@
-"""Simulation of the queues of one call: when each piece of work runs, and how concurrent ones slow each other down."""
+"""Simulation of the queues of one call: when each piece of work runs, and how concurrent pieces slow each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Slowing(Protocol):
-    """Time of a GEMM, and of a transfer, while both run, over the time alone (`planner.profile.Slowdown`)."""
+    """Time of a GEMM, and of a transfer, while both run, over its time alone (`planner.profile.Slowdown`)."""
 
     @property
     def gemm(self) -> float: ...
@@ -30,7 +30,7 @@ class Step:
 
 @dataclass(eq=False)
 class Work:
-    """A piece of work that its queue runs in order, after `after` has ended. us: its time alone."""
+    """A piece of work that its queue runs in order, once `after` has ended. us: its time alone."""
 
     queue: str
     name: str
@@ -41,9 +41,9 @@ class Work:
 
 
 def side_by_side(works: Sequence[Work], slowdown: Slowing, summing: float = 1.0) -> list[Step]:
-    """Return the start and end of each piece of work. A queue runs its works in order, one at a time. GEMMs on several
-    queues ("gemm", "gemm 2") share the SMs evenly, transfers ("comm", "comm 2") the links; a GEMM and a transfer slow
-    each other down while both run. summing: time of a GEMM over its time alone while a transfer that sums runs."""
+    """Return the start and end of each piece of work. A queue runs its pieces in order, one at a time. GEMMs on several
+    queues ("gemm", "gemm 2") share the SMs evenly, transfers ("comm", "comm 2") share the links; a GEMM and a transfer
+    slow each other while both run. summing: time of a GEMM while a transfer that sums runs, over its time alone."""
     queues: dict[str, list[Work]] = defaultdict(list)
     for w in reversed(works):
         queues[w.queue].append(w)

@@ -1,6 +1,7 @@
-"""Model of signaled plans. The GEMM's tiles run in waves on the SMs that the collective leaves. The transfer of group i
-starts at the later of the group's signal and a gap after the end of transfer i - 1 (the accumulate rule), and is slowed
-until the GEMM ends. Plans whose groups copy engines move are modelled with queues, as decomposed ones."""
+"""Model of signaled plans. The GEMM's tiles run in waves on the SMs that the collective does not use. The transfer of
+group i starts at the group's signal or a gap after the end of transfer i - 1, whichever is later (the accumulate rule),
+and is slowed until the GEMM ends. If copy engines move the groups, the plan is modelled with queues, like decomposed
+plans."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from .queues import Step, Work
 
 # us that each signaled group adds to a GEMM (docs/measurements.md, groups of one wave against tiles in order).
 SIGNAL_COST = 0.7
-LARGE_COPY = 256 << 20  # bytes of a copy whose start-up time is negligible
-UNITS = 48  # a GEMM of more waves is divided at multiples of several waves
+LARGE_COPY = 256 << 20  # bytes of a copy with negligible start-up time
+UNITS = 48  # a GEMM of more waves than this is divided at multiples of several waves
 BEST_PARTITIONS = 3
-SINGLE = (1,) * 16  # waves of each group, of plans moved by copies; the last group takes the rest
+SINGLE = (1,) * 16  # waves of each group if copies move the groups; the last group has the rest
 FIRST_GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)  # sizes of the first group, in waves or in such multiples
 Numbers = TypeVar("Numbers", float, np.ndarray)  # a number, or an array with one for each candidate
 
@@ -31,8 +32,8 @@ Numbers = TypeVar("Numbers", float, np.ndarray)  # a number, or an array with on
 @dataclass(frozen=True)
 class Signaling:
     """Parameters of the signaled calls of one op. signal: us from the last tile of a group to the start of its
-    collective. gap: us from the end of one collective to the start of the next, for which the ranks wait for each
-    other. gemm, transfer: slow-down of waves and of transfers while both run, beyond the measured one."""
+    collective. gap: us from the end of one collective to the start of the next, while the ranks wait for each other.
+    gemm, transfer: slow-down of waves and of transfers while both run, beyond the measured slow-down."""
 
     signal: float = 6.0
     gap: float = 3.0
@@ -42,9 +43,9 @@ class Signaling:
 
 @dataclass(frozen=True)
 class Moving:
-    """Parameters of all-reduces and all-to-alls whose groups copy engines move. gap: us that a barrier takes beyond its
-    own time. copy: time of a copy over its time alone. gemm: time of a GEMM over its time alone, while another kernel
-    sums rows that it reads from peers."""
+    """Parameters of all-reduces and all-to-alls with groups that copy engines move. gap: us that a barrier takes beyond
+    its own time. copy: time of a copy over its time alone. gemm: time of a GEMM, while a second kernel sums rows that it
+    reads from peers, over its time alone."""
 
     gap: float = 6.0
     copy: float = 1.0
@@ -53,11 +54,11 @@ class Moving:
 
 @dataclass(frozen=True)
 class SignaledParts:
-    """The numbers that the accumulate rule works with.
+    """The inputs of the accumulate rule.
 
-    tiles, waves, programs: of the GEMM. unit: every group but the last has a multiple of so many tiles. alone,
+    tiles, waves, programs: of the GEMM. unit: every group but the last has a multiple of `unit` tiles. alone,
     concurrent: us of a wave alone and while the collective runs. signal, gap: as in Signaling. tile_bytes: bytes of a
-    tile. curve: us of the collective by bytes. slow: its slow-down under the GEMM.
+    tile. curve: us of the collective by bytes. slow: slow-down of the collective under the GEMM.
     """
 
     tiles: int
@@ -73,13 +74,13 @@ class SignaledParts:
     slow: float
 
     def ends(self, groups: Sequence[int]) -> list[int]:
-        """Return, for each group, how many tiles are done, and may be transferred, when its waves are done."""
+        """Return, for each group, the number of tiles that are done and may be transferred when its waves are done."""
         waves = itertools.accumulate(partition(groups, self.waves))
         done = [min(self.tiles, w * self.programs) for w in waves]
         return [d if d == self.tiles else d // self.unit * self.unit for d in done]
 
     def transfer(self, tiles: int) -> float:
-        """Return the us of transferring `tiles` tiles alone."""
+        """Return the us of a transfer of `tiles` tiles alone."""
         return self.curve(tiles * self.tile_bytes)
 
     def gemm(self, first_waves: Numbers) -> Numbers:
@@ -87,7 +88,7 @@ class SignaledParts:
         return first_waves * self.alone + (self.waves - first_waves) * self.concurrent
 
     def moved(self, begin: Numbers, us: Numbers, gemm: Numbers) -> Numbers:
-        """Return the end of a transfer that takes `us` alone and is slowed from `begin` to the end of the GEMM."""
+        """Return the end of a transfer that takes `us` alone and is slowed from `begin` until the GEMM ends."""
         return begin + us + np.minimum(us * (self.slow - 1), np.maximum(gemm - begin, 0) * (1 - 1 / self.slow))
 
 
@@ -96,7 +97,7 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
     measured number of CTAs; if copies move the groups, the default groups, and groups of one wave."""
 
     def owners(self, world: int) -> int:
-        """Return the number of ranks whose rows a group has in equal parts."""
+        """Return the number of ranks that own equal parts of a group's rows."""
         return 1
 
     @abstractmethod
@@ -105,7 +106,7 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
 
     @abstractmethod
     def by_copies(self, p: Parts, call: GemmCall, plan: Signaled, fit: Moving | None) -> list[Step]:
-        """Return the steps of a plan whose groups copy engines move."""
+        """Return the steps of a plan with groups that copy engines move."""
 
     def start(self, plan: Signaled) -> Signaling | Moving | None:
         return Moving() if plan.copies else Signaling()
@@ -117,7 +118,7 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
         return 3 + (len(plan.groups) or world)
 
     def takes(self, call: GemmCall) -> bool:
-        """Return whether the op's GEMM takes these sizes."""
+        """Return whether the op's GEMM supports these sizes."""
         return call.k % 8 == 0
 
     def movable(self, call: GemmCall, conditions: Conditions) -> bool:
@@ -146,7 +147,7 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
         return owners * -(-call.m // owners // plan.tile.block_m) * -(-call.n // plan.tile.block_n)
 
     def parts(self, p: Parts, call: GemmCall, plan: Signaled, fit: object) -> SignaledParts:
-        """Return what the accumulate rule works with. The GEMM has the SMs that the collective leaves."""
+        """Return the inputs of the accumulate rule. The GEMM has the SMs that the collective does not use."""
         if not 0 < plan.ctas < p.sms:
             raise ValueError(f"{plan.ctas} CTAs leave none of {p.sms} SMs, or are none")
         assert isinstance(fit, Signaling)
@@ -197,11 +198,11 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
         return [*ran, Step("gemm", "put in order", transferred, transferred + p.optional("local", out))]
 
     def nbytes(self, call: GemmCall) -> float:
-        """Return the bytes of the output of the busiest rank."""
+        """Return the number of bytes of the busiest rank's output."""
         return call.moved(call.m) * call.skew
 
     def groups_by_copies(self, p: Parts, call: GemmCall, plan: Signaled) -> Iterator[tuple[Work, float, float]]:
-        """Yield, for each group, its part of the GEMM, and the shares of the GEMM that are done before and after."""
+        """Yield, for each group, its part of the GEMM, and the fractions of the GEMM done before and after the group."""
         tiles, programs = self._tiles(call, plan), p.sms - plan.ctas
         waves = -(-tiles // programs)
         wave_us = p.tiles(Occupancy(plan.tile), programs, tiles, call.m, call.n, call.k) / waves
@@ -212,10 +213,10 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
 
 
 def groupings(part: SignaledParts) -> list[tuple[int, ...]]:
-    """Return one group of all waves, and the BEST_PARTITIONS partitions predicted fastest among the best ones for each
-    size of the first group. By the accumulate rule the end of transfer i depends on earlier ones only through the end
-    of transfer i - 1, so dynamic programming over the waves finds the best partition for each size of the first group
-    (FlashOverlap prunes and tries)."""
+    """Return one group of all waves, and the BEST_PARTITIONS partitions predicted fastest among the best partitions for
+    each size of the first group. By the accumulate rule the end of transfer i depends on earlier transfers only through
+    the end of transfer i - 1, so dynamic programming over the waves finds the best partition for each size of the first
+    group (FlashOverlap prunes and tries)."""
     step = -(-part.waves // UNITS)
     ends = [*range(step, part.waves, step), part.waves]  # waves at which a group may end
     if len(ends) == 1:

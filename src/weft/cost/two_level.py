@@ -1,8 +1,8 @@
 """Model of two-level plans: the node's op runs on the rows of one node after another, by the plan predicted fastest
-there, and transfers between nodes run on a queue of their own, before the op (all-gather) or after it.
+for one node, and transfers between nodes run on a separate queue, before the op (all-gather) or after it.
 
 The node's kernels leave BETWEEN_CTAS SMs to the transfers and are slowed in proportion. The library's GEMM leaves none;
-the model slows it as much, since it shares its SMs with the transfers.
+the model slows it by the same factor, since it shares its SMs with the transfers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .queues import Step
 @dataclass(frozen=True)
 class OverNodes:
     """Times on `nodes` equal nodes. node: the parts of one node. node_us: us, on one node, of the op of a collective.
-    send: us of sending so many bytes from every rank to the rank with the same local rank in another node. all_reduce:
+    send: us of a send of n bytes from every rank to the rank with the same local rank in a different node. all_reduce:
     us of an all-reduce among the ranks with the same local rank."""
 
     nodes: int

@@ -4,8 +4,8 @@ import os
 
 
 def plugin_state(switch: str, allowed: str) -> str:
-    """Return whether a plugin is on, from two environment variables: `switch`, weft's own, and `allowed`, the engine's
-    list."""
+    """Return whether a plugin is on, as set by two environment variables: `switch`, weft's own, and `allowed`, the
+    engine's list."""
     value = os.environ.get(switch)
     if (value or "1") != "1":
         return f"the plugin is off by {switch}={value}"

@@ -1,10 +1,10 @@
 """quack's GEMM (CuTe DSL), if weft[quack] is installed.
 
-Its kernels for Hopper let two consumer warp groups alternate on the tensor cores ("ping-pong"), which is faster than
-cuBLAS on many shapes and slower on some (docs/guide.md), so that each is timed (backends/library_gemm.py).
+In its kernels for Hopper two consumer warp groups alternate on the tensor cores ("ping-pong"). They are faster than
+cuBLAS on many shapes and slower on some (docs/guide.md), so weft times both for each shape (backends/library_gemm.py).
 
-quack's GEMM can also wait: before it loads rows of A it waits for a flag of their shard (`flag_gated`). If its results
-are correct (`waits`), plan="auto" of all-gather + GEMM tries it.
+quack's GEMM can also wait: before it loads rows of A it waits for the flag of their shard (`flag_gated`). If its
+results are correct (`waits`), plan="auto" of all-gather + GEMM times it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def lacks() -> str | None:
         return "its GEMM is used on Hopper GPUs alone"
     try:
         import quack.gemm  # noqa: F401
-    except Exception as e:  # a library may raise anything if its dependencies do not suit it
+    except Exception as e:  # a library may raise any exception if its dependencies have wrong versions
         return f"quack-kernels {version} cannot be imported: {type(e).__name__}: {e}"
     return None
 
@@ -72,7 +72,7 @@ def product(form: Form) -> GemmFunction:
 
 
 def products() -> list[GemmFunction]:
-    """Return all forms of the GEMM, which take x, weight, out, and starts for a grouped GEMM."""
+    """Return all forms of the GEMM. Their arguments are x, weight, out, and starts for a grouped GEMM."""
     return [product(form) for form in FORMS]
 
 
@@ -85,8 +85,8 @@ def flag_gated(
     me: int,
     form: Form,
 ) -> None:
-    """Compute out = x @ weight.T for x [M, K] of equal shards, one for each of `flags` (int32). Rows of shard s are
-    loaded once flags[s] >= call (int32 [1] on the device), this rank's shard, `me`, before the next ones in ring order.
+    """Compute out = x @ weight.T for x [M, K] of equal shards, one for each of `flags` (int32). The GEMM loads rows of
+    shard s once flags[s] >= call (int32 [1] on the device), starting with this rank's shard, `me`, then in ring order.
     The wait has no timeout, and every SM polls in no particular order: an operation that sets a flag must be ordered
     after the rows, need no SM, and run even if a peer fails (docs/protocol.md, "Flags of the copy engine")."""
     from quack.gemm import AllGatherArguments, gemm
@@ -98,9 +98,9 @@ def flag_gated(
 
 @functools.cache
 def waits(form: Form, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `flag_gated` computes correct results in this form, for a product whose flags are set. This
+    """Return whether `flag_gated` computes correct results in this form, for a product whose flags are set. The check
     compiles the kernel, which takes seconds if quack has not cached it."""
-    generator = torch.Generator(device).manual_seed(0)  # leaves the user's generator alone
+    generator = torch.Generator(device).manual_seed(0)  # does not change the user's generator
     x, weight = (torch.randn(512, 256, device=device, generator=generator).to(dtype) for _ in range(2))
     out, call = torch.empty(512, 512, device=device, dtype=dtype), torch.ones(1, device=device, dtype=torch.int32)
 

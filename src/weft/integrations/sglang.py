@@ -4,9 +4,9 @@ With that option SGLang (0.5.20 and later) shards the tokens of a prefill betwee
 calls torch's fused operators, `symm_mem.fused_all_gather_matmul` and `symm_mem.fused_matmul_reduce_scatter`, for the
 GEMMs before and after. weft's entry point in the group `sglang.srt.plugins` replaces these by weft's operators
 (`weft.torch.async_tp`) in every process, and extends the option to architectures whose decoder layers declare the same
-stages as Qwen3's.
+stages as Qwen3's decoder layers.
 
-WEFT_SGLANG=0 turns it off, and so does SGLANG_PLUGINS without "weft".
+WEFT_SGLANG=0 turns the plugin off, and so does SGLANG_PLUGINS without "weft".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _served: list[AsyncTP] = []
 
 
 def register() -> None:
-    """Register the plugin. This is the entry point, and never raises."""
+    """Register the plugin. This function is the entry point, and never raises."""
     if os.environ.get(WEFT_SGLANG) == "0" or _served:
         return
     try:
@@ -55,7 +55,7 @@ def register() -> None:
 
 
 def state() -> str:
-    """Return in a line whether the plugin would be loaded."""
+    """Return one line that says whether the plugin would be loaded."""
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -64,5 +64,6 @@ def state() -> str:
 
 
 def report() -> str:
-    """Return how many calls of torch's fused operators this process served and how many it did not, a line each."""
+    """Return a line for each of torch's fused operators: how many of its calls weft served in this process, and how
+    many it did not."""
     return _served[-1].report() if _served else "weft serves nothing here"

@@ -4,12 +4,12 @@ torch.compile's micro-pipeline pass and eager libraries call torch's operators f
 
     symm_mem.fused_all_gather_matmul             all_gather(A) @ B for one B or several
     symm_mem.fused_matmul_reduce_scatter         reduce_scatter(A @ B)
-    symm_mem.fused_all_gather_scaled_matmul      the same of 8-bit operands with scales by tensor or by row
+    symm_mem.fused_all_gather_scaled_matmul      the same for 8-bit operands with scales by tensor or by row
     symm_mem.fused_scaled_matmul_reduce_scatter
 
-`async_tp` registers weft's operators in their place in the dispatcher, so that no code or graph changes. Calls that
-weft does not compute go to torch's own implementation and are counted with the reason. The choice depends only on what
-all ranks share (shapes, dtype, dimension, group), so that all of them make the same one.
+`async_tp` registers weft's operators in their place in the dispatcher, so that no code or graph changes. torch's own
+implementation computes the calls that weft does not, which are counted with the reason. The choice depends only on what
+all ranks share (shapes, dtype, dimension, group), so all ranks make the same choice.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FUSED_GATHER, FUSED_SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_sc
 SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
 NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 
-_active: list[AsyncTP] = []  # calls use the plan of the last one and are counted by all
+_active: list[AsyncTP] = []  # calls use the plan of the last one, and all count them
 _libraries: list[torch.library.Library] = []  # weft's registrations with the dispatcher
 _worlds: dict[str, World] = {}  # by the group's name
 
@@ -51,22 +51,22 @@ def async_tp(*groups: ProcessGroup | World, plan: str | Plan = "auto") -> AsyncT
     """Make weft serve torch's `symm_mem` fused operators from now on.
 
     Args:
-        groups: the tensor-parallel groups for torch.compile, whose micro-pipeline pass is enabled for them. Without
-            groups, only explicit calls of the operators are served. A World stands for its group, and serves it.
-        plan: that of `weft.all_gather_matmul` and `weft.matmul_reduce_scatter`: "auto" or a kind that both have.
+        groups: the tensor-parallel groups for which torch.compile's micro-pipeline pass is enabled. Without groups,
+            only explicit calls of the operators are served. A World stands for its group, and serves it.
+        plan: as in `weft.all_gather_matmul` and `weft.matmul_reduce_scatter`: "auto" or a kind that both have.
 
     Returns:
         an AsyncTP, which counts calls, and restores torch's operators as a context manager or by `close()`.
 
-    Raises ValueError for a plan that one of the two does not have. A group's World is made at its first use by
-    `weft.init`, a collective of the group's ranks.
+    Raises ValueError for a plan that one of the two does not have. At a group's first use `weft.init`, a collective of
+    the group's ranks, makes its World.
     """
     return AsyncTP(groups, plan)
 
 
 class AsyncTP:
-    """weft's service of torch's operators. `served` counts calls by operator, `fell_through` those that torch computed
-    by (operator, reason). Calls from compiled code are counted, replays of CUDA graphs are not."""
+    """weft's service of torch's operators. `served` counts weft's calls by operator, `fell_through` torch's calls by
+    (operator, reason). Calls from compiled code are counted, replays of CUDA graphs are not."""
 
     def __init__(self, groups: Sequence[ProcessGroup | World], plan: str | Plan) -> None:
         for op in (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER):
@@ -108,8 +108,8 @@ class AsyncTP:
 
 
 class Factor(NamedTuple):
-    """A weight [K, N], and the bias of its product with x. A weight in e4m3 has scales, and its product a dtype and a
-    way of accumulation."""
+    """A weight [K, N], and the bias of its product with x. For a weight in e4m3 also its scales, and the dtype and the
+    accumulation of the product."""
 
     weight: Tensor
     scales: Tensor | None = None
@@ -118,7 +118,7 @@ class Factor(NamedTuple):
     fast_accum: bool = False
 
     def arguments(self, x: Activation) -> tuple[Activation, Activation, Tensor | None]:
-        """Return the operands of the product, scaled as x is."""
+        """Return the operands of the product, scaled like x."""
         weight = self.weight.t()
         if self.scales is None or not isinstance(x, ScaledTensor):
             return x, weight, self.bias
@@ -146,11 +146,11 @@ def gather(
     world: World, x: Tensor, scales: Tensor | None, factors: Sequence[Factor], dim: int, return_gathered: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Return all_gather(x) along `dim`, or None without `return_gathered`, and its products with the factors. The
-    ranks' x [.., K] follow one another along `dim`, which is not the last dimension. scales: those of an x in e4m3, one
-    or as many as it has rows.
+    ranks' x [.., K] follow one another along `dim`, which is not the last dimension. scales: the scales of an x in
+    e4m3, one for each row or one for all.
 
-    The widest weight's GEMM overlaps the gather; the others follow. A weight that is the transpose of a contiguous
-    matrix, as in `torch.nn.Linear`, is used in place; another one is copied.
+    The widest weight's GEMM overlaps the gather; the other GEMMs follow. A weight that is the transpose of a contiguous
+    matrix, as in `torch.nn.Linear`, is used in place; any other weight is copied.
     """
     front, plan, stream = x.movedim(dim, 0), _active[-1].plan, world.current_stream()
     rows = rows_of(front, scales if scales is None or scales.numel() == 1 else scales.movedim(dim, 0))
@@ -178,8 +178,8 @@ def gather(
 
 
 def scatter(world: World, front: Tensor, scales: Tensor | None, factor: Factor, dim: int, reduce_op: str) -> Tensor:
-    """Return this rank's part along `dim`, which is not the last, of the sum or the average over ranks of the product
-    of front [.., K], in which `dim` comes before all others, with the factor."""
+    """Return this rank's part along `dim`, which is not the last dimension, of the sum or the average over ranks of
+    front @ factor. In front [.., K] `dim` is the first dimension."""
     arguments = factor.arguments(rows_of(front, scales))
     y = matmul_reduce_scatter(*arguments, world=world, plan=_active[-1].plan, **factor.options)
     total = y.view(front.shape[0] // world.size, *front.shape[1:-1], y.shape[1]).movedim(0, dim).contiguous()
@@ -311,8 +311,8 @@ def _unscaled(
 def _fallback_reason(
     group_name: str, x: Tensor, weights: Sequence[Tensor], dim: int, dtype: torch.dtype | None = None
 ) -> str | None:
-    """Return why weft does not compute the call, or None. It runs before the World is made, since a fake group has
-    none. `dtype` is the dtype of the operands; None: one of 16 bits."""
+    """Return why weft does not compute the call, or None. This check runs before the World is made, since a fake group
+    has none. `dtype` is the dtype of the operands; None: a 16-bit dtype."""
     if _symm_mem()._is_test_mode:
         return "torch's test mode"
     if not _has_world(group_name, x):
@@ -347,7 +347,7 @@ def _has_world(group_name: str, x: Tensor) -> bool:
 
 
 def world_of(group_name: str, x: Tensor) -> World | None:
-    """Return the group's World, which its first use makes, or None for a group that cannot have one."""
+    """Return the group's World, made at its first use, or None for a group that cannot have one."""
     return _world(group_name) if _has_world(group_name, x) else None
 
 
@@ -385,7 +385,7 @@ def _torchs(name: str, x: Tensor) -> Callable[..., object]:
 @contextlib.contextmanager
 def _pipelined(names: Sequence[str]) -> Iterator[None]:
     """Enable torch.compile's micro-pipeline pass for these groups. Inductor's CUDA graphs exclude the operators,
-    because a first call makes allocations that outlive it, in memory that Inductor would reuse."""
+    because the allocations of a first call outlive the call, and Inductor would reuse their memory."""
     from torch._inductor import config
 
     with warnings.catch_warnings():

@@ -5,9 +5,9 @@ operators.
     w1, w3    ColwiseParallel(input_layouts=Shard(1))     all-gather + GEMM, one gather for all linears with the same x
     w2        RowwiseParallel(output_layouts=Shard(1))    GEMM + reduce-scatter
 
-They are subclasses of torch's with another forward. torch splits the parameters, so that state dicts, checkpoints and
-optimisers see the same DTensors. Calls that weft does not compute (layouts without a collective at the GEMM, other
-dtypes, groups without a World) run torch's own code; `report` says which did, and why.
+They are subclasses of torch's styles with weft's forward. torch splits the parameters, so that state dicts, checkpoints
+and optimisers see the same DTensors. torch's own code runs the calls that weft does not compute (layouts without a
+collective at the GEMM, other dtypes, groups without a World); `report` lists these with the reasons.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STYLED = "_weft_parallel"  # where a module stores its Styled
 
 @dataclass
 class Styled:
-    """What a style stores in a module: the module's own forward, and what computed the last call.
+    """The state that a style stores in a module: the module's own forward, and whether weft computed the last call.
 
     The style's forward is a method of the module, so that a deep copy of the module computes with the copy's own
     parameters.
@@ -72,8 +72,8 @@ else:
 
 
 class _LinearStyle(_TorchStyle):
-    """A mixin before one of torch's styles: torch splits the parameters of an `nn.Linear`, whose forward is
-    `_linear`."""
+    """A mixin that precedes one of torch's styles: torch splits the parameters of an `nn.Linear`, and `_linear` is its
+    forward."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class _LinearStyle(_TorchStyle):
         self.plan = plan
 
     def _op(self, output_layouts: Placement | None) -> Op:
-        """Return the operator that `plan` belongs to."""
+        """Return the operator of `plan`."""
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -109,16 +109,16 @@ class _LinearStyle(_TorchStyle):
 
 
 class ColwiseParallel(_LinearStyle, style.ColwiseParallel):
-    """torch's ColwiseParallel, in which an `nn.Linear` with input_layouts=Shard(d), for any dimension d but the last,
-    is an all-gather + GEMM (`weft.all_gather_matmul`), and its gradient a GEMM + reduce-scatter.
+    """torch's ColwiseParallel, where an `nn.Linear` with input_layouts=Shard(d), for any dimension d but the last, is
+    an all-gather + GEMM (`weft.all_gather_matmul`), and its gradient a GEMM + reduce-scatter.
 
-    Consecutive modules with the same input (queries, keys and values; gate and up) share one gather, under the first
-    one's GEMM. The gathered rows are saved for the backward pass, as torch saves them. Under torch.inference_mode,
-    whose tensors do not count writes, each module gathers for itself, and so it does in a CUDA graph capture, whose
-    memory is separate; under torch.no_grad modules share.
+    Consecutive modules with the same input (queries, keys and values; gate and up) share one gather, which the first
+    module's GEMM overlaps. The gathered rows are saved for the backward pass, as in torch. Each module gathers
+    separately under torch.inference_mode, where tensors do not count writes, and in a CUDA graph capture, which has
+    separate memory; under torch.no_grad modules share.
 
-    `plan` is that of `weft.all_gather_matmul`; raises ValueError for one that it does not have. Tensors are bfloat16 or
-    float16, or under autocast to one of them.
+    `plan` is a plan of `weft.all_gather_matmul`; any other raises ValueError. Tensors are bfloat16 or float16, or under
+    autocast to one of them.
     """
 
     def _op(self, output_layouts: Placement | None) -> Op:
@@ -138,12 +138,12 @@ class ColwiseParallel(_LinearStyle, style.ColwiseParallel):
 
 
 class RowwiseParallel(_LinearStyle, style.RowwiseParallel):  # type: ignore[misc]
-    """torch's RowwiseParallel, in which an `nn.Linear` with output_layouts=Shard(d), for any dimension d but the last,
-    is a GEMM + reduce-scatter (`weft.matmul_reduce_scatter`), whose gradient is an all-gather + GEMM, and with
+    """torch's RowwiseParallel, where an `nn.Linear` with output_layouts=Shard(d), for any dimension d but the last, is
+    a GEMM + reduce-scatter (`weft.matmul_reduce_scatter`), its gradient an all-gather + GEMM, and an `nn.Linear` with
     Replicate() a GEMM + all-reduce (`weft.matmul_all_reduce`).
 
-    `plan` is that of the operator; raises ValueError for one that it does not have. Tensors are bfloat16 or float16, or
-    under autocast to one of them. If the ranks do not divide the dimension, torch's own code runs.
+    `plan` is a plan of the operator; any other raises ValueError. Tensors are bfloat16 or float16, or under autocast to
+    one of them. If the ranks do not divide the dimension, torch's own code runs.
     """
 
     def _op(self, output_layouts: Placement | None) -> Op:
@@ -167,7 +167,7 @@ class RowwiseParallel(_LinearStyle, style.RowwiseParallel):  # type: ignore[misc
 
 class SequenceParallel(style.SequenceParallel):
     """torch's SequenceParallel, for norms. The module runs on this rank's rows without a DTensor at every operator, and
-    the gradients of its parameters are summed over the ranks."""
+    the ranks sum the gradients of its parameters."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_module(module, device_mesh, self._replicate_module_fn)
@@ -177,7 +177,7 @@ class SequenceParallel(style.SequenceParallel):
         module_forward: Callable[[Tensor], Tensor] = vars(module)[STYLED].forward
         world = world_of(mesh.get_group().group_name, x)
         why = None if world is not None else f"a group on {x.device.type}"
-        if not module._parameters:  # such as a dropout, whose draws torch makes different on each rank
+        if not module._parameters:  # such as a dropout, which torch draws differently on each rank
             why = "no parameters"
         elif isinstance(x, DTensor) and x.placements != self.sequence_sharding:
             why = f"x has {x.placements[0]}"
@@ -227,7 +227,7 @@ class LinearOperands:
 
 @dataclass
 class Gathered:
-    """The rows that were gathered last, for other modules with the same x: the same tensor, not written since."""
+    """The rows that were gathered last, for later modules with the same x: the same tensor, not written since."""
 
     x: weakref.ref[Tensor]
     version: int
@@ -236,8 +236,8 @@ class Gathered:
     served: set[int] = field(default_factory=set)
 
     def serves(self, x: Tensor, key: tuple[object, ...], module: nn.Module) -> bool:
-        """Return whether these are the rows that the module would gather from x. A module that asks again is in another
-        pass, and gathers again."""
+        """Return whether these are the rows that the module would gather from x. A module that asks again runs in a
+        later pass, and gathers again."""
         same = self.x() is x and (self.version, self.key) == (x._version, key)
         return same and id(module) not in self.served
 
@@ -252,8 +252,8 @@ def gathered_linear(
     front = operands.x.movedim(dim, 0)
     key = dim, operands.x.dtype, plan, torch.is_grad_enabled()
     last = _gathered.get(world.name)
-    # An inference tensor has no version counter, so that a later write could not be seen. Rows that were gathered
-    # outside a capture, or in another one, may be gone when this graph is replayed.
+    # An inference tensor has no version counter, so a later write could not be detected. Rows that were gathered
+    # outside this capture may be gone when its graph is replayed.
     if x.is_inference() or world.backend.capturing():
         y = all_gather_matmul(front.flatten(0, -2), operands.weight, operands.bias, world=world, plan=plan)
     elif last is not None and last.serves(x, key, module):
@@ -289,7 +289,7 @@ def reduced_linear(world: World, operands: LinearOperands, dim: int | None, plan
 def _linear_operands(
     world: World | None, module: nn.Linear, x: Tensor, layouts: tuple[Placement, ...]
 ) -> tuple[LinearOperands | None, str | None]:
-    """Return the operands, or None and why weft does not compute the call."""
+    """Return the operands, or None and the reason why weft does not compute the call."""
     if world is None:
         return None, f"a group on {x.device.type}"
     if isinstance(x, DTensor) and x.placements != layouts:
@@ -308,7 +308,7 @@ def _linear_operands(
 
 
 def _row_dimension(layout: Placement, x: Tensor) -> int | None:
-    """Return the dimension, not the last, along which x is sharded; None for another layout."""
+    """Return the dimension, not the last, along which x is sharded; None for any other layout."""
     if type(layout) is not Shard:
         return None
     dim = layout.dim % x.dim()
@@ -316,7 +316,7 @@ def _row_dimension(layout: Placement, x: Tensor) -> int | None:
 
 
 def _styled(module: nn.Module, forward: Callable[..., Tensor]) -> nn.Module:
-    """Make `forward`, which takes the module, the module's forward."""
+    """Make `forward` the module's forward. Its first argument is the module."""
     vars(module)[STYLED] = Styled(module.forward, "not called yet")
     module.forward = MethodType(forward, module)
     return module

@@ -1,19 +1,19 @@
 """Tensor parallelism of Transformers models by weft: model = weft.hf.weave(model).
 
-Transformers runs a GEMM, NCCL's all-reduce, the residual add and the norm one after another behind each row-parallel
-linear, with a full activation on every rank and 25 us of host time for each linear that it wraps. A woven model
-computes the same in other steps:
+For each row-parallel linear Transformers runs a GEMM, NCCL's all-reduce, the residual add and the norm one after
+another, with a full activation on every rank and 25 us of host time for each linear that it wraps. A woven model
+computes the same results in different steps:
 
     linears          this rank's shard, without wrappers; row-parallel linears return partial sums
-    between them     `all_reduce_rms_norm`: sum over ranks, residual and norm in one kernel; of many tokens each rank
+    between them     `all_reduce_rms_norm`: sum over ranks, residual and norm in one kernel; with many tokens each rank
                      holds only its own rows of the residual
     attention        queries, keys and values in one GEMM; head norms and rotary embedding in one launch
     MLP              gate and up in one GEMM, SiLU-mul in one launch
-    many tokens      in two parts, one's all_reduce_rms_norm under the other's GEMMs
+    many tokens      in two parts, one part's all_reduce_rms_norm under the other's GEMMs
 
-Decoder layers (nn/decoder_layer.py) pass on the residual and its norm in place of hidden states, which the model
-between them does not inspect. The embedding, attention, caches, masks and generate stay Transformers' own, and so does
-the output head of a model that it has not split. Woven models are for inference.
+Decoder layers (nn/decoder_layer.py) pass on the residual and its norm in place of hidden states; the model does not
+inspect these between layers. The embedding, attention, caches, masks and generate stay Transformers' own, and so does
+the output head of a model that Transformers has not split. Woven models are for inference.
 
 `paged` is an attention for continuous batching, and `styles` serves single linears of any architecture, before loading.
 """

@@ -25,7 +25,7 @@ from .shards import HeadsShard, Module, RowShard
 from .woven import Woven
 
 CACHES = "cache", "past_key_values"  # a cache's argument since Transformers 5.24, and before
-SHARDED_FROM = 1024  # the number of tokens from which on hidden states of layers with experts are sharded
+SHARDED_FROM = 1024  # the least number of tokens for which hidden states of layers with experts are sharded
 
 
 class Carried(NamedTuple):
@@ -37,7 +37,7 @@ class Carried(NamedTuple):
 
 
 class ModelForward:
-    """The forward pass of all layers. It notes whether a dense mask is only causal, since torch has no fast attention
+    """The forward pass of all layers. It records whether a dense mask is only causal, since torch has no fast attention
     with a mask."""
 
     def __init__(self, base: Any, attention: HeadsShard, woven: Woven) -> None:
@@ -75,13 +75,14 @@ class ModelForward:
 
 
 def has_dense_masks(world: World) -> bool:
-    """Return whether Transformers makes a mask even where every token attends to all before it, as inside a CUDA graph
-    capture and in compiled code."""
+    """Return whether Transformers makes a mask even if every token attends to all earlier tokens, as inside a CUDA
+    graph capture and in compiled code."""
     return torch.compiler.is_compiling() or world.backend.capturing()
 
 
 def check_heads(cache: object, attention: HeadsShard) -> None:
-    """Raise ValueError for a cache that was filled, or made early, with another number of heads than this rank's."""
+    """Raise ValueError for a cache that was filled, or allocated early, with a number of heads that is not this
+    rank's."""
     layers = getattr(cache, "layers", None)
     keys = getattr(layers[0], "keys", None) if layers else None
     heads, ranks = attention.heads[1], attention.world.size
@@ -93,9 +94,8 @@ def check_heads(cache: object, attention: HeadsShard) -> None:
 
 
 class LayerForward:
-    """The forward pass of decoder layer number `index`, from Carried, or from the embedding's hidden states, to
-    Carried. It also computes the norm of the next layer, or the model's final norm if no other layer follows in this
-    pass."""
+    """The forward pass of decoder layer `index`, from Carried, or from the embedding's hidden states, to Carried. It
+    also computes the norm of the next layer, or the model's final norm if no layer follows in this pass."""
 
     def __init__(self, base: Module, index: int, attention: HeadsShard, mlp: Sublayer, woven: Woven) -> None:
         self.layer, self.index, self.attention, self.mlp, self.woven = base.layers[index], index, attention, mlp, woven
@@ -132,8 +132,8 @@ class LayerForward:
 
 
 def first_states(woven: Woven, hidden: torch.Tensor, normed: torch.Tensor) -> HiddenStates:
-    """Return the hidden states before the first layer, from the embedding's [.., H]: of many tokens in two parts, or
-    sharded if all layers have experts, unless Transformers records tensors that would span ranks or parts."""
+    """Return the hidden states before the first layer, from the embedding's [.., H]. With many tokens they are in two
+    parts, or sharded if all layers have experts, unless Transformers records tensors that would span ranks or parts."""
     world, tokens, recorded = woven.world, hidden.shape[:-1].numel(), woven.recorded
     records_routers = woven.experts and records_router_logits()
     two = woven.two_parts is not None and tokens >= max(2, woven.two_parts) and world.size > 1

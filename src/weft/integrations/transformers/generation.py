@@ -1,4 +1,4 @@
-"""`generate` of a woven model: all ranks take the random draws of rank 0. The emulator cannot run generate_batch."""
+"""`generate` of a woven model: all ranks use the random draws of rank 0. The emulator cannot run generate_batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DRAWS = (torch.multinomial, torch.rand, torch.rand_like)
 
 
 class RankZeroDraws(TorchFunctionMode):
-    """A mode in which every rank takes the random draws of rank 0. The ranks have the same logits but different random
-    generators, so that each would otherwise sample its own token, and one could stop before the others."""
+    """A mode in which every rank uses the random draws of rank 0. The ranks have the same logits but different random
+    generators, so that each would otherwise sample its own token, and one rank could stop before the others."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class RankZeroDraws(TorchFunctionMode):
 
 
 def without_draws() -> AbstractContextManager[object]:
-    """Return a context for a forward pass inside `generate`, which draws nothing: it turns RankZeroDraws off, to save
-    its host time at every function. In compiled code the mode is never active."""
+    """Return a context for a forward pass inside `generate`, which draws nothing: the context turns RankZeroDraws off,
+    to save its host time at every function. In compiled code the mode is never active."""
     modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()
     only_mode = len(modes) == 1 and isinstance(modes[0], RankZeroDraws)
     return torch._C.DisableTorchFunction() if only_mode else nullcontext()

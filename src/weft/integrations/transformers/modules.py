@@ -1,7 +1,7 @@
 """Checks that the modules of a woven model's layers are Transformers' own.
 
 A woven model computes its layers without calling most of their modules. So each module must be as Transformers made it,
-when the model is woven and at every pass after that.
+when the model is woven and at every later pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from ...errors import Unsupported
 
-TRUSTED = ("transformers.", "weft.")  # a woven layer calls the forwards and hooks of these, or does their work
+TRUSTED = ("transformers.", "weft.")  # a woven layer calls these packages' forwards and hooks, or computes the same
 Hooks = Mapping[int, Callable[..., object]]
 
 
@@ -45,7 +45,7 @@ UNBOUND = (
 
 def copy_reason(model: nn.Module) -> str | None:
     """Return why the model cannot be copied: a module's forward that copy.deepcopy does not bind to the copied module.
-    Return None if there is none."""
+    Return None if it can be copied."""
     for path, module in model.named_modules():
         forward = vars(module).get("forward")
         if isinstance(forward, FunctionType) and forward.__closure__:
@@ -110,7 +110,7 @@ class Layers:
         self._unchanged: Callable[[], bool] | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what a deep copy takes over: not the comparison, which refers to this model's modules."""
+        """Return the state for a deep copy, without the comparison, which refers to this model's modules."""
         return vars(self) | {"_unchanged": None}
 
     def check(self) -> None:
@@ -125,7 +125,7 @@ class Layers:
                 _check_hooks(path, hooks)
 
     def _comparison(self) -> Callable[[], bool]:
-        """Return a function that says whether nothing has changed. It runs at every pass, so its loops are in C."""
+        """Return a function that returns whether nothing has changed. It runs at every pass, so its loops are in C."""
         dicts = [module._modules for _, module, _, _ in self._children] + [
             vars(module) for _, module, _ in self._forwards
         ]
@@ -150,7 +150,7 @@ class Layers:
 
 
 def class_of(module: object) -> str:
-    """Return the name of a module's class, with that of the Python module that defines it."""
+    """Return the name of a module's class, with the name of the Python module that defines it."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 

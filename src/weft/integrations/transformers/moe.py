@@ -1,17 +1,17 @@
 """Mixtures of experts of Transformers, woven: Mixtral, Qwen3-MoE and GPT-OSS.
 
-In Transformers' own expert parallelism every rank routes all tokens, copies those of its own experts, computes them,
-and sums over ranks by an all-reduce. The hidden states of a woven layer (nn/decoder_layer.py) depend on the pass's
-tokens:
+In Transformers' own expert parallelism every rank routes all tokens, copies the tokens of its own experts, computes
+their results, and sums over ranks by an all-reduce. The layout of hidden states of a woven layer (nn/decoder_layer.py)
+depends on the number of tokens of the pass:
 
     replicated   qkv | attention | o | all_reduce_rms_norm | router, own experts | all_reduce_rms_norm
     sharded      all-gather + qkv | attention | o + reduce-scatter | norm | router, weft.moe over the ranks | norm
 
-Few tokens are replicated: every rank has all of them, and `weft.moe` on this rank alone computes what its experts, or
-its columns of all experts, add to each token. No token is sent. The result is a partial sum, as that of a dense MLP,
-and a layer exchanges activations twice, under the GEMMs of another token part if there are two. Many tokens are
+Few tokens are replicated: every rank has all tokens, and `weft.moe` on this rank alone computes the contribution of its
+experts, or of its columns of all experts, to each token. No token is sent. The result is a partial sum, as for a dense
+MLP, and a layer exchanges activations twice, under the GEMMs of the other token part if there are two. Many tokens are
 sharded: a rank routes only its own rows, and tokens are exchanged under the grouped GEMMs. Attention is tensor-parallel
-in both, with its three projections in one GEMM.
+in both layouts, with its three projections in one GEMM.
 
 `experts_forward` is the experts alone, for Transformers' registry of experts implementations: weft's grouped GEMMs for
 the experts that a rank holds, under Transformers' own parallelism.
@@ -94,8 +94,8 @@ class RankExperts(Bound):
     has split. `split` says which experts they are. Packed gate and up need their bytes a second time, and so do the
     transposed second matrices of GPT-OSS.
 
-    With `local` the module's tensors are already this rank's experts, and routed ids are numbered from 0 among them.
-    `numbers` are those of the module, all of which are built into the kernels.
+    With `local` the module's tensors are already this rank's experts, and routed ids count from 0 among them. `numbers`
+    are the module's numbers, all built into the kernels.
     """
 
     bound = "w13", "w2", "b13", "b2"
@@ -149,13 +149,13 @@ class RankExperts(Bound):
 
 
 def in_memory_of(previous: Tensor | None, t: Tensor) -> Tensor:
-    """Return t, copied into the memory of `previous` if that is a tensor, since a captured graph may read it."""
+    """Return t, copied into the memory of `previous` unless that is None, since a captured graph may read it."""
     return t if previous is None else previous.copy_(t)
 
 
 class Router(Bound):
     """The forward pass of a router, which returns logits, weights and ids, as Transformers' routers do. It reads the
-    numbers that are `followed` at every call."""
+    `followed` numbers at every call."""
 
     bound = "weight", "bias"
     followed = "top_k", "norm_topk_prob"
@@ -184,8 +184,8 @@ def replicated(t: Tensor) -> Tensor:
 
 def experts_forward(world_of: Callable[[], World]) -> Callable[..., Tensor]:
     """Return the implementation of experts that `weft.hf.register_experts` adds to Transformers' `ExpertsInterface`. It
-    computes a module's local experts, whose ids begin at 0; routes to the id after the last one are dropped. Experts
-    are packed at the first call, and again when one of the module's tensors was replaced or written."""
+    computes a module's local experts, with ids from 0; routes to the id after the last expert are dropped. Experts are
+    packed at the first call, and again after one of the module's tensors was replaced or written."""
 
     def forward(module: Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         world, experts = world_of(), vars(module).get(EXPERTS_ATTRIBUTE)
@@ -200,7 +200,7 @@ def experts_forward(world_of: Callable[[], World]) -> Callable[..., Tensor]:
 
 
 class Registered(threading.local):
-    """The World that this thread registered, since emulated ranks are threads of one process, each with its own. A
+    """The World that this thread registered: emulated ranks are threads of one process, each with its own World. A
     thread that registered none uses the World that the process registered last."""
 
     world: World | None = None
@@ -221,9 +221,9 @@ def register_experts(world: World) -> None:
     Qwen3-MoE and GPT-OSS, for inference.
 
     `world` are the ranks over which Transformers splits the experts; all of them have the same tokens. A process uses
-    the World that it registered last, an emulated rank its own. Transformers' parallelism around the experts stays as
-    it is; `weave` replaces that too. Experts are packed at a module's first call, which needs their bytes a second
-    time, and again when a parameter was written (`repack`).
+    the World that it registered last, an emulated rank its own. Transformers' parallelism around the experts does not
+    change; `weave` replaces it too. Experts are packed at a module's first call, which needs their bytes a second time,
+    and again after a parameter was written (`repack`).
     """
     from transformers.integrations.moe import ExpertsInterface
 
@@ -234,7 +234,7 @@ def register_experts(world: World) -> None:
 # -- attention ---------------------------------------------------------------------------------------------------------
 class Projections(HeadsShard):
     """Transformers' own attention of this rank's heads, between weft's projections. `sinks` are the attention sinks of
-    these heads, if the module has sinks and there are other ranks."""
+    these heads, if the module has sinks and there are several ranks."""
 
     bound = ("sinks",)
     sinks: Tensor | None = None
@@ -251,7 +251,7 @@ class Projections(HeadsShard):
         module, projected = self.module, project(self.qkv, normed)
         if self.sinks is None:
             return module(projected, **kwargs)
-        # During the call the sinks of this rank's heads shadow the module's parameter, which has those of all heads.
+        # During the call this rank's sinks shadow the module's parameter, which has the sinks of all heads.
         module.__dict__["sinks"] = self.sinks
         try:
             return module(projected, **kwargs)
@@ -260,8 +260,8 @@ class Projections(HeadsShard):
 
 
 def weave_attention(attention: Module, woven: Woven) -> Projections:
-    """Make `attention` take projected queries, keys and values in place of hidden states and return its heads'
-    output."""
+    """Replace the input of `attention`, the hidden states, by projected queries, keys and values, and its result by its
+    heads' output."""
     projections, start = Projections(attention, woven.world), 0
     woven.follow(projections, projections.qkv, projections.out)
     for linear, width in zip(projections.qkv.linears, projections.qkv.widths, strict=True):
@@ -272,7 +272,7 @@ def weave_attention(attention: Module, woven: Woven) -> Projections:
 
 
 def unprojected(heads: Tensor) -> Tensor:
-    """Return the heads' output as it is: the forward pass of an output projection that follows attention."""
+    """Return the heads' output unchanged: the forward pass of an output projection that runs after attention."""
     return heads
 
 
@@ -303,8 +303,8 @@ def weave_experts(mlp: Module, woven: Woven) -> RoutedExperts:
 
 
 def numbers_of_block(mlp: Module) -> list[Numbers]:
-    """Return the jitter noise of Mixtral, whose random draws a woven model does not make. Raises Unsupported for a
-    block that makes them."""
+    """Return the jitter noise of Mixtral, which a woven model does not draw. Raises Unsupported for a block that draws
+    it."""
     if not hasattr(mlp, "jitter_noise"):
         return []
     if mlp.training and mlp.jitter_noise:
@@ -314,7 +314,7 @@ def numbers_of_block(mlp: Module) -> list[Numbers]:
 
 
 def split_of(experts: Module) -> str:
-    """Return, for the report, what of the experts each rank has."""
+    """Return, for the report, the part of the experts that each rank has."""
     return "whole experts" if parallel_of(experts.gate_up_proj) == "expert" else "columns of all experts"
 
 

@@ -20,7 +20,7 @@ def paged(model: nn.Module) -> nn.Module:
     whether the model is woven or not. Return the model.
 
     The attention is registered with Transformers' `AttentionInterface` and set: as "paged|weft" if continuous batching
-    has attentions of its own, else (Transformers 5.23 and later) as "weft_flash", since those versions refuse names
+    has its own attentions, else (Transformers 5.23 and later) as "weft_flash", since those versions reject names
     without "flash". It serves only continuous batching: call `model.set_attn_implementation("sdpa")` before `forward`
     and `generate`. With "paged|weft" CUDA graphs need `ContinuousBatchingConfig(use_cuda_graph=True)`.
     """
@@ -48,9 +48,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Return attention [1, M, heads, D] of query [1, heads, M, D].
 
-    key and value [1, kv_heads, M, D] go to the cache, which returns the keys and values to attend to; since
-    Transformers 5.24 the caller has done that, and they are [1, kv_heads, N, D]. Raises ValueError outside continuous
-    batching.
+    key and value [1, kv_heads, M, D] update the cache, which returns the keys and values to attend to; since
+    Transformers 5.24 the caller has updated the cache, and they are [1, kv_heads, N, D]. Raises ValueError outside
+    continuous batching.
     """
     if "cu_seq_lens_q" not in kwargs:
         raise ValueError(

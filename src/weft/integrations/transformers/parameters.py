@@ -1,9 +1,9 @@
-"""The parameters of a woven model, which may be written as any other's: `load_state_dict`, `copy_`, merged adapters.
+"""The parameters of a woven model, which may be written like any model's: `load_state_dict`, `copy_`, merged adapters.
 
-Shards compute with views of the parameters, so that writes in place take effect at once, also in a captured graph.
-Where several linears are one GEMM, their parameters become views of the stacked weight. Only experts are packed into
+Shards compute with views of the parameters, so that in-place writes take effect at once, also in a captured graph.
+If several linears are one GEMM, their parameters become views of the stacked weight. Only experts are packed into
 copies, since no view has that layout; they are packed again, in place, after a parameter was written. At the start of
-each pass `refresh` checks whether a parameter is still the same tensor, and for packed ones whether it was written.
+each pass `refresh` checks whether a parameter is still the same tensor, and for packed experts whether it was written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def shard_of(parameter: torch.Tensor, dim: int, world: World) -> torch.Tensor:
     """Return this rank's shard along `dim`: the local tensor of a DTensor, a view of any other parameter. Raises
-    Unsupported for a DTensor that is split otherwise, as FSDP does."""
+    Unsupported for a DTensor that is split differently, as by FSDP."""
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         split = [(n, getattr(p, "dim", None)) for n, p in zip(mesh.shape, placements, strict=True) if n > 1]
@@ -43,8 +43,8 @@ def shard_of(parameter: torch.Tensor, dim: int, world: World) -> torch.Tensor:
 
 
 def stacked(parameters: Sequence[torch.Tensor], previous: torch.Tensor | None) -> torch.Tensor:
-    """Return the rows of all parameters, one after another, and make the parameters views of it. The stack reuses the
-    memory of `previous`, the last one, which a captured graph may read, or gets new memory."""
+    """Return a stack of the rows of all parameters, and make the parameters views of it. The stack reuses the memory of
+    `previous`, the last stack, which a captured graph may read, or has new memory."""
     parts = [local_of(p) for p in parameters]
     stack = torch.cat([part.detach() for part in parts]) if previous is None else previous
     for part, rows in zip(parts, stack.split([part.shape[0] for part in parts]), strict=True):
@@ -60,7 +60,7 @@ class WatchedParameter(nn.Parameter):
     data_accesses = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
-        """Return a copy that is not watched, without an access to `data`, since nothing is written."""
+        """Return an unwatched copy without an access to `data`, since nothing is written."""
         if id(self) not in memo:
             data: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
             memo[id(self)] = nn.Parameter(data.clone(memory_format=torch.preserve_format), self.requires_grad)
@@ -81,9 +81,9 @@ class WatchedParameter(nn.Parameter):
 
 
 class ParameterState(NamedTuple):
-    """A parameter when a shard was bound to it. `owner` is the `_parameters` of its module, which has it under `name`.
-    The tensors are kept alive, so that no other tensor can get the same address. `form` is dtype, shape and device, for
-    errors; `writes` are version counters."""
+    """A parameter as it was when a shard was bound to it. `owner` is its module's `_parameters`, which has it under
+    `name`. The tensors are kept alive, so that no new tensor can get the same address. `form` is dtype, shape and
+    device, for errors; `writes` are version counters."""
 
     owner: dict[str, nn.Parameter | None]
     name: str
@@ -114,7 +114,7 @@ class Unchanged:
 
 class Bound:
     """A shard with tensors that `_bind` derives from the parameters of modules. `bound` names these tensors. A deep
-    copy does not take them over: it is bound to the parameters of the copied modules at its first pass."""
+    copy does not copy them: its first pass binds it to the parameters of the copied modules."""
 
     bound: ClassVar[tuple[str, ...]]
     parameters: Parameters
@@ -126,8 +126,8 @@ class Bound:
 class Parameters:
     """The parameters of some modules, to which a shard is bound.
 
-    `bind` derives the shard's tensors from the parameters. It is called again when a parameter is another tensor, and,
-    if the shard has `packed` copies, also when a parameter was written, and for a deep copy.
+    `bind` derives the shard's tensors from the parameters. It is called again after a parameter was replaced by a new
+    tensor, if the shard has `packed` copies also after a parameter was written, and for a deep copy.
     """
 
     _unchanged: Unchanged | None = None
@@ -137,7 +137,7 @@ class Parameters:
         self.bind()
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what a deep copy takes over: of the states only the form."""
+        """Return the state for a deep copy, with only the form of each ParameterState."""
         return vars(self) | {"_unchanged": None, "states": [state._replace(local=None) for state in self.states]}
 
     def bind(self) -> None:
@@ -175,7 +175,7 @@ class Parameters:
 
     def refresh(self, world: World, path: Callable[[nn.Module], str]) -> None:
         """Bind the shard again if a parameter has changed. `path` returns a module's name, for errors. Raises
-        Unsupported for another shape, dtype or device than before, WeftError inside a CUDA graph capture."""
+        Unsupported for a changed shape, dtype or device, WeftError inside a CUDA graph capture."""
         if not self.changed():
             return
         for module in self.modules:

@@ -33,11 +33,12 @@ Module: TypeAlias = Any  # an object of Transformers, whose attributes the type 
 
 
 class ColumnShards(Bound):
-    """This rank's columns of linears with the same input. Linears that Transformers has split, or those of a single
-    rank, become views of one stacked weight and are one GEMM; those that every rank has whole are a GEMM each."""
+    """This rank's columns of linears with the same input. Linears that Transformers has split, or the linears of a
+    single rank, become views of one stacked weight and are one GEMM; linears that every rank has whole are a GEMM
+    each."""
 
     bound = "weights", "biases"
-    weights: Sequence[torch.Tensor] = ()  # one a GEMM
+    weights: Sequence[torch.Tensor] = ()  # one for each GEMM
     biases: Sequence[torch.Tensor | None] = ()
 
     def __init__(self, linears: Sequence[nn.Linear], world: World) -> None:
@@ -55,7 +56,7 @@ class ColumnShards(Bound):
         if self.world.size > 1 and not all(isinstance(p, DTensor) for p in parameters):
             return [shard_of(p, 0, self.world) for p in parameters]
         for p in parameters:
-            shard_of(p, 0, self.world)  # raises for a parameter that is split otherwise
+            shard_of(p, 0, self.world)  # raises for a parameter that is split differently
         return [stacked(parameters, previous[0] if previous else None)]
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -115,7 +116,7 @@ def _linear(
 
 
 class HeadShard(Bound):
-    """The output head of a model that Transformers has split: this rank's columns, and those of the other ranks by
+    """The output head of a model that Transformers has split: this rank's columns, and the other ranks' columns by
     NCCL's all-gather. `eager_forward` is the module's own forward, which torch.compile can trace."""
 
     bound = ("weight",)
@@ -162,9 +163,9 @@ class MlpShard:
 
 
 class HeadsShard(Bound):
-    """Attention of this rank's heads. `attend` takes normalised hidden states and returns the heads' output [.., heads
-    D] and the attention weights; its argument `project` computes the projections [.., N]. `out` is the output
-    projection, `heads` the number of query heads and of key-value heads."""
+    """Attention of this rank's heads. `attend` returns, for normalised hidden states, the heads' output [.., heads D]
+    and the attention weights; its argument `project` computes the projections [.., N]. `out` is the output projection,
+    `heads` the number of query heads and of key-value heads."""
 
     attend: Callable[..., tuple[torch.Tensor, Any]]
 
@@ -175,7 +176,7 @@ class HeadsShard(Bound):
         self.heads = self.qkv.widths[0] // attention.head_dim, self.qkv.widths[1] // attention.head_dim
 
     def has_causal_mask(self, layer: int) -> bool:
-        """Return whether the mask that Transformers makes for layer number `layer` has no window."""
+        """Return whether the mask that Transformers makes for layer `layer` has no window."""
         config = self.module.config
         if getattr(config, "sliding_window", None) is None:
             return True
@@ -184,8 +185,8 @@ class HeadsShard(Bound):
 
 
 class AttentionShard(HeadsShard):
-    """Attention without the output projection, whose rows may run in two token parts. Like Transformers'
-    forward it reads the numbers of the module, which are `followed`, and of its configuration at every call."""
+    """Attention without the output projection, which may run in two token parts. At every call it reads the `followed`
+    numbers of the module and of its configuration, as Transformers' forward does."""
 
     bound = ("norm_weights",)
     norm_weights: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -250,8 +251,8 @@ class AttentionShard(HeadsShard):
     ) -> tuple[torch.Tensor, Any]:
         """Return the heads' output [.., heads D] in place of hidden states, and the attention weights.
 
-        Since Transformers 5.24 a module of attention updates every cache, which it takes as `cache`. Before, it updated
-        `past_key_values`, and `cache` was that of continuous batching, which the attention function updates."""
+        Since Transformers 5.24 an attention module updates every cache, passed as `cache`. Earlier it updated
+        `past_key_values`, and `cache` was the cache of continuous batching, which the attention function updates."""
         module, qkv, (cos, sin) = self.module, project(self.qkv, hidden_states), position_embeddings
         shape, window, dropout = qkv.shape[:-1], self.window, module.attention_dropout if module.training else 0.0
         qkv = rotary(qkv.flatten(0, -2), cos, sin, *self.heads, self.norm_weights, self.norm_eps(), world=self.world)
@@ -275,8 +276,8 @@ class AttentionShard(HeadsShard):
     def _faster_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
     ) -> torch.Tensor | None:
-        """Return attention [B, M, heads, D] if torch has a faster call than Transformers' own, else None. Which one is
-        faster depends on the batch, so that a batch-invariant World has none."""
+        """Return attention [B, M, heads, D] if torch has a faster call than Transformers' own, else None. Which call is
+        faster depends on the batch, so a batch-invariant World always gets None."""
         if self.world.batch_invariant:
             return None
         (b, heads, m, d), kv, scale = q.shape, k.shape[1], self.module.scaling

@@ -29,15 +29,15 @@ def styles(plan: str | Plan = "auto") -> Styles:
     `distributed_config=DistributedConfig(tp_size=..)`.
 
     Return a Styles, which restores Transformers' styles as a context manager or by `close()`; loaded models keep their
-    linears. `plan` is that of `weft.matmul_all_reduce`; raises ValueError for one that it does not have. Calls with a
-    gradient, another dtype than bfloat16 and float16, or a group without a World use Transformers' own linears. `weave`
-    overlaps more, and may follow.
+    linears. `plan` is a plan of `weft.matmul_all_reduce`; any other raises ValueError. Calls with a gradient, a dtype
+    other than bfloat16 and float16, or a group without a World use Transformers' own linears. `weave` overlaps more
+    than these styles, and may be called afterwards.
     """
     return Styles(plan)
 
 
 class Styles:
-    """weft's styles while they are in place. `linears` counts the linears that have got a forward of weft."""
+    """weft's styles while they are registered. `linears` counts the linears that have weft's forward."""
 
     def __init__(self, plan: str | Plan) -> None:
         from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
@@ -49,7 +49,7 @@ class Styles:
             ALL_PARALLEL_STYLES[name] = self._style(type(style), _rows if name == "rowwise" else _columns)
 
     def _style(self, base: type[Any], compute: Callable[..., torch.Tensor | None]) -> Any:
-        """Return an object of Transformers' style `base` that installs another forward."""
+        """Return an object of Transformers' style `base` that installs a forward by `compute`."""
         styles = self
 
         class Style(base):
@@ -81,7 +81,7 @@ class Styles:
 
 
 def _with_fallback(compute: Callable[[torch.Tensor], torch.Tensor | None], fallback: Forward) -> Forward:
-    """Return a forward that calls `compute`, and `fallback` where that does not apply or returns None."""
+    """Return a forward that calls `compute`, and `fallback` if `compute` does not apply or returns None."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = None if torch.is_grad_enabled() or isinstance(x, DTensor) or x.dtype not in DTYPES else compute(x)
@@ -107,7 +107,8 @@ def _columns(module: Any, group: Any, plan: str | Plan, x: torch.Tensor) -> torc
 
 
 def _local(parameter: torch.Tensor, placement: Shard | Replicate) -> torch.Tensor | None:
-    """Return the local tensor of a DTensor with this placement; None for another one, such as a quantised weight."""
+    """Return the local tensor of a DTensor with this placement; None for any other tensor, such as a quantised
+    weight."""
     if not isinstance(parameter, DTensor) or tuple(parameter.placements) != (placement,):
         return None
     return parameter.to_local()

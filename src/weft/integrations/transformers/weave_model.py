@@ -43,24 +43,24 @@ def weave(
             every rank, which then computes with its shard. `state_dict` and `save_pretrained` are unchanged, and later
             writes to the parameters take effect. Linears that become one GEMM become views of one weight; experts are
             packed, which needs their bytes a second time (`repack`).
-        world: the ranks. None: those that the model is split over, by `weft.init`.
-        plan: that of `all_reduce_rms_norm`.
-        two_parts: the number of tokens from which on a pass runs through a layer in two token parts, one's all-reduce
-            and norm under the other's GEMMs (TokenWeave, section 4); attention computes both at once. "auto": the
-            number from which on that was measured to be faster, on this GPU, for these sizes and this number of ranks;
-            never with experts, which were not measured. None: never.
+        world: the ranks. None: `weft.init` makes the World of the ranks over which the model is split.
+        plan: as in `all_reduce_rms_norm`.
+        two_parts: the least number of tokens for which a pass runs through a layer in two token parts, one part's
+            all-reduce and norm under the other's GEMMs (TokenWeave, section 4); attention computes both parts at once.
+            "auto": the least number for which two parts were measured to be faster than one, on this GPU, for these
+            sizes and this number of ranks; never with experts, which were not measured. None: never.
 
     Logits agree with the model's own to rounding: sums over ranks, residual and norm are computed in float32 and
     rounded once. `forward`, `generate`, caches and CUDA graphs work as before. All ranks must make the same calls, and
-    where `generate` samples they take the draws of rank 0. `output_hidden_states` gathers the hidden states;
-    `output_attentions` is refused. `unweave` restores the model, `report` says what was replaced. On a batch-invariant
-    World (`weft.init`) what weft computes keeps the promise; attention, the embedding and an output head that is whole
-    on every rank stay Transformers' own, and experts are refused.
+    if `generate` samples, they use the draws of rank 0. `output_hidden_states` gathers the hidden states;
+    `output_attentions` is rejected. `unweave` restores the model, `report` says what was replaced. On a batch-invariant
+    World (`weft.init`) weft's results are batch-invariant; attention, the embedding and an output head that is whole on
+    every rank stay Transformers' own, and experts are rejected.
 
     Raises:
-        Unsupported, naming the module: another model, quantised or adapted linears, heads that the ranks do not divide,
-            another dtype or activation; a class, a forward or a hook inside a layer that is not Transformers' own (at
-            the next pass, if it was set later).
+        Unsupported, naming the module: any other model, quantised or adapted linears, heads that the ranks do not
+            divide, any other dtype or activation; a class, a forward or a hook inside a layer that is not Transformers'
+            own (at the next pass, if it was set later).
         ValueError: a model that is woven already, or that is whole on every rank and comes without a World; a plan that
             `all_reduce_rms_norm` does not have; a call that needs a gradient.
     """
@@ -118,8 +118,8 @@ def _generate(model: Module, woven: Woven) -> None:
 
 
 def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
-    """Yield the hooks that a woven model calls: those of routers, and the pre-hooks of a dense model's attention, which
-    takes the normalised hidden states."""
+    """Yield the hooks that a woven model calls: the hooks of routers, and the pre-hooks of a dense model's attention,
+    whose input is the normalised hidden states."""
     for layer in layers:
         if type(layer).__name__ not in moe.LAYERS:
             yield layer.self_attn._forward_pre_hooks
@@ -129,7 +129,7 @@ def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
 
 
 def _weave_layers(base: Module, woven: Woven) -> HeadsShard:
-    """Replace the forwards of layers and of the final norm. Return one of the layers' attentions."""
+    """Replace the forwards of the layers and of the final norm. Return the attention of one layer."""
     layers = [*base.layers]
     for index, layer in enumerate(layers):
         attention, mlp = _weave_attention(layer, woven), _weave_mlp(layer.mlp, woven)
@@ -169,9 +169,9 @@ def repack(model: nn.Module) -> nn.Module:
     """Pack the experts of a woven model, or of one with `register_experts`, from their parameters again. Return the
     model.
 
-    A pass does this itself after `load_state_dict`, `copy_` and writes through `data`. Call `repack` after writes that
-    torch does not count, such as those of a collective (`torch.distributed.broadcast`) or a kernel, and before the
-    replay of a CUDA graph: packed experts keep their memory. Other weights are the parameters' own memory.
+    A pass repacks by itself after `load_state_dict`, `copy_` and writes through `data`. Call `repack` after writes that
+    torch does not count, such as the writes of a collective (`torch.distributed.broadcast`) or a kernel, and before the
+    replay of a CUDA graph: packed experts keep their memory. All other weights are the parameters' own memory.
     """
     woven = getattr(model, WOVEN_ATTRIBUTE, None)
     registered = [
@@ -186,8 +186,8 @@ def repack(model: nn.Module) -> nn.Module:
 
 
 def report(model: nn.Module) -> str:
-    """Return what `weave` replaced and what it left alone, a line each. Raises ValueError for a model that is not
-    woven."""
+    """Return a line for each thing that `weave` replaced and for each that it did not. Raises ValueError for a model
+    that is not woven."""
     woven = _woven(model)
     world = woven.world
     lines = [f"woven over {world.size} ranks, this one {world.rank}"]
@@ -198,8 +198,8 @@ def report(model: nn.Module) -> str:
 def _two_parts(
     world: World, layer: Module, plan: str | Plan, two_parts: str | int | None
 ) -> tuple[int | None, str | Plan]:
-    """Return the number of tokens from which on a pass runs in two parts (None: never), and the plan of its norms.
-    "auto" takes them from the measurements of a decoder of these sizes (`two_parts_from`). Only dense decoders were
+    """Return the least number of tokens for which a pass runs in two parts (None: never), and the plan of its norms.
+    "auto" reads both from the measurements of a decoder of these sizes (`two_parts_from`). Only dense decoders were
     measured: a model with experts runs in two parts only if `two_parts` is a number."""
     if two_parts is None or world.size == 1:
         return None, plan
@@ -278,7 +278,7 @@ def _check(base: nn.Module, layers: list[Module]) -> None:
 
 
 def _check_split(layers: list[Module], world: World) -> None:
-    """Check that every rank has whole heads, and as many columns or experts as the others."""
+    """Check that every rank has whole heads, and that all ranks have equally many columns or experts."""
     config, head = layers[0].self_attn.config, layers[0].self_attn.head_dim
     for name, count in (("heads", config.num_attention_heads), ("key-value heads", config.num_key_value_heads)):
         if count % world.size:

@@ -21,14 +21,15 @@ from .parameters import Bound, Parameters, Unchanged
 class Woven:
     """The state of a woven model.
 
-    A deep copy of the model has its own: every forward and function in here is a method of an object, or has its
+    A deep copy of the model has its own state: every forward and function in it is a method of an object, or has its
     arguments in a functools.partial, which copy.deepcopy binds to the copied modules. `model` is the whole model.
 
-    `replaced` has a line for each kind of module that was replaced, `left` the module and reason of the others. The
-    functions of `undo` restore the modules. From `two_parts` tokens on (None: never) a pass runs in two token parts,
-    whose `all_reduce_rms_norm` uses `two_parts_plan`. `experts` says whether any layer has experts, `shards_tokens`
-    whether the hidden states of many tokens are sharded. Of the current pass, `causal` says that a dense
-    mask is only causal, `depth` how many layers run, and `recorded` that Transformers records hidden states.
+    `replaced` has a line for each kind of module that was replaced, `left` the name of and the reason for each module
+    that was not. The functions of `undo` restore the modules. With at least `two_parts` tokens (None: never) a pass
+    runs in two token parts, and `all_reduce_rms_norm` uses `two_parts_plan`. `experts` says whether any layer has
+    experts, `shards_tokens` whether the hidden states of many tokens are sharded. For the current pass, `causal` says
+    that a dense mask is only causal, `depth` how many layers run, and `recorded` that Transformers records hidden
+    states.
     """
 
     model: nn.Module
@@ -50,8 +51,8 @@ class Woven:
     unchanged: Unchanged | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Woven:
-        """Return the state of a copied model, whose shards are bound to its parameters at its first pass. Raises
-        Unsupported if a module has a forward that copy.deepcopy cannot bind to the copied module."""
+        """Return the state of a copied model. Its first pass binds its shards to its parameters. Raises Unsupported if
+        a module has a forward that copy.deepcopy cannot bind to the copied module."""
         if why := copy_reason(self.model):
             raise Unsupported(why)
         twin = memo[id(self)] = copy.copy(self)
@@ -65,7 +66,7 @@ class Woven:
         self.undo += [shard.parameters.release for shard in shards]
 
     def check(self, base: nn.Module) -> None:
-        """Check before a pass that only what a woven model follows has changed since weaving."""
+        """Check before a pass that nothing has changed since weaving but what a woven model follows."""
         assert self.layers is not None
         self.layers.check()
         if torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()):
@@ -76,7 +77,7 @@ class Woven:
         self.refresh(base)
 
     def refresh(self, base: nn.Module, *_: object) -> None:
-        """Rebind the shards whose parameters have changed. It is also the base model's hook after `load_state_dict`."""
+        """Rebind the shards with changed parameters. This is also the base model's hook after `load_state_dict`."""
         bound = [parameters for parameters in self.parameters if parameters.packed]
         if self.unchanged is None or not self.unchanged.holds():
             bound = self.parameters
@@ -88,7 +89,7 @@ class Woven:
             )
 
     def forward(self, module: nn.Module, forward: Callable[..., object]) -> None:
-        """Make `module` run `forward`, which is set on the instance, as Transformers' own styles do."""
+        """Make `module` run `forward` by setting it on the instance, as Transformers' own styles do."""
         self.replace(module, "forward", forward)
 
     def undo_all(self) -> None:

@@ -1,15 +1,15 @@
 """weft in vLLM: `pip install weft` into vLLM's environment, then `vllm serve`.
 
-vLLM calls the entry point in its group `vllm.general_plugins` in each of its processes. Once a tensor-parallel model is
-loaded, weft's operators replace its sums over ranks:
+vLLM calls the entry point in the group `vllm.general_plugins` in each of its processes. Once vLLM has loaded a
+tensor-parallel model, weft's operators replace the model's sums over ranks:
 
     row-parallel linear -> RMSNorm -> column-parallel linear    one operator (row_norm_column.py)
     experts -> RMSNorm -> column-parallel linear                the same, without the first GEMM
     other row-parallel linears                                  row_all_reduce.py
 
-With WEFT_VLLM_FP8=1 the GEMMs may be those of FP8 linears (fp8.py).
+With WEFT_VLLM_FP8=1 weft also serves the GEMMs of FP8 linears (fp8.py).
 
-The places are found in the model's own forward (dataflow.py). WEFT_VLLM=0 turns the plugin off; mixtures of
+The plugin finds these sums in the model's own forward (dataflow.py). WEFT_VLLM=0 turns the plugin off; mixtures of
 experts are served with WEFT_VLLM=1.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["register", "report", "state"]
 
 
 def state() -> str:
-    """Return in a line whether the plugin would be loaded, and what it would not find. Imports vLLM if it is
+    """Return one line that says whether the plugin would be loaded, and what it would not find. Imports vLLM if it is
     installed."""
     if installed() is None:
         return "not installed"
@@ -39,7 +39,7 @@ def report(llm: VllmObject) -> str:
     """Return what weft serves in an engine (`vllm.LLM`), what it leaves to vLLM and why, and the calls so far, a line
     each.
 
-    Raises WeftError if its workers do not know weft: the plugin is off there, or not installed.
+    Raises WeftError if the engine's workers do not know weft: the plugin is off there, or not installed.
     """
     try:
         texts = llm.collective_rpc("weft_report")

@@ -1,11 +1,12 @@
-"""Which passes of an engine run with weft: whole forward passes of the loaded model with and without it, timed at the
-engine's start in the mode in which requests run them, at both ends of ranges of tokens up to the engine's limit.
+"""Choose which passes of an engine run with weft. At the engine's start whole forward passes of the loaded model are
+timed with and without weft, in the mode in which requests run them, at both ends of ranges of tokens up to the engine's
+limit.
 
-Sizes that vLLM captures are captured and replayed; others are launched by the host, back to back. A form
-(`PASS_FORMS`) gets a range if it is at least MIN_SPEEDUP times as fast as vLLM's own pass at both ends; the fastest
-gets it if several do. Ranges are compared from the highest down: a form that is far slower at the high end of one is
-left out of the lower ones of the same mode, where the host's time weighs more. The ranges are stored by what the times
-depend on, so that later starts time nothing.
+Sizes that vLLM captures are captured and replayed; the host launches all other sizes back to back. A form
+(`PASS_FORMS`) is chosen for a range if it is at least MIN_SPEEDUP times as fast as vLLM's own pass at both ends; if
+several forms are, the fastest is chosen. Ranges are compared from the highest down: a form that is far slower than the
+fastest pass at the high end of a range is left out of the lower ranges of the same mode, where the host's time weighs
+more. The ranges are stored under everything that the times depend on, so that later starts time nothing.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from .woven import FEWEST_TOKENS
 
 VLLM = "vLLM"  # the candidate that is vLLM's own pass
 PassWay: TypeAlias = Plan | str
-RunPass: TypeAlias = Callable[[int], object]  # runs a pass of so many tokens
+RunPass: TypeAlias = Callable[[int], object]  # runs a pass with this number of tokens
 Times: TypeAlias = tuple[int, dict[str, float]]  # a number of tokens, and us by way
-IN_GRAPHS = (Sequential(), OwnRows())  # the forms of few tokens, which one GEMM's tile holds
-FAR_SLOWER = 1.3  # a form that takes so many times the fastest pass, in two passes, is timed no further
+IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, which fit in one tile of a GEMM
+FAR_SLOWER = 1.3  # a form that takes this many times the fastest pass's time, twice, is timed no further
 
 
 class TokenSpan(NamedTuple):
-    """A range of tokens to compare at its ends: at `high`, and at a low end. `lows` has those to try, as (first number
-    of tokens, number that is timed for it), the one of the widest range first. `mode` is "graph" or "eager"."""
+    """A range of tokens to compare at its ends: at `high`, and at a low end. `lows` has the low ends to try, as (first
+    number of tokens, number that is timed for it), the widest range first. `mode` is "graph" or "eager"."""
 
     high: int
     lows: tuple[tuple[int, int], ...]
@@ -52,8 +53,8 @@ class TokenSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Range:
-    """The result for a range of tokens. `form` is None where vLLM's own pass runs. `us` has the times of the passes at
-    the ends, (tokens, {way: us}); none if no form was worth timing."""
+    """The result for a range of tokens. `form` is None if vLLM's own pass runs. `us` has the times of the passes at the
+    ends, (tokens, {way: us}); it is empty if no form was worth timing."""
 
     low: int
     high: int
@@ -61,7 +62,7 @@ class Range:
     us: tuple[Times, ...]
 
     def line(self) -> str:
-        """Return the range for the report, with the times of vLLM's own pass over those of the others."""
+        """Return the range for the report, with the speed of each form relative to vLLM's own pass."""
         ends = []
         for tokens, times in self.us:
             others = [f"{times[VLLM] / us:.3f}x by {way}" for way, us in times.items() if way != VLLM]
@@ -72,13 +73,13 @@ class Range:
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
 def spans(passes: Passes) -> Iterator[TokenSpan]:
-    """Yield the ranges: those of captured sizes by powers of four, the others by powers of two. Where a form wins at
-    the high end of one alone, its upper half is tried, and then its upper quarter."""
+    """Yield the ranges: captured sizes by powers of four, the others by powers of two. If a form wins only at the high
+    end of a range, the upper half of the range is tried, and then its upper quarter."""
     captured = passes.captured
     high = 0
     for _, group in itertools.groupby(captured, lambda size: ((size - 1).bit_length() + 1) // 2):
         sizes = list(group)
-        firsts = [size + 1 for size in (high, *sizes)]  # of the tokens that each size serves
+        firsts = [size + 1 for size in (high, *sizes)]  # the first number of tokens that each size serves
         lows = dict.fromkeys(len(sizes) * part // 4 for part in (0, 2, 3))
         yield TokenSpan(sizes[-1], tuple((firsts[i], sizes[i]) for i in lows), "graph")
         high = sizes[-1]
@@ -90,7 +91,7 @@ def spans(passes: Passes) -> Iterator[TokenSpan]:
 
 
 def forms_of(by_rows: bool, passes: Passes) -> Sequence[Plan]:
-    """Return the forms that the model and the World allow. Batch invariance allows the first alone, since rows must
+    """Return the forms that the model and the World allow. Batch invariance allows only the first form, since rows must
     have the same bits in passes of any number of tokens."""
     if passes.world.batch_invariant:
         return PASS_FORMS[:1]
@@ -108,7 +109,7 @@ def may_run(form: Plan, span: TokenSpan) -> bool:
 
 
 def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> list[Range]:
-    """Return what is faster in each range, for tokens of so large a vocabulary. Collective."""
+    """Return the fastest way in each range, for tokens of a vocabulary of this size. Collective."""
     chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
     generator = torch.Generator().manual_seed(0)  # the same tokens on all ranks
     ids = torch.randint(vocabulary, (passes.max_tokens,), generator=generator)
@@ -116,7 +117,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
     passes.put(Compared)
 
     def timed(tokens: int, forms: Sequence[Plan], mode: str) -> tuple[Times, dict[Plan, float]]:
-        """Return the times of passes of so many tokens, and the gain of each form that is worth it."""
+        """Return the times of passes of `tokens` tokens, and the gain of each form that is worth it."""
         trial = chooser.trial(choice(passes, tokens, forms, mode, run))
         assert trial is not None
         gains = {form: trial.times[VLLM].us(mode) / trial.times[form].us(mode) for form in forms}
@@ -157,7 +158,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 
 
 def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, run: RunPass) -> Choice[PassWay]:
-    """Return the choice of the way in which passes of so many tokens run."""
+    """Return the choice of the way in which passes of `tokens` tokens run."""
     graphs: dict[PassWay, torch.cuda.CUDAGraph] = {}
 
     def in_way(way: PassWay) -> None:
@@ -179,8 +180,8 @@ def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, r
 
 
 class Compared(Switched):
-    """A stack of layers whose passes have random tokens. Those of vLLM's own dummy runs are all the same, so that the
-    same few experts would serve them."""
+    """A stack of layers whose passes have random tokens. The tokens of vLLM's own dummy runs are all the same, so that
+    the same few experts would serve them."""
 
     def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
         passes: Passes = self.__dict__["weft_passes"]
@@ -191,7 +192,7 @@ class Compared(Switched):
 
 
 class Captured(Compared):
-    """A stack of layers whose passes are captured."""
+    """A stack of layers with captured passes."""
 
     def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
         graph: torch.cuda.CUDAGraph = self.__dict__["weft_graph"]
@@ -233,7 +234,7 @@ def pass_of(runner: VllmObject, config: VllmObject) -> RunPass:
 
 # -- storing -----------------------------------------------------------------------------------------------------------
 def stored_at(model: str, depends_on: Mapping[str, object]) -> Path | None:
-    """Return the file for the ranges of such a model, in the user's cache directory. None without platformdirs."""
+    """Return the file for the ranges of this model, in the user's cache directory. None without platformdirs."""
     try:
         from platformdirs import user_cache_dir
     except ModuleNotFoundError:
@@ -255,7 +256,7 @@ def read(path: Path | None) -> list[Range] | None:
 
 
 def write(path: Path | None, ranges: Sequence[Range], depends_on: Mapping[str, object]) -> None:
-    """Store the ranges, so that a reader never sees half a file. Raises OSError."""
+    """Store the ranges in such a way that a reader never sees half a file. Raises OSError."""
     if path is None:
         return
     rows = [(r.low, r.high, r.form and r.form.to_json(), r.us) for r in ranges]

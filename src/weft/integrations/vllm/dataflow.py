@@ -1,9 +1,9 @@
-"""Find the reductions of a model whose only reader is a norm, by tracing the model's own forward symbolically.
+"""Find the reductions of a model that only a norm reads, by tracing the model's own forward symbolically.
 
 A reduction is a module that ends in an all-reduce: a row-parallel linear, or the runner of a mixture of experts. The
 graph has one node for each module without a reduction inside. So it shows how sums, norms and column-parallel linears
-are connected, whatever the names of the model and its modules. An RMSNorm that is the only reader of a reduction can
-compute its sum (`Site`). Modules whose use the graph does not prove stay as they are.
+are connected, for any names of the model and its modules. An RMSNorm that is the only reader of a reduction can compute
+its sum (`Site`). A module stays unchanged unless the graph proves how it is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Kinds(Protocol):
     """The kinds of an engine's modules."""
 
     def reduces(self, module: nn.Module) -> bool:
-        """Return whether the module ends in an all-reduce that it can leave out."""
+        """Return whether the module ends in an all-reduce that can be left out."""
 
     def gives_bias(self, module: nn.Module) -> bool:
         """Return whether the module returns (output, bias)."""
@@ -38,7 +38,7 @@ class Kinds(Protocol):
 @dataclass
 class Site:
     """A chain reduction -> norm -> column. `residual` says whether the norm adds a residual. `column` is the only
-    reader of the normalised rows if that is a column-parallel linear, else None. `name` is the norm's name."""
+    reader of the normalised rows if that reader is a column-parallel linear, else None. `name` is the norm's name."""
 
     name: str
     reduction: nn.Module
@@ -50,7 +50,7 @@ class Site:
 @dataclass
 class Flow:
     """The sites of a model, in the order of the forward pass. `by_rows` says whether only sites' norms read the
-    residuals that sites' norms return. `left` has the reasons why parts of the model could not be traced."""
+    residuals that sites' norms return. `left` has the reason for each part of the model that could not be traced."""
 
     sites: list[Site] = field(default_factory=list)
     by_rows: bool = False
@@ -59,8 +59,8 @@ class Flow:
 
 # -- tracing -----------------------------------------------------------------------------------------------------------
 class Symbol(fx.Proxy):
-    """A tensor of two arbitrary sizes. A node whose sizes the forward reads is marked, since that counts as a
-    reader."""
+    """A tensor of two arbitrary sizes. If the forward reads a node's sizes, the node is marked, since this read counts
+    as a reader."""
 
     @property
     def shape(self) -> torch.Size:
@@ -80,7 +80,7 @@ EMBEDDED = ("input_ids", "intermediate_tensors")  # the arguments that are None 
 
 
 class TracedForward(nn.Module):
-    """A module's forward with the tracer's arguments: only tensors, by name. Those of `absent` are None."""
+    """A module's forward with the tracer's arguments: only tensors, by name. The arguments in `absent` are None."""
 
     optional = ("inputs_embeds", "residual")  # passed although they have defaults
 
@@ -156,8 +156,8 @@ class Graph(NamedTuple):
 
 
 def traced(module: nn.Module, reduces: Reduces, absent: Sequence[str] = EMBEDDED) -> Graph:
-    """Return the graph of the module's forward, traced on symbols, without the arguments `absent`. Raises what that
-    forward raises on symbols. Attributes that it sets on modules are restored."""
+    """Return the graph of the module's forward, traced on symbols, without the arguments `absent`. Raises the errors
+    that the forward raises on symbols. Attributes that the forward sets on modules are restored."""
     tracer, saved = Tracer(reduces), [(child, dict(child.__dict__)) for child in module.modules()]
     root = TracedForward(module, tracer, absent)
     try:
@@ -249,7 +249,7 @@ def module_of(graph: Graph, node: fx.Node | None) -> nn.Module | None:
 
 
 def first_item(node: fx.Node) -> fx.Node | None:
-    """Return the node that takes the first item of the pair `node`. Return None if no node does, or if the pair is also
+    """Return the node that reads the first item of the pair `node`. Return None if no node does, or if the pair is also
     used as a whole."""
     items: dict[object, fx.Node] = {}
     for user in node.users:

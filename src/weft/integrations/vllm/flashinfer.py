@@ -1,9 +1,9 @@
-"""FlashInfer's kernel for all-reduce + residual + RMSNorm, as another form of a pass.
+"""FlashInfer's kernel for all-reduce + residual + RMSNorm, as an additional form of a pass.
 
-vLLM's compiler puts this kernel into vLLM's own passes (`fuse_allreduce_rms`), where sums are no larger than a limit by
-GPU and number of ranks: on Hopper 64 MiB with two ranks, 2 MiB with four. It does not see the sums of the twin. So
-there the kernel is a form of its own (row_norm_column.py), which competes up to another limit: that of the memory for
-its workspace. The kernels are those of its backend "trtllm", in one and two shots, which need no multicast.
+vLLM's compiler puts this kernel into vLLM's own passes (`fuse_allreduce_rms`), if sums are no larger than a limit that
+depends on the GPU and the number of ranks: on Hopper 64 MiB with two ranks, 2 MiB with four. The compiler does not see
+the sums of the twin. So in the twin the kernel is a form of its own (row_norm_column.py), limited by the memory for its
+workspace instead. weft uses the kernels of FlashInfer's backend "trtllm", one- and two-shot, which need no multicast.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ...plans import Plan
 from ...world import World
 from .interface import VllmObject
 
-ROW_BUFFERS = 4  # of the rows of all ranks that a workspace holds: one for two shots, three for one shot
-WORKSPACE_BYTES = 256 << 20  # bytes of a workspace: half of what vLLM's own takes with two ranks
+ROW_BUFFERS = 4  # buffers for the rows of all ranks in a workspace: one for two shots, three for one shot
+WORKSPACE_BYTES = 256 << 20  # bytes of a workspace: half the size of vLLM's own with two ranks
 
 Gather: TypeAlias = Callable[[tuple[str, ...]], Sequence[tuple[str, ...]]]
 WorkspaceKey: TypeAlias = tuple[int, torch.dtype]  # the columns and the dtype of the rows
@@ -60,20 +60,20 @@ def asked_for(config: VllmObject) -> bool:
 
 
 def workspaces(world: World) -> dict[WorkspaceKey, FlashInferWorkspace]:
-    """Return the World's workspaces, which are made at an engine's start."""
+    """Return the World's workspaces, made at an engine's start."""
     table: dict[WorkspaceKey, FlashInferWorkspace] = world.cached("FlashInfer's workspaces", dict)
     return table
 
 
 def limit(world: World, h: int, dtype: torch.dtype, max_tokens: int) -> int:
-    """Return the most tokens of up to `max_tokens` whose rows of h columns a workspace holds."""
+    """Return the largest number of tokens, at most `max_tokens`, for which a workspace holds rows of h columns."""
     return min(max_tokens, WORKSPACE_BYTES // (ROW_BUFFERS * world.size * h * dtype.itemsize))
 
 
 def prepare(world: World, h: int, dtype: torch.dtype, tokens: int, gather: Gather) -> str:
-    """Make the workspace for so many tokens, and call the kernel for few and for all of them. Return the first error of
-    any rank, "" if there is none; `gather` returns the value of every rank. Collective."""
-    for step in (make_workspace, call_kernel):  # no rank waits in a kernel for one that has no workspace
+    """Make the workspace for `tokens` tokens, and call the kernel with few and with all of them. Return the first error
+    of any rank, "" if there is none; `gather` returns the value of every rank. Collective."""
+    for step in (make_workspace, call_kernel):  # no rank waits in a kernel for a rank without a workspace
         try:
             step(world, h, dtype, tokens)
             error = ""

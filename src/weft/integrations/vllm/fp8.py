@@ -1,7 +1,7 @@
-"""The FP8 linears of a model in vLLM: those whose weight and scales weft's operators take, and their products.
+"""The FP8 linears of a model in vLLM with weights and scales that weft's operators support, and their products.
 
-An operator that computes such a GEMM together with a collective quantises x and multiplies by itself. Where no
-collective overlaps the GEMM, the product is vLLM's own (`product`). WEFT_VLLM_FP8=1 turns this on.
+An operator that computes such a GEMM together with a collective quantises x and multiplies with weft's kernels. If no
+collective overlaps the GEMM, vLLM's own kernel computes the product (`product`). WEFT_VLLM_FP8=1 turns this on.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ...world import World
 from .interface import VllmObject
 
 WEFT_VLLM_FP8 = "WEFT_VLLM_FP8"  # the environment variable that turns FP8 GEMMs on with 1
-SAMPLE_ROWS = 64  # the random rows whose products are compared; below 32 vLLM may take another kernel
-# The greatest difference of products, relative to their norm. With x rounded to e4m3 by other scales it is 0.025 or
-# more (K 256 and 4096, normal distribution).
+SAMPLE_ROWS = 64  # random rows for comparing products; below 32 vLLM may use a different kernel
+# The largest accepted difference of products, relative to their norm. If x is rounded to e4m3 by different scales, the
+# difference is 0.025 or more (K 256 and 4096, normal distribution).
 ROUNDING = torch.finfo(torch.bfloat16).eps
 
-# The accepted linears by the addresses of their weights. An operator gets no linear but its tensors, because layers
-# share compiled code, which therefore must not name one.
+# The accepted linears by the addresses of their weights. An operator's arguments are a linear's tensors, not the
+# linear, because layers share compiled code, which therefore must not name a linear.
 _linear_by_address: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
 def asked_for() -> bool:
-    """Return whether FP8 GEMMs are to be served."""
+    """Return whether weft should serve FP8 GEMMs."""
     return os.environ.get(WEFT_VLLM_FP8) == "1"
 
 
@@ -43,7 +43,7 @@ def asked_for() -> bool:
 class LinearWeight(NamedTuple):
     """A linear's weight [N, K] and, if it is e4m3, its scales in float32: [N], [1] for the whole weight, or
     [N / 128, K / 128] by block. They are views of the linear's parameters. vLLM reloads parameters in place and leaves
-    their version unchanged, so that compiled code and CUDA graphs could not see that a copy is stale."""
+    their version unchanged, so that compiled code and CUDA graphs could not detect a stale copy."""
 
     weight: Tensor
     scale: Tensor | None
@@ -51,7 +51,7 @@ class LinearWeight(NamedTuple):
 
 def weight_of(linear: VllmObject) -> LinearWeight:
     """Return the weight of a linear that is unquantised or has passed `layout_problem`. vLLM stores an FP8 weight
-    transposed, but not one with scales by block."""
+    transposed, unless it has scales by block."""
     if linear.weight.dtype != E4M3:
         return LinearWeight(linear.weight, None)
     scale = scale_of(linear)
@@ -61,7 +61,7 @@ def weight_of(linear: VllmObject) -> LinearWeight:
 
 
 def scale_of(linear: VllmObject) -> VllmObject:
-    """Return the scales of an FP8 weight as the linear holds them, or None."""
+    """Return the scales of an FP8 weight as stored in the linear, or None."""
     inverse = getattr(linear, "weight_scale_inv", None)  # their name in DeepSeek's checkpoints
     return getattr(linear, "weight_scale", None) if inverse is None else inverse
 
@@ -93,8 +93,7 @@ def operand_specs(
 
 
 def layout_problem(linear: VllmObject) -> str:
-    """Return why `weight_of` does not read the layout of an FP8 linear, or weft's operators do not take it, "" if they
-    do."""
+    """Return why `weight_of` or weft's operators do not support the layout of an FP8 linear, "" if both do."""
     weight, scale, bias = linear.weight, scale_of(linear), linear.bias
     blocks, n, k = linear.weight_block_size, linear.output_size_per_partition, linear.input_size_per_partition
     if blocks and list(blocks) != [SCALE_BLOCK, SCALE_BLOCK]:
@@ -118,15 +117,15 @@ def layout_problem(linear: VllmObject) -> str:
 
 # -- products ----------------------------------------------------------------------------------------------------------
 def product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    """Return x @ weight.T + bias, on a batch-invariant World by weft's own GEMM. For a weight in e4m3 that is vLLM's
-    own product, or weft's if no linear with it is known."""
+    """Return x @ weight.T + bias, on a batch-invariant World by weft's own GEMM. For a weight in e4m3 vLLM computes the
+    product, or weft if no linear with this weight is known."""
     stream = world.current_stream()
     if world.batch_invariant:
         return matmul(x.contiguous(), weight, bias, world=world)
     if scale is None:
         return world.backend.linear(x.contiguous(), weight, bias, stream)
     linear: VllmObject = _linear_by_address.get(weight.data_ptr())
-    if linear is None or linear.weight.data_ptr() != weight.data_ptr():  # it has a new weight since it was accepted
+    if linear is None or linear.weight.data_ptr() != weight.data_ptr():  # it got a new weight after it was accepted
         return own_product(world, x, weight, bias, scale)
     rows, shape = x.contiguous(), (x.shape[0], weight.shape[0])
     reads = [rows, linear.weight, scale] + ([] if bias is None else [bias])
@@ -146,8 +145,8 @@ def scaled_operands(
     world: World, x: Tensor, weight: Tensor, scale: Tensor | None
 ) -> tuple[Activation, Activation, ProductKeywords]:
     """Return x, the weight and the keywords with which weft's operators multiply them, for a result of x's dtype. A
-    scale of the whole weight is expanded to one a row, since the operators do not combine it with scales of x's
-    rows."""
+    scale of the whole weight is expanded to one for each row, since the operators do not combine a scale by tensor with
+    scales of x's rows."""
     if scale is None:
         return x, weight, {}
     if is_of_whole_weight(scale):
@@ -159,7 +158,7 @@ def scaled_operands(
 
 def difference(world: World, linear: VllmObject, dtype: torch.dtype) -> str:
     """Return how weft's product of random rows differs from vLLM's by more than rounding, "" if it does not. Never
-    raises, because ranks compare their answers."""
+    raises, because ranks compare their results."""
     try:
         weight, scale = weight_of(linear)
         assert scale is not None
@@ -176,14 +175,14 @@ def difference(world: World, linear: VllmObject, dtype: torch.dtype) -> str:
 # -- of a model --------------------------------------------------------------------------------------------------------
 @dataclass
 class Fp8Linears:
-    """The quantised linears of a model, whose `quant_method` is of one of the classes `methods`. `reasons` has, by the
-    id of each, why its GEMM stays vLLM's, or "" if weft may compute it."""
+    """The quantised linears of a model, with a `quant_method` of one of the classes `methods`. `reasons` maps the id of
+    each linear to the reason why its GEMM stays vLLM's, or "" if weft may compute it."""
 
     methods: tuple[type, ...] = ()
     reasons: dict[int, str] = field(default_factory=dict)
 
     def find(self, linears: Iterable[nn.Module]) -> None:
-        """Add those of the linears that are quantised by one of the methods, accepted if their layout is known."""
+        """Add the linears that are quantised by one of the methods. They are accepted if their layout is known."""
         for linear in linears:
             if type(getattr(linear, "quant_method", None)) in self.methods:
                 try:
@@ -201,8 +200,8 @@ class Fp8Linears:
         dtype: torch.dtype,
         gather: Callable[[tuple[str, ...]], Sequence[tuple[str, ...]]],
     ) -> None:
-        """Compare weft's products with vLLM's for those of the linears that are accepted, and accept no longer those
-        that differ on any rank. `gather` returns the value of every rank. Collective."""
+        """Compare weft's products with vLLM's for the accepted linears, and reject the linears with products that
+        differ on any rank. `gather` returns the value of every rank. Collective."""
         compared = [linear for linear in linears if self.accepts(linear)]
         by_rank = gather(tuple(difference(world, linear, dtype) for linear in compared))
         for linear, reasons in zip(compared, zip(*by_rank, strict=True), strict=True):

@@ -1,6 +1,7 @@
 """The public classes and functions of vLLM that the plugin uses, each with its expected parameters.
 
-If one of them is missing in a version of vLLM, or has other parameters, the plugin does without it or serves nothing.
+If one of them is missing in a version of vLLM, or has different parameters, the plugin works without it or serves
+nothing.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ OPTIONAL = {
     "token_slices": ("vllm.v1.worker.ubatch_utils:UBatchSlice.__init__", ("self", "request_slice", "token_slice")),
     "worker": ("vllm.v1.worker.worker_base:WorkerBase.get_model", ("self",)),
 }
-COMMUNICATING = (  # the modules whose functions communicate for layers that call them; what these do, no module shows
+COMMUNICATING = (  # Python modules with functions that communicate for layers; no nn.Module shows such calls
     "vllm.models.common.ops.fused_allreduce_rms_norm",
     "vllm.models.common.ops.gemm_rs_ar",
     "vllm.models.common.ops.sequence_parallel",
     f"{VLLM_LAYERS}.fused_allreduce_gemma_rms_norm",
 )
-FP8_METHODS = {  # read only if FP8 GEMMs are to be served (fp8.py)
+FP8_METHODS = {  # read only if weft should serve FP8 GEMMs (fp8.py)
     "fp8": (f"{VLLM_LAYERS}.quantization.fp8:Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
     "compressed_tensors": (
         f"{VLLM_LAYERS}.quantization.compressed_tensors.compressed_tensors:CompressedTensorsLinearMethod.apply",
@@ -66,7 +67,7 @@ FP8_METHODS = {  # read only if FP8 GEMMs are to be served (fp8.py)
 @dataclass
 class Interface:
     """The classes and functions of the installed vLLM. `objects` has a function, or the class of a method, for each
-    name; `missing` has the reason for each name without one."""
+    name; `missing` has the reason for each name without an object."""
 
     version: str
     objects: dict[str, VllmObject] = field(default_factory=dict)
@@ -93,7 +94,7 @@ def installed() -> str | None:
 
 
 def read_interface(fp8: bool = False) -> Interface:
-    """Return the interface of the installed vLLM, which this imports; with `fp8` also the classes of FP8_METHODS."""
+    """Import the installed vLLM and return its interface; with `fp8` also the classes of FP8_METHODS."""
     interface = Interface(installed() or "unknown")
     for name, (path, parameters) in (REQUIRED | OPTIONAL | (FP8_METHODS if fp8 else {})).items():
         try:
@@ -105,7 +106,7 @@ def read_interface(fp8: bool = False) -> Interface:
 
 def resolve(path: str, parameters: tuple[str, ...]) -> VllmObject:
     """Return the function at `path`, or the class of the method there. Raises ImportError or AttributeError if it is
-    missing, TypeError if it has other parameters."""
+    missing, TypeError if it has different parameters."""
     module, names = path.split(":")
     holder: VllmObject = importlib.import_module(module)
     *classes, function = names.split(".")
@@ -117,7 +118,7 @@ def resolve(path: str, parameters: tuple[str, ...]) -> VllmObject:
 
 
 def parameter_mismatch(function: Callable[..., object], parameters: tuple[str, ...]) -> str | None:
-    """Return why a function cannot be called with these parameters, or None. Further parameters need defaults."""
+    """Return why a function cannot be called with these parameters, or None. All further parameters need defaults."""
     signature = inspect.signature(function).parameters
     required = [
         n for n, p in signature.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)

@@ -1,4 +1,4 @@
-"""What vLLM's modules are, and the forwards of the copies that stand for them in the twin."""
+"""The kinds of vLLM's modules, and the forwards of the copies that replace them in the twin."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LINEAR = ("weight", "bias", "quant_method", "return_bias", "skip_bias_add", "tp_
 # -- what vLLM's modules are -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Classes:
-    """The classes of the installed vLLM (`read_interface`); an optional one that is missing is None. `runner` runs a
-    mixture of experts. `fp8` has the model's FP8 linears."""
+    """The classes of the installed vLLM (`read_interface`); a missing optional class is None. `runner` runs a mixture
+    of experts. `fp8` has the model's FP8 linears."""
 
     row: VllmObject
     column: VllmObject
@@ -62,7 +62,7 @@ class Classes:
         return isinstance(reduction, self.row) and self.multiplies(reduction) and bool(reduction.input_is_parallel)
 
     def multiplies(self, linear: VllmObject) -> bool:
-        """Return whether weft's operators take the weight of a linear."""
+        """Return whether weft's operators support the weight of a linear."""
         return self.plain(linear) or self.fp8.accepts(linear)
 
     def gemm_name(self, linear: VllmObject) -> str:
@@ -93,8 +93,8 @@ def sums_experts(runner: VllmObject) -> bool:
 
 # -- forwards ----------------------------------------------------------------------------------------------------------
 class Served(NamedTuple):
-    """The operands with which a norm calls `row_norm_column`: the linears before and after it whose GEMMs it computes
-    too, or None."""
+    """The operands with which a norm calls `row_norm_column`: the linears before and after the norm, if the norm also
+    computes their GEMMs, or None."""
 
     row: VllmObject | None
     column: VllmObject | None
@@ -102,7 +102,7 @@ class Served(NamedTuple):
 
 
 class PassThroughLinear:
-    """A linear whose GEMM the norm before or after it computes."""
+    """A linear without its GEMM, which the norm before or after it computes."""
 
     return_bias: bool
 

@@ -1,8 +1,8 @@
 """The vLLM plugin: vLLM calls it in each of its processes, and it gives a loaded model a twin (twin.py).
 
 All ranks must do the same. So each rank first examines its model and changes nothing; the ranks compare their
-candidates, make the World together, and only then make twins. What a twin runs is decided before vLLM captures its
-graphs (start.py, compare.py). After any error vLLM runs all passes itself, and the log has a line.
+candidates, make the World together, and only then make twins. The plugin decides which passes a twin runs before vLLM
+captures its graphs (start.py, compare.py). After any error vLLM runs all passes itself, and the log has a line.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .woven import woven_pass
 
 log = logging.getLogger("vllm.weft")  # vLLM shows the loggers below its own name
 SOURCES = Path(__file__).parents[2]  # weft's package
-# The environment variable that turns the plugin off with 0. With 1 it also serves what has not been measured as never
-# slower, or cannot be timed.
+# The environment variable that turns the plugin off with 0. With 1 the plugin also serves models for which weft was not
+# measured to be never slower than vLLM, or cannot be timed.
 WEFT_VLLM = "WEFT_VLLM"
 
 # The arguments of a stack of layers with which the twin runs all passes of an engine without pipeline parallelism.
@@ -49,7 +49,7 @@ _worlds: dict[tuple[str, bool], World] = {}  # by the group's name, and whether 
 
 # -- vLLM's side -------------------------------------------------------------------------------------------------------
 def register() -> None:
-    """Register the plugin. This is the entry point in the group `vllm.general_plugins`, and never raises."""
+    """Register the plugin. This function is the entry point in the group `vllm.general_plugins`, and never raises."""
     if (os.environ.get(WEFT_VLLM) or "1") != "1":
         return
     try:
@@ -70,7 +70,8 @@ def versions(interface: Interface) -> str:
 
 @functools.cache
 def hash_of_sources() -> str:
-    """Return a hash of weft's files: a commit changes kernels and tables without a new version. It takes some 10 ms."""
+    """Return a hash of weft's files, since a commit may change kernels and tables without a new version. It takes some
+    10 ms."""
     digest = hashlib.sha256()
     paths = (path for path in SOURCES.rglob("*") if "__pycache__" not in path.parts and path.is_file())
     for path in sorted(paths):
@@ -101,7 +102,7 @@ def hook(interface: Interface) -> None:
 @dataclass
 class Candidates:
     """The modules of a `stack` of layers that a rank can serve: the sites of `flow`, and further row-parallel linears
-    `rows`. With a reason `why_not` there are none. `fp8_reasons` are those of `Fp8Linears`."""
+    `rows`. With a reason `why_not` there are none. `fp8_reasons` are the reasons of `Fp8Linears`."""
 
     why_not: str | None = None
     stack: VllmObject = None
@@ -110,12 +111,12 @@ class Candidates:
     fp8_reasons: Mapping[int, str] = field(default_factory=dict)
 
     def linears(self) -> list[nn.Module]:
-        """Return the linears whose GEMM weft may compute."""
+        """Return the linears with a GEMM that weft may compute."""
         of_sites = [linear for site in self.flow.sites for linear in (site.reduction, site.column)]
         return [linear for linear in (*of_sites, *self.rows) if linear is not None]
 
     def fingerprint(self) -> tuple[VllmObject, ...]:
-        """Return what must be the same on all ranks."""
+        """Return the properties that must be the same on all ranks."""
         sites = tuple((site.name, site.residual, site.column is None) for site in self.flow.sites)
         accepted = tuple(reason == "" for reason in self.fp8_reasons.values())
         return self.why_not, type(self.stack).__name__, sites, self.flow.by_rows, len(self.rows), accepted
@@ -181,20 +182,20 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
         add_flashinfer(candidates, config, classes, report)
         one_trial_per_power_of_two()
         hook_worker()
-    else:  # times mean nothing, as on CPUs
+    else:  # times are meaningless, as on CPUs
         report.started = True
         report.passes.put()
         report.passes.serve(untimed(report.passes))
 
 
 def untimed(passes: Passes) -> list[tuple[int, int, Plan]]:
-    """Return the ranges and forms to serve where nothing can be timed."""
+    """Return the ranges and forms to serve if nothing can be timed."""
     return [(1, passes.max_tokens, PASS_FORMS[0])]
 
 
 def add_flashinfer(candidates: Candidates, config: VllmObject, classes: Classes, report: ServedModel) -> None:
-    """Add FlashInfer's kernel to the forms to compare, if vLLM's own passes would use it for the model's norms, and not
-    if stored ranges do without it. Ranges with it are forgotten if it cannot be had. Collective."""
+    """Add FlashInfer's kernel to the forms to compare, if vLLM's own passes would use it for the model's norms, unless
+    stored ranges do not use it. If it is not available, stored ranges with it are dropped. Collective."""
     world, dtype = report.world, config.model_config.dtype
     assert world is not None
     if world.batch_invariant:
@@ -217,8 +218,8 @@ def add_flashinfer(candidates: Candidates, config: VllmObject, classes: Classes,
 def what_times_depend_on(
     candidates: Candidates, config: VllmObject, group: VllmObject, interface: Interface
 ) -> dict[str, object]:
-    """Return what the times of passes depend on, by name: the model's shape, the GPU, the ranks, the versions, weft's
-    sources, and the engine's options."""
+    """Return by name everything that the times of passes depend on: the model's shape, the GPU, the ranks, the
+    versions, weft's sources, and the engine's options."""
     compilation = getattr(config, "compilation_config", None)
     return dict(
         layers=sorted(candidates.shapes().items(), key=repr),
@@ -239,7 +240,7 @@ def what_times_depend_on(
 def keep_equal_products(
     candidates: Candidates, config: VllmObject, classes: Classes, world: World, group: VllmObject
 ) -> None:
-    """Leave to vLLM the GEMMs of FP8 linears that weft computes otherwise. Collective if there are any."""
+    """Leave the GEMMs of FP8 linears to vLLM if weft's results differ. Collective if there are any."""
     if not candidates.fp8_reasons:
         return
     dtype = config.model_config.dtype
@@ -295,7 +296,7 @@ def has_experts(model: nn.Module, config: VllmObject, classes: Classes) -> bool:
 
 
 def arguments_of_pass(stack: nn.Module) -> set[str]:
-    """Return the names of the arguments, without those that a `**keywords` takes."""
+    """Return the names of the arguments, without `**keywords`."""
     parameters = inspect.signature(type(stack).forward).parameters
     return {name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
 
@@ -342,8 +343,8 @@ def captured_sizes(config: VllmObject) -> tuple[int, ...]:
 
 
 def limit_captures(world: World, config: VllmObject) -> None:
-    """Let no call of more tokens than vLLM captures be prepared for a capture. A prompt's number of tokens is often
-    new, and preparing it runs a second plan at the second layer."""
+    """Prepare no call with more tokens than vLLM captures for a capture. A prompt's number of tokens is often new, and
+    such a preparation runs a second plan at the second layer."""
     sizes = getattr(getattr(config, "compilation_config", None), "cudagraph_capture_sizes", None)
     if sizes is not None:
         world.max_captured_rows = max([world.max_captured_rows or 0, *sizes])
@@ -393,6 +394,6 @@ def passes_of(
 
 
 def name_of(candidates: Candidates, world: World) -> str:
-    """Return the name of the twin's compiled code, which has the constants of that code in it."""
+    """Return the name of the twin's compiled code, which contains the constants of that code."""
     constants = hash_of_sources(), world.name.rpartition(":")[0], candidates.fingerprint()
     return f"weft-{hashlib.sha256(repr(constants).encode()).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""A row-parallel linear's GEMM and its sum over ranks as one operator, for linears whose sum no norm computes
+"""A row-parallel linear's GEMM and its sum over ranks as one operator, for linears with a sum that no norm computes
 (row_norm_column.py)."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .fp8 import operand_specs, recipe_of, scaled_operands
 
 
 class RowTensors(NamedTuple):
-    """The operands. weight_scale is that of a weight in e4m3 (`fp8.LinearWeight`)."""
+    """The operands. weight_scale is the scale of a weight in e4m3 (`fp8.LinearWeight`)."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -37,7 +37,7 @@ class RowCall(RowsCall):
 
 
 def prepare_sequential(world: World, call: RowCall, plan: Plan) -> OwnResult:
-    """Prepare the GEMM and the all-reduce of weft, whose operator has plans of its own."""
+    """Prepare the GEMM and weft's all-reduce, which has plans of its own."""
 
     def run(operands: RowTensors, out: torch.Tensor | None) -> tuple[torch.Tensor]:
         x, weight, bias, scale = operands
@@ -48,8 +48,8 @@ def prepare_sequential(world: World, call: RowCall, plan: Plan) -> OwnResult:
 
 
 class RowAllReduce(Op[RowCall]):
-    """row_all_reduce. The operands are x [M, K], weight [N, K] and bias [N] or None, as for
-    `weft.matmul_all_reduce`, and the scales of a weight in e4m3; x is quantised here."""
+    """The op row_all_reduce. The operands are x [M, K], weight [N, K] and bias [N] or None, as for
+    `weft.matmul_all_reduce`, and the scales of a weight in e4m3; this op quantises x."""
 
     name = "row_all_reduce"
     signature = "Tensor x, Tensor weight, Tensor? bias, Tensor? weight_scale"
@@ -85,7 +85,7 @@ class RowAllReduce(Op[RowCall]):
         return call.recipe or ""
 
     def check_same_on_all_ranks(self, world: World, call: RowCall, plan: Plan, **further: Hashable) -> None:
-        """Check nothing: the operators that this one calls check that all ranks make the same call."""
+        """Do nothing: the operators that this op calls check that all ranks make the same call."""
 
 
 ROW_ALL_REDUCE = registered(RowAllReduce())

@@ -1,10 +1,10 @@
 """The steps between two sublayers of a tensor-parallel decoder as one operator: the row-parallel GEMM, the sum over
-ranks, residual and RMSNorm, and the column-parallel GEMM. Its plans are the forms that a forward pass can take:
+ranks, residual and RMSNorm, and the column-parallel GEMM. Its plans are the possible forms of a forward pass:
 
     sequential  GEMM | all_reduce_rms_norm | GEMM
-    own rows    the same; each rank holds only its own rows of the residual
+    own rows    the same, but each rank holds only its own rows of the residual
     sequence    GEMM + reduce-scatter | norm of this rank's rows | all-gather + GEMM
-    woven       the tokens in two parts, one's all_reduce_rms_norm under the other's GEMMs (TokenWeave, section 4):
+    woven       two token parts, one part's all_reduce_rms_norm under the other's GEMMs (TokenWeave, section 4):
 
         caller's   row(0) | row(1)  | column(0) | column(1)
         "weave"             norm(0) | norm(1)
@@ -13,10 +13,10 @@ ranks, residual and RMSNorm, and the column-parallel GEMM. Its plans are the for
 
 A pass has one further form, `WovenLayers`: two parts over whole layers, without this operator (woven.py).
 
-It is one operator so that a compiled graph with symbolic shapes contains all of these plans: which one runs depends on
-the number of tokens (`forms`), but no shape in the graph does. The residual is always [M, H]. In all plans but
-sequential and flashinfer only some of its rows are defined on a rank, and only the next call of this operator, which
-has the same plan, reads them.
+It is one operator so that a compiled graph with symbolic shapes contains all of these plans: the plan that runs depends
+on the number of tokens (`forms`), but no shape in the graph depends on the plan. The residual is always [M, H]. In all
+plans but sequential and flashinfer only some of its rows are defined on a rank, and only the next call of this
+operator, which has the same plan, reads them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .fp8 import operand_specs, product, recipe_of, scaled_operands
 
 @dataclass(frozen=True)
 class OwnRows(Plan):
-    """The sequential steps, with the residual's rows on their owners."""
+    """The sequential steps, with each residual row only on its owner."""
 
     kind: ClassVar[str] = "own_rows"
 
@@ -62,8 +62,8 @@ class ShardedTokens(Plan):
 
 @dataclass(frozen=True)
 class TwoParts(Plan):
-    """The tokens in two parts, one's communication under the other's GEMMs, to which it leaves all SMs but those of its
-    `programs`."""
+    """Two token parts, one part's communication under the other part's GEMMs. The communication runs on the SMs of its
+    `programs`, the GEMMs on all others."""
 
     kind: ClassVar[str] = "woven"
     programs: int = 16
@@ -71,8 +71,8 @@ class TwoParts(Plan):
 
 @dataclass(frozen=True)
 class WovenLayers(Plan):
-    """The tokens in two parts over whole layers (woven.py). The sums run on the SMs of so many `programs`; 0: copy
-    engines move the rows."""
+    """Two token parts over whole layers (woven.py). The sums run on the SMs of `programs` programs; 0: copy engines
+    move the rows."""
 
     kind: ClassVar[str] = "woven_layers"
     may_be_0 = ("programs",)
@@ -84,7 +84,7 @@ class WovenLayers(Plan):
         return TwoShotPull(programs=self.programs) if self.programs else Decomposed()
 
 
-# In the order in which they are compared. All but the first need a residual that nothing between the layers reads.
+# In the order of comparison. All but the first need a residual that nothing between the layers reads.
 PASS_FORMS: Sequence[Plan] = (
     Sequential(),
     OwnRows(),
@@ -96,14 +96,15 @@ PASS_FORMS: Sequence[Plan] = (
 
 
 def forms(world: World) -> dict[int, Plan]:
-    """Return the World's table of forms, by the number of tokens of a pass; a pass of other numbers is sequential."""
+    """Return the World's table of forms, by the number of tokens of a pass; a pass with a number that is not in the
+    table is sequential."""
     table: dict[int, Plan] = world.cached("forms of passes", dict)
     return table
 
 
 class LayerTensors(NamedTuple):
     """The operands. x is [M, K], or without a row-parallel weight this rank's partial sum [M, H]. row_scale and
-    column_scale are those of weights in e4m3 (`fp8.LinearWeight`)."""
+    column_scale are the scales of weights in e4m3 (`fp8.LinearWeight`)."""
 
     x: Tensor
     residual: Tensor | None
@@ -118,8 +119,8 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class RowNormColumnCall(RowsCall):
-    """m is the number of tokens; k and n are the columns of x and of the result, 0 without that GEMM. `plain_norm` says
-    that the norm's weight has the dtype of x. The recipes are those of weights in e4m3."""
+    """A checked call. m is the number of tokens; k and n are the columns of x and of the result, 0 without that GEMM.
+    `plain_norm` says that the norm's weight has the dtype of x. The recipes belong to weights in e4m3."""
 
     h: int
     k: int
@@ -137,7 +138,7 @@ PassRun: TypeAlias = Callable[[LayerTensors], tuple[Tensor, Tensor]]
 
 
 def by_operators(make: Callable[..., PassRun]) -> Prepare:
-    """Return the preparation of make(world, call, plan), a run whose operators make their results."""
+    """Return the preparation of make(world, call, plan), a run whose operators allocate their results."""
 
     def prepare(world: World, call: RowNormColumnCall, plan: Plan) -> OwnResult:
         run = make(world, call, plan)
@@ -171,7 +172,7 @@ def sequential(world: World, call: RowNormColumnCall, plan: Plan) -> PassRun:
 
 def with_flashinfer(world: World, call: RowNormColumnCall, plan: FlashInfer) -> PassRun:
     def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
-        world.check()  # no operator of weft runs, which would
+        world.check()  # no operator of weft, which would check, runs here
         y, residual = flashinfer.all_reduce_norm(world, row_product(world, t, t.x), t.residual, t.norm, call.eps)
         return column_product(world, t, y), residual
 
@@ -190,7 +191,7 @@ def own_rows(world: World, call: RowNormColumnCall, plan: Plan) -> PassRun:
 
 
 def sequence_parallel(world: World, call: RowNormColumnCall, plan: ShardedTokens) -> PassRun:
-    """Shard the tokens between both GEMMs; run as own rows without one of them, or with a norm in float32."""
+    """Shard the tokens between both GEMMs; if a GEMM is missing or the norm is in float32, run as own rows."""
     if not (call.k and call.n and call.plain_norm):
         return own_rows(world, call, plan)
     counts, own_range = split_rows(world, call.m), own_row_range(world, call.m)
@@ -248,15 +249,15 @@ MAKERS: Mapping[type[Plan], Callable[..., PassRun]] = {
 
 
 def own_row_range(world: World, m: int, start: int = 0) -> slice:
-    """Return this rank's row range among m rows that begin with row `start`."""
+    """Return this rank's row range of the m rows that begin with row `start`."""
     counts = split_rows(world, m)
     start += sum(counts[: world.rank])
     return slice(start, start + counts[world.rank])
 
 
 def residual_of_rows(world: World, call: RowNormColumnCall, residuals: Sequence[tuple[slice, Tensor]]) -> Tensor:
-    """Return the residual [M, H] with these rows filled in; with none if the call has no residual, which no call
-    reads."""
+    """Return the residual [M, H] with these rows filled in. If the call has no residual, no row is filled in, since no
+    call reads it."""
     residual, stream = world.empty((call.m, call.h), call.dtype), world.current_stream()
     for rows, new_residual in residuals if call.residual else ():
         world.copy(residual[rows], new_residual, stream)
@@ -274,9 +275,9 @@ def column_product(world: World, t: LayerTensors, y: Tensor) -> Tensor:
 
 # -- the operator ------------------------------------------------------------------------------------------------------
 class RowNormColumn(Op[RowNormColumnCall]):
-    """row_norm_column. The operands are those of LayerTensors, the option is eps. Plan "auto" is the World's form for
-    so many tokens. Returns the product [M, N], or without a column-parallel weight the normalised rows [M, H], and the
-    residual [M, H]."""
+    """The op row_norm_column. The operands are the fields of LayerTensors, the option is eps. Plan "auto" is the
+    World's form for the number of tokens. Returns the product [M, N], or without a column-parallel weight the
+    normalised rows [M, H], and the residual [M, H]."""
 
     name = "row_norm_column"
     signature = (
@@ -291,8 +292,8 @@ class RowNormColumn(Op[RowNormColumnCall]):
     def call(
         self, world: World, plan: str | Plan, operands: LayerTensors, options: CallOptions, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Make a call. A known one runs at once, without the rest of `Op.call`: the operators that it calls check their
-        operands and wait for other ranks by themselves."""
+        """Make a call. A known call runs at once, without the rest of `Op.call`: the operators that it calls check
+        their operands and wait for other ranks themselves."""
         if plan == "auto":
             plan = forms(world).get(operands[0].shape[0], PASS_FORMS[0])
         t = LayerTensors(*operands)
@@ -315,7 +316,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
         return results
 
     def waits(self, world: World, plan: Plan | type[Plan]) -> bool:
-        return False  # the operators that its plans call do, each by itself
+        return False  # the operators that its plans call do so separately
 
     def check(self, world: World, operands: LayerTensors, options: tuple[object, ...]) -> RowNormColumnCall:
         x, residual, norm, row, row_bias, column, column_bias, row_scale, column_scale = operands
@@ -365,7 +366,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
         )
 
     def check_same_on_all_ranks(self, world: World, call: RowNormColumnCall, plan: Plan, **further: Hashable) -> None:
-        """Check nothing: the operators that this one calls check that all ranks make the same call."""
+        """Do nothing: the operators that this op calls check that all ranks make the same call."""
 
 
 ROW_NORM_COLUMN = registered(RowNormColumn())
@@ -390,21 +391,21 @@ def row_norm_column(
 
     Args:
         x: [M, K], this rank's columns of the activation; without `row` this rank's partial sum [M, H].
-        residual: [M, H], or None. It is the residual of an earlier call with the same plan, or the same on all ranks.
+        residual: [M, H], or None: the residual of an earlier call with the same plan, or the same tensor on all ranks.
         norm, eps: the RMSNorm's weight [H], of x's dtype or float32, and its epsilon.
         row: [H, K], this rank's shard of the row-parallel weight. row_bias: [H], the same on all ranks.
         column: [N, H], this rank's shard of the column-parallel weight, or None. column_bias: [N], this rank's.
-        row_scale, column_scale: the scales of weights in e4m3, float32: [N], or [1] for the whole weight, and x and the
-            normalised rows are quantised by row; or [N / 128, K / 128], and these are quantised by block.
+        row_scale, column_scale: the scales of weights in e4m3, float32. With [N], or [1] for the whole weight, x and
+            the normalised rows are quantised by row; with [N / 128, K / 128], by block.
         world: as in `weft.all_reduce_rms_norm`.
         plan: "auto", "sequential", "own_rows", "sequence_parallel", "woven", or a Plan. All but sequential and
-            FlashInfer need symmetric memory and a token a rank, and are sequential without.
+            FlashInfer need symmetric memory and a token for each rank; without these the call runs sequentially.
 
     Returns:
-        [M, N], or without `column` the normalised rows [M, H]; and h [M, H], of which, unless the plan is sequential or
-        FlashInfer, a rank has only its own rows, and none if there is no residual.
+        [M, N], or without `column` the normalised rows [M, H]; and h [M, H]. Unless the plan is sequential or
+        FlashInfer, a rank has only its own rows of h, and none if there is no residual.
 
-    Raises as `weft.all_reduce_rms_norm`.
+    Raises the errors of `weft.all_reduce_rms_norm`.
     """
     operands = LayerTensors(x, residual, norm, row, row_bias, column, column_bias, row_scale, column_scale)
     results: tuple[Tensor, Tensor] = ROW_NORM_COLUMN(world, plan, operands, (eps,))

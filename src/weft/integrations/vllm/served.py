@@ -1,4 +1,4 @@
-"""What the plugin knows of each model that this process has loaded, and its report."""
+"""The plugin's state for each model that this process has loaded, and its report."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ models: list[ServedModel] = []  # one for each model that this process has loade
 
 @dataclass
 class ServedModel:
-    """One loaded model. `served` and `left` have a line for each kind of module in the twin, and for each reason why
-    something stays vLLM's. `passes` is None if everything does. `ranges` is None until they are compared, which takes
-    so many `seconds`, or read from what an earlier start stored for a model that is described by `depends_on`. `error`
-    is that of an attempt to run the twin; `started` says that it is decided what runs. `counts` are those of the
-    start's end."""
+    """One loaded model. `served` has a line for each kind of module in the twin, `left` one for each reason why a part
+    of the model stays vLLM's. `passes` is None if the whole model does. `ranges` is None until they are compared, in
+    `seconds` seconds, or read from the file that an earlier start stored for a model described by `depends_on`. `error`
+    is the error of an attempt to run the twin; `started` says that the passes to serve are decided. `counts` are the
+    counts at the end of the start."""
 
     model: str
     version: str
@@ -85,7 +85,7 @@ class ServedModel:
 
 
 def counts(world: World) -> Counter[str]:
-    """Return how often so far something was made that only the start may make."""
+    """Return how often each kind of object was made so far that only the start may make."""
     trials = len(world.choices.trials) + len(Chooser.alone.trials)
     return Counter(compiles=world.backend.kernels, trials=trials, decisions=len(world.decided), uploads=world.uploads)
 

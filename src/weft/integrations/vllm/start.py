@@ -1,5 +1,5 @@
-"""The start of an engine: its worker runs each model's twin where it measures memory, and compares both before it
-captures graphs. Errors on any rank leave the model to vLLM on all."""
+"""The start of an engine: its worker runs each model's twin when it measures memory, and compares model and twin before
+it captures graphs. After an error on any rank, vLLM runs the model on all ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
 
 def hook_worker() -> None:
-    """Make the worker that starts an engine run each model's twin where it measures memory, and compare both before it
-    captures. Raises ImportError, AttributeError or TypeError if the worker is another than is known."""
+    """Make the worker that starts an engine run each model's twin when it measures memory, and compare model and twin
+    before it captures. Raises ImportError, AttributeError or TypeError for an unknown worker."""
     worker = resolve(f"{WORKER}.compile_or_warm_up_model", ("self",))
     resolve(f"{WORKER}.determine_available_memory", ("self",))
     if hasattr(worker.compile_or_warm_up_model, "weft"):
@@ -60,8 +60,8 @@ def around(
     before: StartStep | None = None,
     after: StartStep | None = None,
 ) -> VllmObject:
-    """Return call(worker), in which the model runner's method of that name is called with these steps around it for
-    each model that is not decided."""
+    """Return call(worker), which calls the model runner's method of that name with these steps around it, for each
+    model that is not decided."""
     runner, models = worker.model_runner, unfinished(worker)
     if not models:
         return call(worker)
@@ -89,14 +89,14 @@ def models_of(worker: VllmObject) -> list[ServedModel]:
 
 
 def unfinished(worker: VllmObject) -> list[ServedModel]:
-    """Return those of the worker's models of which it is not decided what weft runs."""
+    """Return the worker's models for which the passes that weft runs are not decided."""
     return [model for model in models_of(worker) if model.passes is not None and not model.started]
 
 
 # -- a model -----------------------------------------------------------------------------------------------------------
 def profile(model: ServedModel, runner: VllmObject) -> None:
-    """Run the twin with as many tokens as there may be, in each form, so that its compiled code and memory exist before
-    the engine measures what is free. Never raises."""
+    """Run the twin with the largest number of tokens, in each form, so that its compiled code and memory exist before
+    the engine measures free memory. Never raises."""
     passes = model.passes
     assert passes is not None
     try:
@@ -114,7 +114,7 @@ def profile(model: ServedModel, runner: VllmObject) -> None:
 
 
 def start(model: ServedModel, runner: VllmObject) -> None:
-    """Decide what weft runs, and run each of its sizes, and padding, once. Never raises. Collective."""
+    """Decide which passes weft runs, and run each of the twin's sizes, and padding, once. Never raises. Collective."""
     try:
         raise_errors(model)
         try:
@@ -131,14 +131,14 @@ def start(model: ServedModel, runner: VllmObject) -> None:
 
 
 def raise_errors(model: ServedModel) -> None:
-    """Raise WeftError on all ranks if there was an error on one. Collective."""
+    """Raise WeftError on all ranks if there was an error on any rank. Collective."""
     errors = gather_objects((model.error,), model.group)
     if any(error for (error,) in errors):
         raise WeftError("; ".join(f"rank {rank}: {error}" for rank, (error,) in enumerate(errors) if error))
 
 
 def decide(model: ServedModel, runner: VllmObject) -> None:
-    """Take the stored ranges or compare, and let the twin run those that it wins; drop it if there are none."""
+    """Read the stored ranges or compare, and let the twin run the ranges that it wins; drop it if there are none."""
     passes = model.passes
     assert passes is not None
     run = compare.pass_of(runner, model.config)
@@ -151,7 +151,7 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
             model.seconds = time.monotonic() - began
             if model.group.rank_in_group == 0:
                 store(model)
-        free_cached_memory(passes.world)  # of the comparison; that of the passes below stays, so that requests find it
+        free_cached_memory(passes.world)  # of the comparison; requests reuse the memory that the passes below allocate
         won = [(compared.low, compared.high, compared.form) for compared in model.ranges if compared.form is not None]
         if not won:
             model.give_up("no pass is 1% faster with weft")
@@ -176,8 +176,8 @@ def free_cached_memory(world: World) -> None:
 
 
 def attach(model: ServedModel, runner: VllmObject) -> None:
-    """Let woven passes learn of the engine's batches, unless stored ranges have none. Do without them if these cannot
-    be split."""
+    """Attach woven passes to the engine's batches, unless no stored range is woven. If the batches cannot be split, use
+    no woven passes."""
     passes, ranges = model.passes, model.ranges
     assert passes is not None
     stored = ranges is None or any(isinstance(compared.form, WovenLayers) for compared in ranges)
@@ -186,7 +186,7 @@ def attach(model: ServedModel, runner: VllmObject) -> None:
     why = ""
     try:
         passes.woven.attach(runner)
-    except Exception as error:  # vLLM's constructors raise what they like
+    except Exception as error:  # vLLM's constructors may raise any exception
         why = first_sentence(error)
     passes.weave_on_all_ranks(why, lambda reasons: gather_objects(reasons, model.group))
     if passes.woven is None:

@@ -1,25 +1,25 @@
-"""A second forward pass of a loaded model, with weft's operators, beside vLLM's own, which stays as vLLM made it.
+"""A second forward pass of a loaded model, with weft's operators. vLLM's own pass stays unchanged.
 
-The promise is that vLLM is never slower with weft. It holds by construction:
+The promise is that vLLM is never slower with weft than without it. It holds by construction:
 
 1. vLLM loads, compiles, measures and captures its own model, untouched: no class, configuration or cache key changes.
-2. `twin_of` makes the twin of the stack of layers. Modules that weft serves are copies with weft's forward, and so are
-   those above them; all others, and all parameters, buffers and `Attention` objects, are the model's own. So weights
-   and KV cache exist once. The twin's forward has a code object and a name of its own. vLLM compiles it as any other
-   model (it drops Dynamo's guards, so that one code object would mean one graph), with pieces, CUDA graphs and an entry
-   in its compile cache of their own.
-3. Whole passes of both are compared at the start (compare.py). Where the twin wins nowhere it is dropped, and nothing
-   of weft is left in the model. Otherwise the stack gets a class whose `__call__` looks up the number of tokens in a
+2. `twin_of` makes the twin of the stack of layers. Modules that weft serves are copies with weft's forward, and their
+   parent modules are copies too; all other modules, and all parameters, buffers and `Attention` objects, are the
+   model's own. So weights and KV cache exist once. The twin's forward has a code object and a name of its own. vLLM
+   compiles it like any model (it drops Dynamo's guards, so that one code object would mean one graph), with its own
+   pieces, CUDA graphs and entry in vLLM's compile cache.
+3. Whole passes of both are compared at the start (compare.py). If the twin wins nowhere it is dropped, and nothing of
+   weft is left in the model. Otherwise the stack gets a class whose `__call__` looks up the number of tokens in a
    table, `Passes.sizes`: 0 is vLLM's own pass. vLLM captures after that, so that each captured size has one graph.
-4. The twin knows a finite number of sizes: those that vLLM captures, and multiples of STEP above these, to which a
-   pass is padded. GEMMs compute whole tiles of 128 rows anyway, and the padding is in the times that were compared.
-   Every size is called before the first request, and padding. So whatever depends on the number of tokens (kernels,
-   plans, channels, tables, workspaces) exists then: requests cannot meet a new one.
+4. The twin has a finite number of sizes: the sizes that vLLM captures, and multiples of STEP above these, to which a
+   pass is padded. GEMMs compute whole tiles of 128 rows anyway, and the compared times include the padding. Every size,
+   and padding, runs before the first request. So everything that depends on the number of tokens (kernels, plans,
+   channels, tables, workspaces) exists by then: no request needs a new one.
 
-A pass that vLLM's compiler makes for some ranges of tokens only (`compile_ranges_endpoints`) would save the second
-trace. But its ranges are fixed before anything can be timed, and they change vLLM's own graphs and cache keys; it would
-look for vLLM's operators in a graph that differs with the version and the options, where this needs only the modules;
-and an engine that compiles nothing has no passes.
+A compiler pass for some ranges of tokens only (`compile_ranges_endpoints`) would save the second trace. But its ranges
+are fixed before anything can be timed, and they change vLLM's own graphs and cache keys; it would look for vLLM's
+operators in a graph that differs with the version and the options, while the twin needs only the modules; and an engine
+that compiles nothing has no compiler passes.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from .woven import WovenPass
 
 STEP = 128  # tokens between the sizes that no graph has
-PADDED = ("input_ids", "positions", "inputs_embeds")  # the arguments of a pass that have a row, or column, for a token
+PADDED = ("input_ids", "positions", "inputs_embeds")  # the arguments of a pass with a row, or column, for each token
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
 def copied(module: nn.Module, served: type | None = None, **attributes: object) -> VllmObject:
     """Return a copy of the module alone, which shares its children, parameters and buffers. Its class gets the methods
-    of `served`. So isinstance checks work as before, and torch.compile traces its forward as that of any module."""
+    of `served`. So isinstance checks work as before, and torch.compile traces its forward like any module's forward."""
     original = type(module)
     copy: nn.Module = object.__new__(original)
     copy.__dict__.update(module.__dict__)
@@ -68,8 +68,8 @@ def copied(module: nn.Module, served: type | None = None, **attributes: object) 
 
 
 def with_copies(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
-    """Return the module with `copies`, by the id of the original, in their places: itself if there are none below it,
-    else a copy, which is added to `copies`."""
+    """Return the module with its descendants replaced by their `copies`, by the id of the original: the module itself
+    if none is replaced, else a copy, which is added to `copies`."""
     if id(module) in copies:
         return copies[id(module)]
     children = {name: child and with_copies(child, copies) for name, child in module._modules.items()}
@@ -81,7 +81,7 @@ def with_copies(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
 
 
 def own_forward(forward: Callable[..., object], name: str) -> FunctionType:
-    """Return the function with a code object of its own and another name, by which vLLM keys its cache."""
+    """Return the function with its own code object and name. vLLM keys its cache by this name."""
     assert isinstance(forward, FunctionType)
     code = forward.__code__.replace(co_name=f"{forward.__code__.co_name}_with_weft")
     function = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -96,9 +96,9 @@ def compiles(stack: VllmObject) -> bool:
 
 
 def twin_of(stack: VllmObject, copies: dict[int, nn.Module], name: str, wrapper: VllmObject) -> VllmObject:
-    """Return the stack's twin, with `copies` in place of the modules that weft serves. `name` is that of its compiled
-    code: of equal names vLLM's cache has one entry. `wrapper` is the class with which vLLM compiles. The caller has set
-    vLLM's current configuration."""
+    """Return the stack's twin, with `copies` in place of the modules that weft serves. `name` is the name of its
+    compiled code: vLLM's cache has one entry for each name. `wrapper` is the class with which vLLM compiles. The caller
+    has set vLLM's current configuration."""
     if id(stack) in copies:
         raise WeftError(f"{type(stack).__name__} is itself one of the modules to serve")
     twin = with_copies(stack, copies)
@@ -116,10 +116,10 @@ def twin_of(stack: VllmObject, copies: dict[int, nn.Module], name: str, wrapper:
 @dataclass(eq=False)
 class Passes:
     """A stack of layers with its twin, for passes of up to `max_tokens` tokens; `captured` are the numbers of tokens
-    that vLLM captures, and `context` returns the context of a pass, in which attention finds its slots. `sizes` has,
-    for each number of tokens, that with which the twin runs, or 0 for vLLM's own pass. `names` are those of the
-    arguments of a pass, `positions` the place of that one. `woven` runs passes in two parts over whole layers; if it is
-    None, `unwoven` is the reason."""
+    that vLLM captures, and `context` returns the context of a pass, in which attention finds its slots. `sizes` maps
+    each number of tokens to the number with which the twin runs, or to 0 for vLLM's own pass. `names` are the names of
+    the arguments of a pass, `positions` is the index of that argument. `woven` runs passes in two parts over whole
+    layers; if it is None, `unwoven` is the reason."""
 
     stack: VllmObject
     twin: VllmObject
@@ -138,8 +138,8 @@ class Passes:
         self.captured = tuple(sorted({size for size in self.captured if size <= self.max_tokens}))
 
     def known_sizes(self) -> list[int]:
-        """Return the sizes of the twin in ascending order: those that vLLM captures, and above them small steps up to
-        STEP, then steps of STEP. Every power of two is one of them, so that no two ranges share a size."""
+        """Return the sizes of the twin in ascending order: the sizes that vLLM captures, and above them small steps up
+        to STEP, then steps of STEP. Every power of two is a size, so that no two ranges share a size."""
         above = max(self.captured, default=0)
         steps = (1, 2, 4, *range(8, STEP, 8), *range(STEP, self.max_tokens, STEP))
         return sorted({*self.captured, *(n for n in steps if above < n < self.max_tokens), self.max_tokens})
@@ -155,15 +155,15 @@ class Passes:
                 table[size] = form
 
     def warm_ups(self) -> list[int]:
-        """Return the numbers of tokens to run before requests: all sizes in descending order, and the least number of
-        each form that is padded, since CUDA loads the kernels that pad at their first launch."""
+        """Return the numbers of tokens to run before requests: all sizes in descending order, and for each form the
+        least number that is padded, since CUDA loads the padding kernels at their first launch."""
         table = forms(self.world)
         padded_tokens = {table[size]: tokens for tokens, size in reversed(list(enumerate(self.sizes))) if size > tokens}
         return [*sorted(set(self.sizes) - {0}, reverse=True), *padded_tokens.values()]
 
     def weave_on_all_ranks(self, why: str, gather: Gather) -> None:
-        """Do without passes in two parts over whole layers if one rank cannot run them. why: this rank's reason, or
-        "". Collective."""
+        """Use no passes in two parts over whole layers if any rank cannot run them. why: this rank's reason, or "".
+        Collective."""
         reasons = [reason for (reason,) in gather((why,)) if reason]
         if reasons:
             if self.woven is not None:
@@ -171,7 +171,7 @@ class Passes:
             self.woven, self.unwoven = None, reasons[0]
 
     def put(self, kind: type | None = None) -> None:
-        """Make the stack look up the number of tokens at each pass. `kind` is the class that does it."""
+        """Make the stack look up the number of tokens at each pass. `kind` is the class with that lookup."""
         namespace = {"__module__": self.own_class.__module__}
         self.stack.__dict__["weft_passes"] = self
         self.stack.__class__ = type(self.own_class.__name__, (kind or Switched, self.own_class), namespace)
@@ -185,13 +185,13 @@ class Passes:
             del self.stack.__dict__[name]
 
     def others(self, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]) -> Iterator[bool]:
-        """Yield, for each argument that the twin cannot pad, whether it is there."""
+        """Yield, for each argument that the twin cannot pad, whether it is present."""
         for name, value in itertools.chain(zip(self.names, args, strict=False), kwargs.items()):
             if name not in PADDED:
                 yield value is not None
 
     def run(self, size: int, tokens: int, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]) -> VllmObject:
-        """Run the twin with `size` tokens, of which only the first `tokens` count."""
+        """Run the twin with `size` tokens; all after the first `tokens` are padding."""
         if isinstance(form := forms(self.world).get(size), WovenLayers):
             return self.run_woven(form, size, tokens, args, kwargs)
         if size == tokens:
@@ -204,7 +204,7 @@ class Passes:
     def run_woven(
         self, form: WovenLayers, size: int, tokens: int, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]
     ) -> VllmObject:
-        """Run the pass in two parts, `size` tokens together, or vLLM's own pass if this one cannot be split. All ranks
+        """Run the pass in two parts of `size` tokens in all, or vLLM's own pass if this pass cannot be split. All ranks
         do the same, since they have the same batch."""
         arguments = dict(zip(self.names, args, strict=False)) | dict(kwargs)
         if self.woven is None or arguments.get("inputs_embeds") is not None or not self.woven.can_run(size):
@@ -216,7 +216,7 @@ class Passes:
 
 
 class Switched:
-    """A stack of layers some of whose passes its twin runs."""
+    """A stack of layers with a twin that runs some of its passes."""
 
     def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
         passes: Passes = self.__dict__["weft_passes"]
@@ -231,7 +231,7 @@ class Switched:
 
 
 def padded(name: str, rows: Tensor | None, further: int) -> Tensor | None:
-    """Return the argument of that name with so many further tokens, which are 0; others are absent."""
+    """Return the argument of that name with `further` more tokens, which are 0; None if it is absent."""
     if rows is None:
         return None
     return pad(rows, (0, 0, 0, further) if name == "inputs_embeds" else (0, further))
@@ -239,8 +239,8 @@ def padded(name: str, rows: Tensor | None, further: int) -> Tensor | None:
 
 @contextmanager
 def padded_slots(context: VllmObject, further: int) -> Iterator[None]:
-    """Within the context manager, tokens that are padding have no slot in the KV cache, which vLLM, too, writes as -1.
-    Some kernels write a slot for each token that they get."""
+    """Within the context manager, padding tokens have no slot in the KV cache, which is -1 as in vLLM. Without this,
+    some kernels would write a slot for each of their tokens."""
     slots, padding = context.slot_mapping, getattr(context, "is_padding", None)
     tensors = {id(t): t for t in (slots or {}).values()}
     longer = {key: pad(t, (0, further), value=-1) for key, t in tensors.items()}

@@ -1,7 +1,7 @@
-"""Passes whose tokens run in two parts over all layers (TokenWeave, section 4): one part's GEMMs and attention run
-under the other part's sums over ranks, on two streams, as nn/weave.py orders them.
+"""Passes in two token parts over all layers (TokenWeave, section 4): one part's GEMMs and attention run under the other
+part's sums over ranks, on two streams, in the order of nn/weave.py.
 
-The graph of the stack's forward (dataflow.py) is cut at its sums. What is between two of them is a `Stage`: the
+The graph of the stack's forward (dataflow.py) is cut at its sums. A `Stage` is the part between two sums: the
 column-parallel GEMM after the norm, vLLM's own modules (rotary embedding, attention, activation, experts), and the
 row-parallel GEMM. A pass is a loop over the stages in Python, without compiled code or graphs.
 
@@ -37,16 +37,17 @@ from .layers import SummedNorm
 from .row_norm_column import WovenLayers
 from .twin import copied, with_copies
 
-FEWEST_TOKENS = 512  # passes of fewer are not compared: their GEMMs hide little, and the host launches two parts
-ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec")  # of keys and values a token; others may have states a request
-# What a batch may have that `split_attn_metadata` does not pass on to the parts.
+FEWEST_TOKENS = 512  # smaller passes are not compared: their GEMMs hide little, and the host launches two parts
+ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec")  # keys and values by token; others may have states by request
+# Fields of a batch that `split_attn_metadata` does not pass on to the parts.
 NOT_SPLIT = ("encoder_seq_lens", "dcp_local_seq_lens", "mm_req_doc_ranges", "num_logits_indices")
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------
 class Stage(NamedTuple):
-    """What a rank computes from one sum to the next. `column` and `row` are the linears whose GEMMs begin and end it,
-    or None. `body` computes what is between them from rows and positions. `norm` is the one that sums the result."""
+    """A rank's computation from one sum to the next. It begins with the GEMM of the linear `column` and ends with the
+    GEMM of the linear `row`; either may be None. `body` computes the steps between them from rows and positions. `norm`
+    sums the result."""
 
     column: VllmObject
     body: Callable[[Tensor, Tensor], Tensor]
@@ -54,7 +55,7 @@ class Stage(NamedTuple):
     norm: SummedNorm
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return (N, K) of its GEMMs."""
+        """Return (N, K) of the stage's GEMMs."""
         shapes = [weight_of(linear).weight.shape for linear in (self.column, self.row) if linear is not None]
         return [(n, k) for n, k in shapes]
 
@@ -100,12 +101,12 @@ def residual_of(node: fx.Node) -> fx.Node | None:
 
 
 def second_item(node: fx.Node) -> fx.Node | None:
-    """Return the node that takes the second item of the pair `node`, or None."""
+    """Return the node that reads the second item of the pair `node`, or None."""
     return next((user for user in node.users if user.args[1:] == (1,)), None)
 
 
 def between(graph: Graph, inputs: Sequence[fx.Node], output: object) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that computes `output` from `inputs`. Raises WeftError if that depends on more than these, or
+    """Return a function that computes `output` from `inputs`. Raises WeftError if `output` depends on anything else, or
     on sizes, which were symbolic."""
     needed, todo = set[fx.Node](), [output]
     while todo:
@@ -130,15 +131,15 @@ def between(graph: Graph, inputs: Sequence[fx.Node], output: object) -> Callable
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 class AttentionParts:
-    """The metadata of attention for both parts of a batch. vLLM's builder of metadata has told this object the batch
-    (`_keep`); two further builders of its class build those of the parts, since a builder may have buffers that its
-    metadata share."""
+    """The metadata of attention for both parts of a batch. vLLM's builder of metadata passes the batch to this object
+    (`_keep`); two further builders of its class build the parts' metadata, since the metadata of one builder may share
+    its buffers."""
 
     def __init__(
         self, builder: VllmObject, config: VllmObject, device: torch.device, interface: Mapping[str, VllmObject]
     ) -> None:
         self._builder, self._split, self._slice = builder, interface["split_metadata"], interface["token_slices"]
-        self._batch: VllmObject = None  # the metadata that the builder returned last, and the batch that it got
+        self._batch: VllmObject = None  # the metadata that the builder returned last, and their batch
         self._metadata: VllmObject = None
         arguments = builder.kv_cache_spec, builder.layer_names, config, device
         current_config = interface.get("current_config", nullcontext)  # in which vLLM makes builders, which read it
@@ -164,7 +165,7 @@ class AttentionParts:
         del self._builder.build
 
     def can_split(self, metadata: VllmObject, cut: int) -> bool:
-        """Return whether a pass with this metadata can be cut after so many tokens."""
+        """Return whether a pass with this metadata can be cut after `cut` tokens."""
         batch = self._batch
         if not isinstance(metadata, dict) or any(of_layer is not self._metadata for of_layer in metadata.values()):
             return False
@@ -177,11 +178,11 @@ class AttentionParts:
         )
 
     def split(self, metadata: Mapping[str, VllmObject], cut: int) -> list[dict[str, VllmObject]]:
-        """Return the metadata of the first `cut` tokens and of the others, by layer."""
+        """Return the metadata of the first `cut` tokens and of the rest, by layer."""
         batch = self._batch
         starts, requests = batch.query_start_loc_cpu[: batch.num_reqs + 1], batch.num_reqs
-        end = int(torch.searchsorted(starts, cut))  # of the requests with tokens before the cut
-        begin = int(torch.searchsorted(starts, cut, right=True)) - 1  # of those with tokens behind it
+        end = int(torch.searchsorted(starts, cut))  # the end of the requests with tokens before the cut
+        begin = int(torch.searchsorted(starts, cut, right=True)) - 1  # the first request with tokens after it
         slices = [
             self._slice(slice(0, end), slice(0, cut)),
             self._slice(slice(begin, requests), slice(cut, batch.num_actual_tokens)),
@@ -213,7 +214,7 @@ def unsplit_reason(config: VllmObject, runner: VllmObject) -> str | None:
 
 # -- passes ------------------------------------------------------------------------------------------------------------
 class PartOfPass(NamedTuple):
-    """A stage in one pass, as `nn.decoder_layer` takes it. `positions` and `contexts` are those of the parts."""
+    """A stage in one pass, as a sublayer for `nn.decoder_layer`. `positions` and `contexts` belong to the parts."""
 
     world: World
     stage: Stage
@@ -243,7 +244,7 @@ class PartOfPass(NamedTuple):
 
 @dataclass(eq=False)
 class WovenPass:
-    """Woven passes of a stack of layers, in an engine of this configuration. `interface` has vLLM's functions.
+    """Woven passes of a stack of layers, in an engine with this configuration. `interface` has vLLM's functions.
     `attention` is None until `attach`."""
 
     stages: Stages
@@ -259,34 +260,34 @@ class WovenPass:
         return self.interface["context"]()
 
     def attach(self, runner: VllmObject) -> None:
-        """Learn of the batches of an engine. Raises WeftError if they cannot be split."""
+        """Start observing the batches of an engine. Raises WeftError if they cannot be split."""
         if why := unsplit_reason(self.config, runner):
             raise WeftError(why)
         (group,) = (group for groups in runner.attn_groups for group in groups)
         self.attention = AttentionParts(group.get_metadata_builder(0), self.config, self.world.device, self.interface)
 
     def release(self) -> None:
-        """Leave the engine as if it had not been attached."""
+        """Restore the engine as it was before `attach`."""
         if self.attention is not None:
             self.attention.release()
         self.attention = None
 
     def cut(self, tokens: int) -> int:
-        """Return the number of tokens of the first part: that with which the GEMMs of both take the fewest waves of
+        """Return the number of tokens of the first part for which the GEMMs of both parts take the fewest waves of
         tiles (TokenWeave's smart split)."""
         if tokens not in self._cuts:
             self._cuts[tokens] = smart_split(self.world, self.stages.stages, tokens)
         return self._cuts[tokens]
 
     def can_run(self, tokens: int) -> bool:
-        """Return whether the current pass, of so many tokens with its padding, can be split."""
+        """Return whether the current pass, of `tokens` tokens including padding, can be split."""
         metadata = getattr(self.context, "attn_metadata", None)
         if metadata is None:  # a pass without attention, in which vLLM measures memory
             return True
         return self.attention is not None and self.attention.can_split(metadata, self.cut(tokens))
 
     def __call__(self, form: WovenLayers, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Run a pass that `can_run`. Return the rows after the last norm."""
+        """Run a pass for which `can_run` is true. Return the rows after the last norm."""
         world, tokens = self.world, positions.shape[-1]
         cut = self.cut(tokens)
         rows = (slice(0, cut), slice(cut, tokens))
@@ -306,7 +307,7 @@ class WovenPass:
         return out
 
     def contexts(self, rows: Sequence[slice]) -> Iterator[VllmObject]:
-        """Yield the contexts of the parts, which have these rows of the current one."""
+        """Yield the contexts of the parts, with these rows of the current context."""
         context = self.context
         whole, slots = getattr(context, "attn_metadata", None), context.slot_mapping or {}
         metadata: Sequence[VllmObject] = (None, None)
@@ -324,9 +325,9 @@ class WovenPass:
 
 
 def smart_split(world: World, stages: Sequence[Stage], tokens: int) -> int:
-    """Return the number of tokens of the first of two parts whose GEMMs take the least time in waves of tiles. The
-    stages alternate between attention and MLP. Neither part has less than three eighths, since its GEMMs must hide the
-    other's sums. Without GEMMs the parts are halves."""
+    """Return the number of tokens of the first of two parts, chosen so that the GEMMs take the fewest waves of tiles.
+    The stages alternate between attention and MLP. Neither part has less than three eighths of the tokens, since its
+    GEMMs must hide the other part's sums. Without GEMMs the parts are halves."""
     of_mlp, of_attention = (stages[i].sizes() if len(stages) > 2 else [] for i in (1, 2))
     if not of_mlp and not of_attention:
         return halves(tokens)
@@ -341,7 +342,7 @@ def smart_split(world: World, stages: Sequence[Stage], tokens: int) -> int:
 
 # -- making them -------------------------------------------------------------------------------------------------------
 class OwnNorm:
-    """An RMSNorm of a rank's own rows, by weft's kernel. vLLM's forward is for a compiler that fuses it."""
+    """An RMSNorm of a rank's own rows, by weft's kernel. vLLM's forward relies on a compiler to fuse it."""
 
     weft: World
     weight: Tensor
@@ -361,7 +362,7 @@ def woven_pass(
     interface: Mapping[str, VllmObject],
 ) -> WovenPass:
     """Return the woven passes of a stack, with `copies` in place of the modules that weft serves. Raises WeftError if
-    it cannot have any."""
+    the stack cannot have any."""
     missing = [name for name in ("entered", "split_metadata", "token_slices") if name not in interface]
     if missing:
         raise WeftError(f"vLLM has no {', '.join(missing)}")
@@ -369,7 +370,7 @@ def woven_pass(
     eager = dict(copies)
     if (
         world.backend.symmetric_unsupported is None
-    ):  # on other ranks the form is no candidate, and they may have no kernels
+    ):  # on other ranks the form is not a candidate, and the kernels may be missing
         eager.update(kernels(stack, {*copies, *map(id, opaque)}, world, classes, interface.get("custom_op")))
     stages = stages_of(with_copies(stack, eager))
     return WovenPass(stages, world, config, interface)
@@ -378,8 +379,8 @@ def woven_pass(
 def kernels(
     module: nn.Module, others: set[int], world: World, classes: VllmObject, custom_op: VllmObject
 ) -> Iterator[tuple[int, VllmObject]]:
-    """Yield copies, by id, of the modules below that vLLM's compiler would have fused. Run as they are, they would be
-    torch operations. Those in `others` are not entered: attention and experts, which find themselves by name."""
+    """Yield copies, by id, of the descendant modules that vLLM's compiler would have fused; uncompiled, they would run
+    as torch operations. Modules in `others` are not entered: attention and experts, which find themselves by name."""
     for child in module.children():
         if id(child) in others:
             continue
