@@ -173,8 +173,8 @@ def matmul(
     GATED: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Compute a [M, K] @ b [N, K]^T, without communication, on as many SMs as there are programs; concurrent kernels use
-    the remaining SMs. out_desc and GATED are as in `store_tile`.
+    """Compute a [M, K] @ b [N, K]^T, without communication, on as many SMs as there are programs; concurrent kernels
+    use the remaining SMs. out_desc and GATED are as in `store_tile`.
 
     SHARE: the last shared_tiles tiles, too few for all programs, are split along K into `parts` parts. The program that
     stores the tile computes the first part, of first_steps K steps. A helper computes one further part of
@@ -209,7 +209,7 @@ def matmul(
             group = pid % groups * tiles_per_helper
             for shared_tile in range(group, min(group + tiles_per_helper, shared_tiles)):
                 tm, tn = grouped_tile(whole_tiles + shared_tile, tiles_m, tiles_n, GROUP_M)
-                if count > 0:  # always true: without this test ptxas cannot know that the loop runs, and serialises wgmmas
+                if count > 0:  # always: without this test ptxas does not know that the loop runs, and serialises wgmmas
                     acc = tile_of_steps(a_desc, b_desc, tm * BM, tn * BN, begin, count, BM, BN, BK)
                     partial = part * shared_tiles + shared_tile
                     store_pairs(partials + partial.to(tl.int64) * (BM * BN) + fragment_offsets(BM, BN, BN), acc)

@@ -1,5 +1,5 @@
-"""Row-wise kernels that follow a collective: RMSNorm, residual add and copy. They also undo the tile order of a signaled
-plan's result (FlashOverlap, section 4.3).
+"""Row-wise kernels that follow a collective: RMSNorm, residual add and copy. They also undo the tile order of a
+signaled plan's result (FlashOverlap, section 4.3).
 
 A block has rows x runs x COLS columns. TILED: `x` is not [rows, N] but tiles of BM x 2 COLS in the order of
 `grouped_tile`, each stored as its left, then its right half, so that a run of COLS columns of a row is contiguous in
@@ -64,9 +64,9 @@ def rms_norm(
     RUNS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Compute out [rows, N] = h / rms(h) * weight [N] for h = x. With RESIDUAL h = x + residual is rounded and stored in
-    `total`, and this rounded sum is normalised. A block has R rows, and RUNS runs cover N. ALIGNED: N is a multiple of
-    8. PAIRS: `sum_in_pairs` adds the squares."""
+    """Compute out [rows, N] = h / rms(h) * weight [N] for h = x. With RESIDUAL, h = x + residual is rounded and stored
+    in `total`, and this rounded sum is normalised. A block has R rows, and RUNS runs cover N. ALIGNED: N is a multiple
+    of 8. PAIRS: `sum_in_pairs` adds the squares."""
     COLS: tl.constexpr = layout.COLS
     if ALIGNED:
         N = N // 8 * 8

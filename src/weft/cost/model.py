@@ -96,7 +96,7 @@ class Parts(Protocol):
 
 
 class Cost(Generic[P, F]):
-    """The model of an op's calls by one class of plans. If a model has parameters that cannot be measured alone, `start`
+    """The model of an op's calls by one class of plans. If it has parameters that cannot be measured alone, `start`
     returns their start values, and the planner fits them to the profile's calls of the plan's family. needs_calls:
     there is no prediction without such a call."""
 

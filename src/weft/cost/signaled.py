@@ -44,8 +44,8 @@ class Signaling:
 @dataclass(frozen=True)
 class Moving:
     """Parameters of all-reduces and all-to-alls with groups that copy engines move. gap: us that a barrier takes beyond
-    its own time. copy: time of a copy over its time alone. gemm: time of a GEMM, while a second kernel sums rows that it
-    reads from peers, over its time alone."""
+    its own time. copy: time of a copy over its time alone. gemm: time of a GEMM, while a second kernel sums rows read
+    from peers, over its time alone."""
 
     gap: float = 6.0
     copy: float = 1.0
@@ -202,7 +202,7 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
         return call.moved(call.m) * call.skew
 
     def groups_by_copies(self, p: Parts, call: GemmCall, plan: Signaled) -> Iterator[tuple[Work, float, float]]:
-        """Yield, for each group, its part of the GEMM, and the fractions of the GEMM done before and after the group."""
+        """Yield, for each group, its part of the GEMM, and the fractions of the GEMM done before and after it."""
         tiles, programs = self._tiles(call, plan), p.sms - plan.ctas
         waves = -(-tiles // programs)
         wave_us = p.tiles(Occupancy(plan.tile), programs, tiles, call.m, call.n, call.k) / waves

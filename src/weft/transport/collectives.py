@@ -1,5 +1,5 @@
-"""NCCL's all-gather and reduce-scatter for shards of equal or unequal length, and the transports that call them, which
-have one arrival or one part (interfaces.py)."""
+"""NCCL's all-gather and reduce-scatter for shards of equal or unequal length, and the transports that call them, with
+one arrival or one part (interfaces.py)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .order import group_steps
 
 
 def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Stream) -> torch.Tensor:
-    """Return all_gather(x) [M, K] by the library's collective. shards: the rows of every rank; shards of unequal length
-    are padded to the longest."""
+    """Return all_gather(x) [M, K] by NCCL's collective. shards: the rows of every rank; shards of unequal length are
+    padded to the longest."""
     k, longest = x.shape[1], max(shards)
     if world.size == 1:
         return x
@@ -50,7 +50,7 @@ def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Stream)
 def reduce_scatter(
     x: torch.Tensor, world: World, shards: Sequence[int], stream: Stream, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return this rank's rows of the sum over ranks of x [M, N], by the library's collective, in `out` if there is one.
+    """Return this rank's rows of the sum over ranks of x [M, N], by NCCL's collective, in `out` if it is not None.
     shards: the rows of every rank; shards of unequal length are padded to the longest."""
     n, longest, count = x.shape[1], max(shards), shards[world.rank]
     if min(shards) < longest:
@@ -69,9 +69,9 @@ def reduce_scatter(
 
 
 def reduce_all_rows(world: World, plan: Plan, shards: tuple[int, ...], n: int, dtype: torch.dtype) -> ReduceRows:
-    """Prepare the parts of `out` [M, N] to compute in place; NCCL then sums each over the ranks, in place too. A
-    decomposed plan has one part for each of its groups of shards, and its all-reduce runs while the next part is
-    computed; any other plan has one part. The environment variable NCCL_MAX_CTAS limits the CTAs that NCCL takes."""
+    """Prepare the parts of `out` [M, N] to compute in place; NCCL then sums each part over the ranks, in place too. A
+    decomposed plan has one part for each of its groups of shards, and the all-reduce of a part runs while the next part
+    is computed; any other plan has one part. The environment variable NCCL_MAX_CTAS limits NCCL's CTAs."""
 
     @contextmanager
     def reduce(out: torch.Tensor, bias: torch.Tensor | None) -> Iterator[Iterable[PartialRows]]:
@@ -131,8 +131,8 @@ def reduce_at_once(reduce: Callable[..., object]) -> ReduceTransport:
 
 def gather_rows(world: World, plan: Plan, shards: tuple[int, ...], specs: TensorSpecs, keep: bool) -> GatherRows:
     """Prepare a gather of tensors by NCCL, with one arrival. NCCL has no 8-bit floats: they are sent as bytes. If
-    shards are equally long, scales are sent with the rows, as bytes too: a sequential call with one launch takes up to
-    4% less time than with two (bench/measure/fp8_ranks.py)."""
+    shards have equal lengths, scales are sent with the rows, as bytes too: a sequential call with one launch takes up
+    to 4% less time than with two launches (bench/measure/fp8_ranks.py)."""
     together = world.size > 1 and len(specs) > 1 and min(shards) == max(shards)
     as_bytes = specs[0][1].itemsize == 1
 
@@ -155,7 +155,7 @@ reduce_rows = reduce_at_once(lambda partial, world, plan, *arguments: reduce_sca
 
 
 def gather_in_backward(world: World, x: torch.Tensor, shards: Sequence[int]) -> torch.Tensor:
-    """Return `gather` of an x that need not be contiguous, or x if no rank has rows, as happens in a backward pass."""
+    """Return `gather` of an x that need not be contiguous, or x if no rank has rows, as in some backward passes."""
     return gather(x.contiguous(), world, shards, world.current_stream()) if any(shards) else x
 
 

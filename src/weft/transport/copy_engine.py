@@ -1,4 +1,4 @@
-"""Transports by copy engine (interfaces.py), and the parts that they are made of.
+"""Transports by copy engine (interfaces.py), and their parts.
 
     gather_rows      stream  stage the shard | GEMM of own rows | GEMM of a peer's rows | ..     | join
                      copies                  | barrier | pull | pull | ..              | barrier
@@ -10,10 +10,10 @@
                      copies  barrier                     | push        | push          | barrier
                      sum                                                                         | sum
 
-The first barrier of a gather says that every rank has staged its shard, and the last one that no rank still reads it.
-The first barrier of a reduce says that every staging slot may be written again, and the later ones that all pushes have
-arrived. All copies of a call are on one stream, peer by peer, so that at every step each rank copies from, or to,
-another one.
+After the first barrier of a gather every rank has staged its shard, and after the last one no rank still reads it.
+After the first barrier of a reduce every staging slot may be written again, and after the later ones all pushes have
+arrived. All copies of a call are on one stream, peer by peer, so that at every step each rank copies from, or to, a
+different rank.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ COPIES = "copy buffers"  # the lock on the buffers of these transports
 
 # -- gather ------------------------------------------------------------------------------------------------------------
 class ShardPulls:
-    """Symmetric copies of tensors [m_r, ..] of these shapes and dtypes on all ranks, which a copy engine pulls from
+    """Symmetric copies of tensors [m_r, ..] of these shapes and dtypes on all ranks. A copy engine pulls them from
     their owners.
 
-    The shards are staged on the caller's stream before the computation, since a copy within a GPU takes SMs. With
-    `keep` this rank's rows are copied to the whole tensors too."""
+    The shards are staged on the caller's stream before the computation, since a copy within a GPU uses SMs. With `keep`
+    this rank's rows are also copied to the whole tensors."""
 
     def __init__(self, world: World, specs: TensorSpecs, keep: bool) -> None:
         self.world, self.copies, self._keep = world, world.side_stream("copy"), keep
@@ -77,8 +77,8 @@ class ShardPulls:
 def gather_rows(
     world: World, plan: Decomposed, shards: Sequence[int], specs: TensorSpecs, keep: bool = True
 ) -> GatherRows:
-    """Prepare an arrival for each of the plan's groups of ranks, whose shards all have one length. If this rank alone
-    is the first group, the first arrival is the tensors themselves."""
+    """Prepare an arrival for each of the plan's groups of ranks. All shards have one length. If the first group is this
+    rank alone, the first arrival is the tensors themselves."""
     groups, rows = chunks(plan, world.rank, world.size), shards[0]
     second_stream, own_rows_first = world.side_stream("gemm", urgent=False), len(groups[0][1]) == 1
     pulls = ShardPulls(world, specs, keep or not own_rows_first)
@@ -115,10 +115,10 @@ def gather_rows(
 def gather_to_flags(
     world: World, specs: TensorSpecs, keep: bool, flags: TensorList, number: torch.Tensor
 ) -> Callable[[TensorList], AbstractContextManager[TensorList]]:
-    """Prepare a context with the tensors with the rows of all ranks, for a kernel that is launched meanwhile and waits,
-    with a limit, until flags[p] has reached *number: then the shard of rank p has arrived. The copies and flags are
-    enqueued after that launch. In a CUDA graph another stream sets the flags, so that the next copy does not wait for
-    that; in eager calls the host's time for two more calls a peer costs more."""
+    """Prepare a context with the tensors with the rows of all ranks. A kernel that is launched inside it waits, with a
+    limit, until flags[p] has reached *number: then the shard of rank p has arrived. The copies and flags are enqueued
+    after that launch. In a CUDA graph a separate stream sets the flags, so that the next copy does not wait for the
+    flag; in eager calls the host's time for two more calls per peer would cost more than this saves."""
     pulls = ShardPulls(world, specs, keep)
 
     @contextmanager
@@ -141,9 +141,9 @@ def gather_to_flags(
 
 
 class FlaggedShards:
-    """Symmetric memory for the x [rows, K] of every rank, with a flag for each, for a GEMM that takes every SM and
-    looks at its flags without a limit. Making it takes the lock on them, which orders whatever the caller then enqueues
-    on its stream after the calls of other streams.
+    """Symmetric memory for the x [rows, K] of every rank, with a flag for each, for a GEMM that occupies every SM and
+    polls its flags without a limit. The constructor acquires the lock on this memory, which orders all that the caller
+    then enqueues on its stream after the calls of other streams.
 
     `gathered` is [W rows, K], `flags` int32 [W]; the shard of rank p has arrived once flags[p] equals *one, int32
     [1]."""
@@ -158,13 +158,13 @@ class FlaggedShards:
 
     @contextmanager
     def gathering(self, x: torch.Tensor) -> Iterator[None]:
-        """Enqueue all that sets the flags; then the GEMM may be enqueued on the caller's stream.
+        """Enqueue all that sets the flags; then the caller may enqueue the GEMM on its stream.
 
-        Flags must be set without an SM, and without a peer's help. All ranks pass a barrier before the GEMM starts,
-        which is bounded, and nothing but that barrier comes before the copies that set the flags. Each flag is copied
-        from a one in its peer's memory, as a copy within a GPU may need an SM. So the copies end, and with them the
-        GEMM, even where the barrier timed out. Flags are cleared before the barrier, after the previous call's GEMM,
-        since the GEMM compares numbers without a wrap; this rank's own flag is then set."""
+        Setting flags must need neither an SM nor a peer's help. Before the GEMM starts all ranks pass a barrier, which
+        is bounded, and only that barrier comes before the copies that set the flags. Each flag is copied from a one in
+        its peer's memory, since a copy within a GPU may need an SM. So the copies end, and with them the GEMM, even if
+        the barrier timed out. Flags are cleared before the barrier, after the previous call's GEMM, since the GEMM
+        compares numbers without a wrap; then this rank's own flag is set."""
         world, shards, words = self.world, self._shards, self.flags.split(1)
         stream, copies = world.current_stream(), world.side_stream("copy")
         world.copy(shards.local[world.rank], x, stream)
@@ -183,7 +183,7 @@ class FlaggedShards:
 
 
 def _flags(world: World) -> tuple[torch.Tensor, torch.Tensor, SymmetricTensor]:
-    """Return the flags of the shards, int32 [W]; their values where this rank's alone is set; a one on every rank."""
+    """Return the flags of the shards, int32 [W]; their values with only this rank's flag set; a one on every rank."""
     ones = world.symmetric((1,), torch.int32, "flags of shards, a one")
     ones.local.fill_(1)
     world.wait_for_streams()
@@ -206,16 +206,16 @@ def pull_rows(world: World, tensors: Sequence[SymmetricTensor], ends: Sequence[i
 def reduce_rows(
     world: World, plan: Decomposed, shards: Sequence[int], n: int, dtype: torch.dtype
 ) -> Callable[[torch.Tensor, torch.Tensor | None], AbstractContextManager[Iterable[PartialRows]]]:
-    """Prepare the rows to compute, those of the farthest owners first and this rank's last, and their sums at their
+    """Prepare the rows to compute, first the farthest owners' rows and last this rank's, and their sums at their
     owners. All shards have one length. The other ranks copy their parts of the rows that this rank owns to its staging
-    memory, which this rank sums (`sum_parts`) once all have arrived."""
+    memory, and this rank sums them (`sum_parts`) once all have arrived."""
     rows, rank, size = shards[0], world.rank, world.size
     groups = chunks(plan, rank, size)[::-1]
     splits = plan.pieces if rows % plan.pieces == 0 and all(len(ranks) == 1 for _, ranks in groups) else 1
     count, copies, sums = rows // splits, world.side_stream("copy"), world.side_stream("sum")
     second_stream, holder = world.side_stream("gemm", urgent=False), lock(world, COPIES)
     staging = workspace(world, "staging", (splits, size, count, n), dtype)
-    # For each split, the rows of each part, and the copies of it: `splits` pieces of each rank, and where they go.
+    # For each split, the rows of each part, and its copies: `splits` pieces for each rank, with their destinations.
     steps = [
         [
             (
@@ -250,7 +250,7 @@ def reduce_rows(
                     lane = next(lanes)
                     yield PartialRows(span, partial[span], lane, functools.partial(send, moves, lane))
                 world.barrier(copies)
-                # `copies` has also waited for the GEMM of this rank's own rows, which is the last one.
+                # `copies` has also waited for the GEMM of this rank's own rows, the last GEMM.
                 world.wait_event(sums, world.record(copies))
                 sum_parts(by_rank[rank * splits + split], staged[split], results[split], bias, world, sums)
 
@@ -262,7 +262,7 @@ def reduce_rows(
 
 
 def pull_parts(world: World, source: SymmetricTensor, rows: slice, max_rows: int, stream: Stream) -> torch.Tensor:
-    """Return [W, max_rows, N] with the other ranks' `rows` of `source` [M, N], of which there are most `max_rows`."""
+    """Return [W, max_rows, N] with the other ranks' `rows`, at most `max_rows`, of `source` [M, N]."""
     count, columns, dtype = rows.stop - rows.start, source.local.shape[1], source.local.dtype
     staging = world.empty((world.size, max_rows, columns), dtype)
     for p in world.other_ranks if count else ():
@@ -291,15 +291,14 @@ def _sum(world: World, rows: int, n: int, bias: bool) -> Launch:
 def sum_parts(
     x: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Stream
 ) -> None:
-    """out [rows, N] = x + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
+    """Compute out [rows, N] = x + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
     launch = _sum(world, out.shape[0], out.shape[1], bias is not None)
     launch(stream, x=x, staging=staging, out=out, bias=out if bias is None else bias)
 
 
 # -- exchange ----------------------------------------------------------------------------------------------------------
 class Send(NamedTuple):
-    """Some rows of this rank's tensors [n, ..], for the rows from `row` on of the reader's memory [tensors, rows,
-    ..]."""
+    """Some rows of this rank's tensors [n, ..], sent to the reader's memory [tensors, rows, ..] from row `row` on."""
 
     reader: int
     row: int
@@ -310,8 +309,8 @@ class Send(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """wait(ranks) makes the caller's stream wait for what these ranks sent. `end` is recorded after all that this rank
-    sent."""
+    """wait(ranks) makes the caller's stream wait for the rows from these ranks. The event `end` is recorded after all
+    of this rank's sends."""
 
     wait: Callable[[Iterable[int]], None]
     end: Event
@@ -332,12 +331,12 @@ def push(world: World, memory: SymmetricTensor, send: Send) -> Callable[[TensorL
 def prepare_exchange(
     world: World, name: str, memory: SymmetricTensor, sends: Iterable[Send]
 ) -> Callable[[TensorList], Exchanged]:
-    """Return a function that pushes rows of tensors into the `memory` of the ranks that read them, one send to each of
-    them and a notification behind it, and at the end what this rank sends to itself.
+    """Return a function that pushes rows of tensors into the `memory` of the ranks that read them, with one send to
+    each reader and a notification after it, and at the end this rank's send to itself.
 
-    The barrier says that all ranks have finished reading what the previous call pushed, so that the memory may be
+    After the barrier all ranks have finished reading the rows that the previous call pushed, so that the memory may be
     written again. Nothing is staged. A reader waits on the caller's stream between two kernels, so that its wait takes
-    no SM from a kernel. `name` is that of the memory, its barrier and its channel.
+    no SM from a kernel. `name` is the name of the memory, its barrier and its channel.
     """
     me, copies, holder = world.rank, world.side_stream("copy"), lock(world, name)
     ch = world.channel(f"{name} arrived", world.size, None)
@@ -371,9 +370,9 @@ def prepare_exchange(
 
 
 def pull_from_all(world: World, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream, last: bool) -> None:
-    """Copy parts, (destination, source) by rank, some of which may be empty, after a barrier that says that all sources
-    are complete. Each source rank has a stream of its own, because parallel copies keep the links busy whatever the
-    counts. If `last`, `stream` waits for these copies, and for earlier ones on the same streams."""
+    """Copy parts, (destination, source) by rank, after a barrier that all sources are complete. Parts may be empty.
+    Each source rank has a stream of its own, because parallel copies keep the links busy for any counts. If `last`,
+    `stream` waits for these copies, and for earlier copies on the same streams."""
     world.barrier(stream)
     stored = world.record(stream)
     for j, p in enumerate((world.rank, *world.other_ranks)):

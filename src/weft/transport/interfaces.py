@@ -5,15 +5,15 @@
               of the sum over ranks
     exchange  rows go to the ranks that read them       exchanged = exchange(..): wait for what some ranks sent
 
-A transport prepares a function of one of these kinds for calls of one shape, in the file of what moves the bytes: NCCL
-(collectives.py), copy engines (copy_engine.py), low-latency rows (low_latency.py), kernels that push (sm_push.py), two
-levels of nodes (two_level.py). No transport knows what an op computes. It orders the streams, and says for each arrival
-and each part on which stream, the `lane`, the op computes. Where there are several, the lanes are the caller's stream
-and a second one in turn, so that one computation fills the SMs that the last tiles of the one before leave idle. When
-the context ends, the caller's stream is ordered behind all that was computed and moved.
+A transport prepares a function of one of these kinds for calls of one shape. Its file is named after the mover of the
+bytes: NCCL (collectives.py), copy engines (copy_engine.py), low-latency rows (low_latency.py), kernels that push
+(sm_push.py), two levels of nodes (two_level.py). No transport knows what an op computes. It orders the streams, and
+assigns each arrival and each part a stream, the `lane`, on which the op computes. If there are several, the lanes are
+the caller's stream and a second stream in turn, so that one computation fills the SMs that the last tiles of the
+previous one leave idle. When the context ends, the caller's stream is ordered after all computations and transfers.
 
-The programs that pull, push or sum in the same launch as a GEMM (ops/*/kernels.py) are no transports of this kind: they
-share SMs and registers with the tiles that wait for them.
+The programs that pull, push or sum in the same launch as a GEMM (ops/*/kernels.py) are not transports of this kind:
+they share SMs and registers with the tiles that wait for them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TensorList: TypeAlias = Sequence[torch.Tensor]
 
 
 class ArrivedRows(NamedTuple):
-    """Rows that have arrived. `rows` says which rows of the whole they are, `tensors` holds them, one tensor for each
-    that is gathered, and `lane` is the stream that may read them."""
+    """Rows that have arrived. `rows` is their range in the whole, `tensors` holds them, one tensor for each gathered
+    tensor, and `lane` is the stream that may read them."""
 
     rows: slice
     tensors: TensorList
@@ -39,17 +39,17 @@ class ArrivedRows(NamedTuple):
 
 
 class GatheredTensors(NamedTuple):
-    """`full` is each tensor with the rows of all ranks in the order of the ranks, complete when the gather ends.
-    Taking the next of `arrivals` makes its lane wait for it."""
+    """`full` is each tensor with the rows of all ranks in rank order, complete when the gather ends. Iterating to the
+    next of `arrivals` makes its lane wait for it."""
 
     full: TensorList
     arrivals: Iterable[ArrivedRows]
 
 
 class PartialRows(NamedTuple):
-    """Rows to compute next. `rows` says which of the whole, None all of them; `partial` is where this rank's part of
-    the sum goes, None new memory; `lane` is the stream to compute on. `send` takes what was computed, right after it
-    was enqueued on the lane."""
+    """Rows to compute next. `rows` is their range in the whole, None for all rows; `partial` is the memory for this
+    rank's part of the sum, None for new memory; `lane` is the stream to compute on. Call `send` with the result right
+    after its computation was enqueued on the lane."""
 
     rows: slice | None
     partial: torch.Tensor | None

@@ -1,5 +1,5 @@
 """The all-gather and reduce-scatter of a few rows by low_latency_kernels.py, as transports with one arrival or one part
-(interfaces.py), and the memory and launches of all kernels whose data is their flag."""
+(interfaces.py), and the memory and launches of all kernels whose data are their own flags."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ _NAME = "low-latency rows"
 @dataclass(eq=False)
 class Thirds:
     """Symmetric memory of three thirds for low-latency rows, and the state of `low_latency_kernels.PostingMemory`. All
-    calls of a World share it. Their order rests only on this: in each of them every rank waits for data of every other
-    rank."""
+    calls of a World share it. Only one fact orders them: in each call every rank waits for data of every other rank."""
 
     memory: SymmetricTensor
     words: torch.Tensor
@@ -40,8 +39,8 @@ class Thirds:
 
 @dataclass(eq=False)
 class Posting:
-    """The parameters that calls of one kernel, shape and plan have in common. nbytes: the bytes of its third that a
-    call fills. constants: the kernel's arguments that do not change."""
+    """The parameters that calls of one kernel, shape and plan share. nbytes: the bytes of its third that a call fills.
+    constants: the kernel's arguments that do not change."""
 
     kernel: JITFunction
     name: str
@@ -81,8 +80,8 @@ def prepare_posting(world: World, posting: Posting) -> Callable[..., None]:
 
 
 def _launch(world: World, posting: Posting, thirds: Thirds) -> Launch:
-    # No counter of this channel is used. It passes the rank, the world size and the guard, and a Timeout finds the
-    # name by its address.
+    # No counter of this channel is used. The channel passes the rank, the world size and the guard, and a Timeout looks
+    # up the name by the channel's address.
     ch = world.channel(f"{posting.name} {posting.plan}", 1, None)
     programs = min(MAX_PROGRAMS, posting.plan.programs or world.sm_count)
     return Launch(
@@ -109,7 +108,7 @@ def _posting(
     shards: tuple[int, ...],
 ) -> Posting:
     """Return the Posting of a kernel for `shards[r]` rows of rank r, each as wide as a row of x. A block is 16 KiB, or
-    smaller if some programs would otherwise have none."""
+    smaller if some programs would otherwise have no block."""
     row_vectors = x.shape[1] * x.element_size() // VECTOR
     starts = list(itertools.accumulate((n * row_vectors for n in shards), initial=0))
     longest, block = max(shards) * row_vectors, 1024

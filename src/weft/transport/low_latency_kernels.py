@@ -1,15 +1,15 @@
-"""All-gather and reduce-scatter of a few rows whose data is their own flag, as in NCCL's LL protocol, where half of
-every 8 bytes is a flag, and in Lamport buffers, where no byte is one (as here).
+"""All-gather and reduce-scatter of a few rows whose data are their own flags, as in NCCL's LL protocol, where half of
+every 8 bytes is a flag, and in Lamport buffers, where, as here, no byte is a flag.
 
 Nothing is counted. A word of staging memory is EMPTY until a rank posts data there, and EMPTY is never posted. A reader
 polls a row until no word of it is EMPTY. This saves the fence of a notify, which waits until the peers have
-acknowledged every store, and the counter's own way to the peer after it.
+acknowledged every store, and the subsequent transfer of the counter to the peer.
 
-Order of accesses. Calls rotate through three thirds of the memory: call n fills and reads one third, and clears that of
-call n - 1, from which this rank's own kernel has read everything. Peers fill the cleared third again in call n + 2,
-after their call n + 1. That call waits for rows that this rank posted in its own call n + 1, or for a sum that includes
-them. By then this rank's call n had ended, and with it all that it cleared was complete. So every rank must wait for
-data of every other rank in every call: no rank's part may be empty.
+Order of accesses. Calls rotate through three thirds of the memory: call n fills and reads one third, and clears the
+third of call n - 1, from which this rank's own kernel has read everything. Peers fill the cleared third again in call
+n + 2, after their call n + 1. That call waits for rows that this rank posted in its own call n + 1, or for a sum that
+includes them. By then this rank's call n had ended, and its clearing was complete. So every rank must wait for data of
+every other rank in every call: no rank's part may be empty.
 """
 
 from typing import NamedTuple
@@ -25,9 +25,9 @@ EMPTY = tl.constexpr(-1)  # two NaNs of 16 bits, or one of 32 bits, which no ari
 
 
 class PostingMemory(NamedTuple):
-    """words: this rank's three thirds, int32; addresses: those of every rank, by rank. state: int32 [MAX_PROGRAMS, 2],
-    for each program the index of the third that this call uses, and the number of vectors that the previous call filled
-    of its third."""
+    """words: this rank's three thirds, int32; addresses: the addresses of every rank's thirds, by rank. state: int32
+    [MAX_PROGRAMS, 2], for each program the index of the third that this call uses, and the number of vectors that the
+    previous call filled in its third."""
 
     words: torch.Tensor
     addresses: torch.Tensor
@@ -36,8 +36,8 @@ class PostingMemory(NamedTuple):
 
 @jit
 def replace_empty(words):
-    """Return the words with another NaN in place of EMPTY; no number changes. Every rank applies this to the same
-    words, so the results are the same on every rank."""
+    """Return the words with a different NaN in place of EMPTY; no number changes. Every rank replaces the same words,
+    so the results are the same on every rank."""
     return tl.where(words == EMPTY, words ^ 0x8000, words)
 
 
@@ -71,7 +71,7 @@ def to_fp32(words, DTYPE: tl.constexpr, P: tl.constexpr):
 
 @jit
 def round_without_empty(y, DTYPE: tl.constexpr):
-    """Return y rounded to DTYPE, with one NaN in place of all, so that no word of it is EMPTY."""
+    """Return y rounded to DTYPE, with one NaN in place of every NaN, so that no word of it is EMPTY."""
     return tl.where(y == y, y, float("nan")).to(DTYPE)
 
 
@@ -113,8 +113,8 @@ def clear(third, count, pid, VECTORS: tl.constexpr, PROGRAMS: tl.constexpr):
 
 @jit
 def compare_calls(calls, number, pid, PROGRAMS: tl.constexpr):
-    """Check that all ranks make the same call, since posted rows do not carry its number. The last program, which has
-    the fewest rows, does this after it has posted its rows and before it waits for others."""
+    """Check that all ranks make the same call, since posted rows do not contain the call's number. The last program,
+    which has the fewest rows, checks this after it has posted its rows and before it waits for other ranks."""
     if pid == PROGRAMS - 1:
         same_call(calls, number)
 
@@ -160,11 +160,11 @@ def sum_low_latency(
     WORDS: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Return fp32 [P], the sum of row t over the ranks, in their order, once all have posted it. The row has `row`
-    words, at most WORDS. The other ranks' rows are at `parts`, `stride` words apart; this rank's is at `x`.
+    """Return fp32 [P], the sum of row t over the ranks, in rank order, once all have posted it. The row has `row`
+    words, at most WORDS. The other ranks' rows are at `parts`, `stride` words apart; this rank's row is at `x`.
 
-    SOURCES W + 1: the residual is added too. On its owner it is at `residual`; the other ranks have it behind `parts`,
-    where the owner posted it. W 0: int32 [WORDS], the row at `parts` alone, which its owner, another rank, posted."""
+    SOURCES W + 1: the residual is added too. On its owner it is at `residual`; on the other ranks it is after `parts`,
+    where the owner posted it. W 0: return int32 [WORDS], the row at `parts` alone, which a remote owner posted."""
     c = tl.arange(0, WORDS)
     start_time = globaltimer()
     polls = 0
@@ -203,7 +203,7 @@ def sum_low_latency(
 
 @jit
 def row_low_latency(src, owner, me, t, row, ch, WORDS: tl.constexpr):
-    """Return int32 [WORDS], the row of `row` words at `src`, once its owner, another rank, has posted it."""
+    """Return int32 [WORDS], the row of `row` words at `src`, once its owner, a remote rank, has posted it."""
     return sum_low_latency(src, 0, src, src, owner, me, t, row, ch, tl.int32, 0, 1, WORDS, WORDS)
 
 
@@ -222,11 +222,11 @@ def gather_low_latency(
     PROGRAMS: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
 ):
-    """Store every rank's x, one after the other, in `out` of every rank; both are int32 words.
+    """Store every rank's x, one after another, in `out` of every rank; both are int32 words.
 
-    memory: `PostingMemory`, of whose thirds each has `third` words; a third is laid out as `out`. starts: int32 [W +
-    1], where the ranks' parts begin in `out`, in vectors of 16 bytes. longest: the number of vectors of the longest
-    part. WORDS: of a block, the unit of work."""
+    memory: `PostingMemory`; each third has `third` words and the layout of `out`. starts: int32 [W + 1], where the
+    ranks' parts begin in `out`, in vectors of 16 bytes. longest: the number of vectors of the longest part. WORDS: the
+    words of a block, the unit of work."""
     W: tl.constexpr = ch.world
     VECTORS: tl.constexpr = WORDS // 4
     local, addresses, state = memory
@@ -277,9 +277,9 @@ def scatter_low_latency(
     PROGRAMS: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
 ):
-    """out = the sum over ranks, in their order, of every rank's x; each rank gets its own part. x has int32 words, out
-    elements of DTYPE. A third is [W, longest], every rank's addend of this rank's part. P: elements of a block. The
-    other arguments are as in `gather_low_latency`."""
+    """Compute out = this rank's part of the sum over ranks, in rank order, of every rank's x. x has int32 words, out
+    elements of DTYPE. A third is [W, longest], every rank's addend of this rank's part. P: the elements of a block. All
+    further arguments are as in `gather_low_latency`."""
     W: tl.constexpr = ch.world
     VECTORS: tl.constexpr = WORDS // 4
     local, addresses, state = memory

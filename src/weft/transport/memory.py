@@ -1,5 +1,5 @@
-"""Memory of every rank as kernels access it: TMA descriptors, the halves of an arena, and the locks that serialise its
-use across streams."""
+"""The memory of every rank for kernels: TMA descriptors, the halves of an arena, and the locks that serialise its use
+across streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..world import Arena, World
 
 
 def rank_word(world: World) -> torch.Tensor:
-    """Return this rank's number, int32 [1]. A kernel loads it, because Triton would compile another kernel for some
+    """Return this rank's number, int32 [1]. A kernel loads it, because Triton would compile a separate kernel for some
     values of an integer argument."""
     return world.cached("rank word", lambda: world.tensor([world.rank], torch.int32))
 
@@ -28,8 +28,8 @@ def descriptor(t: torch.Tensor, rows: int, cols: int, block: tuple[int, int]) ->
 
 
 def half_elements(half_bytes: int, cols: int, dtype: torch.dtype) -> int:
-    """Return the element at which an arena's second half starts: the first whole row of `cols` elements behind the
-    first half's bytes."""
+    """Return the element at which an arena's second half starts: the first whole row of `cols` elements after the first
+    half's bytes."""
     elements = half_bytes // dtype.itemsize
     return (elements + cols - 1) // cols * cols
 
@@ -39,7 +39,7 @@ class Flat:
     """One TMA descriptor [granule, row, cols] for every rank's copy of a symmetric tensor.
 
     The copies are anywhere in this process's address space. A step of the first coordinate is a granule: the largest
-    power of two (at most 2 MiB) that divides the distances of all copies from the one with the lowest address.
+    power of two (at most 2 MiB) that divides the distances of all copies from the copy with the lowest address.
 
     base: the copy with the lowest address. index: by rank, the first coordinate of its copy.
     """
@@ -63,7 +63,7 @@ class Flat:
         return cls(memory.peers[addresses.index(lowest)], granule, index)
 
     def descriptor(self, dtype: torch.dtype, rows: int, cols: int) -> TensorDescriptor:
-        """Return the descriptor, whose blocks are [1, rows, cols]."""
+        """Return the descriptor, with blocks [1, rows, cols]."""
         t = beyond(self.base.view(dtype))
         return TensorDescriptor(
             t, [2**31 - 1, 2**31 - 1, cols], [self.granule // dtype.itemsize, cols, 1], [1, rows, cols]
@@ -81,8 +81,8 @@ def flat(world: World, memory: SymmetricTensor) -> tuple[Flat | None, torch.Tens
 
 
 class Halves(NamedTuple):
-    """An arena as an argument of kernels: two halves of `half` elements in every rank's memory, between which calls
-    alternate."""
+    """An arena as an argument of kernels: two halves of `half` elements in every rank's memory, used by alternate
+    calls."""
 
     addresses: torch.Tensor  # int64 [world], by rank
     granules: torch.Tensor  # int32 [world], by rank: its first coordinate in the descriptor of all ranks (`Flat`)

@@ -1,4 +1,4 @@
-"""The order in which a decomposed plan's shards go to the other ranks, or come from them."""
+"""The order in which a decomposed plan sends shards to the other ranks, or receives shards from them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..plans import Decomposed
 
 def group_steps(plan: Decomposed, size: int) -> list[range]:
     """Return the steps of every group: step s moves the shard of rank ^ s, so that a step is a perfect matching of
-    ranks and a group of 2^i steps is one contiguous run of ranks. Other world sizes: each shard by itself, in ring
-    order."""
+    ranks and a group of 2^i steps is one contiguous run of ranks. If the world size is no power of two, each shard is a
+    group, in ring order."""
     if size & (size - 1):
         return [range(s, s + 1) for s in range(size)]
     groups, steps, start = plan.groups or (1,) * size, [], 0

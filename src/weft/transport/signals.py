@@ -1,5 +1,5 @@
-"""Groups of a GEMM's tiles, each of which is communicated once it is computed (FlashOverlap, section 3): which tiles a
-group has, which programs notify it, and what is called after it."""
+"""Groups of a GEMM's tiles. A group is communicated once it is computed (FlashOverlap, section 3). This module defines
+the tiles of a group, the programs that notify it, and the function that is called after it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..world import World
 
 
 class ProgramGroup(NamedTuple):
-    """A group of which a program computes tiles. The program notifies the group after its last tile. Tiles are numbered
-    in the order in which they are computed."""
+    """A group with tiles that a program computes. The program notifies the group after its last tile. Tiles are
+    numbered in the order of their computation."""
 
     last_tile: int  # the program's last tile of the group
     group: int
@@ -35,9 +35,9 @@ NO_GROUP = ProgramGroup(-1, 0, 0, 0)
 @dataclass(frozen=True)
 class Schedule:
     """bounds: group g has the tiles from bounds[g] to bounds[g + 1]. arrivals: by group, the number of programs that
-    notify it. program_groups: by program, the groups of which it computes tiles, in order.
+    notify it. program_groups: by program, the groups with its tiles, in order.
 
-    A group is stored owner after owner: tile t of it at place first_tile + (t - first_tile) % owners * tiles_per_owner
+    A group is stored owner after owner: its tile t is at place first_tile + (t - first_tile) % owners * tiles_per_owner
     + (t - first_tile) // owners."""
 
     bounds: tuple[int, ...]
@@ -47,8 +47,8 @@ class Schedule:
 
 def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1, unit: int = 1) -> Schedule:
     """Return the schedule of a GEMM of `tiles` tiles. groups: waves of each group, as in `Signaled.groups`. Tile t
-    belongs to owner t % owners. A group is whole waves, except that tiles at its end which do not fill a multiple of
-    `unit` and `owners` join the next group."""
+    belongs to owner t % owners. A group is whole waves, except that the tiles at its end beyond a multiple of `unit`
+    and `owners` join the next group."""
     ends, wave, unit = [0], 0, math.lcm(owners, unit)
     for waves in partition(groups, max(1, -(-tiles // programs))):
         wave += waves
@@ -77,7 +77,7 @@ class Signals:
 
     schedule: Schedule  # without program_groups
     ch: BlockChannel
-    program_groups: torch.Tensor  # as signaled_gemm takes them, with an entry of no tile after each program's last
+    program_groups: torch.Tensor  # for signaled_gemm, with an entry without a tile after each program's last entry
     offsets: torch.Tensor
     communicator: Communicator
     waits: tuple[Launch, ...]  # the waiting kernel of each group
@@ -86,13 +86,13 @@ class Signals:
 
 
 def prepare(world: World, name: str, groups: Schedule, plan: Signaled, offsets: Sequence[int]) -> Signals:
-    """Return the Signals of a schedule. `name` is that of its channel."""
+    """Return the Signals of a schedule. `name` is the name of its channel."""
     count = max(map(len, groups.program_groups)) + 1
     padded = [(*entries, *[NO_GROUP] * (count - len(entries))) for entries in groups.program_groups]
     words = [word for row in zip(*padded, strict=True) for entry in row for word in entry]
     ch, last = world.local_channel(name, groups.arrivals), len(groups.arrivals) - 1
 
-    # The stream's next kernel ends 7.4 us after the signal, and 14.1 us with cuStreamWaitValue32 (4 H200, 2026-11).
+    # The stream's next kernel ends 7.4 us after the signal; with cuStreamWaitValue32, 14.1 us (4 H200, 2026-11).
     def wait(group: int, arrivals: int) -> Launch:
         numbers = dict(group=group, arrivals=arrivals, last=int(group == last))
         return Launch(world, wait_group, 1, dict(num_warps=1), ch=ch, **numbers)
@@ -114,8 +114,8 @@ def exchange_groups(
     move: Callable[[int, Stream], None],
     barrier: bool = False,
 ) -> None:
-    """Enqueue `gemm(stream)`, and on the communicator's stream, for each group g, `move(g, stream)` behind a wait for
-    the group. barrier: a barrier of all ranks comes before the first wait, and runs while the GEMM does."""
+    """Enqueue `gemm(stream)`, and on the communicator's stream, for each group g, `move(g, stream)` after a wait for
+    the group. barrier: a barrier of all ranks comes before the first wait, and runs concurrently with the GEMM."""
     stream, comm = world.current_stream(), world.side_stream("comm")
     world.wait_event(comm, world.record(stream))
     if barrier:

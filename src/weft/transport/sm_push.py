@@ -30,8 +30,8 @@ class PushBlock(NamedTuple):
 def block_launch(
     world: World, programs: int, key: tuple[Hashable, ...], blocks: Sequence[PushBlock], dtype: torch.dtype
 ) -> Launch:
-    """Return the launch that pushes blocks of x into their readers' memory; it takes both. `key` names the blocks,
-    whose table is kept. `programs` 0 stands for the number of SMs."""
+    """Return the launch that pushes blocks of x into their readers' memory; its arguments are x and this memory. `key`
+    names the blocks, and their table is kept under it. `programs` 0 means the number of SMs."""
     table = world.cached(("push", *key), lambda: world.tensor([word for b in blocks for word in b], torch.int64))
     max_rows, max_columns = max(block.rows for block in blocks), max(block.columns for block in blocks)
     cols = min(1 << (max_columns - 1).bit_length(), 1024)

@@ -1,6 +1,6 @@
-"""The kernel that pushes blocks of a matrix into other ranks' memory, behind a barrier that says that no reader still
-reads there. Each block has a start and a row stride of its own, so that the matrix is rearranged on the way. The kernel
-only stores; a barrier behind it on the same stream tells the readers of the rows.
+"""The kernel that pushes blocks of a matrix into other ranks' memory, after a barrier which ensures that no reader
+still reads that memory. Each block has its own start and row stride, so that the push rearranges the matrix. The kernel
+only stores; a barrier after it on the same stream notifies the readers.
 """
 
 import triton.language as tl

@@ -1,7 +1,7 @@
-"""Sums over ranks, one kernel for each place of the partial rows: staged on the owner, or where every rank computed
+"""Sums over ranks, one kernel for each location of the partial rows: staged on the owner, or where every rank computed
 them.
 
-Other sums over ranks are parts of larger kernels: of tiles in an arena (ops/matmul_reduce/kernels.py), of rows that are
+Larger kernels contain further sums over ranks: of tiles in an arena (ops/matmul_reduce/kernels.py), of rows that are
 then normalised in registers (`sum_rows`, ops/all_reduce/kernels.py), and of low-latency rows (low_latency_kernels.py).
 """
 
@@ -28,14 +28,14 @@ def sum_staged(
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """out [rows, N] = the sum over ranks, in rank order and fp32, + bias [N] if BIAS. The addend of this rank is x
-    [rows, N]; those of the others are in staging [W, rows, N]. me: int32 [1], this rank. ALIGNED: N is a multiple of 8,
-    as BLOCK is."""
+    """Compute out [rows, N] = the sum over ranks, in rank order and fp32, + bias [N] if BIAS. This rank's addend is x
+    [rows, N]; the other ranks' addends are in staging [W, rows, N]. me: int32 [1], this rank. ALIGNED: N, like BLOCK,
+    is a multiple of 8."""
     count = rows.to(tl.int64) * N
     rank = tl.load(me)
     i = tl.arange(0, BLOCK)
     for b in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-        start = b.to(tl.int64) * BLOCK  # is added to pointers: 64-bit indices of all elements would spill registers
+        start = b.to(tl.int64) * BLOCK  # added to pointers: 64-bit indices of all elements would spill registers
         ok = i < (count - start)
         acc = tl.zeros((BLOCK,), tl.float32)
         for r in tl.static_range(W):

@@ -1,17 +1,17 @@
 """Transfers between nodes, and the sums and gathers inside a node around them (`World.levels`).
 
-With L ranks a node, rank r is in node r // L with local rank r % L. Between nodes only ranks with the same local rank
-exchange data. Inside a node copy engines move rows out of symmetric memory, so that no kernel takes the SMs that a
-transfer between nodes needs; a barrier of the node's ranks before these copies says that the rows are complete.
+With L ranks per node, rank r is in node r // L with local rank r % L. Between nodes only ranks with the same local rank
+exchange data. Inside a node copy engines move rows out of symmetric memory, so that no kernel occupies the SMs that a
+transfer between nodes needs; after a barrier of the node's ranks before these copies the rows are complete.
 
-Plan TwoLevel: each node runs the op itself, on the node's World and with the plan that "auto" chooses there, while rows
-are sent between the nodes on a second stream. A node sums in float32 in the order of its ranks, and rounds once.
-Reduce-scatter then sums the nodes' results in float32 in the order of the nodes; all-reduce sums them as NCCL does.
+Plan TwoLevel: each node runs the op on the node's World, with the plan that "auto" chooses for that World, while a
+second stream sends rows between the nodes. A node sums in float32 in the order of its ranks, and rounds once.
+Reduce-scatter then sums the nodes' results in float32 in the order of the nodes; all-reduce sums them in NCCL's order.
 
 Events of each rank order its two streams, which suffices: a transfer reads and writes memory of this call alone, or
-symmetric memory of the node. All-reduce writes a row of symmetric memory that peers have pulled in the call before only
-after each of them has given its part of the row's sum in this call, which comes after those pulls on the peer's stream.
-All-to-all, in which a row has only one source, ends with a barrier.
+symmetric memory of the node. All-reduce writes a row of symmetric memory that peers pulled in the previous call only
+after each peer has contributed to the row's sum in this call, which comes after those pulls on the peer's stream.
+All-to-all, where a row has only one source, ends with a barrier.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def as_one_slice(slices: Sequence[slice]) -> slice | None:
 
 
 def send(world: World, part: torch.Tensor, target: int, out: torch.Tensor, source: int, stream: Stream) -> None:
-    """Send `part` to the rank with this local rank in node `target`, and receive `out` from that in node `source`."""
+    """Send `part` to node `target`, and receive `out` from node `source`, to and from the rank with this local rank."""
     across = world.levels.across
     outs = [out if node == source else out[:0] for node in range(across.size)]
     parts = [part if node == target else part[:0] for node in range(across.size)]
@@ -109,8 +109,8 @@ def chunk_memory(
 
 
 def sum_rows(world: World, source: SymmetricTensor, chunk: RowChunk, out: torch.Tensor, stream: Stream) -> None:
-    """out = this rank's rows of the chunk of `source` [M, H], summed over the ranks of the node in their order, in
-    float32."""
+    """Compute out = this rank's rows of the chunk of `source` [M, H], summed in float32 over the node's ranks in rank
+    order."""
     node = world.levels.node
     rows, count = chunk.rows(node.rank), len(out)
     if not count:
@@ -122,8 +122,8 @@ def sum_rows(world: World, source: SymmetricTensor, chunk: RowChunk, out: torch.
 def pull_rows(
     world: World, memory: SymmetricTensor, chunk: RowChunk, out: torch.Tensor, begin: int, stream: Stream
 ) -> None:
-    """Copy the chunk's rows to `out`, whose rows are those of the matrix from `begin` on; rows outside `out` are left
-    out. memory: [chunks, rows, columns], on each rank of the node the rows that it owns of every chunk."""
+    """Copy the chunk's rows to `out`, which begins with row `begin` of the matrix; rows outside `out` are not copied.
+    memory: [chunks, rows, columns], on each rank of the node the rows of every chunk that this rank owns."""
     node, end = world.levels.node, begin + out.shape[0]
     for p in (node.rank, *node.other_ranks):
         rows = chunk.rows(p)

@@ -24,8 +24,8 @@ class GatheredRows(NamedTuple):
 @dataclass(frozen=True)
 class GatherCall(MatmulCall):
     """A checked call. gated: 0, or the columns I of an output silu(gate) * up [M, I], for a weight in which blocks of
-    `Scale.interleave` gate rows alternate with as many up rows, the last blocks padded with zeros. gathered: whether
-    the gathered activation is returned too, which each rank chooses for itself."""
+    `Scale.interleave` gate rows alternate with blocks of as many up rows, the last blocks padded with zeros. gathered:
+    whether the gathered activation is also returned; each rank chooses for itself."""
 
     gated: int
     gathered: bool

@@ -27,8 +27,8 @@ from ...plans import Decomposed, FusedGather, FusedGatherByCopies, OneShot, Plan
 
 
 class PullTimes(NamedTuple):
-    """How the shards of peers arrive: chunks of so many rows, `together` at once, each in `us`. staged: when this
-    rank's shard is in place. begin: when pulling begins."""
+    """How the shards of peers arrive: chunks of `rows` rows, `together` at once, each in `us`. staged: when this rank's
+    shard is staged. begin: when pulling begins."""
 
     rows: int
     together: int
@@ -38,7 +38,7 @@ class PullTimes(NamedTuple):
 
 
 class GatherChunks(DecomposedCost):
-    """A GEMM computes each group of shards when a copy engine has pulled it."""
+    """A GEMM computes each group of shards after a copy engine has pulled it."""
 
     def steps(self, p: Parts, call: GemmCall, plan: Decomposed, fit: Chunking) -> list[Step]:
         rows, size = call.m // p.world, call.moved(call.m // p.world)
@@ -58,7 +58,7 @@ class GatherChunks(DecomposedCost):
         return side_by_side([*works, Work("comm", "leave", barrier)], p.slowdown("copy", 0))
 
     def operations(self, plan: Decomposed, world: int) -> int:
-        # If one GEMM takes this rank's rows and others, its rows are copied next to them.
+        # If one GEMM computes this rank's rows and other ranks' rows, this rank's rows are copied next to them.
         copies_own_rows = plan.groups[:1] not in ((), (1,))
         # A staging copy, two barriers, copies and GEMMs.
         return 3 + copies_own_rows + world - 1 + group_count(plan, world)
@@ -68,7 +68,7 @@ GatherPlan = TypeVar("GatherPlan", FusedGather, FusedGatherByCopies)
 
 
 class GatherTiles(FusedCost[GatherPlan]):
-    """A tile starts when its chunk has been pulled. The call ends with the slowest chunk and the waves behind it."""
+    """A tile starts when its chunk has been pulled. The call ends with the slowest chunk and the waves after it."""
 
     @abstractmethod
     def programs(self, p: Parts, plan: GatherPlan) -> int:
@@ -76,7 +76,7 @@ class GatherTiles(FusedCost[GatherPlan]):
 
     @abstractmethod
     def pulls(self, p: Parts, call: GemmCall, plan: GatherPlan, fit: Pulling, own_tiles: int) -> PullTimes:
-        """Return how the shards arrive. own_tiles: rows of tiles that are this rank's alone."""
+        """Return how the shards arrive. own_tiles: rows of tiles with only this rank's rows."""
 
     def us(self, p: Parts, call: GemmCall, plan: GatherPlan, fit: Pulling) -> float:
         m, n, k = call.m, call.n, call.k
@@ -84,8 +84,8 @@ class GatherTiles(FusedCost[GatherPlan]):
         programs = self.programs(p, plan)
         if programs < 1:
             raise ValueError(f"{plan} leaves no program for the GEMM")
-        # A row of tiles starts when its last chunk has arrived, and then all tiles behind its first one, in tile order,
-        # are left. Tile order begins with this rank's rows if they are whole tiles.
+        # A row of tiles starts when its last chunk has arrived, and then all tiles after its first one, in tile order,
+        # remain. Tile order begins with this rank's rows if they are whole tiles.
         row_tiles, columns = -(-m // bm), -(-n // plan.tile.block_n)
         own_tiles = 0 if rows % bm or m % p.world else rows // bm
         pulls = self.pulls(p, call, plan, fit, own_tiles)
@@ -133,7 +133,7 @@ class CopiedTiles(GatherTiles[FusedGatherByCopies]):
         return "fixed", "slow"  # the rate of a copy engine is known from decomposed plans
 
     def operations(self, plan: FusedGatherByCopies, world: int) -> int:
-        return 4 + 2 * (world - 1)  # each peer takes a copy and a signal
+        return 4 + 2 * (world - 1)  # each peer needs a copy and a signal
 
     def programs(self, p: Parts, plan: FusedGatherByCopies) -> int:
         return p.sms * plan.per_sm - 1

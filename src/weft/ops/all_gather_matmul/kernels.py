@@ -1,5 +1,5 @@
-"""All-gather + GEMM in one launch: a few programs pull the peers' shards, the others compute a GEMM whose tiles wait
-for the chunks that they read.
+"""All-gather + GEMM in one launch: a few programs pull the peers' shards, and the remaining programs compute a GEMM
+with tiles that wait for the chunks that they read.
 
     all programs    copy this rank's shard, a part each, into its half of the arena, then count up `ready` (for the
                     peers) and the chunk's channel (for own tiles that span shards)
@@ -12,10 +12,10 @@ for the chunks that they read.
     pull programs   | own | r+1 . . . | r+2 . . . | ...
     GEMM programs   | own | own tiles | r+1 tiles | ...
 
-In `copied_gemm` a copy engine pulls the shards, one after the other, and every SM computes.
+In `copied_gemm` a copy engine pulls the shards, one after another, and every SM computes.
 
 Measured and dropped, because a copy engine was at least as fast (8 H200, 2026-11): pulling chunks of all peers
-alternately, and pull programs in a small kernel of their own, which runs concurrently with a GEMM on every SM.
+alternately, and pull programs in a small separate kernel, which runs concurrently with a GEMM on every SM.
 
 Order of accesses. Peers read the arena half of call n. It is written again in call n + 2, and a rank reaches call n + 2
 only after every peer has counted up its `ready` in call n + 1, whose programs started after that peer's call n had
@@ -43,8 +43,8 @@ from ...lang.stock import AFTER_FENCE
 
 
 class Shards(NamedTuple):
-    """Two tables with an entry for each rank and a last one: the first row of each rank's shard, and the first channel
-    of its chunks. The last entry of `channels` is the channel after all chunks, by which a rank is known to be
+    """Two tables with an entry for each rank and a last entry: the first row of each rank's shard, and the first
+    channel of its chunks. The last entry of `channels` is the channel after all chunks, which says that a rank is
     ready."""
 
     offsets: torch.Tensor  # int32 [world + 1]
@@ -52,9 +52,9 @@ class Shards(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """PULL_PROGRAMS programs pull, and SPLIT of them share a chunk, in blocks of ROWS x COLS elements, STAGES of which
-    are in flight. An own chunk is copied in PARTS parts. BULK: by TMA, for chunks that are whole blocks; otherwise by
-    ordinary asynchronous loads."""
+    """PULL_PROGRAMS programs pull, and SPLIT of them share a chunk, in blocks of ROWS x COLS elements, with STAGES
+    blocks in flight. An own chunk is copied in PARTS parts. BULK: by TMA, for chunks that are whole blocks; otherwise
+    by ordinary asynchronous loads."""
 
     PULL_PROGRAMS: tl.constexpr
     PARTS: tl.constexpr
@@ -66,7 +66,7 @@ class Pull(NamedTuple):
 
 
 class Product(NamedTuple):
-    """GEMM_PROGRAMS programs compute tiles; GATED is that of `store_tile`. FLATTEN: a tile's epilogue overlaps the next
+    """GEMM_PROGRAMS programs compute tiles; GATED is as in `store_tile`. FLATTEN: a tile's epilogue overlaps the next
     tile's loads."""
 
     tile: Tile
@@ -82,7 +82,7 @@ class Gathering(NamedTuple):
     product: Product
 
 
-WORD = tl.constexpr(4)  # float32 in a 16-byte word; the scales of a gathered row are padded to whole words
+WORD = tl.constexpr(4)  # float32 elements in a 16-byte word; the scales of a gathered row are padded to whole words
 WORDS = tl.constexpr(2048)  # float32 that a program copies at a time
 
 
@@ -111,7 +111,7 @@ def gathered_scales(arena, rank, base, M, K, CHUNK: tl.constexpr):
 
 @jit
 def copy_own_scales(scales, all_scales, chunk, row, rows_n, K, CHUNK: tl.constexpr, SCALED: tl.constexpr):
-    """Copy the scales of an own chunk to those of all rows; its shard begins at gathered row `row`."""
+    """Copy the scales of an own chunk to the scales of all rows; its shard begins at gathered row `row`."""
     count = scales_in_row(K, SCALED)
     stride = scales_stride(K, SCALED)
     first_row = chunk * CHUNK
@@ -193,7 +193,7 @@ def pull_chunks(flat_desc, arena, base, own_half, all_scales, ch, shards, M, K, 
         first_channel = tl.load(shards.channels + s)
         granule = tl.load(arena.granules + s)
         src = address_of(arena.addresses, s, own_half.dtype.element_ty) + base
-        # Chunks of short shards go to other programs than those of the shard before.
+        # The programs for the chunks of a short shard differ from the programs of the previous shard.
         start = (first_group + pid // SPLIT) % GROUPS
         first_group += GROUPS - chunks % GROUPS
         if all_scales is not None:
@@ -218,8 +218,8 @@ def pull_chunks(flat_desc, arena, base, own_half, all_scales, ch, shards, M, K, 
 
 @jit
 def compute_tiles(x_desc, a_desc, w_desc, out_desc, bias, scales, gathered, ch, pid, own_tiles, row, M, N, K, product):
-    """Compute the tiles of one GEMM program: the own_tiles row tiles straight from x, which wait for nothing, then
-    those of the peers' rows, nearest peer first, each when its rows have arrived. The own rows start at `row`.
+    """Compute the tiles of one GEMM program: the own_tiles row tiles straight from x, which wait for nothing, then the
+    tiles of the peers' rows, nearest peer first, each when its rows have arrived. The own rows start at `row`.
     gathered: the row of a_desc that holds row 0 of the gathered activation, the address of the rows' scales, and their
     stride."""
     first_row, all_scales, stride = gathered
@@ -253,9 +253,9 @@ def compute_tiles(x_desc, a_desc, w_desc, out_desc, bias, scales, gathered, ch, 
         product_tile(a_desc, w_desc, out_desc, bias, scales_of_tile, a_row, tm * BM, tn * BN, N, K, product.tile, GATED)
 
 
-# This kernel and `copied_gemm` do without guarded loads: a tile waits before its own K loop, which keeps its loads
-# behind the wait whether the tile loop is flattened or not. The guard would add 1 to 3 instructions to a loop of 435 to
-# 551 (bf16), and 4 to 9 to one of 818 to 1,006 (8 bits by row), in the SASS of Triton 3.6 for sm_90a (2026-11).
+# This kernel and `copied_gemm` need no guarded loads: a tile waits before its own K loop, which keeps its loads after
+# the wait whether the tile loop is flattened or not. The guard would add 1 to 3 instructions to a loop of 435 to 551
+# (bf16), and 4 to 9 to a loop of 818 to 1,006 (8 bits by row), in the SASS of Triton 3.6 for sm_90a (2026-11).
 @jit(do_not_specialize=("own_tiles", "M"), guard_loads=False)
 def all_gather_gemm(
     x, x_desc, arena_desc, flat_desc, w_desc, out_desc, bias, scales, arena, shards, ch, own_tiles, M, N, K, how
@@ -274,7 +274,7 @@ def all_gather_gemm(
     PROGRAMS: tl.constexpr = PULL_PROGRAMS + how.product.GEMM_PROGRAMS
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
-    # Rows are whole 16-byte words; a compiler that does not know it makes narrow loads and no pipeline.
+    # Rows are whole 16-byte words; a compiler that does not know this makes narrow loads and no pipeline.
     ELEMENTS: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     K = K // ELEMENTS * ELEMENTS
     half = arena.half // ELEMENTS * ELEMENTS
@@ -313,7 +313,7 @@ def copied_gemm(
 ):
     """Compute the GEMM of `all_gather_gemm` over x_desc [m_r, K] and, for the peers' rows, gathered_desc [M, K], which
     a copy engine fills. The copy engine sets channel r after it has copied the rows of rank r; the own rows are
-    complete when the kernel starts. all_scales: None, or the scales of all rows, copied like them; by tensor,
+    complete when the kernel starts. all_scales: None, or the scales of all rows, copied like the rows; by tensor,
     scales.x."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     gathered_desc = tiles_of(gathered_desc)

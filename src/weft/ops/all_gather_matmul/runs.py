@@ -1,12 +1,12 @@
 """How each plan prepares all-gather + GEMM. A run returns the gathered activation and the scales of its rows
-(`GatheredRows`), or None for what the call does not ask for. 8-bit rows and their scales are sent unchanged.
+(`GatheredRows`), or None for a result that the call does not ask for. 8-bit rows and their scales are sent unchanged.
 
 sequential   NCCL's all-gather, then the library's GEMM
 one_shot     low-latency rows (transport/low_latency.py), then the library's GEMM
 decomposed   the library's GEMM of one group of shards while a copy engine pulls the next
-fused        one GEMM whose tiles wait for the chunks that programs of the same launch pull (kernels.all_gather_gemm),
-             or for the shards that a copy engine pulls (kernels.copied_gemm)
-flag_gated   quack's GEMM, whose tiles wait for the shards that a copy engine pulls
+fused        one GEMM with tiles that wait for the chunks that programs of the same launch pull
+             (kernels.all_gather_gemm), or for the shards that a copy engine pulls (kernels.copied_gemm)
+flag_gated   quack's GEMM, with tiles that wait for the shards that a copy engine pulls
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .kernels import Gathering, Product, Pull, Shards, all_gather_gemm, copied_g
 
 
 def with_activation(world: World, call: GatherCall, run: Run) -> Run:
-    """Return the run whose result [M, N] is the GEMM's, followed by the activation of it."""
+    """Return the run that computes the GEMM's result [M, N] and then its activation."""
     launch = silu_mul_launch(world, call.rows, call.gated, call.n, world.backend.scale.interleave)
 
     def activated(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
@@ -86,7 +86,7 @@ def sent_specs(world: World, call: GatherCall) -> list[tuple[tuple[int, ...], to
 
 
 def gathered_operands(operands: ScaledFactors, x: torch.Tensor, *scales: torch.Tensor) -> ScaledFactors:
-    """Return the operands of the GEMM of gathered rows x. scales: those of the rows, if they were gathered."""
+    """Return the operands of the GEMM of gathered rows x. scales: the rows' scales, if they were gathered."""
     return operands._replace(x=x, x_scale=scales[0] if scales else operands.x_scale)
 
 
@@ -108,7 +108,7 @@ def prepare_sequential(world: World, call: GatherCall, plan: Sequential) -> Run 
 
 
 def prepare_gathered(world: World, call: GatherCall, plan: Plan) -> Run:
-    """Prepare the GEMM of the rows as the plan's transport brings them."""
+    """Prepare the GEMM of the rows in the order in which the plan's transport delivers them."""
     if isinstance(plan, Decomposed) and world.backend.symmetric_unsupported:
 
         def by_collectives_alone(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
@@ -124,7 +124,7 @@ def prepare_gathered(world: World, call: GatherCall, plan: Plan) -> Run:
                 linear(world, call.scaling, call.dtype, gathered_operands(operands, *parts), lane, out[rows])
         if not call.gathered:
             return GatheredRows(None)
-        # With one rank they are the operands themselves.
+        # With one rank the gathered tensors are the operands themselves.
         return GatheredRows(*gathered) if world.size > 1 else GatheredRows(*(t.clone() for t in gathered))
 
     return with_activation(world, call, run) if call.gated else run
@@ -166,13 +166,13 @@ class Pulls:
 
 
 def _whole_tiles(shards: tuple[int, ...], tile: GemmTile) -> bool:
-    """Return whether all shards have the same number of rows, which are whole tiles."""
+    """Return whether all shards have the same number of rows and are whole tiles."""
     return len(set(shards)) == 1 and shards[0] % tile.block_m == 0
 
 
 def _tables(world: World, shards: Sequence[int], tile: int, channel: int, arrivals: int) -> TableMapping:
     """Return the mapping of the tiles as device tables, for shards that are unequal or not whole tiles. With lengths as
-    integers of a mapping, each set of lengths would compile another kernel."""
+    integers of a mapping, Triton would compile a kernel for each set of lengths."""
     t = shard_tables(shards, tile_rows=tile, channel_rows=channel)
     names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
     return TableMapping(*world.words(*(t[name] for name in names), [arrivals] * t["channel_base"][-1]))
@@ -200,7 +200,7 @@ def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int)
 
 
 def _gemm_arguments(world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool) -> dict[str, object]:
-    """Return the arguments of the GEMM, which both kernels take."""
+    """Return the GEMM's arguments, which are the same for both kernels."""
     columns = world.backend.scale.interleave if gated else tile.block_n // 2
     unscaled: dict[str, object] = {} if call.scaling else dict(scales=None)
     return dict(
@@ -281,7 +281,7 @@ def _pulled_launch(
 
 
 def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: int) -> Run:
-    """Prepare one launch: some of its programs pull the peers' shards into the arena, the others compute."""
+    """Prepare one launch: some of its programs pull the peers' shards into the arena, the rest compute."""
     row = call.k * call.operand_dtype.itemsize
     stored = _scales_begin(call, plan) * row + 4 * call.rows * _scales_stride(call)
     arena = world.arena(max(stored, _loaded_rows(call, plan) * row), row=row)
@@ -306,8 +306,8 @@ def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: 
 
 
 def _loaded_rows(call: GatherCall, plan: FusedGather) -> int:
-    """Return the rows of an arena's half that tiles may load: the last tile of a shard that is not whole tiles reaches
-    beyond it. Another op's call may already write the other half then."""
+    """Return the number of rows of an arena's half that tiles may load: if a shard is not whole tiles, its last tile
+    extends beyond it. A later op's call may already write the other half then."""
     return call.rows + (0 if _whole_tiles(call.shards, plan.tile) else plan.tile.block_m - 1)
 
 
@@ -325,8 +325,8 @@ def _scales_stride(call: GatherCall) -> int:
 def _copy_of_half(
     world: World, call: GatherCall, plan: FusedGather, arena: Arena
 ) -> Callable[[torch.Tensor], GatheredRows]:
-    """Return a function that copies the arena's half that call number `epoch` filled. Its rows are selected on the
-    device, since the host does not know the epoch of a call in a CUDA graph."""
+    """Return a function that copies the arena's half that call number `epoch` filled. The device selects the rows,
+    since the host does not know the epoch of a call in a CUDA graph."""
     m, k, dtype, columns = call.rows, call.k, call.operand_dtype, call.scales_in_row
     half_rows, memory, begin = half_elements(arena.half, k, dtype) // k, arena.memory.local, _scales_begin(call, plan)
     half_words = k * dtype.itemsize // 2  # 16-bit words, a dtype in which torch can select rows
@@ -396,9 +396,9 @@ def _copy_channel(
 
 
 def _by_copy_engine(world: World, call: GatherCall, plan: FusedGatherByCopies, gated: int) -> Run:
-    """Prepare one GEMM kernel, whose tiles wait for the shards. A copy engine pulls shard after shard, and sets a
-    shard's channel after it. The GEMM has a program less than there is room for, so that the barriers that run
-    concurrently find room on an SM."""
+    """Prepare one GEMM kernel, with tiles that wait for the shards. A copy engine pulls shard after shard, and sets the
+    shard's channel after each. The GEMM has one program less than there is room for, so that concurrent barriers find
+    room on an SM."""
     ch, epoch, _ = _copy_channel(world, call, plan)
     flags, keep = ch.counters.split(1), call.gathered or call.shards[0] % plan.tile.block_m != 0
     launches, ahead = made_once(_copied_launch, world, call, plan, gated), Ahead()
@@ -451,7 +451,7 @@ def _flag_gated(
     with shards.gathering(x):
         if on_gpu:
             world.call(multiply, [gathered, weight, flags, one], [out], stream)
-        else:  # on a CPU: what the kernel does, shard by shard
+        else:  # on a CPU: the kernel's computation, shard by shard
             for p in (world.rank, *world.other_ranks):
                 world.wait(flags[p : p + 1], one, stream)
                 world.backend.linear(gathered.split(rows)[p], weight, None, stream, out.split(rows)[p])

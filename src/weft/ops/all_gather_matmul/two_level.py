@@ -61,7 +61,7 @@ def _multiply_node(
 
 
 def _put(world: World, out: torch.Tensor, slices: Sequence[slice], part: torch.Tensor) -> None:
-    """Copy the rows of `part`, which are those of the slices one after another, to the slices of `out`."""
+    """Copy the rows of `part`, the concatenated slices, to the slices of `out`."""
     outs = [out[rows] for rows in slices if rows.stop > rows.start]
     parts = list(part.split([len(rows) for rows in outs]))
     world.call(lambda: torch._foreach_copy_(outs, parts), parts, outs, world.current_stream())

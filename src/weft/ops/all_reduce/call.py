@@ -29,9 +29,9 @@ Symmetric = SymmetricTensor | None
 class SumCall(Call):
     """A checked call of `op`. m, h: M and H. norm: a constant of kernels.py. residual, keep: whether there is a
     residual, and whether the sum is returned: ABSENT, OWN (this rank's rows) or WHOLE. scaled: the result is divided by
-    a scale that is an operand. group: elements of a row that share a scale, which is returned; 0: there are no such
+    a scale that is an operand. group: the number of elements of a row that share a returned scale; 0: there are no such
     scales. pairs: the norm adds a row by `sum_in_pairs`, and its products are rounded, as on a batch-invariant World.
-    shape: that of a tensor that is summed as such a matrix; () for a matrix that is normalised."""
+    shape: the shape of a tensor that is summed as this matrix; () for a matrix that is normalised."""
 
     op: str
     m: int
@@ -64,7 +64,7 @@ class SumCall(Call):
 
     @property
     def computed(self) -> Norm:
-        """Return the call's sizes, dtypes and options as the kernels take them."""
+        """Return the call's sizes, dtypes and options as an argument of kernels."""
         sizes = constants(
             Norm,
             eps=0.0,
@@ -83,9 +83,9 @@ class SumCall(Call):
         return sizes._replace(eps=self.eps)
 
     def options(self, warps: int, per_sm: int = 1) -> dict[str, int]:
-        """Return the launch options: `warps`, adjusted so that a thread has from 16 to 256 bytes of a row, and all
-        registers of an SM on which per_sm programs run. With fewer registers ptxas would spill some words to make room
-        for one more program."""
+        """Return the launch options: `warps`, adjusted so that a thread has from 16 to 256 bytes of a row, and the
+        register limit for which per_sm programs share all registers of an SM. With fewer registers ptxas would spill
+        some words to make room for one more program."""
         row = self.padded * self.dtype.itemsize
         warps = max(1, min(max(warps, row // 8192), row // 512))
         registers = min(255, 65536 // (32 * warps * per_sm))
@@ -130,7 +130,7 @@ class Tensors:
         return Tensors(x, self.residual, self.weight, self.bias, self.scale, out, self.kept, *on_ranks, self.scales)
 
     def arguments(self) -> dict[str, torch.Tensor]:
-        """Return the kernels' arguments that may be absent, by name; x is passed for those that are absent."""
+        """Return the kernels' optional arguments, by name; x is passed for absent ones."""
         scale = self.scale if self.scales is None else self.scales
         tensors = dict(residual=self.residual, new_residual=self.kept, weight=self.weight, bias=self.bias, scale=scale)
         return {name: self.x if t is None else t for name, t in tensors.items()}

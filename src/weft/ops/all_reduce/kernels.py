@@ -7,21 +7,21 @@ Each row has an owner: rank r owns M / W consecutive rows. The all-reduce has tw
               are complete.
     sum       The owner reads its rows from its staging memory (PULL: from all ranks), sums them in float32 in the order
               of the ranks, adds the residual and normalises in registers.
-    publish   The owner stores the row in every rank's output, or in symmetric memory from which the host has it copied
-              to the output.
+    publish   The owner stores the row in every rank's output, or in symmetric memory, from which the host enqueues a
+              copy to the output.
 
                      t -->
     program p of r   | its rows of every block p -> owners | wait | sum own block p -> all | wait for the owners |
                                                              ^ counted by the other W - 1 ranks
 
-With multicast the switch does both: it sums what it reads from all ranks, and stores on all of them.
+With multicast the switch does both: it sums the rows that it reads from all ranks, and stores on all of them.
 
-Order of accesses. A sum needs the part of every rank. Therefore whatever a rank does in call n + 1 after a sum comes
+Order of accesses. A sum needs the part of every rank. Therefore every access of a rank in call n + 1 after a sum comes
 after every rank has begun call n + 1, and so after everything that every rank's stream did between the two calls with
 the results of call n: outputs need no second half. And a rank ends call n only after every owner has ended its sums of
 call n, because it waits for their rows: staging memory and partial rows may be written again at once. For the same
-reason all ranks have read the counters of a call before any rank counts for the next call, so one set suffices. Each
-counter of `done` is counted by one rank, because otherwise a program without rows to sum would count earlier than this
+reason all ranks have read the counters of a call before any rank counts for the next call, so one set suffices. One
+rank alone counts each counter of `done`, because otherwise a program without rows to sum would count earlier than this
 argument allows.
 
 Symbols of shapes:
@@ -51,10 +51,10 @@ ABSENT, OWN, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # a resi
 
 
 class Norm(NamedTuple):
-    """What a call computes. A row has H elements, and P is H rounded up to a power of two. The RESIDUAL is added to the
-    sum, which is stored for KEEP. NORM and BIAS are applied to it. With SCALED the result is divided by a scale; with
-    GROUP by a scale of each GROUP elements of the row, which is returned (P: one scale a row; 0: no such scales).
-    PAIRS: the norm adds a row by `sum_in_pairs`."""
+    """The computation of a call. A row has H elements, and P is H rounded up to a power of two. The RESIDUAL is added
+    to the sum, which is stored for KEEP. NORM and BIAS are applied to it. With SCALED the result is divided by a scale;
+    with GROUP by a returned scale for each GROUP elements of the row (P: one scale per row; 0: no such scales). PAIRS:
+    the norm adds a row by `sum_in_pairs`."""
 
     eps: float
     DTYPE: tl.constexpr
@@ -71,7 +71,7 @@ class Norm(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """Pointers to the weight [H], the bias [H] and the scale [1]; to any memory for what `Norm` does not use. With
+    """Pointers to the weight [H], the bias [H] and the scale [1]; pointers that `Norm` does not use are arbitrary. With
     GROUP, `scale` points to the scales [M, groups] to write, or, for rows that are stored on all ranks, to the
     addresses of these scales on every rank."""
 
@@ -81,7 +81,7 @@ class Affine(NamedTuple):
 
 
 class Shots(NamedTuple):
-    """How programs go over rows. D: owners of a unit (`push_rows`); STAGES, SUM_STAGES: stages of the loops that push
+    """How programs traverse rows. D: owners of a unit (`push_rows`); STAGES, SUM_STAGES: stages of the loops that push
     and sum. PULL: owners read the other ranks' rows; AHEAD: a stage of a sum has the row of every source
     (`sum_rows_ahead`), otherwise of one source (`sum_rows`)."""
 
@@ -93,8 +93,8 @@ class Shots(NamedTuple):
 
 
 class RankAddresses(NamedTuple):
-    """The addresses of the memory of every rank, int64 [world]: of its part, staging memory, output, sum + residual,
-    and scales."""
+    """The addresses of every rank's memory, int64 [world]: its part, staging memory, output, sum + residual, and
+    scales."""
 
     parts: torch.Tensor
     stagings: torch.Tensor
@@ -185,8 +185,8 @@ def store_scales(scales, t, row_scales, norm):
 
 @jit
 def store_scales_everywhere(addresses, t, row_scales, me, norm, W: tl.constexpr):
-    """Store the scales of row t on every rank with one store, since an address for each rank would take more registers
-    than there are."""
+    """Store the scales of row t on every rank with one store, since an address for each rank would need too many
+    registers."""
     RANKS: tl.constexpr = triton.next_power_of_2(W)
     r = tl.arange(0, RANKS)
     g = tl.arange(0, norm.P // norm.GROUP)[None, :]
@@ -198,9 +198,9 @@ def store_scales_everywhere(addresses, t, row_scales, me, norm, W: tl.constexpr)
 
 @jit
 def push_rows(x, stagings, counters, me, pid, M, max_rows, R, norm, shots, W: tl.constexpr):
-    """Push this rank's rows to their owners, each of which has staging memory for max_rows rows of every rank.
-    stagings, counters: the addresses of the owners' staging memory and counters, from the next rank on. A unit is a
-    block of R rows of each of D owners, whose stores one release makes visible."""
+    """Push this rank's rows to their owners. Each owner has staging memory for max_rows rows of every rank. stagings,
+    counters: the addresses of the owners' staging memory and counters, from the next rank on. A unit is a block of R
+    rows of each of D owners; one release makes its stores visible."""
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
     D: tl.constexpr = shots.D
@@ -230,8 +230,8 @@ def push_rows(x, stagings, counters, me, pid, M, max_rows, R, norm, shots, W: tl
 
 @jit
 def store_sum(acc, w, b, divisor, outs, sums, me, weights, i, lo, new_residual, norm, TO: tl.constexpr):
-    """Normalise own row i, whose sum is `acc`, and store it in row lo + i of the TO outputs `outs` (addresses), this
-    rank's first. The sum is stored in `new_residual` (KEEP OWN), or in all of `sums` (WHOLE)."""
+    """Normalise `acc`, the sum of own row i, and store the result in row lo + i of the TO outputs `outs` (addresses),
+    this rank's first. The sum is stored in `new_residual` (KEEP OWN), or in all of `sums` (WHOLE)."""
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
     if norm.KEEP == OWN:
@@ -257,8 +257,8 @@ def sum_rows(
     sources, outs, sums, me, weights, start, count, lo, new_residual, norm,
     SOURCES: tl.constexpr, TO: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum own rows start .. start + count over `sources`, which are the addresses of own row 0, and give each to
-    `store_sum`. A stage has one source's row, so that wide rows of many sources are in flight too."""
+    """Sum own rows start .. start + count over `sources`, the addresses of own row 0, and pass each sum to `store_sum`.
+    A stage has one source's row, so that wide rows of many sources are in flight too."""
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
     acc = tl.zeros((P,), tl.float32)
@@ -277,8 +277,8 @@ def sum_rows_ahead(
     sources, outs, sums, me, weights, start, count, lo, new_residual, norm,
     SOURCES: tl.constexpr, TO: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Do what `sum_rows` does, with one wait and barrier a row: a stage has the row of every source, whose loads are
-    issued before the first is used. The parameters are loaded once."""
+    """Do the same as `sum_rows`, with one wait and barrier per row: a stage has the row of every source, and all loads
+    are issued before the first one is used. The parameters are loaded once."""
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
     w, b, divisor = load_parameters(weights, norm)
@@ -293,10 +293,10 @@ def sum_rows_ahead(
 @jit(do_not_specialize=("M",))
 def two_shot(x, staging, addresses, residual, new_residual, weight, bias, scale, epoch, ch, M, norm, shots):
     """All-reduce x [M, H], this rank's part, with the norm, to the output [M, H] and, KEEP WHOLE, the sum + residual
-    [M, H] of every rank, whose memory `addresses` has. staging [W, max_rows, H]: the rows that the ranks push to this
-    one, unused with PULL. residual, new_residual: [own rows, H] (OWN), or residual [M, H] (WHOLE). Each program sums
-    one block of R rows. Counters: the arrivals of each own block (PULL: one counter, which each rank notifies when its
-    part is complete), then for each owner the programs that have stored all its rows."""
+    [M, H] of every rank; `addresses` has the addresses of this memory. staging [W, max_rows, H]: the rows that the
+    ranks push to this rank, unused with PULL. residual, new_residual: [own rows, H] (OWN), or residual [M, H] (WHOLE).
+    Each program sums one block of R rows. Counters: the arrivals of each own block (PULL: one counter, which each rank
+    notifies when its part is complete), then for each owner the programs that have stored all its rows."""
     DTYPE: tl.constexpr = norm.DTYPE
     H: tl.constexpr = norm.H
     PROGRAMS = tl.num_programs(0)
@@ -362,7 +362,7 @@ def multicast_shot(windows, residual, new_residual, weight, bias, epoch, ch, M, 
     """All-reduce in two shots through the switch: an owner reads the sum of a row over all ranks, and stores the
     normalised row on all of them, each with one access to a multicast address. windows: int64 [3], the multicast
     addresses of x, of the output and (KEEP WHOLE) of sum + residual, [M, H]. Elements have 16 bits. The counters and
-    the order of accesses are those of `two_shot` with PULL."""
+    the order of accesses are as in `two_shot` with PULL."""
     DTYPE: tl.constexpr = norm.DTYPE
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
@@ -407,9 +407,9 @@ def sum_norm(
     x, staging, out, residual, new_residual, weight, bias, scale, me, M, norm,
     W: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the owner's part without communication: sum its rows of x [M, H] and those of the other ranks in staging
-    [W, max_rows, H], normalise them, and store them in its rows of out [M, H]. new_residual: [own rows, H], for KEEP
-    OWN. me: int32 [1], this rank."""
+    """Compute the owner's part without communication: sum its rows of x [M, H] and the other ranks' rows in staging
+    [W, max_rows, H], normalise the sums, and store them in its rows of out [M, H]. new_residual: [own rows, H], for
+    KEEP OWN. me: int32 [1], this rank."""
     H: tl.constexpr = norm.H
     rank = tl.load(me)
     max_rows = M // W + (M % W > 0).to(tl.int32)
@@ -434,8 +434,8 @@ def sum_norm(
 
 @jit(do_not_specialize=("M",))
 def add_norm(x, out, residual, new_residual, weight, bias, scale, me, M, norm, W: tl.constexpr):
-    """Add the residual (ABSENT or WHOLE) to x [M, H], which is summed already, and normalise all rows, without
-    communication. me: int32 [1], this rank."""
+    """Add the residual (ABSENT or WHOLE) to x [M, H], which is already summed over ranks, and normalise all rows,
+    without communication. me: int32 [1], this rank."""
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
     KEEP: tl.constexpr = norm.KEEP

@@ -1,5 +1,5 @@
-"""All-reduce, with or without a norm, by NVLink multicast (TokenWeave, section 4): two shots in one launch, in which
-the switch sums and stores (`kernels.multicast_shot`). It has been compiled and emulated, and never run on hardware."""
+"""All-reduce, with or without a norm, by NVLink multicast (TokenWeave, section 4): two shots in one launch, where the
+switch sums and stores (`kernels.multicast_shot`). It was compiled and emulated, but never run on hardware."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 sequential          NCCL's all-reduce, then one kernel
 one_shot, two_shot  one launch (low_latency_kernels.py for few rows, otherwise kernels.py)
-decomposed          two shots whose rows a copy engine moves, so that SMs are taken only for the owner's sums between
-                    them
+decomposed          two shots with a copy engine that moves the rows, so that only the owner's sums between the shots
+                    use SMs
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from .kernels import ABSENT, OWN, WHOLE, RankAddresses, Shots, add_norm, sum_nor
 from .low_latency_kernels import one_shot, two_shot_low_latency
 
 SHARED = "two-shot all-reduce"  # the name of the symmetric memory of these plans
-REST_KIB = 11  # KiB of a program's shared memory that rows in flight do not take
+REST_KIB = 11  # KiB of a program's shared memory that rows in flight do not use
 
 
 SumRun: TypeAlias = Callable[[Tensors, Stream], None]
 
 
 def summing(make: Callable[[World, SumCall, Any], SumRun]) -> Prepare:
-    """Return the preparation of a plan whose run takes `Tensors` and a stream. Its results after the first are the sum
-    with the residual and the scales, None for what the call does not have; a plain sum has neither."""
+    """Return the preparation of a plan from a run with the arguments `Tensors` and a stream. Its results after the
+    first are the sum with the residual and the scales, or None if the call has none; a plain sum has neither."""
 
     @functools.wraps(make)
     def prepare(world: World, call: SumCall, plan: Plan) -> Run:
@@ -89,8 +89,8 @@ def prepare_sequential(world: World, call: SumCall, plan: Plan) -> Run | OwnResu
 
 @summing
 def _normalised(world: World, call: SumCall, plan: Plan) -> SumRun:
-    """Prepare NCCL's all-reduce and the norm. Each owner adds its rows of a residual before the sum, which brings them
-    to all ranks."""
+    """Prepare NCCL's all-reduce and the norm. Each owner adds its rows of a residual before the sum, so that all ranks
+    receive them."""
     own_residual, lo = call.residual == OWN.value and world.size > 1, sum(split_rows(world, call.m)[: world.rank])
     after = call if call.residual == WHOLE.value else replace(call, residual=ABSENT.value)
     normalise = norm_rows(world, after)
@@ -112,7 +112,7 @@ def _normalised(world: World, call: SumCall, plan: Plan) -> SumRun:
 
 @prepared
 def norm_rows(world: World, call: SumCall) -> Launch:
-    """Return the launch that adds a residual to rows that are summed, and normalises them."""
+    """Return the launch that adds a residual to summed rows and normalises them."""
     per_sm = 2 if call.h <= 8192 else 1
     programs, sizes = min(call.m, world.sm_count * per_sm), dict(M=call.m, norm=call.computed)
     return Launch(world, add_norm, programs, call.options(8, per_sm), **sizes, me=rank_word(world), W=world.size)
@@ -149,8 +149,8 @@ prepare_one_shot = summing(_post)
 
 @summing
 def prepare_two_shot_low_latency(world: World, call: SumCall, plan: TwoShotLowLatency) -> SumRun:
-    """Post the rows, or count them if the output has another dtype than x, because the memory for posted rows has room
-    for rows of x's dtype."""
+    """Post the rows, or count them if the dtypes of the output and of x differ, because the memory for posted rows has
+    room for rows of x's dtype."""
     if call.out_dtype == call.dtype:
         return _post(world, call, plan)
     return _count(world, call, TwoShotPush(plan.programs, plan.warps))
@@ -172,9 +172,9 @@ def _room(world: World) -> int:
 
 
 def _shots(world: World, call: SumCall, plan: TwoShotCounted) -> Shots:
-    """Return the plan as the kernel takes it. n stages keep the rows of n - 1 in shared memory. A stage of a sum is
-    the row of all sources if there is room for two such stages, because fewer leave the link idle while a row is
-    summed; 8 ranks' rows of 16 KiB, or two ranks' of 64 KiB, leave room for one."""
+    """Return the plan as an argument of the kernel. n stages keep the rows of n - 1 stages in shared memory. A stage of
+    a sum is the row of all sources if there is room for two such stages, because with fewer the link is idle while a
+    row is summed; 8 ranks' rows of 16 KiB, or two ranks' rows of 64 KiB, leave room for one."""
     row, room = call.padded * call.dtype.itemsize, _room(world)
     sources = world.size + (call.residual != ABSENT.value)
     stages, ahead = (max(1, min(plan.stages, room // nbytes + 1)) for nbytes in (row, row * sources))
@@ -208,7 +208,7 @@ def share_rows(world: World, call: SumCall, t: Tensors, stream: Stream, read: bo
 
 
 def shared_rows(world: World, call: SumCall, read: bool, x: Symmetric, out: Symmetric) -> SharedRows:
-    """Return the memory of a call. x, out: those of the caller's tensors that are in symmetric memory."""
+    """Return the memory of a call. x, out: the caller's tensors, if they are in symmetric memory."""
     shape = (call.m, call.h)
     if x is None and read:
         x = workspace(world, f"{SHARED}, x", shape, call.dtype)
@@ -228,7 +228,7 @@ def take_rows(world: World, t: Tensors, shared: SharedRows, stream: Stream) -> N
 
 
 def _count(world: World, call: SumCall, plan: TwoShotCounted) -> SumRun:
-    """Prepare one launch whose rows are counted. x is the argument for tensors that the kernel does not read."""
+    """Prepare one launch that counts rows. x is passed for tensors that the kernel does not read."""
     holder, staging = lock(world, SHARED), None
     if not plan.pull:
         rows = world.size * -(-call.m // world.size)
@@ -262,8 +262,8 @@ def _two_shot_launch(
     staging: Symmetric,
     shared: SharedRows,
 ) -> Launch:
-    """Return the launch. It has no argument for staging memory if there is none: the caller passes x instead, which the
-    kernel does not read there."""
+    """Return the launch. If there is no staging memory, its argument is not bound: the caller passes x instead, which
+    the kernel does not read as staging memory."""
     source, out, sums, scales = shared
     programs = min(plan.programs or world.sm_count, world.sm_count)
     counters = (1 if plan.pull else programs) + world.size
@@ -293,8 +293,8 @@ def _two_shot_launch(
 def prepare_decomposed(world: World, call: SumCall, plan: Decomposed) -> SumRun:
     """Prepare an all-reduce with copy engines, which pull the peers' parts of this rank's rows; one kernel sums and
     normalises them; then copy engines pull the other owners' rows. After the first barrier the parts of all ranks are
-    complete. After the second all owners' rows are complete, and no part is read any more. After the third no row is
-    read any more, so that the caller may write to `out`."""
+    complete. After the second one all owners' rows are complete, and no rank still reads a part. After the third one no
+    rank still reads a row, so that the caller may write to `out`."""
     me, copies = world.rank, world.side_stream("copy")
     ends = list(itertools.accumulate(split_rows(world, call.m), initial=0))
     own_rows, holders = slice(ends[me], ends[me + 1]), (lock(world, COPIES), lock(world, SHARED))

@@ -4,9 +4,9 @@
     copy stream           | push | push | push
 
 The library's backward pass recomputes the probabilities as exp(score - lse). Given the lse and the output over all
-keys, it is exact for any range of keys, so that dq is a sum over calls, and dk and dv of a call are those of its keys.
-Those of remote keys go back to their rank, which sums them in float32 in the order of the ranks; each was rounded once
-before.
+keys, it is exact for any range of keys, so that dq is a sum over calls, and a call returns dk and dv of its own keys.
+The gradients of remote keys are sent back to their rank, which sums them in float32 in rank order; each gradient was
+rounded once before.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def backward(
         for key_range in group.ranges:
             count = key_range.hi - key_range.lo
             range_dkv, start = group_dkv[start : start + count], start + count
-            if key_range.source == world.rank:  # packed sequences have local keys in one run with remote ones
+            if key_range.source == world.rank:  # in packed sequences local and remote keys are in one run
                 add(world, [local_dkv[key_range.lo : key_range.hi]], [range_dkv])
             else:
                 dkv_by_rank[key_range.source] = range_dkv
@@ -114,7 +114,7 @@ def gradients(
 
 
 def add(world: World, totals: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
-    """Add each of `terms` to the one of `totals` with the same index."""
+    """Add each of `terms` to the tensor of `totals` with the same index."""
 
     def add_all() -> None:
         for total, term in zip(totals, terms, strict=True):
@@ -133,7 +133,7 @@ def stack_dkv(world: World, dkv: list[Tensor]) -> Tensor:
 
 def sum_dq(world: World, dqs: Sequence[tuple[int, Tensor]], q: Tensor) -> Tensor:
     """Return dq in the dtype of q, summed in float32 and rounded once. Each of `dqs` is the first query of a term and
-    the term; terms of all queries come before the others."""
+    the term; terms of all queries come first."""
     if len(dqs) == 2 and dqs[0][0] == 0:
         (_, total), (first_query, term) = dqs
         add(world, [total[first_query:]], [term])  # torch adds two 16-bit tensors in float32
@@ -158,8 +158,8 @@ def sum_over_ranks(
     dkv_by_rank: dict[int, Tensor],
     local_dkv: Tensor,
 ) -> Tensor:
-    """Return float32 [n, 2, kv heads, D], the gradients of this rank's keys and values, summed over the ranks in their
-    order. `dkv_by_rank` has this rank's gradients of each other rank's keys and values."""
+    """Return float32 [n, 2, kv heads, D], the gradients of this rank's keys and values, summed over the ranks in rank
+    order. `dkv_by_rank` has this rank's gradients of every other rank's keys and values."""
     if world.size == 1:
         return local_dkv
     stream, row = world.current_stream(), (2, config.kv_heads, config.dim)

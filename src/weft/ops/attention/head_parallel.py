@@ -2,14 +2,14 @@
 
     push q, k, v | barrier | attention of 1 / W of the heads over the whole sequence | push out, lse | barrier | copy
 
-A push stores each block of a matrix where its reader needs it, so that rows of all heads become whole sequences of some
-heads on the way, and rows of all heads again on the way back. A causal mask is then one causal block, which is the same
-work for all ranks in any layout, and no partial results are merged.
+A push stores each block of a matrix where its reader needs it: the first push turns rows of all heads into whole
+sequences of some heads, and the push of the results turns them back. A causal mask is then one causal block, so that
+all ranks have equal work in any layout, and no partial results are merged.
 
-What the barriers order: after the first one, all rows have arrived, and no rank still reads the results of the previous
-call. After the second one, all results have arrived, and no rank still reads queries or keys. Each tensor has a buffer
-of its own, because a rank may still copy results while another one pushes the queries of the next call, whose sizes may
-differ.
+The order by barriers: after the first one, all rows have arrived, and no rank still reads the results of the previous
+call. After the second one, all results have arrived, and no rank still reads queries or keys. Each tensor has its own
+buffer, because one rank may still copy results while a faster rank pushes the queries of the next call, which may have
+different sizes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HeadSplit:
         return replace(config, shards=(sum(config.shards),), heads=heads, kv_heads=kv_heads)
 
     def dispatch_blocks(self, rank: int, heads: int) -> list[PushBlock]:
-        """Return the blocks that take rows [n, W heads, D] of `rank` to the [S, heads, D] of every reader."""
+        """Return the blocks that move rows [n, W heads, D] of `rank` to the [S, heads, D] of every reader."""
         size, width = len(self.chunks), heads * self.config.dim
         return [
             PushBlock(reader, rows, width, in_sequence * width, width, (in_shard * size + reader) * width, size * width)
@@ -64,7 +64,7 @@ class HeadSplit:
         ]
 
     def combine_blocks(self, rank: int) -> list[PushBlock]:
-        """Return the blocks that take results [S, heads of `rank`, D] back to the [n, heads, D] of the rows' ranks."""
+        """Return the blocks that move results [S, heads of `rank`, D] back to the [n, heads, D] of the rows' ranks."""
         size, width = len(self.chunks), self.rank_config.heads * self.config.dim
         return [
             PushBlock(reader, rows, width, (in_shard * size + rank) * width, size * width, in_sequence * width, width)
@@ -73,7 +73,7 @@ class HeadSplit:
         ]
 
     def lse_blocks(self, rank: int) -> list[PushBlock]:
-        """Return the blocks that take lse [heads of `rank`, S] back to the [heads, n] of the rows' ranks."""
+        """Return the blocks that move lse [heads of `rank`, S] back to the [heads, n] of the rows' ranks."""
         heads, total, shards = self.rank_config.heads, sum(self.config.shards), self.config.shards
         return [
             PushBlock(reader, heads, rows, rank * heads * shards[reader] + in_shard, shards[reader], in_sequence, total)
@@ -91,8 +91,8 @@ def prepare_forward(
     world: World, config: AttentionConfig, plan: HeadParallel, key_ranges: KeyRanges, zigzag: bool, m: int
 ) -> Callable[[Tensor, KeyValues, Tensor | None, Tensor], Tensor]:
     """Return a function of q with m rows, local keys and values, sinks and `out`, which writes out [m, heads, D] and
-    returns lse float32 [heads, m]. `key_ranges` are those of a single rank with the whole sequence. The queries are
-    those of the last m rows of this rank's shard."""
+    returns lse float32 [heads, m]. `key_ranges` are the key ranges of a single rank with the whole sequence. The
+    queries belong to the last m rows of this rank's shard."""
     rank, n, holder, split = world.rank, config.shards[world.rank], lock(world, MEMORY), HeadSplit.over(config, zigzag)
     rank_config = split.rank_config
     q_memory, k_memory, v_memory, out_memory, lse_memory = symmetric_tensors(world, split)

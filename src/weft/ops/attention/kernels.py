@@ -33,8 +33,8 @@ def merge(
 ):
     """Merge partial results, tuples `outs` and `lses`, into out [M, HEADS, D] and lse float32 [HEADS, M].
 
-    The first FULL of them have all M rows, the others those from `first_query` on. sinks [HEADS] are logits that take
-    part in every sum and have no value. A block is ROWS rows of one head; COLS is D, or the power of two above it.
+    The first FULL results have all M rows, the others the rows from `first_query` on. sinks [HEADS] are logits that are
+    part of every sum and have no value. A block is ROWS rows of one head; COLS is D, or the power of two above it.
     """
     i, d = tl.arange(0, ROWS), tl.arange(0, COLS)
     blocks = tl.cdiv(M, ROWS)

@@ -1,10 +1,10 @@
-"""The keys that a rank's queries attend to, as a few rectangles of the score matrix that a library computes.
+"""The keys that a rank's queries attend to, as a few rectangles of the score matrix, each computed by a library.
 
 Rank r holds n_r rows of the sequence, and queries for the last m_r of them. In the layout "contiguous" the ranks' rows
 follow one another. In the layout "zigzag" the sequence is cut into 2 W chunks, and rank r holds chunks r and
-2 W - 1 - r, so that a causal mask leaves every rank the same work. In this layout a rank's local rows are one causal
-block. All of its queries see the first chunk of a rank with a smaller number, and none see the second. The keys of a
-rank with a larger number are seen only by the queries of the second chunk, which see all of them:
+2 W - 1 - r, so that all ranks have equal work under a causal mask. In this layout a rank's local rows are one causal
+block. All of its queries see the first chunk of a rank with a smaller number, and none see the second. Only the queries
+of its second chunk see keys of a rank with a larger number, and they see all of them:
 
     W = 2      keys 0 3 | 1 2          rank 0 holds chunks 0 and 3, rank 1 holds chunks 1 and 2
     rank 0  0:      \\ . | . .          \\ causal, # all, . none
@@ -12,8 +12,8 @@ rank with a larger number are seen only by the queries of the second chunk, whic
     rank 1  1:      # . | \\ .
             2:      # . | # \\
 
-Remote ranks are visited in the order r - 1, r - 2, .. 0, W - 1, .. r + 1, so that at every step each rank pushes to
-another one.
+Remote ranks are visited in the order r - 1, r - 2, .. 0, W - 1, .. r + 1, so that at every step each rank pushes to a
+different rank.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CausalBlock(NamedTuple):
 
 
 class KeyGroup(NamedTuple):
-    """Key ranges for one library call. The queries from `first_query` on see all keys of them, the others none."""
+    """Key ranges for one library call. The queries from `first_query` on see all of these keys, the others none."""
 
     first_query: int
     ranges: tuple[KeyRange, ...]
@@ -61,8 +61,8 @@ class KeyGroup(NamedTuple):
 
 
 class KeyRanges(NamedTuple):
-    """The local and remote keys that a rank's queries see. If `packed` is set, it says which queries see which of these
-    keys, in place of the causal flags."""
+    """The local and remote keys that a rank's queries see. If `packed` is set, it replaces the causal flags and says
+    which queries see which of these keys."""
 
     local: tuple[CausalBlock, ...]
     remote: tuple[KeyGroup, ...]
@@ -108,8 +108,8 @@ def _nonempty_groups(*groups: tuple[int, Sequence[KeyRange]]) -> tuple[KeyGroup,
 def packed_key_ranges(
     rank: int, shards: tuple[int, ...], queries: int, cu_seqlens: tuple[int, ...], causal: bool, window: int
 ) -> KeyRanges:
-    """Return the keys that the last `queries` rows of `rank` see in packed sequences: one run of keys, in which local
-    and remote ones follow each other."""
+    """Return the keys that the last `queries` rows of `rank` see in packed sequences: one run of consecutive local and
+    remote keys."""
     shard_starts = [0, *accumulate(shards)]
     query_start, query_stop = shard_starts[rank + 1] - queries, shard_starts[rank + 1]
     cu_queries, cu_keys, start = [0], [0], query_stop
@@ -134,8 +134,8 @@ def packed_key_ranges(
 
 @functools.lru_cache(maxsize=1024)
 def split_groups(groups: tuple[KeyGroup, ...], calls: int) -> tuple[KeyGroup, ...]:
-    """Split each group into at most `calls` groups of whole ranges. The smaller ones come first, so that attention
-    starts early."""
+    """Split each group into at most `calls` groups of whole ranges. Smaller groups come first, so that attention starts
+    early."""
     split = []
     for first_query, ranges in groups:
         start = 0
@@ -160,7 +160,7 @@ def _chunks(length: int, size: int) -> list[range]:
 
 
 def zigzag_rows(length: int, size: int) -> tuple[int, ...]:
-    """Return how many rows of a sequence of `length` each of `size` ranks holds in the zigzag layout."""
+    """Return the number of rows that each of `size` ranks holds of a sequence of `length` in the zigzag layout."""
     chunks = _chunks(length, size)
     return tuple(len(chunks[r]) + len(chunks[2 * size - 1 - r]) for r in range(size))
 
@@ -187,7 +187,7 @@ def zigzag_positions(length: int, world: World) -> torch.Tensor:
 def zigzag_split(x: torch.Tensor, world: World) -> torch.Tensor:
     """Return this rank's rows of x [S, ..], which every rank has whole: chunks r and 2 W - 1 - r of 2 W.
 
-    Chunks differ by at most one row. Where 2 W does not divide S, ranks have different numbers of rows; attention then
+    Chunks differ by at most one row. If 2 W does not divide S, ranks have different numbers of rows; attention then
     needs `rows=weft.zigzag_rows(S, world.size)`.
     """
     chunks = _chunks(x.shape[0], world.size)
@@ -199,7 +199,7 @@ def zigzag_restore(x: torch.Tensor, world: World, length: int | None = None) -> 
     """Return the sequence [S, ..] in its own order, on every rank, from each rank's zigzag rows x [n_r, ..].
 
     This is a collective without a gradient. `length` is S; None says that all ranks have as many rows as this one.
-    Raises ValueError where x does not have the rows that `length` leaves this rank.
+    Raises ValueError if x does not have this rank's number of rows for `length`.
     """
     length = x.shape[0] * world.size if length is None else length
     rows, stream = zigzag_rows(length, world.size), world.current_stream()

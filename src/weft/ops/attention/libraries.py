@@ -1,16 +1,16 @@
-"""Attention that a library computes, with the log-sum-exp by which partial results are merged.
+"""Attention that a library computes, with the log-sum-exp for merging partial results.
 
     cudnn    aten._scaled_dot_product_cudnn_attention, the fastest on Hopper
     flash    aten._scaled_dot_product_flash_attention, which is FlashAttention 2, in every CUDA build of torch
     plain    float32 arithmetic of torch with all scores in memory at once, used on CPUs
 
-The first two are private functions of torch. So each process tries them once for every GPU, dtype and numbers of heads,
-forward and backward separately, against `plain`, and uses the first one whose results are right. All of them return the
-natural logarithm, and the backward pass of one accepts the results of another's forward pass.
+The first two are private functions of torch. So each process compares them with `plain` once for every GPU, dtype and
+numbers of heads, forward and backward separately, and uses the first one with correct results. All of them return the
+natural logarithm, and the backward pass of each accepts the forward results of any other.
 
 Shapes are q [m, heads, D], k and v [n, kv heads, D], out [m, heads, D] and lse float32 [heads, m]; heads is a multiple
 of kv heads, D is contiguous, and rows may be strided. A causal call has m = n, and query i sees keys 0 to i. Packed
-sequences and windows go to flash, whose causal mask aligns the last query with the last key, so that a sequence may
+sequences and windows use flash, with a causal mask that aligns the last query with the last key, so that a sequence may
 have fewer queries than keys.
 """
 
@@ -34,9 +34,9 @@ _TOLERANCE = 2e-2  # relative error: rounding to 16 bits gives 3e-3, a wrong con
 
 
 class Packed(NamedTuple):
-    """Packed sequences. cu_queries and cu_keys are the offsets at which each sequence begins, and at last the end. A
-    causal query sees the keys up to its own position, or the last `window` of them (0: no window). The last query has
-    the position of the last key."""
+    """Packed sequences. cu_queries and cu_keys are the offsets at which each sequence begins, followed by the end. A
+    causal query sees the keys up to its own position, or the last `window` of these keys (0: no window). The last query
+    has the position of the last key."""
 
     cu_queries: tuple[int, ...]
     cu_keys: tuple[int, ...]
@@ -67,9 +67,9 @@ BackwardPacked = Callable[[BackwardOperands, Packed, SequenceOffsets, float], Qk
 @dataclass(frozen=True)
 class AttentionLibrary:
     """A library's attention: forward(q, k, v, causal, scale) returns out and lse, and backward(operands, causal, scale)
-    returns dq, dk and dv for the keys of `operands`, whose out and lse may be over more keys. packed and
-    packed_backward take packed sequences and their offsets in place of `causal`. The library gets no call with fewer
-    than `min_rows` queries or keys."""
+    returns dq, dk and dv for the keys of `operands`, whose out and lse may cover more keys. packed and packed_backward
+    have packed sequences and their offsets as arguments in place of `causal`. The library is not called with fewer than
+    `min_rows` queries or keys."""
 
     name: str
     forward: ForwardDense
@@ -152,7 +152,7 @@ def _flash_packed_backward(
 
 
 def _max_lengths(packed: Packed) -> tuple[int, int]:
-    """Return the most queries, and the most keys, of a sequence."""
+    """Return the largest numbers of queries and of keys of a sequence."""
     queries, keys = (max(hi - lo for lo, hi in pairwise(cu)) for cu in (packed.cu_queries, packed.cu_keys))
     return queries, keys
 
@@ -220,7 +220,7 @@ def _plain_packed_backward(
     return dq, dk, dv
 
 
-CUDNN = AttentionLibrary("cudnn", _cudnn, _cudnn_backward, min_rows=64)  # torch refuses cuDNN for one row
+CUDNN = AttentionLibrary("cudnn", _cudnn, _cudnn_backward, min_rows=64)  # torch rejects cuDNN for one row
 FLASH = AttentionLibrary("flash", _flash, _flash_backward, _flash_packed, _flash_packed_backward)
 REFERENCE = AttentionLibrary("plain", _plain, _plain_backward, _plain_packed, _plain_packed_backward)
 USES = ("forward", "backward", "packed", "packed_backward")
@@ -230,8 +230,8 @@ USES = ("forward", "backward", "packed", "packed_backward")
 def right(
     use: str, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int
 ) -> tuple[AttentionLibrary, ...]:
-    """Return the libraries whose results for `use` (one of USES) are right, the fastest first. The call waits for the
-    device. Raises Unsupported, with each library's error, where none is right."""
+    """Return the libraries with correct results for `use` (one of USES), the fastest first. The call waits for the
+    device. Raises Unsupported, with each library's error, if none is correct."""
     if device.type == "cpu":
         return (REFERENCE,)
     errors = library_errors(use, device, dtype, heads, kv_heads, d)
@@ -245,7 +245,7 @@ def right(
 def library_errors(
     use: str, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int
 ) -> dict[AttentionLibrary, str]:
-    """Return what is wrong with the results of each library, or its own error; an empty string if they are right."""
+    """Return for each library the error of its results, or the error that it raised; "" if the results are correct."""
     generator = torch.Generator(device).manual_seed(0)  # the state of the user's generator does not change
 
     def draw(*shape: int) -> Tensor:
@@ -279,7 +279,7 @@ def library_errors(
 def _error(results: Callable[[AttentionLibrary], list[Tensor]], library: AttentionLibrary) -> str:
     try:
         actual = results(library)
-    except RuntimeError as e:  # torch refuses the call
+    except RuntimeError as e:  # torch rejects the call
         return f"{e}".splitlines()[0][:200]
     for a, b in zip(actual, results(REFERENCE), strict=False):
         error = ((a.float() - b.float()).norm() / b.float().norm()).item() if a.shape == b.shape else float("inf")

@@ -1,4 +1,4 @@
-"""Segmented attention: ranks push key ranges to each other while a library attends to those that have arrived.
+"""Segmented attention: ranks push key ranges to each other while a library attends to ranges that have arrived.
 
     main stream  barrier | attention over local keys | attention over remote keys .. | merge
     copy stream           | push | push | push
@@ -51,13 +51,13 @@ class AttentionConfig:
     def library(
         self, world: World, use: str, sizes: tuple[int, int, bool], run: Callable[[AttentionLibrary], object]
     ) -> AttentionLibrary:
-        """Return the fastest attention library for `run`, which computes with the one it gets. `sizes` are queries,
-        keys, and whether the mask is causal; libraries are timed at the first call of such sizes."""
+        """Return the fastest attention library for `run`, which computes with the library passed to it. `sizes` are
+        queries, keys, and whether the mask is causal; libraries are timed at the first call of these sizes."""
         key = use, sizes, self.dtype, self.heads, self.kv_heads, self.dim
         return world.decided.get(key) or self._choose(world, key, use, sizes, run)
 
     def usable(self, world: World, use: str, rows: int) -> Sequence[AttentionLibrary]:
-        """Return the libraries that compute correctly for a call of at least `rows` queries and keys, the one that is
+        """Return the libraries that compute correctly for a call of at least `rows` queries and keys, the library
         expected to be the fastest first."""
         kind = use, world.device, self.dtype, self.heads, self.kv_heads, self.dim
         correct = world.cached(("attention libraries", *kind), lambda: libraries.right(*kind))
@@ -85,8 +85,8 @@ class AttentionConfig:
 
 
 class KeyValues(NamedTuple):
-    """k and v [n, kv heads, D]. `wait` makes the current stream wait until they have arrived; None says that they are
-    there already."""
+    """k and v [n, kv heads, D]. `wait` makes the current stream wait until they have arrived; None if they have already
+    arrived."""
 
     k: Tensor
     v: Tensor
@@ -147,7 +147,7 @@ def all_gather_key_values(
 
 
 def merge_adjacent(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the spans, with those that touch merged into one."""
+    """Return the spans, with touching spans merged."""
     merged: list[tuple[int, int]] = []
     for lo, hi in spans:
         if merged and merged[-1][1] == lo:
@@ -172,13 +172,13 @@ def _prepare_push(
     """Return a function that pushes local keys and values into the buffers of the ranks that read them, and returns the
     keys and values that the other ranks push into this rank's buffer.
 
-    Copy engines push. 16 programs instead took 1.02 to 1.10 times as long for 8,192 to 65,536 tokens (2 H200, 2026-11).
+    Copy engines push. 16 programs took 1.02 to 1.10 times as long for 8,192 to 65,536 tokens (2 H200, 2026-11).
     """
     me, total = world.rank, sum(config.shards)
     memory = workspace(world, KEYS, (2, total, config.kv_heads, config.dim), config.dtype)
     sends = [
         Send(reader, row, slice(key_range.lo, key_range.hi))
-        for reader in (*world.other_ranks, me)  # packed sequences have local keys in one run with remote ones
+        for reader in (*world.other_ranks, me)  # in packed sequences local and remote keys are in one run
         for key_range, row in buffer_rows(groups_by_rank[reader])
         if key_range.source == me
     ]
@@ -261,8 +261,7 @@ def sequence_offsets(world: World, packed: Packed) -> SequenceOffsets:
 
 
 def merge_partials(world: World, partials: Sequence[Partial], sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """Merge partial results into `out` and `lse`. Each begins at query 0, or at one other query that is the same for
-    all of those."""
+    """Merge partial results into `out` and `lse`. Each result begins at query 0 or at one common later query."""
     m, heads, d = out.shape
     if not m:
         return

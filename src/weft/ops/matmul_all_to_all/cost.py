@@ -1,4 +1,4 @@
-"""Models of GEMM + all-to-all: cuBLAS, a sort of rows by their destination and NCCL, and signaled plans."""
+"""Models of GEMM + all-to-all: signaled plans, and cuBLAS, a sort of rows by destination, and NCCL."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Factors, out: torch.Tensor) -> None:
-    """Run GEMM + all-to-all. Rows go to the rank of their node with this rank's local rank, from which the ranks of
-    that node pull them. `pool` holds the rows that a rank has received, by source node, and for each node in the order
-    of their destinations."""
+    """Run GEMM + all-to-all. Each row is sent to the rank of its destination node with this rank's local rank, and the
+    ranks of that node pull it from there. `pool` holds the rows that a rank has received, by source node, and for each
+    node in the order of their destinations."""
     (x, weight, bias), routing, node = operands, call.routing, world.levels.node
     stream, between = world.current_stream(), world.side_stream(BETWEEN)
     order, ordered = routing.by_destination(world), world.empty((call.sent, call.k), call.dtype)

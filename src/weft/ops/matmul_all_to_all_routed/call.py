@@ -14,7 +14,7 @@ GEMM_ALL_TO_ALL_ROUTED = "matmul_all_to_all_routed"
 
 
 class RoutedFactors(NamedTuple):
-    """Operands of the GEMM, and the rank that each row of its result goes to."""
+    """The operands of the GEMM, and the destination rank of each row of its result."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -24,8 +24,8 @@ class RoutedFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticCall(MatmulCall):
-    """A call whose shapes do not depend on the routing. shards: the rows of one rank, since all ranks have as many. A
-    bias is each rank's own, and a gradient each rank's own matter, so ranks do not compare them."""
+    """A call with shapes that do not depend on the routing. shards: the rows of one rank, since all ranks have equally
+    many. Each rank chooses for itself whether it has a bias and a gradient, so ranks do not compare these."""
 
     gradient: bool = field(kw_only=True)
 

@@ -1,9 +1,9 @@
-"""GEMM + all-to-all whose routing only the device knows, and the way back of the gradient.
+"""GEMM + all-to-all with a routing that only the device knows, and the return of the gradient.
 
     number_rows      numbers the rows of each destination in their order here; pushes to each rank how many it gets
     gemm_to_ranks    persistent GEMM whose epilogue stores each row of a tile in the inbox of the rank that it goes to;
                      a program that has run out of tiles notifies all ranks
-    receive_rows     waits for one source after another, and copies its rows to the output, with zeros behind them
+    receive_rows     waits for one source after another, and copies its rows to the output, with zeros after them
 
     stream   | number_rows | gemm_to_ranks: tiles, and their rows to all inboxes | receive_rows: wait, copy |
 
@@ -11,14 +11,14 @@
                      notifies these, waits for all ranks, and puts the rows that came back in the order of the forward
                      pass
 
-A GEMM program stores rows for other ranks as it does those for its own, so nothing is left to be sent when the GEMM
-ends, and the host needs to know no count: an inbox has room for all m rows of every source, at row source * m + number.
+A GEMM program stores rows for other ranks in the same way as rows for its own, so nothing remains to be sent when the
+GEMM ends, and the host needs no counts: an inbox has room for all m rows of every source, at row source * m + number.
 
-Who waits for whom. Counter s of a rank has the notifies of source s, one of each program, whatever the routing is, so
-the number of arrivals in a call is always the same, and one rank alone notifies a counter. The notify is a release at
-scope sys of what the program stored in its inboxes, and of the counts that `number_rows` stored before it on the
-stream. GEMM programs wait for nobody. `return_rows` first sends all, then waits, and its programs are all resident, so
-every wait ends.
+Who waits for whom. Counter s of a rank counts the notifies of source s, one from each program for any routing, so the
+number of arrivals in a call is always the same, and one rank alone notifies a counter. The notify is a release at scope
+sys of the program's stores to the inboxes, and of the counts that `number_rows` stored before it on the stream. GEMM
+programs do not wait. `return_rows` first sends all rows, then waits, and its programs are all resident, so every wait
+ends.
 
 Why memory may be written again. Calls alternate between two halves of the arena. A rank that writes a half in call
 n + 2 has ended its call n + 1, in which it acquired from every rank: by stream order that rank's notify came after it
@@ -48,8 +48,8 @@ ELEMENT_BYTES = tl.constexpr(2)
 
 
 class Inbox(NamedTuple):
-    """An arena as these kernels use it: two halves in the memory of every rank, with W m rows of N elements of 16 bits,
-    and behind them int32 [W], the number of rows that came from each source."""
+    """An arena for these kernels: two halves in the memory of every rank, with W m rows of N elements of 16 bits, and
+    after them int32 [W], the number of rows from each source."""
 
     addresses: torch.Tensor  # int64 [W], of every rank's memory
     epoch: torch.Tensor  # int32 [1], whose parity selects the half
@@ -85,7 +85,7 @@ def inbox_counts(inbox, rank, m, N, W: tl.constexpr):
 @jit
 def rows_by_rank(destinations, i, m, WP: tl.constexpr, W: tl.constexpr):
     """Return the destinations of the rows i, and int32 [.., WP]: 1 at the destination of each row, all 0 for a row that
-    goes nowhere."""
+    is not sent."""
     rank = tl.load(destinations + i, mask=i < m, other=-1)
     r = tl.arange(0, WP)[None, :]
     return rank, ((rank[:, None] == r) & (r < W)).to(tl.int32)
@@ -124,7 +124,7 @@ def number_rows(destinations, target_rows, row_addresses, inbox, ch, m, N, BLOCK
 
 @jit
 def store_rows(address, acc, bias, col, N, DTYPE: tl.constexpr, tile):
-    """Store a tile + bias, each row at its address; rows whose address is 0 nowhere."""
+    """Store a tile + bias, each row at its address; rows with address 0 are not stored."""
     COLS: tl.constexpr = tile.BN // 2
     if bias is not None:
         c = col + tl.arange(0, tile.BN)
@@ -177,8 +177,8 @@ def gemm_to_ranks(x_desc, w_desc, bias, row_addresses, ch, m, N, K, DTYPE: tl.co
 
 @jit
 def copy_rows(dst, src, count, end, N, program, PROGRAMS, shape):
-    """Copy the first `count` rows of src [.., N] to dst, with zeros behind them up to row `end`: the part of program
-    `program`."""
+    """Copy program `program`'s part of the first `count` rows of src [.., N] to dst, with zeros after them up to row
+    `end`."""
     parts = tl.cdiv(N, shape.COLS)
     for block in tl.range(program, tl.cdiv(end, shape.ROWS) * parts, PROGRAMS, num_stages=shape.STAGES):
         r = (block // parts * shape.ROWS + tl.arange(0, shape.ROWS))[:, None]
@@ -190,8 +190,8 @@ def copy_rows(dst, src, count, end, N, program, PROGRAMS, shape):
 
 @jit(do_not_specialize=("m",))
 def receive_rows(out, counts, inbox, ch, m, N, ARRIVALS: tl.constexpr, shape):
-    """out [W, m, N] = the rows that came from each rank, then zeros; counts int32 [W] = how many came. The rank's own
-    rows are copied while those of others may still be on their way. ARRIVALS: notifies of a source in a call.
+    """Compute out [W, m, N] = the rows from each rank, then zeros; counts int32 [W] = the number of these rows. The
+    rank's own rows are copied while other ranks' rows may still be in flight. ARRIVALS: notifies of a source in a call.
     """
     W: tl.constexpr = ch.world
     N = N // 8 * 8
@@ -210,9 +210,9 @@ def receive_rows(out, counts, inbox, ch, m, N, ARRIVALS: tl.constexpr, shape):
 
 @jit(do_not_specialize=("m",))
 def return_rows(dout, counts, target_rows, returned, inbox, ch, m, N, ARRIVALS: tl.constexpr, shape):
-    """returned [m, N] = the gradients of the rows that this rank sent, zero for those that went nowhere: row i is that
-    of row target_rows[i] of the inbox, where its destination has stored it. dout [W, m, N]: of the rows received,
-    counts int32 [W] from each rank; the rows behind these are not read.
+    """Compute returned [m, N] = the gradients of the rows that this rank sent, zero for rows that were not sent: row i
+    is row target_rows[i] of the inbox, where its destination has stored it. dout [W, m, N]: the gradients of the
+    received rows, counts int32 [W] from each rank; gradient rows after these are not read.
     """
     W: tl.constexpr = ch.world
     N = N // 8 * 8

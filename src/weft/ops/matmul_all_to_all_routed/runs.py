@@ -1,4 +1,4 @@
-"""How each plan runs GEMM + all-to-all by a routing on the device, and how the gradient's rows go back (op.py,
+"""How each plan runs GEMM + all-to-all by a routing on the device, and how it returns the gradient's rows (op.py,
 kernels.py)."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ COPY_WARPS, COPY_STAGES = 16, 3  # a program that copies rows has 48 KiB in flig
 def run_sequential(
     world: World, call: StaticCall, plan: Plan, operands: RoutedFactors, out: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run the library's GEMM, put its rows into one block for each rank, with zeros behind them, and exchange by
-    all-to-alls of these and of the numbers of rows."""
+    """Run the library's GEMM, copy its rows to one block for each rank, with zeros after them, and exchange the blocks
+    and the numbers of rows by all-to-all."""
     stream, size, (m, n) = world.current_stream(), world.size, (call.rows, call.n)
     x, weight, bias, destinations = operands
     y = world.backend.linear(x, weight, bias, stream)
@@ -43,7 +43,7 @@ def run_sequential(
         sent_counts.copy_(goes.sum(0))
 
     world.call(number, [destinations], [target_rows, sent_counts], stream)
-    blocks = world.empty((size * m + 1, n), call.dtype)  # the last row takes those that go nowhere
+    blocks = world.empty((size * m + 1, n), call.dtype)  # the last row receives rows that are not sent
 
     def sort() -> None:
         blocks.zero_()
@@ -59,7 +59,7 @@ def run_sequential(
 def return_sequential(
     world: World, call: StaticCall, plan: Plan, dout: Tensor, counts: Tensor, target_rows: Tensor, returned: Tensor
 ) -> None:
-    """returned [m, N] = the gradients of the rows that this rank sent, by an all-to-all of whole blocks."""
+    """Compute returned [m, N] = the gradients of the rows that this rank sent, by an all-to-all of whole blocks."""
     stream, blocks = world.current_stream(), world.empty(dout.shape, dout.dtype)
     world.backend.all_to_all(list(blocks), list(dout), stream)
 
@@ -104,7 +104,7 @@ def prepare_fused(world: World, call: StaticCall, plan: FusedAllToAll) -> Run:
 def return_fused(
     world: World, call: StaticCall, plan: Plan, dout: Tensor, counts: Tensor, target_rows: Tensor, returned: Tensor
 ) -> None:
-    """returned [m, N] = the gradients of the rows that this rank sent, which the other ranks push."""
+    """Compute returned [m, N] = the gradients of the rows that this rank sent, pushed by the other ranks."""
     stream, arena = world.current_stream(), _arena(world, call)
     world.order(arena, stream)
     launch = _return_launch(world, call, arena)
@@ -128,7 +128,7 @@ def _block_shape(world: World, n: int) -> BlockShape:
 
 
 def _channel(world: World, direction: str, call: StaticCall, plan: Plan | None) -> BlockChannel:
-    """Return the channel of one shape, with a counter for each source, which every program of a rank notifies once."""
+    """Return the channel of one shape, with a counter for each source. Every program of the source notifies it once."""
     name = f"{GEMM_ALL_TO_ALL_ROUTED}, {direction} {call.rows}x{call.n}x{call.k} {call.dtype} {plan}"
     return world.channel(name, world.size, None, arrivals=world.sm_count)
 
@@ -180,7 +180,7 @@ def _fused_launches(world: World, call: StaticCall, plan: FusedAllToAll, arena: 
 
 @prepared
 def _return_launch(world: World, call: StaticCall, arena: Arena) -> Launch:
-    """Return the launch that sends the gradients of received rows, and receives those of the rows that were sent."""
+    """Return the launch that sends the gradients of received rows and receives the gradients of sent rows."""
     return Launch(
         world,
         return_rows,

@@ -12,8 +12,8 @@ GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER = "matmul_all_reduce", "matmul_reduce_scatt
 
 @dataclass(frozen=True)
 class ReduceCall(MatmulCall):
-    """A checked call. m: rows of x. everywhere: all ranks get the sum (all-reduce), otherwise each rank its shard
-    (reduce-scatter). reorder False: the result may be the tiles that a signaled plan leaves, and a Remap is returned,
+    """A checked call. m: rows of x. everywhere: all ranks get the sum (all-reduce), otherwise each rank gets its shard
+    (reduce-scatter). reorder False: the result may be the tiles of a signaled plan, and the call also returns a Remap,
     which is None for rows in ordinary order."""
 
     m: int

@@ -1,5 +1,5 @@
-"""Models of GEMM + reduce-scatter and GEMM + all-reduce: chunks of decomposed plans, fused plans, signaled plans whose
-groups copy engines move, and two levels of nodes."""
+"""Models of GEMM + reduce-scatter and GEMM + all-reduce: chunks of decomposed plans, fused plans, signaled plans with
+groups that copy engines move, and two levels of nodes."""
 
 from __future__ import annotations
 

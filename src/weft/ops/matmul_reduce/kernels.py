@@ -1,4 +1,4 @@
-"""GEMM + reduce-scatter and GEMM + all-reduce, whose partial tiles the owners pull.
+"""GEMM + reduce-scatter and GEMM + all-reduce, where owners pull the partial tiles.
 
     GEMM programs      compute a persistent GEMM whose tile order interleaves the owners: all ranks compute tile
                        (lm, tn) of every owner at about the same time. A tile is stored in this rank's half of the
@@ -13,24 +13,24 @@
     GEMM programs      | tile 0 of r+1, r+2, .. | tile 1 of r+1, .. | ...
     pull programs      |        ...wait...      | sum tile 0        | sum tile 1 | ...
 
-Forward and pull programs are a kernel of their own, which is so small (48 KiB of shared memory, four warps) that its
-programs fit on the SMs together with the GEMM's, which occupy every SM.
+Forward and pull programs are a separate kernel, so small (48 KiB of shared memory, four warps) that its programs fit on
+the SMs together with the GEMM's programs, which occupy every SM.
 
 For all-reduce the owner stores the sum over its own partial tile, which no other rank reads, and notifies every rank.
 Every second ticket pulls the other owners' sums of the tile of LAG tickets earlier. A ticket waits only for GEMM tiles,
-which wait for nothing, and for sums with smaller ticket numbers, so that some program can always go on.
+which wait for nothing, and for sums with smaller ticket numbers, so that some program can always proceed.
 
-Order of accesses. An arena half is written again two calls later, and a rank gets there only after every peer has
-notified it in the call between, which that peer started after it had ended this one.
+Order of accesses. An arena half is written again two calls later. A rank starts that call only after every peer has
+notified it in the call between, which that peer started after it had ended this call.
 
 All ranks add to a channel, and a fast rank may add for its tile of the next call before a slow rank's add of this call
-has arrived. The sum may then start on the wrong count, but not on missing data: before the fast rank left this call it
-had been notified of all tiles of the slow rank, by releases each of which covers all owners, and its own add is a
-release that passes this on.
+has arrived. The sum may then start on the wrong count, but not on missing data: before the fast rank left this call the
+slow rank had notified it of all its tiles, each time by a release that covers all owners, and the fast rank's own add
+is a release that passes this on.
 
-Measured and dropped (docs/design-notes.md): pull programs on SMs of their own; GEMM programs that pull when they have
-no tiles left (the last tiles' loads wait behind their requests); notifying owners from the GEMM program, at once or a
-tile later.
+Measured and dropped (docs/design-notes.md): pull programs on separate SMs; GEMM programs that pull when they have no
+tiles left (the last tiles' loads wait for their requests); notifying owners from the GEMM program, at once or a tile
+later.
 
 Symbols of shapes:
 
@@ -52,9 +52,9 @@ from ...lang.primitives import channel_broadcast, channel_wait
 
 
 class Sums(NamedTuple):
-    """GEMM_PROGRAMS programs compute; FORWARD_PROGRAMS programs forward and then pull, and PULL_PROGRAMS others pull.
-    Tiles are loaded in blocks of R rows, STAGES of which are in flight. ALL: the sums go to every
-    rank, LAG tickets later."""
+    """GEMM_PROGRAMS programs compute; FORWARD_PROGRAMS programs forward and then pull, and PULL_PROGRAMS others only
+    pull. Tiles are loaded in blocks of R rows, with STAGES blocks in flight. ALL: every rank gets the sums, LAG tickets
+    later."""
 
     GEMM_PROGRAMS: tl.constexpr
     FORWARD_PROGRAMS: tl.constexpr
@@ -134,7 +134,7 @@ def gather_tile(flat_desc, arenas, first_row, tile_index, me, out, offsets, grid
 
 @jit
 def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, tile, how):
-    """Draw tickets until none is left, and sum or gather the tiles of each."""
+    """Draw tickets until none is left, and sum or gather the tiles of each ticket."""
     W: tl.constexpr = ch.world
     GROUP: tl.constexpr = tile.GROUP_M // W
     LAG: tl.constexpr = how.LAG
@@ -242,7 +242,7 @@ def gemm_reduce(
     COLS: tl.constexpr = BN // 2
     GEMM_PROGRAMS: tl.constexpr = how.GEMM_PROGRAMS
     pid = tl.program_id(0)
-    # Rows are whole 16-byte words; a compiler that does not know it makes narrow stores and spills registers.
+    # Rows are whole 16-byte words; a compiler that does not know this makes narrow stores and spills registers.
     N = N // 8 * 8
     me = rank_of(ch)
     tiles_n = tl.cdiv(N, BN)
@@ -259,7 +259,7 @@ def gemm_reduce(
         t = pid - GEMM_PROGRAMS
         step, row, col, flat_row, channel, stored_tile = steps - 1, 0, 0, 0, 0, -1
         acc, upper, lower = zero_accumulators(tile)
-        # This loop and that of signaled_gemm could be one, in which each tile is a group, without the table of groups,
+        # This loop and signaled_gemm's loop could be one, where each tile is a group, without the table of groups,
         # since it would be read in every tile, and with the arena as one more output. Compiled like that for sm_90a,
         # this kernel had 173 registers instead of 165 and 1,112 instructions instead of 1,072 (8 ranks: 181 instead of
         # 175, 1,160 instead of 1,128), no spills, and the loop 6 more branches at compile time. So there are two loops.

@@ -7,8 +7,7 @@ decomposed          reduce-scatter: the library's GEMM, of the farthest owners' 
                     group's partial rows to the owners' staging memory while the next group is computed; the owner sums
                     them in float32 in the order of the ranks (TileLink's hybrid mapping). All-reduce: NCCL's, of one
                     chunk of rows during the GEMM of the next
-fused               one GEMM, whose finished tiles are summed by programs of a second launch on the same SMs
-                    (kernels.gemm_reduce)
+fused               one GEMM; programs of a second launch on the same SMs sum its finished tiles (kernels.gemm_reduce)
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def multiply(
 
 
 def prepare_reduced(world: World, call: ReduceCall, plan: Plan) -> Run:
-    """Prepare the GEMM part by part, where each part is sent to be summed by the plan's transport."""
+    """Prepare the GEMM part by part. The plan's transport sends each part to be summed."""
 
     def alone(operands: ScaledFactors, out: torch.Tensor) -> None:
         linear(world, call.scaling, call.dtype, operands, world.current_stream(), out)
@@ -142,8 +141,8 @@ def prepare_shots(world: World, call: ReduceCall, plan: OneShot | TwoShot) -> Ru
 # -- fused -------------------------------------------------------------------------------------------------------------
 def prepare_fused(world: World, call: ReduceCall, plan: FusedReduce) -> Run:
     """Prepare two launches on two streams, which share the SMs: the GEMM programs, and the forward and pull programs.
-    Both kernels are loaded before either runs, because pull programs would wait in vain for a GEMM that cannot be
-    loaded while they run."""
+    Both kernels are loaded before either runs, because a GEMM cannot be loaded while pull programs run, which would
+    wait for it forever."""
     tiles_m, tiles_n = _tiles(call, plan)
     tile_bytes = plan.tile.block_m * plan.tile.block_n * call.dtype.itemsize
     arena, side = world.arena(world.size * tiles_m * tiles_n * tile_bytes), world.side_stream("pull")

@@ -1,10 +1,10 @@
-"""Plan kind `signaled`: one GEMM, and a collective of the library for each group of its finished tiles (FlashOverlap).
+"""Plan kind `signaled`: one GEMM, and an NCCL collective for each group of its finished tiles (FlashOverlap).
 
     stream        | signaled_gemm: group 0 | group 1        | group 2        |                 | put rows in order
     comm stream   | wait 0                 | collective of 0| wait 1 | collective of 1 | ...    |
 
-Copy engines can move the groups instead (`Signaled.copies`). Then the GEMM has all SMs but a few, which are for waits,
-and rows stay in ordinary order (`_scatter_by_copies`, `_reduce_by_copies`).
+Copy engines can move the groups instead (`Signaled.copies`). Then the GEMM has all SMs but a few for waits, and rows
+stay in ordinary order (`_scatter_by_copies`, `_reduce_by_copies`).
 
 The host knows the order in which tiles are computed, and a group is a range of that order (`Schedule`), so that no
 table has to be measured.
@@ -49,10 +49,10 @@ from .call import ReduceCall
 class Tiling(NamedTuple):
     """The tiles of the signaled GEMM, as its kernel takes them.
 
-    The GEMM's output is [rows, cols]. `tiles` is the number of tiles, `tiles_m` that of tile rows of one owner, and
-    `owners` the number of ranks whose tiles alternate in memory (1 where every rank gets all rows). `in_order`: the
-    output has ordinary rows, else tiles in the order of their computation. `shard`: where copy engines scatter, the
-    tile rows of a rank, since the GEMM then begins with the next rank's; else 0.
+    The GEMM's output is [rows, cols]. `tiles` is the number of tiles, `tiles_m` the number of tile rows of one owner,
+    and `owners` the number of ranks with tiles that alternate in memory (1 if every rank gets all rows). `in_order`:
+    the output has ordinary rows, else tiles in the order of their computation. `shard`: if copy engines scatter, the
+    number of tile rows of a rank, since the GEMM then begins with the next rank's rows; else 0.
     """
 
     rows: int
@@ -123,8 +123,8 @@ def launch_on(launch: Launch, operands: Factors | ScaledFactors, out: torch.Tens
 
 
 def prepare_signaled(world: World, call: ReduceCall, plan: Signaled) -> Run | OwnResult:
-    """Prepare the sum in ordinary order, or, if the caller takes them, in tiles [2 x tiles x block_m, block_n / 2],
-    whose layout is a further result. Groups that copies move leave ordinary order."""
+    """Prepare the sum in ordinary order, or, if the caller accepts tiles, in tiles [2 x tiles x block_m, block_n / 2],
+    with their layout as a further result. If copies move the groups, the order is ordinary."""
     if plan.copies:
         return (_reduce_by_copies if call.everywhere else _scatter_by_copies)(world, call, plan)
     in_order = call.everywhere and call.reorder and call.n % 8 == 0
@@ -157,7 +157,7 @@ def signals_of(world: World, call: ReduceCall, plan: Signaled, tiling: Tiling, o
     shards, n, size = call.shards, call.n, world.size
 
     def make() -> Signals:
-        # A group is a multiple of so many tiles: whole rows of tiles where the output is in order.
+        # A group is a multiple of this many tiles: whole rows of tiles if the output is in order.
         unit = tiling.group_m * -(-n // plan.tile.block_n) if tiling.in_order else 1
         groups = schedule(tiling.tiles, world.sm_count - plan.ctas, plan.groups, tiling.owners, unit)
         first_rows = [0] if call.everywhere else [sum(shards[:r]) for r in range(size)]
@@ -204,7 +204,7 @@ def _by_collectives(
 
 def _gemm_in_rows(world: World, call: ReduceCall, plan: Signaled, shard: int) -> tuple[Signals, Launch, list[int]]:
     """Return the launch of a GEMM to a tensor [M, N] in groups of whole rows of tiles, its signals, and the row at
-    which each group ends, in the order in which rows are computed. shard: that of signaled_gemm."""
+    which each group ends, in the order in which rows are computed. shard: as in signaled_gemm."""
     m, n, programs = call.m, call.n, world.sm_count - plan.ctas
     tiles_m, tiles_n = -(-m // plan.tile.block_m), -(-n // plan.tile.block_n)
     group_m = max(1, min(plan.tile.group_m, programs // tiles_n))
@@ -284,7 +284,7 @@ def _reduce_by_copies(world: World, call: ReduceCall, plan: Signaled) -> Run:
     partials = workspace(world, "partials", (m, n), call.dtype)
     signals, launch, ends = _gemm_in_rows(world, call, plan, 0)
     parts = [list(accumulate(balanced_rows(b - a, size), initial=a)) for a, b in pairwise(ends)]
-    # The offset of each group in `sums`, the same on every rank: that of rank 0, which has the most rows.
+    # The offset of each group in `sums`, the same on every rank: rank 0's offset, since it has the most rows.
     starts = list(accumulate((p[1] - p[0] for p in parts), initial=0))
     sums = workspace(world, "sums", (starts[-1], n), call.dtype)
     # For each group, the launch that sums this rank's part, if it has one, and the parts to pull, with their sources.

@@ -39,8 +39,8 @@ def run_scatter(world: World, call: ReduceCall, plan: TwoLevel, operands: Scaled
     levels, chunks, rows = world.levels, plan.pieces, out.shape[0]
     local_rank, stream, between = levels.node.rank, world.current_stream(), world.side_stream(BETWEEN)
     staging = world.empty((levels.across.size, rows, call.n), call.dtype)  # by source node
-    # The parts are kept until this stream has waited for their transfers: the allocator gives the memory of a tensor
-    # that is no longer held to the next one of this stream, while `between` still reads it.
+    # The parts are kept until this stream has waited for their transfers: otherwise the allocator would reuse the
+    # memory of a released tensor on this stream while `between` still reads it.
     sent = []
     for target, source in node_pairs(world):
         for chunk in range(chunks):
