@@ -94,11 +94,11 @@ def rows_by_rank(destinations, i, m, WP: tl.constexpr, W: tl.constexpr):
 @jit(do_not_specialize=("m",))
 def number_rows(destinations, target_rows, row_addresses, inbox, ch, m, N, BLOCK: tl.constexpr):
     """target_rows int32 [m] = destination * m + the number of earlier rows with that destination; -1 for a row that
-    goes nowhere, as its destination, int32, is no rank. row_addresses int64 [m] = where the row lies in its
-    destination's inbox, or 0. The program of the last block stores in all inboxes how many rows this rank sends there.
+    is not sent, as its destination, int32, is no rank. row_addresses int64 [m] = the row's address in its destination's
+    inbox, or 0. The program of the last block stores in each inbox the number of rows that this rank sends to it.
 
-    Each program counts the rows before its blocks by itself, so that none waits for another: of 65,536 rows it reads at
-    most 256 KiB, from L2.
+    Each program counts the rows before its blocks itself, so that no program waits for another: for 65,536 rows it
+    reads at most 256 KiB, from L2.
     """
     W: tl.constexpr = ch.world
     WP: tl.constexpr = triton.next_power_of_2(W)
@@ -142,8 +142,8 @@ def gemm_to_ranks(x_desc, w_desc, bias, row_addresses, ch, m, N, K, DTYPE: tl.co
     """Store the rows of x_desc [m, K] @ w_desc [N, K]^T + bias [N], or None, at row_addresses, and add one arrival of
     this program to counter `me` of every rank. N is a multiple of 8.
 
-    Ranks begin at different rows, a W-th of all apart: where rows are sorted by destination, they do not all store to
-    one rank at the same time.
+    Ranks begin at different rows, a W-th of all rows apart: if rows are sorted by destination, the ranks do not all
+    store to one rank at the same time.
     """
     x_desc, w_desc = tiles_of(x_desc), tiles_of(w_desc)
     BM: tl.constexpr = tile.BM

@@ -1,4 +1,4 @@
-"""The activations of experts, as kernels take them."""
+"""The activations of experts, as constants of kernels."""
 
 import triton.language as tl
 

@@ -1,4 +1,4 @@
-"""The description of one call of an MoE layer, and the tensors that it takes and keeps."""
+"""The description of one call of an MoE layer, its operands and its saved tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .routing.route_tables import rows_of
 
 NAME = "moe"
 MAX_TOPK = 16  # experts of a token at most
-KEEPS = ("nothing", "rows", "activation")  # what is saved for a backward pass
+KEEPS = ("nothing", "rows", "activation")  # the tensors saved for a backward pass
 ACTIVATIONS = {"swiglu": SWIGLU.value, "gelu": GELU.value, "gpt_oss": CLAMPED.value}
 
 
@@ -24,7 +24,7 @@ ACTIVATIONS = {"swiglu": SWIGLU.value, "gelu": GELU.value, "gpt_oss": CLAMPED.va
 class Layer:
     """The sizes and options of one MoE call, the same on all ranks.
 
-    max_tokens_per_rank: the most tokens that any rank brings; shapes call it max_tokens. hidden, inner: H and I. k:
+    max_tokens_per_rank: the most tokens that any rank has; shapes call it max_tokens. hidden, inner: H and I. k:
     experts of a token. activation: "swiglu" is silu(gate) * up; "gelu" has no gate matrix; "gpt_oss" is (up + 1) * gate
     * sigmoid(1.702 gate) with gate at most 7 and up clamped to [-7, 7]. max_rows: the number of rows of its experts for
     which a rank has room; None means the worst case.
@@ -65,7 +65,7 @@ class Weights(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a call saves for its backward pass; None is not saved.
+    """The tensors that a call saves for its backward pass; None is not saved.
 
     rows [W, max_tokens, H]: the tokens as they arrived. preactivation [rows, N]: the result of the first GEMM with its
     bias, to which the activation is applied.
@@ -101,10 +101,10 @@ class MoeOperands(NamedTuple):
 class MoeCall(Call):
     """A checked call.
 
-    own_tokens: the number of this rank's tokens. tokens: the numbers of all ranks' tokens, or None where each is only
+    own_tokens: the number of this rank's tokens. tokens: the numbers of all ranks' tokens, or None if each is only
     known to be at most max_tokens_per_rank. counted: whether the numbers of received rows are a result. keep: what is
-    saved for the backward pass; None means that no gradient is asked for. router: the router that the call includes, or
-    None where ids and weights are operands.
+    saved for the backward pass; None means that no gradient is wanted. router: the router that the call includes, or
+    None if ids and weights are operands.
 
     Each rank chooses for itself whether there are biases; that, `own_tokens` and `counted` are not compared between
     ranks.
@@ -119,8 +119,8 @@ class MoeCall(Call):
 
     @property
     def rows(self) -> int:
-        """Return the most tokens of a rank. It is at least 1, because a rank without tokens does not know the other
-        ranks' numbers."""
+        """Return the largest number of tokens of a rank. It is at least 1, because a rank without tokens does not know
+        the other ranks' numbers."""
         return self.layer.max_tokens_per_rank
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:
@@ -153,7 +153,7 @@ class MoeCall(Call):
 
 
 def kept_shapes(world: World, layer: Layer, keep: str | None, rows: int, columns: int) -> Shapes:
-    """Return the shapes and dtypes of the tensors in `Kept`. columns: those of the first GEMM."""
+    """Return the shapes and dtypes of the tensors in `Kept`. columns: the columns of the first GEMM."""
     shapes = [((world.size, layer.max_tokens_per_rank, layer.hidden), layer.dtype), ((rows, columns), layer.dtype)]
     return shapes[: 0 if keep is None else KEEPS.index(keep)]
 

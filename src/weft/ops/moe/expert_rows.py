@@ -1,4 +1,4 @@
-"""Rows in the order of their experts, by torch operations alone: what the sequential plans of all layers share.
+"""Rows in the order of their experts, by torch operations alone: the common part of all layers' sequential plans.
 
 Sorts and searches make the same routes as `place_routes`, so that the two halves of a layer may run by different plans.
 """
@@ -93,12 +93,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> T
 
 
 def takes_groups(x: Tensor, *sizes: int) -> bool:
-    """Return whether the library's grouped GEMM takes x [rows, ..] and matrices of these sizes."""
+    """Return whether the library's grouped GEMM supports x [rows, ..] and matrices of these sizes."""
     return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0 and not any(n % 8 for n in sizes)
 
 
 def expert_of_rows(rows: int, offsets: Tensor) -> Tensor:
-    """Return the expert of each row, [rows]; the last expert for rows behind all."""
+    """Return the expert of each row, [rows]; the last expert for rows after the last expert's rows."""
     row = torch.arange(rows, device=offsets.device)
     return torch.searchsorted(offsets[1:].long(), row, right=True).clamp(max=len(offsets) - 2)
 

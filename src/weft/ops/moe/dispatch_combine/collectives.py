@@ -1,9 +1,9 @@
-"""Dispatch and combine by the library's collectives, for ranks without symmetric memory.
+"""Dispatch and combine by NCCL's collectives, for ranks without symmetric memory.
 
     dispatch   all-gathers of tokens, ids and weights; the rows of this rank's experts are picked from all tokens
     combine    weighted sums of every rank's tokens over the experts here, all-to-all, and their sum in rank order
 
-Rows have the order that the kernels give them (op.py).
+Rows have the same order as with the kernels (op.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def gather_tokens(
 
 
 def pick_rows(world: World, tokens: Tensor, sources: Tensor, rows: Tensor) -> None:
-    """Fill rows [.., H], in expert order, with the tokens of `sources`; zero where there is none."""
+    """Fill rows [.., H], in expert order, with the tokens of `sources`, and with zeros if there is none."""
     flat, source = rows.view(-1, rows.shape[-1]), sources.flatten()
 
     def copy() -> None:
@@ -53,7 +53,8 @@ def pick_rows(world: World, tokens: Tensor, sources: Tensor, rows: Tensor) -> No
 def combine(
     world: World, layer: Split, route_rows: Tensor, weights: Tensor, y: Tensor, shared: Tensor | None, out: Tensor
 ) -> None:
-    """out [T, H] = the sum over a token's routes of weight * its row of y, + shared. route_rows [W max_tokens k]."""
+    """Compute out [T, H] = the sum over a token's routes of weight * its row of y, + shared. route_rows [W max_tokens
+    k]."""
     stream, (size, max_tokens_per_rank, k) = world.current_stream(), weights.shape
     rank_sums, received = (world.empty((size, max_tokens_per_rank, layer.hidden), layer.dtype) for _ in range(2))
 
@@ -61,8 +62,7 @@ def combine(
         total = sum_over_topk(y.view(-1, layer.hidden), route_rows.view(-1, k), weights.view(-1, k))
         rank_sums.copy_(total.view(rank_sums.shape))
 
-    # The list of reads leaves out y: its rows without a token are undefined, and the host does not know how many these
-    # are.
+    # The list of reads omits y: its rows without a token are undefined, and the host does not know their number.
     world.call(add, [route_rows, weights], [rank_sums], stream)
     if world.size > 1:
         world.backend.all_to_all(list(received), list(rank_sums), stream)
@@ -79,8 +79,8 @@ def combine(
 
 
 def tell_sources(world: World, route_rows: Tensor) -> None:
-    """Tell every rank how many rows of its tokens were left out here, and count those of this rank's tokens that others
-    left out. route_rows int32 [W max_tokens k]."""
+    """Send every rank the number of its tokens' rows that this rank left out, and count the rows of this rank's tokens
+    that other ranks left out. route_rows int32 [W max_tokens k]."""
     stream = world.current_stream()
     if world.size == 1:
         return
@@ -88,7 +88,7 @@ def tell_sources(world: World, route_rows: Tensor) -> None:
 
     def count() -> None:
         lost.copy_((route_rows.view(world.size, -1) == LEFT_OUT.value).sum(1, keepdim=True))
-        lost[world.rank].zero_()  # this rank has counted all that it left out
+        lost[world.rank].zero_()  # this rank has already counted all rows that it left out
 
     world.call(count, [route_rows], [lost], stream)
     world.backend.all_to_all(list(received), list(lost), stream)

@@ -1,10 +1,10 @@
-"""The launches of an MoE layer's backward pass (backward_kernels.py says what orders them).
+"""The launches of an MoE layer's backward pass; backward_kernels.py says what orders them.
 
     side stream  | dispatch x, dy                         |                  | combine                       |
     main stream  | share, tables | x rows @ w13 | dy rows | @ w2, activation | @ w13 | sums over rows: dw13, .. | sum
 
-Rows have the order of the forward pass, because the tables are built again from the same ids. What the forward pass
-saved (`call.Kept`) is neither sent nor computed again.
+Rows have the order of the forward pass, because the tables are built again from the same ids. Tensors that the forward
+pass saved (`call.Kept`) are neither sent nor computed again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .place_rows import order_of, place_rows_launch
 
 
 class Gradients(NamedTuple):
-    """The gradients: x is dx [T, H]; weights, float32 [T, k]; those of the experts have the experts' shapes, and are
-    None where they are not wanted."""
+    """The gradients: x is dx [T, H]; weights, float32 [T, k]; the experts' gradients have the experts' shapes, and are
+    None if they are not wanted."""
 
     x: Tensor
     weights: Tensor
@@ -64,7 +64,7 @@ class BackwardMemory:
     x_inbox: SymmetricTensor
     dweights_inbox: SymmetricTensor
     ones: Tensor  # float32 [W, max_tokens, k]
-    unused_counters: Tensor  # counters for which nobody waits
+    unused_counters: Tensor  # counters for which no program waits
 
 
 def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMemory:
@@ -96,7 +96,7 @@ def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMem
 
 
 def unused_counters(world: World) -> Tensor:
-    """Return counters for which nobody waits."""
+    """Return counters for which no program waits."""
     return world.cached((NAME, "unused counters"), lambda: world.zeros((32,), torch.int32))
 
 
@@ -124,9 +124,9 @@ def activation_gradient_launch(
 
 
 class GradientForm(NamedTuple):
-    """The form of an activation's gradient. gate_block: columns of a gate block, 0 without a gate. columns: N, those of
-    its input. ranks: the number of ranks that receive gradients of routing weights, 0 for this rank alone. bias:
-    whether the second matrix has one."""
+    """The form of an activation's gradient. gate_block: columns of a gate block, 0 without a gate. columns: N, the
+    columns of its input. ranks: the number of ranks that receive gradients of routing weights, 0 for this rank alone.
+    bias: whether the second matrix has a bias."""
 
     activation: int
     gate_block: int
@@ -267,10 +267,10 @@ def backward(
 
     Args:
         world: the ranks.
-        layer, plan: those of the forward call.
+        layer, plan: as in the forward call.
         dy: [T, H], the gradient of out.
-        operands: those of the forward call.
-        kept: what that call saved; the same tensors on all ranks.
+        operands: as in the forward call.
+        kept: the tensors that the forward call saved, of the same fields on all ranks.
         experts: whether the experts' gradients are wanted; the same on all ranks.
 
     Rounded to layer.dtype are: the rows of dy @ w2, the gradient before the activation, the activation (times the

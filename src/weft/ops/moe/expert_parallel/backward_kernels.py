@@ -11,11 +11,11 @@ place_rows_kernels.py).
     main stream  | tables | place_rows | grouped_gemm_out, its activation | grouped_gemm_out, ..wgrad | sum_ranks
 
 Memory order. Inbox and outbox are used as in the forward pass: `combine_rows` announces its sums after the last read of
-the inbox, which is that of `place_rows`. `activation_gradient` stores gradients of routing weights at their tokens'
-rank after `place_rows` has waited for that rank's rows, which that rank sends after its `take_gradients` of the
-previous call. They are announced by `combine_rows`, later on the stream, for which `sum_ranks` waits before
-`take_gradients`. A route belongs to one expert, so one rank writes each word. Nobody writes words of routes without a
-row: `take_gradients` has left zeros there.
+the inbox, by `place_rows`. `activation_gradient` stores gradients of routing weights at their tokens' rank after
+`place_rows` has waited for that rank's rows, which that rank sends after its `take_gradients` of the previous call.
+`combine_rows`, later on the stream, announces these gradients, and `sum_ranks` waits for it before `take_gradients`. A
+route belongs to one expert, so one rank writes each word. No rank writes words of routes without a row:
+`take_gradients` has left zeros there.
 """
 
 from typing import NamedTuple
@@ -185,8 +185,8 @@ def activation_gradient(
 
 @jit(do_not_specialize=("num_routes",))
 def take_gradients(dweights_inbox, ids, out, num_routes, experts, BLOCK: tl.constexpr):
-    """out = dweights_inbox, both float32, for the first `num_routes` routes that go to experts; 0 for the others. The
-    kernel clears dweights_inbox for the next call."""
+    """Compute out = dweights_inbox, both float32, for those of the first `num_routes` routes that have an expert, and 0
+    for the others. The kernel clears dweights_inbox for the next call."""
     for lo in range(tl.program_id(0) * BLOCK, num_routes, tl.num_programs(0) * BLOCK):
         i = lo + tl.arange(0, BLOCK)
         e = tl.load(ids + i, mask=i < num_routes, other=-1)
@@ -227,8 +227,8 @@ def grouped_wgrad(
 def row_sums(
     rows, row_weights, offsets, out, N, EL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, WEIGHTED: tl.constexpr
 ):
-    """out [EL, N] = the sums of each expert's rows [.., N], with WEIGHTED multiplied by row_weights, in fp32 and in
-    their order."""
+    """Compute out [EL, N] = the sums of each expert's rows [.., N], with WEIGHTED multiplied by row_weights, in fp32
+    and in row order."""
     parts = tl.cdiv(N, COLS)
     for unit in range(tl.program_id(0), EL * parts, tl.num_programs(0)):
         expert = unit // parts

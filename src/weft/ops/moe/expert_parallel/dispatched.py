@@ -1,11 +1,11 @@
-"""The launches of an MoE layer's experts (kernels.py): the arguments of each, its stream, and what it waits for.
+"""The launches of an MoE layer's experts (kernels.py): the arguments, stream and waits of each.
 
     side stream  start -> dispatch |                         | combine (with GEMM 2)  |
     main stream  share, tables     | GEMM 1 (with dispatch)  | GEMM 2                 | sum
 
-Programs of the side stream share the SMs with those of a GEMM, which wait for them or for which they wait. So one of
-them and the GEMM's `per_sm` programs must fit on an SM at the same time, whichever are launched first. This is checked,
-and all kernels are loaded, before the first call of a kind launches anything.
+Programs of the side stream share the SMs with a GEMM's programs, and one of the two kinds waits for the other. So one
+side program and the GEMM's `per_sm` programs must fit on an SM at the same time, whichever are launched first. Before
+the first call of a kind launches anything, this is checked and all kernels are loaded.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from .kernels import (
 DISPATCH_REGISTERS, COMBINE_REGISTERS = 96, 128
 ELEMENTS_PER_THREAD = 32  # elements that such a thread holds in registers at once
 SM_MEMORY = 225 << 10  # bytes of shared memory for the tiles of a GEMM's and a side program, without the reserved part
-WGMMA_ROWS = 64  # tiles of fewer rows take mma.sync, whose operands are in registers: one buffer less than stages
-RESERVED_MEMORY = 1 << 10  # bytes of shared memory that CUDA takes for each program
+WGMMA_ROWS = 64  # tiles of fewer rows use mma.sync with operands in registers: one buffer less than stages
+RESERVED_MEMORY = 1 << 10  # bytes of shared memory that CUDA reserves for each program
 FINAL_SUM_WARPS, FINAL_SUM_PER_SM = 4, 4  # warps of a program of `sum_ranks`, and its programs on an SM
 
 
 @dataclass(eq=False)
 class DispatchedState:
-    """The state that calls of one layer and plan have in common. Its memory is shared by all layers."""
+    """The state that calls of one layer and plan share. All layers share its memory."""
 
     layer: Layer
     plan: DispatchedGemms
@@ -87,12 +87,12 @@ class DispatchedState:
         return self.send_block * power(self.layer.hidden) if isinstance(self.plan, Dispatched) else self.push_block
 
     def gemm(self, side_registers: int, columns: int, with_dispatch: bool) -> dict[str, int]:
-        """Return the launch options of a GEMM whose `per_sm` programs on an SM share it with a side-stream program of
-        `side_registers` registers a thread.
+        """Return the launch options of a GEMM with `per_sm` programs on an SM, which they share with a side-stream
+        program of `side_registers` registers per thread.
 
-        It has as many stages as the plan says, or as fit in the SM's shared memory: its epilogue stores `columns`
-        columns at once, and where dispatch runs at the same time (with_dispatch), its programs have blocks of rows in
-        flight.
+        The GEMM has the plan's number of stages, or as many as fit in the SM's shared memory: its epilogue stores
+        `columns` columns at once, and if dispatch runs at the same time (with_dispatch), the dispatch programs have
+        blocks of rows in flight.
         """
         plan, tile, item = self.plan, self.plan.tile, self.layer.dtype.itemsize
         threads = 32 * tile.warps * plan.per_sm
@@ -148,9 +148,9 @@ class LayerWorkspace:
 class FinalSumOptions:
     """How the programs that sum over ranks run.
 
-    tp_size: neighbouring ranks that share the columns of experts. per_sm: programs on an SM. co_resident: None where
-    they have the SMs to themselves; otherwise whether programs of the kernel that is loaded next must fit on an SM with
-    one of them.
+    tp_size: neighbouring ranks that share the columns of experts. per_sm: programs on an SM. co_resident: None if they
+    do not share the SMs; otherwise whether programs of the kernel that is loaded next must fit on an SM with one of
+    them.
     """
 
     tp_size: int = 1
@@ -166,7 +166,7 @@ class FinalSumOptions:
 
 
 def unsupported(world: World, layer: Layer, plan: DispatchedGemms | FusedMoe | LowLatency) -> str | None:
-    """Return why the plan cannot serve the call, which is the same on every rank, or None where it can."""
+    """Return the reason, the same on every rank, why the plan cannot serve the call, or None if it can."""
     for name, size in (("H", layer.hidden), ("I", layer.inner)):
         if size % 8:
             return f"rows must be whole 16-byte words, and {name} {size} is not a multiple of 8"
@@ -190,7 +190,7 @@ class LayerBytes(NamedTuple):
 
 
 def memory(world: World, layer: Layer, block_m: int) -> LayerBytes:
-    """Return the bytes that calls of a layer take; other layers share them."""
+    """Return the number of bytes that calls of a layer use; all layers share this memory."""
     c, h, size, rows = layer.max_tokens_per_rank, layer.hidden, layer.dtype.itemsize, layer_rows(world, layer, block_m)
     routes = world.size * c * layer.k
     tables = 4 * (routes + rows + 4 * rows // block_m)
@@ -208,9 +208,9 @@ def make_state(
     left_out: LeftOut | None = None,
     calls: str = NAME,
 ) -> DispatchedState:
-    """Return the state of a layer and plan. The call is collective. `sends` and `sums` name what the programs of the
-    side stream send and sum: states of equal names and numbers of programs share channels. calls: the channel in which
-    the calls are counted."""
+    """Return the state of a layer and plan. The call is collective. `sends` and `sums` name the data that the programs
+    of the side stream send and sum: states with equal names and numbers of programs share channels. calls: the channel
+    that counts the calls."""
     n, m = min(plan.dispatch_programs, world.sm_count), min(plan.combine_programs, world.sm_count)
     dispatch_flags = world.channel(f"{sends} by {n} programs", world.size, None, n)
     combine_flags = world.channel(f"{sums} by {m} programs", world.size, None, m)
@@ -250,8 +250,8 @@ def token_memory(world: World, layer: Layer, name: str) -> SymmetricTensor:
 
 
 def scratch(world: World, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return [rows, cols] of this rank's memory of that name. It at least doubles when it grows; CUDA graphs may still
-    use the earlier memory, which is kept."""
+    """Return [rows, cols] of this rank's memory of that name. The memory at least doubles when it grows; the earlier
+    memory is kept, since CUDA graphs may still use it."""
     allocations: list[torch.Tensor] = world.cached((NAME, name, dtype), list)
     if not allocations or allocations[-1].numel() < rows * cols:
         world._no_capture(name)
@@ -368,7 +368,7 @@ def _first_gemm(
 
 
 class GroupedProduct(NamedTuple):
-    """Rows [rows, K] that are multiplied by the matrices of their experts, and biases [El, N] or None."""
+    """Rows [rows, K], the matrices of their experts, and biases [El, N] or None."""
 
     a: torch.Tensor
     w: torch.Tensor
@@ -385,7 +385,7 @@ def grouped_gemm(
     kn_weight: bool = False,
     with_dispatch: bool = False,
 ) -> BoundLaunch:
-    """Return the launch of out [rows, N] = a @ w + bias, whose tiles are counted by source step. w is [El, N, K],
+    """Return the launch of out [rows, N] = a @ w + bias, which counts tiles by source step. w is [El, N, K],
     transposed in the product, or with kn_weight [El, K, N]. with_dispatch: dispatch programs run on the same SMs."""
     a, w, bias = product
     moving: dict[str, Moved] = dict(
@@ -433,7 +433,7 @@ def combine_launch(
     counters: torch.Tensor,
     workspace: LayerWorkspace,
 ) -> BoundLaunch:
-    """Return the launch of `combine_rows`. counters: those of GEMM 2."""
+    """Return the launch of `combine_rows`. counters: GEMM 2's counters."""
     moving: dict[str, Moved] = dict(
         routed=rows, targets=targets, counters=counters, outboxes=workspace.outbox.addresses, epoch=workspace.epoch
     )
@@ -468,7 +468,7 @@ def final_sum_launch(
     counters: torch.Tensor | None = None,
     sum_options: FinalSumOptions = FinalSumOptions(),  # noqa: B008  # frozen
 ) -> BoundLaunch:
-    """Return the launch of `sum_ranks`. counters: those of GEMM 2 if they must be cleared."""
+    """Return the launch of `sum_ranks`. counters: GEMM 2's counters if they must be cleared."""
     moving: dict[str, Moved] = dict(
         routed=rows,
         outbox=workspace.outbox.local,
@@ -614,14 +614,14 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
         gemm_in(stream, **in_moving)
         if kept:
             world.copy(kept[0], space.inbox.local, stream)
-        # Sums may start only after the first GEMM: earlier they would take room on SMs, and announce to other ranks
-        # that the inbox is read.
+        # Sums may start only after the first GEMM: earlier they would occupy room on SMs, and announce to other ranks
+        # too early that this rank has read its inbox.
         first_gemm_done = world.record(stream)
         gemm_out(stream, **out_moving)
         world.wait_event(side, first_gemm_done)
         combine(side, **combined)
-        # Otherwise the programs of the sum could keep this rank's combine programs, for which other ranks wait, from an
-        # SM; and memory that these read may be overwritten after this call.
+        # Otherwise the sum's programs could keep this rank's combine programs, for which other ranks wait, from an SM;
+        # and memory that the combine programs read may be overwritten after this call.
         world.wait_event(stream, world.record(side))
         final_sum(stream, **sum_moving)
         if received is not None:

@@ -38,7 +38,7 @@ LOGITS_ROWS, LOGITS_COLS = 64, 64  # of a tile of logits at most, small so that 
 
 @dataclass(eq=False)
 class FusedState:
-    """The state that calls of one layer and plan have in common, besides the memory and counters of all layers. done,
+    """The state that calls of one layer and plan share, besides the memory and counters of all layers. done,
     epoch, barrier_arrivals: counters of finished tiles, calls and grid barriers (fused_kernels.py)."""
 
     layer: Layer
@@ -58,7 +58,7 @@ class FusedState:
 
 
 def unsupported(world: World, layer: Layer, plan: FusedMoe) -> str | None:
-    """Return why the plan cannot serve the call, which is the same on every rank, or None where it can."""
+    """Return the reason, the same on every rank, why the plan cannot serve the call, or None if it can."""
     programs = world.sm_count * plan.per_sm
     if plan.copy_programs > programs:
         return f"{plan.copy_programs} programs that move rows are more than there are, {programs}"
@@ -128,8 +128,8 @@ class RouterMemory(NamedTuple):
 
 
 def router_memory(world: World, state: FusedState, number: int) -> RouterMemory:
-    """Return the router's memory for the call of that number, which a kernel loads because Triton would compile another
-    kernel for some values."""
+    """Return the router's memory for the call of that number. A kernel loads the number, because Triton would compile a
+    separate kernel for some values."""
     layer = state.layer
     logits = scratch(world, "logits", layer.max_tokens_per_rank, layer.experts, layer.dtype)
     word = world.cached((NAME, "number", number), lambda: world.tensor([number], torch.int32))
@@ -222,9 +222,9 @@ def _compare(world: World, state: FusedState) -> Launch:
 def stamped(world: World, programs: int) -> torch.Tensor:
     """Return int64 [programs, 6], which is zero the first time.
 
-    From then on, launches of so many programs add up in it the ns that each program spent, without waits, in sending
+    From then on, launches of `programs` programs add to it the ns that each program spent, without waits, in sending
     tokens, GEMM 1, GEMM 2, sums for others and sums of own tokens, and its whole run time. Such launches compile to a
-    kernel of their own.
+    separate kernel.
     """
     key = (NAME, "stamps", programs)
     if key not in world.decided:

@@ -15,25 +15,25 @@ Before all tickets, every rank's routes go to every rank, and all programs of a 
 (routing/kernels.py): each counts some blocks of routes, a grid barrier follows, each places some blocks, and another
 grid barrier follows.
 
-The router is another launch before this one, or, with `memory.logits`, the first work of this launch
+The router is a separate launch before this one, or, with `memory.logits`, the first work of this launch
 (route_kernels.py): all programs compute tiles of logits, a grid barrier follows, each chooses the experts of some rows,
 and another grid barrier follows.
 
 Who waits for whom. A choice waits for all programs' tiles of logits, and a copy program shares routes after a wait for
 all programs' choices. These are waits for programs of the same launch, all of them resident, which wait for nothing
-before, except that one of them, behind its choices, waits until every other rank's launch has come as far as this one.
+before, except that one of them, after its choices, waits until every other rank's launch has reached the same point.
 So all experts of a rank's tokens are chosen before any rank counts them. A tile of GEMM 1 waits for the rows of its
 source steps, which the copy programs of another rank send before they draw a ticket. A tile of GEMM 2 waits for its row
-of tiles of GEMM 1, whose tickets are earlier. A copy program sends the sums of a source step after it has drawn a
-ticket behind all tiles that have rows of the step. So a ticket waits for earlier tickets of this rank, or for work that
-other ranks' copy programs did before all tickets; the sums of a copy program wait for tickets before the one that it
-holds; and the end waits for tickets alone, and for other ranks' copy programs. Programs take tickets in rising order,
-so with all of them resident some program can always proceed. There is no barrier between the phases.
+of tiles of GEMM 1, which has earlier tickets. A copy program sends the sums of a source step after it has drawn a
+ticket after all tiles that have rows of the step. So a ticket waits for earlier tickets of this rank, or for work that
+other ranks' copy programs did before all tickets; the sums of a copy program wait for tickets before its current one;
+and the end waits only for tickets and for other ranks' copy programs. Programs draw tickets in rising order, so with
+all of them resident some program can always proceed. There is no barrier between the phases.
 
-Memory order, from call to call, is that of kernels.py, except for the inbox, which is a separate one. A rank that has
-sent the sums of a source step may still read rows of other steps, and where the next call has another size, the section
-of one rank lies where another rank's was. So rows are written to this inbox only after the tables are built, for which
-a rank waits for the ids of all others, and these come after the end of their previous call. `done`, which counts
+Memory order, from call to call, is as in kernels.py, except for the inbox, which is separate. A rank that has sent the
+sums of a source step may still read rows of other steps, and if the next call has a different size, one rank's section
+may overlap another rank's previous section. So rows are written to this inbox only after the tables are built, for
+which a rank waits for the ids of all others, and these come after the end of their previous call. `done`, which counts
 finished tiles of GEMM 1 by row of tiles, has two halves: a call fills one and clears the other.
 """
 
@@ -158,13 +158,13 @@ def add_time(memory, phase, start):
 
 @jit
 def clock(memory):
-    """Return the time in ns where times are taken, otherwise 0."""
+    """Return the time in ns if times are measured, otherwise 0."""
     return 0 if memory.stamps is None else globaltimer()
 
 
 @jit
 def send_tokens(x, ids, memory, ch, T, max_tokens, s):
-    """Send a copy program's part of the tokens, to rank me + 1 first. Counter j - 1 of rank me + j is that of its
+    """Send a copy program's part of the tokens, to rank me + 1 first. Counter j - 1 of rank me + j belongs to its
     source step j and gets `copy_programs` arrivals."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
@@ -213,8 +213,8 @@ def share_routes(ids, weights, memory, ch, T, max_tokens, s):
 
 @jit
 def grid_barrier(memory, ch, barrier: tl.constexpr):
-    """Wait until all programs of this launch have arrived here. Afterwards each program sees what any of them stored
-    before."""
+    """Wait until all programs of this launch have arrived here. Afterwards each program sees all their earlier
+    stores."""
     flush_stores(False)
     tl.atomic_add(memory.barrier_arrivals + barrier, 1, sem="release", scope="gpu")
     wait_until(
@@ -295,7 +295,7 @@ def token_rows(x, inbox, source, me, max_tokens, K):
 
 @jit
 def first_gemm_tile(operands, memory, w_desc, hidden_desc, ch, i, tn, N, K, max_tokens, s):
-    """Compute one tile of GEMM 1 and the activation, whose rows have arrived."""
+    """Compute one tile of GEMM 1 and the activation. The tile's rows have arrived."""
     K = K // 8 * 8  # rows are whole 16-byte words
     me = rank_of(ch)
     row = tl.load(memory.tables.tiles + 4 * i)
@@ -311,7 +311,7 @@ def first_gemm_tile(operands, memory, w_desc, hidden_desc, ch, i, tn, N, K, max_
 
 @jit
 def second_gemm_tile(operands, memory, hidden_desc, w_desc, y_desc, ch, i, tn, tiles_n, N, K, s):
-    """Compute one tile of GEMM 2, whose rows of hidden are complete."""
+    """Compute one tile of GEMM 2. Its rows of hidden are complete."""
     tile = memory.tables.tiles + 4 * i
     row = tl.load(tile)
     expert = tl.load(tile + 1)
@@ -373,7 +373,7 @@ def send_step_sums(memory, ch, source_step, max_tokens, s):
         s.SUM_ROWS,
         memory.copy_programs,
     )
-    # Also without rows: it announces too that this rank has read its inbox.
+    # Also without rows: the notify also announces that this rank has read its inbox.
     channel_notify(ch, W + source_step - 2, rank, False)
 
 
@@ -388,8 +388,8 @@ def wait_for_sums(ch, memory):
 
 @jit
 def sum_own_tokens(ids, shared, out, memory, ch, T, max_tokens, s):
-    """Sum a program's part of this rank's tokens: the sums over experts here, rounded like those that travel, plus the
-    other ranks' sums."""
+    """Sum a program's part of this rank's tokens: this rank's sums over its experts, rounded like sums that are sent,
+    plus the other ranks' sums."""
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (s.H + s.COLS - 1) // s.COLS
     me = rank_of(ch)

@@ -1,5 +1,5 @@
-"""Kernels of expert parallelism: rows go to the ranks of their experts, two grouped GEMMs run there, and weighted sums
-come back.
+"""Kernels of expert parallelism: rows are sent to the ranks of their experts, two grouped GEMMs run there, and weighted
+sums are sent back.
 
     dispatch_rows     stores each token once in the inbox of every rank that has one of its experts: this rank first,
                       then me + 1, ..
@@ -20,9 +20,9 @@ source step.
 
 Memory order. A rank begins a call after every rank has finished its sums of the previous call (`sum_ranks`, at the end
 of the stream's work, waits for all). A rank announces its sums after its first GEMM, the only reader of its inbox. So
-nobody reads rows that `dispatch_rows` overwrites. A rank's outbox is written only for rows that it has sent in this
-call, after it has read the sums of the previous call. So inbox and outbox need no second half, and every counter that
-crosses ranks is incremented by one rank alone.
+no rank reads rows that `dispatch_rows` overwrites. Ranks write to a rank's outbox only for rows that it has sent in
+this call, after it has read the sums of the previous call. So inbox and outbox need no second half. One rank alone
+increments each counter that crosses ranks.
 
 Symbols of shapes:
 
@@ -47,15 +47,15 @@ from ....lang.primitives import channel_notify
 from ..activations import CLAMPED, GELU
 from ..routing.kernels import take_left_out
 
-# What a row of tiles adds to a counter in all, whatever its number of columns, so that waits do not depend on the width
-# of a layer.
+# The total that a row of tiles adds to a counter for any number of columns, so that waits do not depend on the width of
+# a layer.
 ROW_OF_TILES = tl.constexpr(4096)
 
 
 class GatheredSizes(NamedTuple):
     """The sizes of `grouped_gemm_in`.
 
-    ARRIVALS: arrivals at the counter of a source step in a call. OTHER_PROGRAMS: programs of another launch that
+    ARRIVALS: arrivals at the counter of a source step in a call. OTHER_PROGRAMS: programs of a second launch that
     advance `epoch` together with these. EVEN_K as in `gathered_tile`; ACT, GATE_BLOCK as in `store_activated`. FLATTEN:
     whether the loop over tiles is flattened.
     """
@@ -128,7 +128,7 @@ def send_rows(
     PROGRAMS,
 ):
     """Copy the tokens of x [T, H] that have an expert on `rank` to the same rows of dst. The program copies the part of
-    program `program` of PROGRAMS; the other arguments are those of `dispatch_rows`."""
+    program `program` of PROGRAMS; all further arguments are as in `dispatch_rows`."""
     cols = tl.arange(0, P)[None, :]
     for block in tl.range(program, tl.cdiv(T, ROWS), PROGRAMS, num_stages=STAGES):
         t = block * ROWS + tl.arange(0, ROWS)
@@ -231,8 +231,8 @@ def store_plain(out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr):
     out_desc.store([row, col + BN // 2], right.to(out_desc.dtype))
 
 
-# This kernel does without guarded loads, as `all_gather_gemm` does: a tile waits before its own K loop. The guard makes
-# ptxas spill 16 bytes for GELU at 1,032 x 520 with the registers that the kernels beside it leave (sm_90a, Triton 3.6).
+# This kernel needs no guarded loads, like `all_gather_gemm`: a tile waits before its own K loop. The guard makes ptxas
+# spill 16 bytes for GELU at 1,032 x 520 with the registers that concurrent kernels leave (sm_90a, Triton 3.6).
 @jit(guard_loads=False)
 def grouped_gemm_in(
     inbox, sources, w_desc, hidden_desc, preactivation_desc, bias, tiles, tile_count, ch, epoch, half_size, N, K, s
@@ -285,8 +285,8 @@ def step_increments(first_step, last_step, tn, tiles_n, W: tl.constexpr):
 
 @jit
 def count_tiles(counters, increments, W: tl.constexpr):
-    """Release the stores of finished tiles to the waiters of their source steps. increments: those of all these tiles
-    (`step_increments`)."""
+    """Release the stores of finished tiles to the waiters of their source steps. increments: the increments of all
+    these tiles (`step_increments`)."""
     flush_stores(True)
     source_step = tl.arange(0, triton.next_power_of_2(W))
     tl.atomic_add(
@@ -366,7 +366,7 @@ def weighted_sum(
     """Return fp32 [ROWS, COLS], the weighted sum over a token's routes that have a row of y; and int32 [ROWS], the
     number of routes that have a row here or were left out: the token's rank expects a sum for these too.
 
-    cols: the columns. The K routes of the tokens, where `valid`, begin at `route`. The other arguments are those of
+    cols: the columns. The K routes of the tokens, where `valid`, begin at `route`. All further arguments are as in
     `combine_rows`.
     """
     acc = tl.zeros((ROWS, COLS), tl.float32)
@@ -448,7 +448,7 @@ def combine_rows(
             ROWS,
             PROGRAMS,
         )
-        channel_notify(ch, me, rank, False)  # also without rows: it announces too that this rank has read its inbox
+        channel_notify(ch, me, rank, False)  # also without rows: this also announces that this rank has read its inbox
 
 
 @jit

@@ -29,7 +29,7 @@ SCAN_ELEMENTS = 8192  # pairs of a route and a row that are compared at once
 
 @dataclass(eq=False)
 class LowLatencyState:
-    """The state that calls of one layer and plan have in common, besides the memory of all layers."""
+    """The state that calls of one layer and plan share, besides the memory of all layers."""
 
     layer: Layer
     plan: LowLatency
@@ -44,7 +44,7 @@ class LowLatencyState:
 
 
 def unsupported(world: World, layer: Layer, plan: LowLatency) -> str | None:
-    """Return why the plan cannot serve the call, which is the same on every rank, or None where it can."""
+    """Return the reason, the same on every rank, why the plan cannot serve the call, or None if it can."""
     routes = world.size * layer.max_tokens_per_rank * layer.k
     if routes > MAX_ROUTES:
         tokens = f"{world.size} ranks with up to {layer.max_tokens_per_rank} tokens"
@@ -61,7 +61,7 @@ def plan_state(world: World, layer: Layer, plan: LowLatency) -> LowLatencyState:
     def make() -> LowLatencyState:
         programs = world.sm_count * plan.per_sm
         copy_programs, local_experts = min(plan.copy_programs, programs), layer.experts // world.size
-        other_ranks = world.size - 1  # a single rank signals nobody
+        other_ranks = world.size - 1  # a single rank signals no rank
         name = f"{NAME}, low-latency rows and sums by {copy_programs} programs"
         ch = world.channel(name, 2 * other_ranks or 1, None, copy_programs if other_ranks else None)
         route_rows = world.empty((world.size * layer.max_tokens_per_rank * layer.k,), torch.int32)
@@ -98,9 +98,9 @@ def route_memory(world: World, layer: Layer) -> list[SymmetricTensor]:
 def memory(world: World, state: LowLatencyState) -> LowLatencyMemory:
     """Return the memory of the kernels. The call is collective when it has to grow.
 
-    All layers share the inbox and outbox. Ids and weights are shared by layers of one max_tokens_per_rank and k only,
-    so that the part of one rank does not overlap another's in the next call, which some ranks begin while others still
-    sum.
+    All layers share the inbox and outbox. Only layers with one max_tokens_per_rank and k share ids and weights, so that
+    the part of one rank does not overlap another rank's part in the next call, which some ranks begin while others
+    still sum.
     """
     workspace = make_workspace(world, state.layer, state.route_rows.numel())
     ids, weights = route_memory(world, state.layer)

@@ -5,15 +5,15 @@
     low_latency_gemm              GEMM 2
     low_latency_sums              weighted sums to the other ranks, flags | the sums of own tokens
 
-Route (s * max_tokens + t) * K + i has a fixed position in everything: its id, its weight, its row of hidden and of y.
-So no rank counts rows or announces how many there are. Every program finds the routes of an expert by a scan over all
-routes, which few tokens allow; reading each expert's weights once is what takes the time. A program computes some
-columns of an expert for all its rows, so that weights that are read again come from L2.
+Route (s * max_tokens + t) * K + i has a fixed position in all tensors: its id, its weight, its row of hidden and of y.
+So no rank counts or announces rows. Every program finds the routes of an expert by a scan over all routes, which is
+cheap for few tokens; most of the time is spent on reading each expert's weights once. A program computes some columns
+of an expert for all its rows, so that repeated reads of weights come from L2.
 
 Memory order. In a call a rank receives flags twice from every other rank: with its tokens, and with its sums. A rank
 that has sent its sums has ended its first GEMM, the only reader of the inbox, and its second, which reads the ids, and
-has read the weights of the receiving rank. From then on that rank may send the next call's. As in kernels.py, whose
-inbox and outbox these are.
+has read the weights of the receiving rank. From then on the receiving rank may send the tokens of its next call, as in
+kernels.py, which uses the same inbox and outbox.
 """
 
 from typing import NamedTuple
@@ -81,8 +81,8 @@ def rows_of_experts(ids, memory, me, T, max_tokens, s, W: tl.constexpr, ELP: tl.
 
 @jit
 def routes_of_expert(ids, memory, expert, first_row, me, T, max_tokens, s, W: tl.constexpr, SCAN_BLOCK: tl.constexpr):
-    """Return int32 [BM]: an expert's routes from its row `first_row` on, by source, token and top-k slot; -1 behind the
-    last."""
+    """Return int32 [BM]: an expert's routes from its row `first_row` on, by source, token and top-k slot; -1 after the
+    last route."""
     j = first_row + tl.arange(0, s.BM)
     routes = tl.full((s.BM,), -1, tl.int32)
     rows_before = 0

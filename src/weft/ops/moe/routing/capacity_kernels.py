@@ -11,8 +11,8 @@ programs are scheduled.
                        four passes over the list find the smallest key that is kept, a byte at a time (radix selection)
                        the last pass drops smaller keys, and of equal ones the later routes
 
-Each program lists its routes behind those of all lower experts, which it counts in the first pass. The lists therefore
-do not overlap, and together they have as many entries as there are routes.
+Each program lists its routes after the routes of all lower experts, which it counts in the first pass. The lists
+therefore do not overlap, and together they have as many entries as there are routes.
 """
 
 import triton.language as tl
@@ -54,7 +54,7 @@ def list_own(ids, weights, listed, routes, expert, start, E: tl.constexpr, BLOCK
 @jit
 def smallest_kept(keys, count, capacity, LIST: tl.constexpr):
     """Return the smallest of `count` unsigned keys that is among the `capacity` greatest, and how many of the keys
-    that equal it are. With a capacity of 0 that is the greatest key there can be, and 0."""
+    equal to it are among these. With a capacity of 0, return the greatest possible key, and 0."""
     prefix = tl.full((), 0, tl.uint32)
     kept = capacity
     byte = tl.arange(0, 256)

@@ -25,11 +25,11 @@ Where HALVES is 2, calls alternate between two halves of the shared memory, and 
 the routes to local memory. A rank shares call n + 2 after its own `count_routes` of call n + 1, which waited for every
 rank's flag of call n + 1; and each rank set that flag after its reads of call n.
 
-Rows for which there is no room are told to the ranks of their tokens. A rank has a word for every other (`LeftOut`),
-which is zero unless that one left out rows of its tokens. `place_routes` (or `mask_rows`) adds to the words on
-other ranks before the rows go back, so the release of these covers the words, and a rank takes its words after it has
-waited for the rows (`take_left_out`). It clears them before it shares the routes of its next call, and no rank adds to
-them in that call before it has waited for those.
+A rank reports rows for which it has no room to the ranks of their tokens. A rank has a word for every other rank
+(`LeftOut`), which is zero unless that rank left out rows of its tokens. `place_routes` (or `mask_rows`) adds to the
+words on other ranks before the rows are sent back, so the release of the rows covers the words, and a rank reads its
+words after it has waited for the rows (`take_left_out`). It clears the words before it shares the routes of its next
+call, and in that call every rank waits for these routes before it adds to the words.
 
 A rank has columns of EL experts. TP_SIZE neighbouring ranks have columns of the same experts; with 1 an expert belongs
 to one rank.
@@ -56,8 +56,8 @@ LEFT_OUT = tl.constexpr(-2)  # the row of a route to an own expert for which the
 
 
 class LeftOut(NamedTuple):
-    """Where ranks are told of rows that were left out. words: int32 [W], how many of this rank's tokens each rank has
-    left out; addresses: int64 [W], those of every rank's words."""
+    """The words in which ranks report rows that they left out. words: int32 [W], the number of rows of this rank's
+    tokens that each rank has left out; addresses: int64 [W], the addresses of every rank's words."""
 
     words: torch.Tensor
     addresses: torch.Tensor
@@ -359,8 +359,8 @@ def count_told(words, guard, W: tl.constexpr):
 
 @jit
 def take_left_out(left_out, guard, W: tl.constexpr):
-    """Count the rows of this rank's tokens that others have left out, and clear the words that say so (`tell_sources`).
-    One program of a launch calls it, after it has waited for all ranks' rows."""
+    """Count the rows of this rank's tokens that other ranks have left out, and clear the words (`tell_sources`). One
+    program of a launch calls this function, after it has waited for all ranks' rows."""
     any_lost = count_told(left_out.words, guard, W)
     flush_stores(False)  # each thread has loaded the words before one of them clears them
     if any_lost:

@@ -196,8 +196,8 @@ def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor, *, world: World
             counts twice.
         world: the World of the logits' device. No rank waits for another.
 
-    f_e is the share of all routes that go to expert e (for k = 1 the paper's share of tokens), and P_e the mean of the
-    softmax of e's logits. The loss is 1 where both are even over the experts.
+    f_e is the fraction of all routes with expert e (for k = 1 the paper's fraction of tokens), and P_e the mean of the
+    softmax at e. The loss is 1 if both are even over the experts.
 
     Returns:
         float32 [], 0 without tokens or routes.

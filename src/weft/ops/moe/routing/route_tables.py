@@ -32,8 +32,8 @@ MAX_LOCAL_EXPERTS = 512  # experts of one rank at most
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The state that calls of one max_tokens_per_rank and k have in common. halves: 1, or 2 where calls alternate
-    between two."""
+    """The state that calls of one max_tokens_per_rank and k share. halves: 1, or 2 if calls alternate between two
+    halves."""
 
     shared_ids: SymmetricTensor  # int32 [halves, W, max_tokens, k]
     shared_weights: SymmetricTensor  # float32 [halves, W, max_tokens, k]
@@ -57,7 +57,7 @@ class TableSizes(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Where the routes to this rank's El experts go. The tensors are int32, in device memory that the next call
+    """The positions of the routes to this rank's El experts. The tensors are int32, in device memory that the next call
     overwrites.
 
     A row is the position of a route in expert order: experts follow one another, each from a multiple of block_m on;
@@ -70,7 +70,7 @@ class Tables(NamedTuple):
         offsets           [El + 1]: the first row of every expert, and the row after the last tile
         tiles             [rows / block_m, 4]: first row, expert, first and last source step of the tile's rows; ordered
                           by last source step, expert, row
-        tile_count        [1]: the number of tiles; entries of `tiles` behind it are undefined
+        tile_count        [1]: the number of tiles; later entries of `tiles` are undefined
         cumulative_tiles  [W]: the number of tiles whose last source step is at most j
         received          [El]: the rows of every expert, without padding
         targets           [W]: tiles with first source step <= j <= last source step, in all calls so far, modulo 2^32
@@ -96,7 +96,7 @@ class TableBuilder:
     counts: torch.Tensor  # int32 [blocks, ELP]: the routes of each block to each own expert
     count_launch: Launch
     place_launch: Launch
-    place_again_launch: Launch  # for a backward pass: what has no room was counted by the forward pass
+    place_again_launch: Launch  # for a backward pass: the forward pass has counted the rows without room
 
 
 def share(
@@ -128,9 +128,9 @@ def share(
             and 0. Other ranks' routes are there after the waits of `build_tables`. The memory is shared by all calls of
             these sizes and buffer. With alternating halves only `run_builder` can use them.
 
-    A rank may share again only after every other rank has read what it shared before. In a whole layer the rows that
-    come back ensure that; otherwise a barrier must stand between (`World.barrier`), or calls alternate. The caller
-    orders calls on two streams, also where calls alternate.
+    A rank may share again only after every other rank has read the routes that it shared before. In a whole layer the
+    rows that are sent back ensure this order; otherwise the caller needs a barrier in between (`World.barrier`), or
+    calls alternate. The caller orders calls on two streams, even if calls alternate.
 
     The first call of a size allocates memory and is collective; it cannot be captured in a CUDA graph.
 

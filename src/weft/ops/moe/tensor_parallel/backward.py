@@ -1,5 +1,5 @@
 """The launches of the backward passes of both halves of a layer whose experts' columns are split over ranks
-(backward_kernels.py says what flows and what orders it).
+(backward_kernels.py describes the data flow and its order).
 
 Rows have the order of the forward pass: its routes are saved and say where each row is.
 """
@@ -72,7 +72,7 @@ def gather_rows(world: World, state: DispatchedState, x: Tensor, tables: Tables,
         state,
         workspace.inbox.local,
         rows,
-        order_of(tables, tables.route_rows),  # nobody reads the ids
+        order_of(tables, tables.route_rows),  # no kernel reads the ids
         state.dispatch_programs,
         epoch=workspace.epoch,
         half_size=workspace.half_size,

@@ -31,7 +31,7 @@ from .kernels import keep_shards, push_shard
 
 @dataclass(eq=False)
 class FirstHalfState:
-    """The state that calls of the first half have in common, for one layer and plan."""
+    """The state that calls of the first half share, for one layer and plan."""
 
     dispatched: DispatchedState
     builder: route_tables.TableBuilder
@@ -48,7 +48,7 @@ def tables_of(routes: RouteParts) -> route_tables.Tables:
 
 
 def unsupported(world: World, layer: Split, plan: DispatchedColumns) -> str | None:
-    """Return why the plan cannot serve the call, which is the same on every rank, or None where it can."""
+    """Return the reason, the same on every rank, why the plan cannot serve the call, or None if it can."""
     if plan.tile.block_m != layer.tile:
         return f"rows lie in tiles of {layer.tile}, not of {plan.tile.block_m}"
     if layer.local(world) > route_tables.MAX_LOCAL_EXPERTS:
