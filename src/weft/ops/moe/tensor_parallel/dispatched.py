@@ -201,7 +201,7 @@ def reduce_rows(
     concurrent: Sequence[BoundLaunch] | None = None,
 ) -> None:
     """out [T, H] = the weighted sum of a token's rows over the ranks, + shared, on the current stream. The
-    rows are those of the product. concurrent: None in a forward pass; in a backward pass, which multiplies by the
+    rows belong to the product. concurrent: None in a forward pass; in a backward pass, which multiplies by the
     transposed w, the launches that run at the same time as the transfer."""
     layer, is_backward = state.layer, concurrent is not None
     assert isinstance(layer, Split)

@@ -1,5 +1,5 @@
 """Kernels of both halves of a layer whose experts' columns are split over ranks. Every rank has some columns of every
-expert, so every token goes to every rank, and every rank sends a part of every token's sum.
+expert, so every token is sent to every rank, and every rank sends a part of every token's sum.
 
     push_shard        stores this rank's rows in the inbox of every rank: this rank first, then me + 1, ..
     grouped_gemm_in   (expert_parallel/kernels.py) as in a layer of whole experts: tiles in the order in which rows
@@ -13,10 +13,10 @@ expert, so every token goes to every rank, and every rank sends a part of every 
 The tables, which the device builds in every call (`place_routes`), give each tile its rows, its expert, and the range
 of channels for which it waits: its source steps.
 
-Memory order. Inbox and outbox are the arena's two halves, between which all calls alternate. A rank that has ended a
-call of either kind has been notified by every rank in it: in the first half of its routes, which a rank shares as its
-first act, in the second half of its sums. So every rank has ended its previous call, and nobody reads the half that a
-call writes.
+Memory order. Inbox and outbox are the arena's two halves, and all calls alternate between them. Before a rank ends a
+call of either kind, every rank has notified it in this call: in the layer's first half of its routes, which a rank
+shares at the start, in the second half of its sums. So every rank has ended its previous call, and no rank reads the
+half that a call writes.
 
 Symbols of shapes:
 
@@ -53,10 +53,10 @@ def push_shard(
     """Store x [T, H] in the inboxes of all ranks.
 
     inboxes: the addresses, by rank, of two halves of [W, max_tokens, H], `half_size` elements apart; epoch as in
-    `grouped_gemm_in`. OTHER_PROGRAMS: programs of the launch that takes the rows, `grouped_gemm_in` or, in a backward
-    pass, `place_rows`, which advance it together with these. BLOCK elements are stored at once, and STAGES blocks are
-    in flight. Counter j of rank me + j is that of its source step j; it gets PROGRAMS arrivals
-    from this rank.
+    `grouped_gemm_in`. OTHER_PROGRAMS: programs of the launch that reads the rows, `grouped_gemm_in` or, in a backward
+    pass, `place_rows`, which advance the epoch together with these programs. BLOCK elements are stored at once, and
+    STAGES blocks are in flight. Counter j of rank me + j belongs to its source step j and gets PROGRAMS arrivals from
+    this rank.
     """
     W: tl.constexpr = ch.world
     me = rank_of(ch)
@@ -77,8 +77,8 @@ def keep_shards(
     inbox, kept_rows, route_rows, epoch, half_size, tokens,
     H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """kept_rows [tokens, H] = the half of inbox that was used last, for the tokens that have rows here. An earlier
-    kernel has waited for these.
+    """Compute kept_rows [tokens, H] = the half of inbox that was used last, for the tokens that have rows here. An
+    earlier kernel has waited for these rows.
 
     route_rows as in `ExpertOrder`. A block has COLS columns of ROWS tokens.
     """

@@ -24,7 +24,7 @@ from .call import FirstHalfCall, GatherOperands, GroupedCall, ScatterOperands, S
 
 
 def run_gather(world: World, call: FirstHalfCall, plan: Plan, operands: GatherOperands, out: Tensor) -> tuple[Tensor]:
-    """Run a call as `dispatched.run_gather` does. Nothing is saved, whatever the call says: the backward pass sends x
+    """Run a call as `dispatched.run_gather` does. The run saves nothing for any `keep`: the backward pass sends x
     again."""
     (x, ids, weights, w13, b13), layer = operands, call.layer
     check_capture(world, layer)
@@ -57,8 +57,8 @@ def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOp
     def weighted_sum() -> None:
         rank_sums.copy_(sum_over_topk(linear(hidden, w2, b2, order.offsets), order.route_rows, order.weights))
 
-    # The list of reads leaves out hidden: nobody writes its rows after the last expert's, and the host does not know
-    # how many these are.
+    # The list of reads omits hidden: no kernel writes its rows after the last expert's rows, and the host does not know
+    # their number.
     world.call(weighted_sum, [*order.read, w2, *([] if b2 is None else [b2])], [rank_sums], stream)
     own_rows = scattered(world, rank_sums)
 
@@ -121,7 +121,7 @@ def scatter_gradients(
         droutes.zero_()[: order.route_rows.numel()] = order.by_route(dots)
         order.store_gradients(results, (dy_rows * weight).to(hidden.dtype), hidden)
 
-    # As in `run_scatter`, the list of reads leaves out hidden.
+    # As in `run_scatter`, the list of reads omits hidden.
     world.call(run, [rows, *order.read, *parameters], [dhidden, droutes, *results], stream)
     return dhidden, droutes, results[0] if experts else None, results[1] if len(results) > 1 else None
 
