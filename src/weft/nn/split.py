@@ -49,7 +49,7 @@ class Share:
 
     @property
     def expert_range(self) -> slice:
-        """Return the experts of this rank, among those of all ranks."""
+        """Return this rank's range of the experts of all ranks."""
         return slice(self.group * self.experts, (self.group + 1) * self.experts)
 
     def w13_columns(self, t: torch.Tensor, layout: str) -> torch.Tensor:

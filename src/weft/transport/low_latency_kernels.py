@@ -131,7 +131,7 @@ def rotate_thirds(state, pid, third_index, filled, PROGRAMS: tl.constexpr, MAX_P
 
 @jit
 def load_state(state, pid, third):
-    """Return the index of this call's third, its offset and that of the previous call's third, in words, and the number
+    """Return the index of this call's third, its offset and that of the previous third, in words, and the number
     of vectors that the previous call filled. third: the number of words of a third."""
     third_index = tl.load(state + 2 * pid)
     words = (third // 4 * 4).to(tl.int64)  # so the compiler knows that rows begin at 16-byte words

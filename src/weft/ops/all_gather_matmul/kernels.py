@@ -266,7 +266,7 @@ def all_gather_gemm(
     product, else 0. A half of the arena (`transport.memory.Halves`) holds the gathered [M, K]. arena_desc: this rank's
     arena as [.., K]; flat_desc: the arenas of all ranks as [granule, row, COLS] in [1, ROWS, COLS] blocks. w_desc is
     [K, N] with TRANS_B, and out_desc [M, about N / 2] with GATED (see `store_tile`). A chunk has as many rows as a
-    tile. scales: None, or the `Scales` of 8-bit operands, with those of this rank's rows of x; scales by row and by
+    tile. scales: None, or the `Scales` of 8-bit operands, with the scales of this rank's rows of x; by row and by
     block are gathered after the rows. how: `Gathering`."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)

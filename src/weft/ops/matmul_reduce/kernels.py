@@ -35,7 +35,7 @@ later.
 Symbols of shapes:
 
     M, N, K    rows of x, columns of the result, and columns of x on this rank
-    W          ranks, of which rank r owns m_r rows of the result
+    W          ranks; rank r owns m_r rows of the result
 """
 
 from typing import NamedTuple

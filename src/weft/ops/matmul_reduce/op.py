@@ -96,7 +96,7 @@ class MatmulReduce(MatmulOp[ReduceCall]):
 
 class MatmulReduceScatter(MatmulReduce):
     """The op matmul_reduce_scatter. The options are the rows that each rank gets, or None for `balanced_rows`; reorder;
-    and those of `ProductOptions`."""
+    and the fields of `ProductOptions`."""
 
     name, collective = GEMM_REDUCE_SCATTER, "reduce_scatter"
     costs = SCATTER_COSTS
@@ -141,7 +141,7 @@ class MatmulReduceScatter(MatmulReduce):
 
 
 class MatmulAllReduce(MatmulReduce):
-    """The op matmul_all_reduce. The options are reorder and those of `ProductOptions`."""
+    """The op matmul_all_reduce. The options are reorder and the fields of `ProductOptions`."""
 
     name, collective = GEMM_ALL_REDUCE, "all_reduce"
     costs = ALL_REDUCE_COSTS

@@ -451,7 +451,7 @@ def give_back(world: World) -> None:
 
 
 def cancel(world: World, number: int) -> None:
-    """Combine a dispatch into memory that nobody reads."""
+    """Combine a dispatch into memory that is never read."""
     call = pending_dispatches(world)[number]
     state, dtype = call.state, call.state.exchange.layer.dtype
     y, out = (world.zeros(shape, dtype) for shape in (state.shape, (call.tokens, state.shape[-1])))

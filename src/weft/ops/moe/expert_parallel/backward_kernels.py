@@ -1,4 +1,4 @@
-"""The kernels that an MoE layer's backward pass needs besides those of its forward pass (kernels.py,
+"""The kernels that an MoE layer's backward pass needs besides its forward pass's kernels (kernels.py,
 place_rows_kernels.py).
 
     activation_gradient  from a row's dy @ w2: the gradient before the activation, the activation times the route's
@@ -78,7 +78,7 @@ def gated_gradient(gate, up, ACT: tl.constexpr):
 
 @jit
 def route_of(route_rows, sources, row, K: tl.constexpr):
-    """Return int32 [rows]: the route, among those of all ranks, that has the row; -1 for none."""
+    """Return int32 [rows]: the route of all ranks' routes that has the row; -1 for none."""
     source = tl.load(sources + row)
     route = source * 0 - 1
     for i in tl.static_range(K):
@@ -185,7 +185,7 @@ def activation_gradient(
 
 @jit(do_not_specialize=("num_routes",))
 def take_gradients(dweights_inbox, ids, out, num_routes, experts, BLOCK: tl.constexpr):
-    """Compute out = dweights_inbox, both float32, for those of the first `num_routes` routes that have an expert, and 0
+    """Compute out = dweights_inbox, both float32, for the first `num_routes` routes if they have an expert, and 0
     for the others. The kernel clears dweights_inbox for the next call."""
     for lo in range(tl.program_id(0) * BLOCK, num_routes, tl.num_programs(0) * BLOCK):
         i = lo + tl.arange(0, BLOCK)

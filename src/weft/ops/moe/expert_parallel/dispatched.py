@@ -122,7 +122,7 @@ class DispatchedState:
         ch: BlockChannel,
         **sizes: int,
     ) -> Launch:
-        """Return the launch of a side-stream kernel that moves rows of H elements, with so many registers a thread."""
+        """Return a side-stream kernel's launch, which moves rows of H elements with `registers` registers a thread."""
         layer, options = self.layer, dict(num_warps=self.plan.side_warps, maxnreg=registers, co_resident=True)
         sizes |= dict(max_tokens=layer.max_tokens_per_rank, H=layer.hidden, PROGRAMS=programs)
         return Launch(world, kernel, programs, options, ch=ch, DTYPE=DTYPES[layer.dtype], **sizes)

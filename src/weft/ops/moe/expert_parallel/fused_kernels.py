@@ -74,12 +74,12 @@ STAMPS = tl.constexpr(6)
 class LayerMemory(NamedTuple):
     """The memory of one kind of call, as in kernels.py.
 
-    ids, weights: those of all ranks [W, max_tokens, K], and their addresses by rank. tables: the tables, which have
+    ids, weights: of all ranks [W, max_tokens, K], and their addresses by rank. tables: the tables, which have
     `rows` rows, and to which route_rows belongs; counts: as in `count_routes`; barrier_arrivals: int32 [2], arrivals at
     each grid barrier in all calls. done: int32 [2, rows_of_tiles], and counters: int32 [W], are local to this GPU.
     stamps: int64 [programs, STAMPS], or None: the ns that each program has spent in each phase, over all calls.
     logits [max_tokens, E], calls, and number int32 [1]: of a launch that includes the router, for its logits and for
-    `compare_calls_once`; `barrier_arrivals` has four words then. None where another launch chose ids and weights.
+    `compare_calls_once`; `barrier_arrivals` has four words then. None if a separate launch chose ids and weights.
     """
 
     inbox: torch.Tensor

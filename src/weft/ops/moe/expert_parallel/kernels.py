@@ -146,7 +146,7 @@ def dispatch_rows(
     """Send every token of x [T, H] to the ranks of its experts, ids int32 [T, K].
 
     inboxes: the addresses, by rank, of [W, max_tokens, H]. P, KP: H and K rounded up to powers of two. A block has ROWS
-    rows, and STAGES blocks are in flight. Counter j of rank me + j is that of its source step j; it gets PROGRAMS
+    rows, and STAGES blocks are in flight. Counter j of rank me + j belongs to its source step j; it gets PROGRAMS
     arrivals from this rank.
     """
     W: tl.constexpr = ch.world
@@ -245,7 +245,7 @@ def grouped_gemm_in(
     these programs and of OTHER_PROGRAMS advances the epoch. s: `GatheredSizes`.
 
     A tile waits for its source steps up to the last, except those for which the program's previous tile has waited.
-    Rows are loaded by ordinary loads, as they were stored, so no proxy fence is needed; nobody writes w.
+    Rows are loaded by ordinary loads, as they were stored, so no proxy fence is needed; no kernel writes w.
     """
     K = K // 8 * 8  # rows are whole 16-byte words
     P = tl.num_programs(0)
@@ -303,11 +303,11 @@ def grouped_gemm_out(
     """y_desc [rows, N] = hidden_desc [rows, K] @ w_desc (+ bias), with tiles in reverse order, counted by source step.
 
     w_desc: [experts N, K], or with KN_WEIGHT [experts K, N]. y_desc has blocks [BM, BN / 2]. bias, tiles and tile_count
-    are those of `grouped_gemm_in`. counters int32 [W], by source step, are local to this GPU: a row of tiles adds
+    are as in `grouped_gemm_in`. counters int32 [W], by source step, are local to this GPU: a row of tiles adds
     ROW_OF_TILES to each of its source steps.
 
     One loop runs over the K steps of all tiles. A program counts its tiles of one last source step together, FLUSHED K
-    steps into the first tile of another one (compute/gemm.py), or at its end: a waiter for a source step waits for all
+    steps into the first tile of a later step (compute/gemm.py), or at its end: a waiter for a source step waits for all
     of its tiles, and each release waits for a fence: uncounted tiles took 6% less than tiles counted one by one
     (Qwen3-30B, 1 H200, 2026-11).
     """
@@ -398,7 +398,7 @@ def send_sums(
     PROGRAMS,
 ):
     """Store the weighted sums of the tokens of `rank` that have rows here, to the same rows of dst. The program stores
-    the part of program `program` of PROGRAMS. The other arguments are those of `combine_rows`."""
+    the part of program `program` of PROGRAMS. All further arguments are as in `combine_rows`."""
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
     for block in range(program, tl.cdiv(max_tokens, ROWS) * PARTS, PROGRAMS):
         t = block // PARTS * ROWS + tl.arange(0, ROWS)
@@ -418,7 +418,7 @@ def combine_rows(
     """Send the weighted sums of all other ranks' tokens to their outboxes. `sum_ranks` sums this rank's own tokens.
 
     routed: `RoutedRows`. targets int32 [W]: rows of tiles of each source step, in all calls that `counters` has
-    counted; counters: those of `grouped_gemm_out`. outboxes: the addresses, by rank, of [W, max_tokens, H]; epoch and
+    counted; counters: as in `grouped_gemm_out`. outboxes: the addresses, by rank, of [W, max_tokens, H]; epoch and
     half_size as in `half_offset`. A block has COLS columns of ROWS tokens. Counter r of a rank: rank r has combined its
     tokens, PROGRAMS arrivals; a rank's own counter carries no meaning.
     """
@@ -471,8 +471,8 @@ def sum_of_ranks(
     COLS: tl.constexpr,
 ):
     """Return fp32 [ROWS, COLS]: columns `cols` of the tokens t below T, summed in the order of the ranks over those
-    that have an expert of the token. The term of rank `me` is own_sum, float32, rounded like sums that travel; those of
-    other ranks are in outbox [W, max_tokens, H]. The other arguments are those of `sum_ranks`."""
+    that have an expert of the token. The term of rank `me` is own_sum, float32, rounded like sums that are sent;
+    the other ranks' terms are in outbox [W, max_tokens, H]. All further arguments are as in `sum_ranks`."""
     own_sum = own_sum.to(outbox.dtype.element_ty).to(tl.float32)
     acc = tl.zeros((ROWS, COLS), tl.float32)
     offsets = t.to(tl.int64)[:, None] * H + cols
@@ -505,7 +505,7 @@ def sum_ranks(
     own weighted rows, `RoutedRows`, which are complete by stream order. ids int32 [T, K]; s: `RankSumSizes`. The kernel
     waits for all other ranks, and takes the words of left_out (`LeftOut`) unless it is None.
 
-    It clears `counters`, those of `grouped_gemm_out`, unless None. That kernel has ended by stream order. This rank's
+    It clears `counters`, written by `grouped_gemm_out`, unless None. That kernel has ended by stream order. This rank's
     `combine_rows`, which reads them, must also have ended: the wait here does not imply it, because that kernel
     notifies its own rank at its start.
     """

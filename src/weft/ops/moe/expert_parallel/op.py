@@ -373,7 +373,7 @@ MOE = registered(Moe())
 
 class RoutedMoeOperands(NamedTuple):
     """The operands of `weft.moe.moe` with a router. A call writes ids and weights, which are new. The router's tensors
-    are those of `TopKRouter`."""
+    are as in `TopKRouter`."""
 
     x: torch.Tensor
     ids: torch.Tensor

@@ -1,5 +1,5 @@
-"""The kernels of `weft.moe.dispatch` and `weft.moe.combine` beyond those of a whole layer. They put arrived rows in the
-order of their experts, for the caller's own expert kernels.
+"""The kernels of `weft.moe.dispatch` and `weft.moe.combine` beyond a whole layer's kernels. They store arrived rows in
+the order of their experts, for the caller's own expert kernels.
 
     side stream  | dispatch_rows            |
     main stream  | share | tables | place_rows | the caller's experts .. | combine_rows | sum_ranks
@@ -50,7 +50,7 @@ class ExpertOrder(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """The tables of the masked layout, in which every expert has MAX_M rows, of which the first `counts` are used."""
+    """The tables of the masked layout, where every expert has MAX_M rows and uses the first `counts` of them."""
 
     route_rows: torch.Tensor
     sources: torch.Tensor  # [EL, MAX_M]
@@ -110,7 +110,7 @@ def mask_rows(
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Convert the tables of rows in expert order to those of the masked layout. Rows beyond MAX_M of an expert are
+    """Convert the tables of rows in expert order to tables of the masked layout. Rows beyond MAX_M of an expert are
     dropped; they are counted unless guard is None, and told to their tokens' ranks unless left_out is None. rank: int32
     [1], this rank. routes: the number of routes of all ranks."""
     for expert in range(tl.program_id(0), EL, PROGRAMS):
@@ -172,7 +172,7 @@ def place_rows(
     """Copy inbox [W, max_tokens, H] to rows [.., H] in expert order.
 
     PADDED: rows between an expert's last row and the next expert's first become zeros. A block has COLS columns of ROWS
-    tokens. Counter j of `ch` is that of source step j, with ARRIVALS arrivals; with ARRIVALS = 0 everything has
+    tokens. Counter j of `ch` belongs to source step j, with ARRIVALS arrivals; with ARRIVALS = 0 everything has
     arrived, and the kernel does not end a call. epoch, half_size: as in `grouped_gemm_in`, None and 0 where calls do
     not alternate between halves; where they do, ARRIVALS dispatch programs advance the epoch together with these.
     """

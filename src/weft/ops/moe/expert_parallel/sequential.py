@@ -164,7 +164,7 @@ class SortedRoutes:
 
 
 def exchanged(world: World, rows: Tensor, send_counts: list[int], recv_counts: list[int]) -> Tensor:
-    """Return the rows received in an all-to-all that sends and receives so many rows to and from each rank."""
+    """Return the rows received in an all-to-all that sends and receives these numbers of rows by rank."""
     if world.size == 1:
         return rows
     received_rows = world.empty((sum(recv_counts), rows.shape[1]), rows.dtype)

@@ -30,7 +30,7 @@ LIST = 1024  # routes of a list that a program takes at a time, at most
 
 @dataclass(frozen=True)
 class CapacityCall(RowsCall):
-    """ids [m, k] of so many experts, and how many routes an expert may take of an even share (factor 1)."""
+    """A checked call: ids [m, k] of `experts` experts, and the capacity of an expert over an even share of routes."""
 
     k: int
     experts: int
@@ -123,8 +123,8 @@ def apply_capacity(
         experts: E. Ids outside 0 to E - 1 are dropped and not counted.
         capacity_factor: a number above 0. With 1 an expert takes no more than an even routing would give it.
         world: the World of the ids' device. No rank waits for another.
-        drop: which routes are dropped. "position" drops those of the last tokens; "probability" drops those of the
-            smallest weights, and of equal weights those of the later tokens. A NaN is greater than all numbers.
+        drop: which routes are dropped. "position" drops the last tokens' routes; "probability" drops the routes with
+            the smallest weights, and among equal weights the later tokens' routes. A NaN is greater than all numbers.
 
     Returns:
         int32 [T, k], `ids` with -1 where a route was dropped; the weights of a token's other routes are not changed.

@@ -218,7 +218,7 @@ def count_routes(
 
 @jit
 def add_counts(counts, block, blocks_per_source, s):
-    """Return int32 [WP, ELP], the rows of every source step and expert; and int32 [ELP], those of blocks before
+    """Return int32 [WP, ELP], the rows of every source step and expert; and int32 [ELP], the rows of blocks before
     `block`."""
     rows_per_step = tl.zeros((s.WP, s.ELP), tl.int32)
     before = tl.zeros((s.ELP,), tl.int32)
@@ -370,7 +370,7 @@ def take_left_out(left_out, guard, W: tl.constexpr):
 
 @jit
 def place_routes(ids, counts, tables, rank, guard, left_out, routes_per_source, rows, s):
-    """Fill the tables (`Tables` in route_tables.py) of so many rows, which are whole tiles. s: `TableKernelSizes`.
+    """Fill the tables (`Tables` in route_tables.py) of `rows` rows, which are whole tiles. s: `TableKernelSizes`.
 
     A unit of work is one block of routes and one expert's tiles (none where TILES is 0); unit 0 also stores the totals.
     Where more rows arrive than there is room for, the last rows of the last experts are left out: their route row is

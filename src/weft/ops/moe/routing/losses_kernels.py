@@ -4,7 +4,7 @@
     the last one     adds the partial sums in the order of the programs -> the loss; sets the count back to 0
 
 Memory order: a program's count releases its partial sums, and the count of the last one, which is the program that
-reads them, acquires those of all others. The rows of a program and the order of the sums are fixed, so a loss has the
+reads them, acquires all other sums. The rows of a program and the order of the sums are fixed, so a loss has the
 same bits whichever program is last. A later launch on the stream starts with a count of 0; calls on other streams are
 ordered by the host (`lock`).
 """

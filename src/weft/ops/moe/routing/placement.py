@@ -27,7 +27,7 @@ EXPERT_PLACEMENT = "expert_placement"
 
 @dataclass(frozen=True)
 class PlacementCall(RowsCall):
-    """ids [m, k] of so many logical experts, each with at most `replicas` physical ones."""
+    """A checked call: ids [m, k] of logical experts, each with at most `replicas` physical ones."""
 
     k: int
     experts: int

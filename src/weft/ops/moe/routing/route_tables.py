@@ -114,7 +114,7 @@ def share(
     Args:
         world: the ranks. All of them must make the same calls in the same order, each followed by `build_tables` of the
             same max_tokens_per_rank and k.
-        ids: int32 [T, k], the experts of each token among those of all ranks, -1 for none; those of a token are
+        ids: int32 [T, k], the experts of each token among all ranks' experts, -1 for none; a token's ids are
             distinct. T is at most max_tokens_per_rank and may differ between ranks.
         weights: float32 [T, k].
         max_tokens_per_rank: at least 1, the same on all ranks.
@@ -208,9 +208,9 @@ def build_tables(
         name: calls of one name and these sizes share one set of tables and `targets`; layers with different counters
             need different names.
         buffer_index: as passed to `share`. For a `dispatch` by itself the tiles are not listed.
-        is_backward: the routes are those of a forward pass, which has counted what it left out.
+        is_backward: the routes come from a forward pass, which has counted the rows that it left out.
 
-    Routes to experts from W * El on go nowhere. Rows beyond `rows_of` are left out, the last experts' first, and
+    Routes to experts from W * El on have no row. Rows beyond `rows_of` are left out, the last experts' first, and
     counted (Overflow). The first call of its kind allocates memory; it cannot be captured in a CUDA graph.
 
     Raises:
@@ -386,7 +386,7 @@ def make_builder(
 def table_kernel_sizes(
     world: World, routes: Routes, sizes: TableSizes, list_tiles: bool, tp_size: int, cumulative_targets: bool
 ) -> TableKernelSizes:
-    """Return the kernels' sizes. The other arguments are those of `make_builder`."""
+    """Return the kernels' sizes. All further arguments are as in `make_builder`."""
     w, k, section = world.size, routes.ids.shape[2], world.backend.scale.section
     routes_per_source = sizes.max_tokens_per_rank * k
     wp, elp = power(w), max(32, power(sizes.local_experts))

@@ -63,7 +63,7 @@ def gate(
             Optimization", section 5.3). Those of a token are distinct; -1 is none, of weight 0. For the ids that `gate`
             itself chose, the weights have the same bits. None: the experts are chosen.
 
-    The computation is in float32. The greatest scores are chosen, and of equal ones that of the lower expert. A NaN
+    The computation is in float32. The greatest scores are chosen, and among equal scores the lower expert. A NaN
     sorts after all numbers, so the ids of a token are distinct whatever the logits are.
 
     Returns:
@@ -182,7 +182,7 @@ def gate_sizes(
     ids_given: bool = False,
     warps: int = GATE_WARPS,
 ) -> GateSizes:
-    """Return the sizes of `choose`, whose arguments are those of `_choose`, for programs of so many warps."""
+    """Return the sizes of `choose`, for programs of `warps` warps. All further arguments are as in `_choose`."""
     g, top = groups if groups[1] else (1, 0)
     gp, sp = power(g), power(experts // g)
     return constants(
@@ -201,7 +201,7 @@ def gate_sizes(
 
 
 def rows_per_block(columns: int) -> int:
-    """Return the number of rows of a block of so many columns."""
+    """Return the number of rows of a block of `columns` columns."""
     return 4 if columns <= 128 else 2 if columns <= MAX_EXPERTS else 1
 
 

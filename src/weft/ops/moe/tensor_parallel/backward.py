@@ -102,7 +102,7 @@ def second_half(
     row_weights = scratch(world, "weights of rows", state.rows, 1, torch.float32)
     dhidden, droutes = world.empty(hidden.shape, hidden.dtype), world.zeros(routes.shape, torch.float32)
     dw2, db2 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w2, b2))
-    gather_rows(world, state, dy, tables, dy_rows)  # the first use of scratch memory, behind its lock
+    gather_rows(world, state, dy, tables, dy_rows)  # the first use of scratch memory, after its lock
     gemm = grouped_gemm(world, state, tables, GroupedProduct(dy_rows, w2), g, unused_counters(world), True, True)
     # From g = dy @ w2: g times the routing weights, the weights' gradients, and, in place of g, hidden times the
     # weights. With a b2 also the weights by row.
@@ -167,7 +167,7 @@ def first_half(
         gemm = [grouped_gemm(world, state, tables, product, preactivation, counters, False, True)]
     activation = activation_gradient_launch(world, state, tables, preactivation, dhidden, dpreactivation)
     bias_gradients, wgrad = expert_gradient_launches(world, state, tables, (dpreactivation, x_rows, dw13), (None, db13))
-    # A kernel whose SMs another shares is checked against the one loaded next: the GEMM against that of the weights.
+    # A kernel that shares SMs is checked against the kernel loaded next: the GEMM against the weights' kernel.
     loaded = (*place, *bias_gradients, activation, *gemm, *wgrad)
     state.ahead((dhidden, w13, b13, *kept, dw13, db13), lambda: loaded, "first half")
     for step in (*place, *gemm, activation, *bias_gradients):

@@ -1,5 +1,5 @@
 """The kernel that the backward passes of both halves of a layer whose experts' columns are split over ranks need
-besides those of its forward pass (kernels.py) and of a layer of whole experts (expert_parallel).
+besides the kernels of its forward pass (kernels.py) and of a layer of whole experts (expert_parallel).
 
 In the second half, dy [T, H] takes the role that x has in the first: every rank pushes its own to all, `place_rows`
 puts it in expert order, and dy @ w2 is the gradient of the activation here. `activation_gradient` (IDENTITY) multiplies

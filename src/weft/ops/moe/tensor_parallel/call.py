@@ -23,7 +23,7 @@ from ..routing.route_tables import rows_of
 @dataclass(frozen=True)
 class Split(Layer):
     """A layer whose experts' columns are split: a rank has `inner` columns of each of its experts, and `tp_size`
-    neighbouring ranks have those of the same experts. tile: rows of a tile; each expert's rows begin at a multiple of
+    neighbouring ranks have columns of the same experts. tile: rows of a tile; each expert's rows begin at a multiple of
     it."""
 
     tp_size: int = 1

@@ -103,7 +103,7 @@ def arena_workspace(arena: Arena, dtype: torch.dtype, hidden: torch.Tensor, y: t
 def push_shard_launch(
     world: World, state: DispatchedState, x: torch.Tensor, workspace: LayerWorkspace, other_programs: int
 ) -> BoundLaunch:
-    """Return the launch of `push_shard`. other_programs: those of the launch that takes the rows."""
+    """Return the launch of `push_shard`. other_programs: the programs of the launch that reads the rows."""
     return BoundLaunch(
         _push_shard(world, state, workspace.half_size, other_programs),
         dict(T=x.shape[0], x=x, inboxes=workspace.inbox.addresses, epoch=workspace.epoch),
