@@ -1,6 +1,6 @@
 """The README's two tables, and lines of docs/measurements.md for whole layers and models, from the rows in bench/results.
 
-Of the rows of one (name, mode, method) the newest counts, which is the last in the file.
+The newest row of each (name, mode, method) counts, which is the last in the file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHOWN = (  # the lines of the README's table of operators and layers
 @dataclass(frozen=True)
 class Layers:
     """One line of the table of means: the file of its rows, its title, the baseline's name, the rows' methods for the baseline and
-    for weft, and a condition on the rows that count. A method whose name begins with a library's is that library's."""
+    for weft, and a condition on the rows that count. A method belongs to the library with whose name it begins."""
 
     file: str
     title: str
@@ -123,7 +123,7 @@ def ratios(folder: Path, layers: Layers) -> dict[str, dict[tuple[str, str], floa
     """Return how many times as fast as the baseline weft and each library were, by library ("" for weft) and (mode, name).
 
     Beside a CUDA graph the baseline is the faster of its modes: Transformers' graph of a long prompt is slower than its eager pass.
-    Of several methods of a library the fastest counts."""
+    The fastest of a library's methods counts."""
     sizes = newest(folder, layers)
     baseline, weft = layers.methods
     by_library: dict[str, dict[tuple[str, str], float]] = {}
