@@ -6,9 +6,9 @@ programs that find no room. So a `Ledger`, which all Worlds of a device's ranks 
 programs that wait. A call that might not fit beside earlier calls of other streams starts after them
 (`World.order_residents`).
 
-A call waits in this way only for calls that the host made before it. All ranks make their calls in one order, so the first
-unfinished call waits for no other call, and finds room on every rank: the ledger admitted the calls beside it together
-with it. This call ends, and then the other calls do in turn.
+A call waits in this way only for calls that the host made before it. All ranks make their calls in one order, so the
+first unfinished call waits for no other call, and finds room on every rank: the ledger admitted the calls beside it
+together with it. This call ends, and then the other calls do in turn.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ def differentiated(op: Op, world: World, plan: str | Plan, operands: tuple[Maybe
 
 # -- parts of backward passes ------------------------------------------------------------------------------------------
 def product(world: World, a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b by cuBLAS's GEMM."""
+    """Return a @ b, computed by torch.mm."""
     out = world.empty((a.shape[0], b.shape[1]), a.dtype)
     world.call(lambda: torch.mm(a, b, out=out), [a, b], [out], world.current_stream())
     return out
