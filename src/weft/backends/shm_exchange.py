@@ -189,8 +189,8 @@ _open_exchanges: weakref.WeakSet[SharedMemoryExchange] = weakref.WeakSet()
 
 def _close_in_child() -> None:
     """Close the exchanges in a forked child, such as a DataLoader's worker, which could otherwise hold the rank's lock
-    after the rank has ended. A child of that child must close nothing, since the descriptors may refer to different
-    files by then."""
+    after the rank has ended. In a child of that child they are closed already, so that it closes nothing: the
+    descriptors may refer to different files by then."""
     for shm in _open_exchanges:
         shm.close()
 
