@@ -555,8 +555,8 @@ class Builder(stock.InterpreterBuilder):
     def create_atomic_poll(
         self, ptr: TensorHandle, expected: TensorHandle, timeout_ns: object, sem: object, scope: object
     ) -> TensorHandle:
-        """Poll until every word has the expected value; with a time limit, poll once, since one poll exceeds it. Acquire
-        only words that have the value."""
+        """Poll until every word has the expected value; with a time limit, poll once, since one poll exceeds it.
+        Acquire only words that have the value."""
         everywhere = TensorHandle(np.ones(ptr.data.shape, bool), tl.int1)
         while True:
             seen = self.create_atomic_load(ptr, everywhere, "RELAXED", scope)
@@ -677,7 +677,7 @@ class Builder(stock.InterpreterBuilder):
         wide = _f32(src).astype(np.float32)
         if kind.is_fp8():
             return TensorHandle(to_float8(wide, kind), kind)
-        if source == tl.float8e5 and kind == tl.bfloat16:  # Triton shifts and multiplies: all-ones exponents are numbers
+        if source == tl.float8e5 and kind == tl.bfloat16:  # by a shift and a product, so all-ones exponents are numbers
             finite = (src.data & 0x7F).astype(np.uint16) << 5
             signed = (finite | (src.data & 0x80).astype(np.uint16) << 8).astype(np.uint32) << np.uint32(16)
             wide = signed.view(np.float32) * np.float32(2.0**112)
@@ -743,7 +743,7 @@ class _Semantic(stock.TritonSemantic):
         return super().load(ptr, mask, other, *rest)
 
     def to_tensor(self, x: object, check_type: bool = True) -> tl.tensor:
-        # In Python the product of a constexpr and a tensor is a constexpr, which since Triton 3.9 may not hold a tensor.
+        # Python makes the product of a constexpr and a tensor a constexpr; since Triton 3.9 that may not hold a tensor.
         return super().to_tensor(plain(x), check_type)
 
     def broadcast_impl_value(self, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:

@@ -29,7 +29,7 @@ class Rank:
         self.generator = torch.Generator()
         self.capture: CapturedGraph | None = None
         self.stream_count = 0  # streams, for their names
-        # Memory that kernels may know only by its address. On a GPU, stream order also orders the reuse of freed memory.
+        # Memory that kernels may know only by its address. On a GPU, stream order also orders reuse of freed memory.
         self.allocated: list[torch.Tensor] = []
 
     def stream(self) -> EmulatedStream:
