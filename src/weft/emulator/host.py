@@ -33,7 +33,7 @@ _EMULATOR = _PACKAGE / "emulator", _PACKAGE / "backends" / "emulated.py", Path(t
 SILENT = 60.0  # seconds after which the emulator names host code that makes no call: its loop may be endless
 log = logging.getLogger("weft")
 LIMIT, RECOMPILES = "recompile_limit", 256  # the option of torch.compile, and its value: functions of one code
-LEFT_BEHIND = 5.0  # seconds that host code gets to end after a failed run; a thread that waits for another may never end
+LEFT_BEHIND = 5.0  # seconds that host code gets to end after a failed run; a thread that waits for another may not end
 
 
 class HostThread:
@@ -42,8 +42,8 @@ class HostThread:
     def __init__(self, rank: int, body: Callable[[], None]) -> None:
         self.rank = rank
         self._thread = threading.Thread(target=self._whole, args=(body,), daemon=True)
-        # Requests of the rank's threads to the machine's thread, None when the rank's function has ended; and the errors
-        # of these requests. At most one request is pending, so each queue hands control to the other side.
+        # Requests of the rank's threads to the machine's thread, None when the rank's function has ended; and these
+        # requests' errors. At most one request is pending, so each queue hands control to the other side.
         self._requests: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._answers: SimpleQueue[BaseException | None] = SimpleQueue()
         self._lock = threading.RLock()  # held by the thread of this rank that is making a call

@@ -271,7 +271,7 @@ class Collective:
     signature: tuple[Hashable, ...]
     first_rank: int
     arrived: dict[int, Arrival] = field(default_factory=dict)
-    next: list[Task] = field(default_factory=list)  # tasks in the communicator's next collective, which wait for this one
+    next: list[Task] = field(default_factory=list)  # tasks in the communicator's next collective, waiting for this one
     done: bool = False
 
 
