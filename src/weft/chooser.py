@@ -1,7 +1,7 @@
 """One chooser for every decision among several candidates: an op's plans, the library's GEMM, attention's library, the
 way a decoder's layers run. A `Choice` lists the candidates. The decision is, in this order:
 
-    remembered    what this World, or this process, chose before, or what is stored from earlier measurements
+    remembered    the earlier choice of this World, or of this process, or the stored result of earlier measurements
     measured      at the first use outside a capture, if times mean something there, in rounds (`timing.interleaved`).
                   The expected candidate stays unless another is `worth` times as fast; among others, an earlier one
                   stays unless a later one is MIN_SPEEDUP times as fast
@@ -106,7 +106,7 @@ class Chooser:
     capturing: Callable[[], bool]
     ranks: Ranks | None = None
     trials: dict[Hashable, AnyTrial] = field(default_factory=dict)
-    alone: ClassVar[Chooser]  # this process's chooser, for choices in which no rank waits for another
+    alone: ClassVar[Chooser]  # this process's chooser, for choices where no rank waits for another
 
     def choose(self, choice: Choice[T], mode: str = "graph") -> T:
         """Return the candidate to run. For several ranks the first call is collective."""

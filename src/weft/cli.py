@@ -321,7 +321,7 @@ def simulate_layer(
 
 
 def _show_gains(path: Path) -> None:
-    """Print what the profile predicts as a table, and plot it next to the file."""
+    """Print the profile's predictions as a table, and plot them next to the file."""
     from .planner import summary
     from .planner.profile import read
 

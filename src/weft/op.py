@@ -104,7 +104,7 @@ def trial_title(op: str, scaling: str) -> str:
 
 
 class Op(ABC, Generic[C]):
-    """One operator. An instance has no state: the World keeps what calls prepare."""
+    """One operator. An instance has no state: the World keeps the objects that calls prepare."""
 
     name: ClassVar[str]
     # The public function that errors name, if its name differs from the op's.
@@ -128,7 +128,7 @@ class Op(ABC, Generic[C]):
     # NCCL's collective before or after the op's one GEMM, and whether it comes before the GEMM and moves its input.
     collective: ClassVar[str] = ""
     gathers: ClassVar[bool] = False
-    # The models of plans whose time can be predicted, in the order in which the planner tries them.
+    # By plan class with predictable time, its model, in the order in which the planner tries them.
     costs: ClassVar[Mapping[type[Plan], AnyCost]] = {}
     # For a collective without a GEMM: bytes that the kernels after NCCL's read and write, over the collective's bytes.
     elementwise_passes: ClassVar[float | None] = None
@@ -150,7 +150,7 @@ class Op(ABC, Generic[C]):
     partial: ClassVar[bool] = False  # a call does not write all elements of its result
     by_library: ClassVar[bool] = True  # a World of one rank runs library calls instead of the plan
 
-    # -- what an operator defines
+    # -- methods that an operator defines
     @abstractmethod
     def check(self, world: World, operands: Operands, options: CallOptions) -> C:
         """Return the Call. Raise ValueError or TypeError, quoting the arguments, for errors that this rank can detect
@@ -289,7 +289,7 @@ class Op(ABC, Generic[C]):
             check_call(self.title, world, plan)
         if torch.is_grad_enabled():
             for t in operands:
-                if t is not None and getattr(t, "requires_grad", False):  # `check` refuses what is not a tensor
+                if t is not None and getattr(t, "requires_grad", False):  # `check` refuses objects that are not tensors
                     self._check_gradient(operands, out)
                     gradient = True
                     break
@@ -711,7 +711,7 @@ class Op(ABC, Generic[C]):
 
 
 class Local(Op[C]):
-    """An op in which no rank waits for another rank: it has one plan, and ranks compare nothing."""
+    """An op without waits between ranks: it has one plan, and ranks compare nothing."""
 
     def expected(self, world: World, call: C, mode: str) -> Plan:
         return Sequential()

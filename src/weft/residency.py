@@ -70,8 +70,8 @@ class Ledger:
     def __init__(self, sms: SMs) -> None:
         self._sms = sms
         self._calls: dict[Hashable, set[Launches]] = {}  # by stream
-        # By stream, the calls of each other stream that may still run: those made since the first stream last waited
-        # for the other.
+        # By stream, the calls of each other stream that may still run: the calls made since this stream last waited for
+        # the other.
         self._running: dict[Hashable, dict[Hashable, set[Launches]]] = {}
         self._fit: dict[Hashable, bool] = {}
         self.last_stream: Hashable = None

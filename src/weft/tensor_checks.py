@@ -30,8 +30,8 @@ def check_device(op: str, world: World, name: str, t: object) -> None:
 
 
 def check_operands(op: str, world: World, expected: Expected) -> None:
-    """Raise the errors of `check_device`, ValueError for a tensor whose shape differs from the expected one, TypeError
-    for one whose dtype does. The error names the first wrong operand. An operand may be None."""
+    """Raise the errors of `check_device`, ValueError for a tensor with an unexpected shape, TypeError for a tensor with
+    an unexpected dtype. The error names the first wrong operand. An operand may be None."""
     for name, (t, shape, dtype) in expected.items():
         if t is None:
             continue

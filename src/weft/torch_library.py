@@ -254,7 +254,7 @@ def _define_backward(op: Op, ops: Mapping[str, Op]) -> None:
 def _keep(
     ctx: Context, op: Op, needs: list[bool], operands: tuple[Maybe, ...], options: CallOptions, results: Results
 ) -> None:
-    """Store in `ctx` what the backward pass needs."""
+    """Store in `ctx` the values that the backward pass needs."""
     ctx.set_materialize_grads(False)
     ctx.needs, ctx.options = needs, options
     ctx.shapes, ctx.dtypes = layouts_of(operands)
@@ -278,8 +278,8 @@ class ForwardKey(NamedTuple):
 
 
 def _forward_pass(world: World, key: ForwardKey) -> Prepared[Any]:
-    """Return what the last such call ran. A call in the same mode (captured or not) comes first, since a CUDA graph may
-    contain a different plan. Raise RuntimeError if there was no such call."""
+    """Return the call and plan that the last such call ran, preferably a call in the same mode (captured or not), since
+    a CUDA graph may contain a different plan. Raise RuntimeError if there was no such call."""
     capturing = world.backend.capturing()
     for mode in (capturing, not capturing):
         ran: Prepared[Any] | None = world.forward_passes.get((key, mode))

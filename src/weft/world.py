@@ -327,8 +327,8 @@ class World:
     def post_call(self, title: str, /, **fields: Hashable) -> int:
         """Return the number of this call as `check_same_on_all_ranks` does, but wait at most PATIENCE for late ranks.
         The calls of late ranks are compared at the next call of an op, exchange or `synchronize`, which raises Mismatch
-        on every rank. Until then the results of ranks that disagree are undefined. Only ops whose waits are all bounded
-        may use this method (`Op.check_same_on_all_ranks`)."""
+        on every rank. Until then the results of ranks that disagree are undefined. Only ops with nothing but bounded
+        waits may use this method (`Op.check_same_on_all_ranks`)."""
         key = (title, tuple(fields.items()))
         known = self._numbers.get(key)
         if known is not None:

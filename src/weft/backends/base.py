@@ -304,7 +304,7 @@ class Backend(ABC):
         """Run a prepared launch with the arguments that change from call to call, by name (`kernel_launch.Launch`)."""
 
     def note_launches(self) -> AbstractContextManager[Notes]:
-        """Return a context manager that notes the launches inside it whose programs wait (`residency`)."""
+        """Return a context manager that notes the launches inside it with programs that wait (`residency`)."""
         return nullcontext(Notes())
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:

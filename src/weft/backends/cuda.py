@@ -73,7 +73,7 @@ class Record:
         self.guard = self.guard.to(device)
 
 
-GRACE = 2.0  # seconds after which a rank whose wait has expired no longer waits for the records of other ranks
+GRACE = 2.0  # seconds that a rank, after its wait has expired, waits for the records of other ranks
 
 
 def _disagreement_of_waits(waits: Sequence[str]) -> str:

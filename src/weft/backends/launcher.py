@@ -2,7 +2,7 @@
 Python as possible.
 
 Before the first launch it checks that the grid can be resident at once (a program that never starts never signals), and
-loads the kernel before any kernel spins, because lazy loading can block behind a spinning grid.
+loads the kernel before any kernel spins, because lazy loading can block until a spinning grid ends.
 
 Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, which at small M
 takes longer than the kernel (docs/design-notes.md). A prepared launch (`kernel_launch.Launch`) does so once for each

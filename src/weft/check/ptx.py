@@ -122,7 +122,7 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
 TOKEN = re.compile(
     r"(?P<bulk_store>cp\.async\.bulk\.tensor\.\dd\.global\.shared)|(?P<bulk_load>cp\.async\.bulk\.tensor\.\dd\.shared)"
     r"|(?P<load>cp\.async\.c[ag]\.shared)"
-    # A wait of weft.lang, and what Triton makes of an atomic that adds 0.
+    # A wait of weft.lang, and Triton's code for an atomic that adds 0.
     r"|(?P<acquire>ld\.acquire)|(?P<acquire_by_atomic>(?<![\w.])ld\.global\.\w+\.acquire)"
     r"|(?P<plain_load>(?<![\w.])ld\.global)"
     r"|(?P<wait>cp\.async\.bulk\.wait_group\s+0)|(?P<proxy>fence\.proxy\.async(?:\.global)?;)"

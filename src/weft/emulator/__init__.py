@@ -11,10 +11,10 @@ schedules.
     bounds      the tensor that a pointer comes from
     threads     a program's loads of elements that its other threads have stored
     machine     the scheduler, vector clocks, counters
-    programs    what a running program does to memory and counters
-    streams     what host code enqueues on streams: launches, copies, collectives
+    programs    a running program's operations on memory and counters
+    streams     host code's operations on streams: launches, copies, collectives
     host        a rank's host code, on a thread of its own
-    torch_order a rank's torch operations in the order of its stream; torch_operation: what one reads and writes
+    torch_order a rank's torch operations in the order of its stream; torch_operation: an operation's reads and writes
     ran         the kernels that ran, for compiling them
     deadlock    the wait-for graph as text
 

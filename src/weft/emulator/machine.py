@@ -502,8 +502,8 @@ class Machine:
                 self.show_copies(task)
 
     def show_copies(self, task: Task) -> None:
-        """Let the task's bulk accesses see stream operations that it is ordered after, with `ends_release`: these do not
-        write through the SM's caches, which a proxy fence is for."""
+        """Let the task's bulk accesses see stream operations that it is ordered after, with `ends_release`: these do
+        not write through the SM's caches, which a proxy fence is for."""
         if self.ends_release and task.kind == "program":
             self.widen(task)
             streams = [agent for key, agent in self.agents.items() if isinstance(key, tuple) and key[0] == "stream"]

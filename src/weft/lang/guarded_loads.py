@@ -9,7 +9,7 @@ two ways:
                               or the one before: its address has a zero added to it, the output of an opaque
                               instruction that reads the word that the wait returned. The pipeliner has to move the
                               wait along with the load. The wait stands in an `if` that is always taken, because that
-                              is what the pipeliner knows how to leave out in iterations that do not exist.
+                              is the form that the pipeliner can omit in iterations that do not exist.
     a signal in the loop      The loop is not pipelined, and not flattened: a wait that ran ahead could come before the
                               notify that, through other programs or ranks, it waits for.
 

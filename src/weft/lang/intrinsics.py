@@ -34,8 +34,8 @@ CALL = -2  # the tile in the record of a wait in `same_call`
 
 
 def intrinsic(fn: Callable[..., object]) -> Intrinsic | Kernel:
-    """Decorate a device function whose body is inline assembly (see `Intrinsic`). Return stock.py's function instead,
-    if those are in use and stock.py has one."""
+    """Decorate a device function whose body is inline assembly (see `Intrinsic`). Return stock.py's function of this
+    name instead, if stock.py is in use and has one."""
     in_stock: Kernel | None = getattr(stock, fn.__name__, None)
     return in_stock if stock.IN_USE and in_stock else Intrinsic(fn)
 

@@ -247,7 +247,7 @@ def explain(
         A Decision; print it.
 
     Raises:
-        ProfileError: there is no profile, it cannot be used, or it lacks what this needs.
+        ProfileError: there is no profile, it cannot be used, or it lacks a measurement that this needs.
         TypeError: a size is not an int.
         ValueError: the op or mode is unknown, or a size is below 1.
     """

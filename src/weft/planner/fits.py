@@ -61,7 +61,7 @@ class Fits(PartTimes):
         """Return the parameters fitted to the profile's decomposed calls of all ops; the defaults if there are fewer
         than three."""
         ran = [r for op in collectives() for r in self.graphs(op, Decomposed.kind)]
-        with contextlib.suppress(NotMeasured):  # `weft tune` was stopped before it measured what the model needs
+        with contextlib.suppress(NotMeasured):  # `weft tune` may stop before it has measured all parts of the model
             return self._fitted(Chunking(), ran)
         return Chunking()
 

@@ -118,7 +118,7 @@ class LayerPredictor:
         return HEAT * self.p.gemm(m, n, k)
 
     def _own_gemm(self, m: int, n: int, k: int) -> float:
-        """Return the us of weft's own GEMM on all SMs, whose programs share the last tiles."""
+        """Return the us of weft's own GEMM on all SMs; its programs share the last tiles."""
         tile, sms = GemmTile(), self.p.sms
         tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
         shared = min(1.0, (tiles / sms + TAIL) / -(-tiles // sms))
@@ -150,7 +150,7 @@ class LayerPredictor:
         return self.p.latency(low_latency_name("all_reduce", SHOTS[-1]), self._bytes(m))
 
     def _by_copies(self, m: int) -> float:
-        """Return the us of a two-shot all-reduce whose rows copy engines move."""
+        """Return the us of a two-shot all-reduce by copy engines."""
         p, nbytes = self.p, self._bytes(m)
         barrier, moved = p.latency("barrier") + p.chunking.gap, nbytes * (p.world - 1) / p.world
         return 3 * barrier + 2 * p.chunking.copy * p.latency("copy", moved) + p.optional("sum", nbytes / p.world)

@@ -55,7 +55,7 @@ class Hardware:
         return f"{self.gpu}-x{self.world}"
 
     def differences(self, measured: Hardware) -> list[str]:
-        """Return, in words, the fields in which the machine of a profile, `measured`, differs from this one."""
+        """Return, in words, the fields where a profile's machine, `measured`, differs from this machine."""
         pairs = [(f.name, getattr(self, f.name), getattr(measured, f.name)) for f in fields(self)]
         return [
             f"{name} {measured_value}, here {value}" for name, value, measured_value in pairs if value != measured_value
@@ -150,7 +150,7 @@ Measurement = Gemm | Wave | Latency | Slowdown | UsedCtas | TimedCall
 
 @dataclass(frozen=True)
 class Profile:
-    """All measurements of one machine. created: ISO date. source: "weft tune", or what the profile was derived from."""
+    """All measurements of one machine. created: ISO date. source: "weft tune", or the origin of a derived profile."""
 
     machine: Hardware
     created: str

@@ -332,7 +332,7 @@ def simulate(
         A Simulation.
 
     Raises:
-        ProfileError: there is no profile, it cannot be used, or it lacks what this needs.
+        ProfileError: there is no profile, it cannot be used, or it lacks a measurement that this needs.
         TypeError: `topology` is not a Topology.
         ValueError: the workload is unknown, an entry of `sizes` is not three positive integers, or `measured_on`
             and the profile have different numbers of GPUs.

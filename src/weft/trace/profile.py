@@ -30,7 +30,7 @@ from .perfetto import TraceEvent
 ACTIVITIES = (ProfilerActivity.CUDA,)
 HEAD_START = 10_000_000  # cycles, about 5 ms, which is longer than the hosts are apart
 CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-TOUCH = 5.0  # microseconds by which a kernel and the next one in its lane may overlap
+TOUCH = 5.0  # most microseconds of overlap between a kernel and the next kernel in its lane
 
 
 class Role(NamedTuple):
