@@ -213,11 +213,11 @@ def repeated(
     cooperative, dependent, packed = run.launch_cooperative_grid, run.launch_pdl, compiled.packed_metadata
     unhooked = None, None, None  # the hooks' metadata and the two hooks
     head: tuple[object, ...]
-    if one_by_one := version() < (3, 7):  # a launcher for each signature, which takes the arguments one by one
+    if one_by_one := version() < (3, 7):  # a launcher for each signature, with separate arguments
         launch, head = run.launch, (None, None, packed, *unhooked)
         if launch.__name__ == "inner":  # a wrapper that encodes descriptors, then calls the launcher
             launch = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))["launcher"].cell_contents
-    else:  # one launcher for all kernels, which takes a list of arguments and its signature
+    else:  # one launcher for all kernels, with a list of arguments and its signature
         launch = triton.runtime.driver.active.utils.launch
         head = packed, *unhooked, None, None, run.arg_annotations, run.kernel_signature
 

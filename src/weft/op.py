@@ -608,7 +608,7 @@ class Op(ABC, Generic[C]):
 
     def _between_nodes(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
         """Return the Plan of ranks on several nodes, between which only NCCL moves data: TwoLevel if the caller asks
-        for it, or if "auto" measured it faster than Sequential; else Sequential. If the caller asks for another plan,
+        for it, or if "auto" measured it faster than Sequential; else Sequential. If the caller names another plan,
         the reason is logged once."""
         if asked in (Sequential(), Sequential.kind):
             return Sequential()

@@ -286,7 +286,7 @@ def values_of(ptx: str) -> dict[str, list[str]]:
 
 
 def counts(ptx: str, signal: Which) -> list[tuple[Instruction, str]]:
-    """Return the signals that one thread or a few make, with their predicate."""
+    """Return the signals that only one or a few threads make, with their predicates."""
     matches = (
         (step, re.match(r"@(%p\d+)\s+(?:atom|red)\.global", step.text.splitlines()[-1])) for step in steps_of(ptx)
     )

@@ -235,7 +235,7 @@ def to_float8(x: np.ndarray, kind: tl.dtype) -> np.ndarray:
 
 
 def _f32(h: TensorHandle) -> np.ndarray:
-    """Return the numbers of a handle as fp32; a handle of bf16 or 8-bit floats stores their bits."""
+    """Return the numbers of a handle; if it stores the bits of bf16 or 8-bit floats, return them in fp32."""
     kind = h.dtype.scalar
     if kind.name == "bf16":
         return (h.data.astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -6,9 +6,9 @@ passes. `is_pipelined` returns whether Triton pipelines a loop. Each pipelined l
 two ways:
 
     no signal in the loop     Every load is made to depend on the last wait before it in the source, in this iteration
-                              or the one before: its address has a zero added to it, the output of an opaque
+                              or the previous one: a zero is added to its address, the output of an opaque
                               instruction that reads the word that the wait returned. The pipeliner has to move the
-                              wait along with the load. The wait stands in an `if` that is always taken, because that
+                              wait along with the load. The wait is inside an `if` that is always taken, because that
                               is the form that the pipeliner can omit in iterations that do not exist.
     a signal in the loop      The loop is not pipelined, and not flattened: a wait that ran ahead could come before the
                               notify that, through other programs or ranks, it waits for.

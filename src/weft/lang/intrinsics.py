@@ -2,7 +2,7 @@
 forms.
 
 Proxy fences name global memory, the only memory where weft orders ordinary against bulk accesses: without the name
-ptxas compiles each fence into one of the whole GPU on every thread.
+ptxas compiles each fence into a fence of the whole GPU, on every thread.
 
 The blocks are assembly, and opaque, because a `tl.debug_barrier()` or an atomic spin inside a flattened persistent loop
 stops Triton from overlapping a tile's epilogue with the next tile's loads, and one assembly block does not. Scalar
