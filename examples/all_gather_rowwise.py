@@ -1,6 +1,6 @@
 """All-gather + RMSNorm, overlapped: a copy engine pushes shards while a kernel normalises the rows that have arrived.
 
-`python FILE --emulated` or `weft check FILE` on emulated ranks; on GPUs `torchrun --nproc-per-node 8 FILE`."""
+Run `python FILE --emulated` or `weft check FILE` on emulated ranks, `torchrun --nproc-per-node 8 FILE` on GPUs."""
 
 import torch
 import triton.language as tl

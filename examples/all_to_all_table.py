@@ -58,7 +58,7 @@ def cut(count, rows):
 
 def tables(counts, me):
     """Return the tiles (first row, row after the last, rank, channel) that rank `me` sends, their first rows at the receiver, and
-    the tiles that it gets. counts[s][d] is the number of rows from rank s to rank d."""
+    the tiles that it receives. counts[s][d] is the number of rows from rank s to rank d."""
     size, sent, received = len(counts), counts[me], [row[me] for row in counts]
     src_rows = [sum(sent[:d]) for d in range(size)]  # the first row of x for rank d
     dst_rows = [sum(row[d] for row in counts[:me]) for d in range(size)]  # its row at rank d, after lower ranks' rows

@@ -1,6 +1,6 @@
 """GEMM + reduce-scatter by a ring, in one kernel (TileLink, Figure 4).
 
-Every rank has x [M, K] and weight [N, K] of its part of the inner dimension, and gets its M / W rows of the sum over
+Every rank has x [M, K] and weight [N, K] of its part of the inner dimension, and computes M / W rows of the sum over
 ranks of x @ weight.T. A tile's running sum goes round the ring once, from rank to rank - 1, and every rank adds its own
 partial tile, which it has just computed:
 
@@ -9,10 +9,10 @@ partial tile, which it has just computed:
             ...
             stage W - 1   rows of rank r:     own tile + what rank r + 1 pushed --> out
 
-A rank receives a tile once a call, from one rank, so a tile's channel is its number and gets one arrival. Received tiles
+A rank receives a tile once per call, from one rank, so a tile's channel is its number, with one arrival. Received tiles
 are stored in two halves, used alternately. Before a rank pushes into a half in call n + 2, it has received, in call
-n + 1, sums to which every rank had added; and a rank adds to those of call n + 1 only after it has read the half of
-call n.
+n + 1, sums to which every rank had added; and a rank adds to the sums of call n + 1 only after it has read the
+half of call n.
 
 Two properties prevent a deadlock: programs go through the stages in the same order on every rank, and the loop is not
 flattened. A flattened loop waits for the next tile before it notifies this one, and here the waits form a cycle.

@@ -23,7 +23,7 @@ class Pushed(weft.Plan):
 
 @weft.jit
 def push_and_norm(x, memory, peers, out, ch, M: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr):
-    """`memory` has two halves, used alternately: a rank in a call has all rows of the last one, so all have read the one before."""
+    """`memory` has two halves, used alternately: a rank in call n has all rows of call n - 1, so all have read call n - 2's."""
     me, blocks = wl.rank_of(ch), M // ROWS
     half = (wl.calls_of(ch) & 1) * (ch.world * M * H)  # correct also after 2^31 calls
     column = tl.arange(0, triton.next_power_of_2(H))[None, :]

@@ -71,7 +71,7 @@ def in_one_process(p):
 
 
 def train(world, p, layers, tokens, steps, experts, shared):
-    """Return the loss of each step a token. The gradients of the parameters `shared`, and the losses, are summed over the ranks."""
+    """Return each step's loss per token. The gradients of the parameters `shared`, and the losses, are summed over the ranks."""
     losses, optimizer = [], torch.optim.SGD(p.values(), lr=0.3, momentum=0.9)
     for _ in range(steps):
         loss = loss_of(p, layers, tokens, experts)

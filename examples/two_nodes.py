@@ -92,8 +92,8 @@ def main(hidden=64, intermediate=96, tokens=32):
 
 
 def free_port():
-    """Return a port that is free, of those that the system gives to nobody who asks for any: until torchrun listens there,
-    another program hardly takes it."""
+    """Return a free port outside the range that the system assigns from, so that hardly any program takes it before
+    torchrun listens there."""
     while True:
         port = random.randrange(20000, 29000)
         with socket.socket() as s, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What all measuring programs have in common: a command line, a World, cases that the next run goes on with, and stamped rows."""
+"""What all measuring programs have in common: a command line, a World, cases that the next run continues, and stamped rows."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ class Program:
             print(f"{time.time() - BEGAN:4.0f}s", *text, flush=True)
 
     def keep(self, rows: Iterable[Row], file: str = "") -> list[Row]:
-        """Append the rows to the program's file, or to another one of the same folder, and return them."""
+        """Append the rows to the program's file, or to a different file of its folder, and return them."""
         stamped = [row | self.fixed for row in rows]
         keep(self.world, self.a.out / (file or self.file), stamped)
         return stamped
 
     def cases(self, cases: Mapping[str, T]) -> Iterator[T]:
-        """Yield the cases that no earlier run has ended, with the GPU's memory given back between them. Collective."""
+        """Yield the cases that no earlier run has ended, with the GPU's memory freed between them. Collective."""
         for case in unfinished(self.world, self.a.out, cases, self.a.seconds):
             yield case
             gc.collect()

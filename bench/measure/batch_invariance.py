@@ -1,4 +1,4 @@
-"""The benchmark of batch-invariant dense layers: weft's mode, vLLM's mode as it is rebuilt here, and layers that promise nothing.
+"""The benchmark of batch-invariant dense layers: weft's mode, vLLM's mode as it is rebuilt here, and layers without the mode.
 
 torchrun --nproc-per-node N -m bench.measure.batch_invariance --out DIR [--models ...] [--tokens ...] [--seconds 420]
 
@@ -6,7 +6,7 @@ A layer consists of the linears, sums, residual adds and norms of a Llama layer 
 The output projection reads fixed rows in place of attention's. All methods are interleaved, in CUDA graphs:
 
     weft norm        `matmul` and `all_reduce_rms_norm` on a batch-invariant World
-    weft rows        `matmul_all_reduce` and `rms_norm` on it, with the sum under the GEMM
+    weft rows        `matmul_all_reduce` and `rms_norm` on it, with the sum during the GEMM
     weft shards      `all_gather_matmul`, `matmul_reduce_scatter` and `rms_norm` of own rows; the same bits as "weft rows"
     rebuilt          what vLLM 0.33 does with VLLM_BATCH_INVARIANT=1: a persistent Triton GEMM without TMA, a one-stage sum of
                      any size in the order of the ranks, add, and a norm of one program a row. The GEMM's tile and the sum's

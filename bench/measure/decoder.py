@@ -15,7 +15,7 @@ passes (embedding, layers, final norm; no output head); `us` is the slowest rank
     auto             the choice of the shipped table or, with --tune, of the table that this run has measured
     no communication the GEMMs, attention and norms alone: `gemm_us` of every row
 A mix runs for half a second at a time, in which the GPU's power limit lowers its clock: `sm_mhz` and `watts` are rank 0's under each
-method. The part "eager" times prefill passes whose kernels the host launches; with --tune they decide what "auto" is outside graphs.
+method. The part "eager" times prefill passes whose kernels the host launches; with --tune they decide what "auto" runs outside graphs.
 --tune times all methods once, measures the profile, and writes DIR/decoder-table.json, for src/weft/planner/tables/<gpu>.json.
 A method that fails is printed and left out.
 """

@@ -4,7 +4,7 @@ Each size is one interleaved run of CUDA graphs: weft's own kernel in several ti
 torch._scaled_mm by tensor and by row, with and without fast accumulation; torch's product by block, DeepGEMM's, and quack's by tensor,
 if they can be imported; and cuBLAS in bfloat16. The most important sizes are first: the dense layers of Llama-70B, Qwen2.5-32B and
 DeepSeek-V3 as 1, 2, 4 and 8 ranks split them. The program appends a row for each size to DIR/fp8.jsonl: `us` by "recipe: method", and
-`error` of each method beside a float64 product of some dequantized rows. The recipes are tensor and row (fast accumulation), slow (by
+`error` of each method against a float64 product of some dequantized rows. The recipes are tensor and row (fast accumulation), slow (by
 row, promoted) and block. A method that fails or is wrong is printed once and left out. Rows named "quantizing" have the times of
 SiLU-mul and add + norm, with and without 8-bit rows as their result. Several processes compile the kernels first.
 """
@@ -224,7 +224,7 @@ def measure(size: tuple[str, int, int, int], recipes: list[str], world: weft.Wor
 
 
 def summary(row: dict[str, Any], recipes: list[str]) -> str:
-    """Return the TFLOP/s of each recipe: the best of weft's tiles, "auto", and the best of the others."""
+    """Return the TFLOP/s of each recipe: the best of weft's tiles, "auto", and the best library."""
     flops, parts = 2e-6 * row["M"] * row["N"] * row["K"], []
     for recipe in recipes:
         us = {way.partition(": ")[2]: t for way, t in row["us"].items() if way.startswith(f"{recipe}: ")}

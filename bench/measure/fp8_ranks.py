@@ -1,4 +1,4 @@
-"""weft's overlapped operators of 8-bit operands beside torch's:
+"""weft's overlapped operators of 8-bit operands, compared with torch's:
 torchrun --nproc-per-node N -m bench.measure.fp8_ranks --out DIR [--seconds S] [--recipes row block tensor]
 
 The MLP layers of Llama-70B, Qwen2.5-32B and DeepSeek-V3's dense part are split over the ranks: all-gather + GEMM of the
@@ -15,7 +15,7 @@ timed in one interleaved run:
 The program compares some rows of each result with float64 products of the dequantized operands, and the whole result with the first
 sequential form; it prints once and leaves out a method that fails or is wrong. In mode "graph" every method is in a CUDA graph; a
 method that cannot be captured is in mode "eager" alone. The program appends a row for each size and mode to DIR/fp8_ranks.jsonl.
-`limit_us` is that of bench/measure/run.py.
+`limit_us` is as in bench/measure/run.py.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A Transformers model woven, beside itself: torchrun --nproc-per-node N -m bench.measure.hf --out DIR [--tokens 512 ..] [--batches 1 ..]
+"""A Transformers model, woven and not: torchrun --nproc-per-node N -m bench.measure.hf --out DIR [--tokens 512 ..] [--batches 1 ..]
 
 Llama-3.3-70B's sizes with fewer layers and random weights, under Transformers' tensor parallelism over all ranks. Appends rows to
 DIR/hf.jsonl: `us` of a forward pass, the slowest rank's median of interleaved rounds; "prefill": M tokens of one sequence, without a
 cache; "decode": one token of each of M sequences over a static cache of `length` tokens. In mode "graph" each method is captured in a
 CUDA graph. The methods are "transformers"; "weft", which runs all tokens in one part; and "woven", which runs a prefill in two parts.
-error: the logits' relative error beside the same weights in float32. --errors appends rows of errors alone to DIR/hf_errors.jsonl, also
+error: the logits' relative error against the same weights in float32. --errors appends rows of errors alone to DIR/hf_errors.jsonl, also
 for ranks that share a GPU.
 """
 

@@ -1,4 +1,4 @@
-"""A woven Transformers mixture of experts, beside Transformers' own expert parallelism of it:
+"""A woven Transformers mixture of experts, compared with Transformers' own expert parallelism:
 torchrun --nproc-per-node N -m bench.measure.hf_moe --out DIR [--models Qwen3-30B ..] [--tokens 2048 ..] [--batches 1 ..]
 
 The models have the sizes of Mixtral-8x7B, Qwen3-30B-A3B and GPT-OSS-120B with fewer layers, and random weights. The program appends rows

@@ -7,7 +7,7 @@ known    the median us from a call to its return, of a shape that was called bef
 auto     the us of an eager call back to back, the op by "auto", of GEMMs of models from 3,584 to 12,288 wide; the median of
          interleaved rounds
 
-To compare two versions of weft, run it by turns with either's src first in PYTHONPATH.
+To compare two versions of weft, run it alternately with each version's src first in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ MOST = 5e12  # FLOPs of a GEMM; a longer one takes as long in a graph
 
 
 def eager_auto(world: weft.World, calls: int) -> list[dict]:
-    """Time eager calls of GEMMs with collectives, whose GPU's time counts too."""
+    """Time eager calls of GEMMs with collectives, where the GPU's time counts too."""
     rows = []
     with torch.no_grad():
         for op, (hidden, inner), m in itertools.product(OPS, MODELS.items(), ROWS):

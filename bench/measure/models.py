@@ -73,7 +73,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # config, and new
 
 class Picked(torch.autograd.Function):
     """Rows order // k of x, where `order` is a permutation of k times the rows of x and `back` its inverse. The
-    backward pass has no atomic additions, unlike that of torch's `index_select`."""
+    backward pass has no atomic additions, unlike torch's `index_select`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:

@@ -4,13 +4,13 @@ torchrun --nproc-per-node 1 -m bench.measure.moe_one_gpu --out DIR [--models ...
     [--methods ...] [--seconds S]
 
 The program appends rows to DIR/moe_one_gpu.jsonl, size by size in the order of --zipf, --tokens and --models, and the reason to
-DIR/moe_one_gpu_failed.jsonl if a method fails at a size; another run with the same DIR continues after them. `us` is a layer with its
+DIR/moe_one_gpu_failed.jsonl if a method fails at a size; a later run with the same DIR continues after them. `us` is a layer with its
 router (GEMM, softmax, top-k, weights that sum to one), in a CUDA graph in which the tokens change from call to call, the median of
 interleaved rounds. The methods are "weft", plan="auto"; "weft, one launch", the plan whose launch includes the router (uniform routing
 only); "vllm", `fused_topk` and `fused_experts` with vLLM's own table of tiles for the GPU, if there is one; "quack", its gathering, gated
 grouped GEMM and its plain one, each in the fastest of its forms (bench/common/quack_moe.py); "torch", sort, gather, `torch._grouped_mm`
 and sums, with all sizes on the device; and "torch compiled", the same under torch.compile, at the tokens of --compile. A method that is
-not installed has no row. error: the relative error of a method's result beside torch's.
+not installed has no row. error: the relative error of a method's result against torch's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Method = Callable[[torch.Tensor], torch.Tensor]
 
 
 def by_torch(layer: Layer) -> Method:
-    """Return the layer as one writes it with torch's grouped GEMM, without a wait for the host."""
+    """Return the layer as users write it with torch's grouped GEMM, without a wait for the host."""
     model, router, skew = layer.model, layer.router, None if layer.even else layer.skew
     w13, w2 = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
 

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node N -m bench.measure.moe_stragglers --out DIR [--models ...] [--tokens ...] [--delays 0 0.5 1 2] [--seconds S]
 
-The program appends rows to DIR/moe_stragglers.jsonl. All ranks but one begin a call together; the GPU of that rank, another in each call,
+The program appends rows to DIR/moe_stragglers.jsonl. All ranks but one begin a call together; the late rank, a different one in each call,
 first sleeps for `delay` times the libraries' time for a layer. `us` and `p95_us` are the median and 95th percentile over calls of the time
 from the common beginning to the end on the last rank; `others_us` is the median of the mean over the ranks that are not late. The methods
 are "auto"; "library", NCCL's all-to-all and torch's grouped GEMM (bench/measure/moe.py); and "all-reduce", of a rank's rows. Calls are

@@ -97,7 +97,7 @@ class Layer:
 
 
 class Library:
-    """The layer as one writes it with torch.distributed and torch._grouped_mm, for the first of the routings."""
+    """The layer as users write it with torch.distributed and torch._grouped_mm, for the first of the routings."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.size = layer, layer.world.size

@@ -5,8 +5,8 @@ torchrun --nproc-per-node N -m bench.measure.moe_training --out DIR [--models ..
     [--seconds S]
 
 The program appends rows to DIR/moe_training.jsonl: `op` "moe_backward" (after a forward pass that is not timed) and "moe_step" (forward and
-backward), us of the slowest rank in a CUDA graph, and TFLOP/s of a GPU for three matrices an expert: 12 H I operations for each row
-backward and 18 for each step, without what is computed again. "library" is captured with split sizes known in advance; no method includes
+backward), us of the slowest rank in a CUDA graph, and TFLOP/s per GPU for three matrices an expert: 12 H I operations for each row
+backward and 18 for each step, without recomputation. "library" is captured with split sizes known in advance; no method includes
 the router. The names of layers with split columns contain "tensor".
 """
 

@@ -1,4 +1,4 @@
-"""Calls beside their predictions: torchrun --nproc-per-node N -m bench.measure.predictions --out DIR [--profile FILE] [--seconds S]
+"""Calls and their predictions: torchrun --nproc-per-node N -m bench.measure.predictions --out DIR [--profile FILE] [--seconds S]
 
 For each op and shape the program runs every division of a decomposed plan, every fused variant, and the partitions of signaled plans (all
 of them if they are few), and appends the predicted and the measured times to DIR/predictions-xN.jsonl.

@@ -1,4 +1,4 @@
-"""What the signaled plan costs and gives: torchrun --nproc-per-node N -m bench.measure.signaled --out DIR [--parts ...] [--seconds S]
+"""The cost and gain of signaled plans: torchrun --nproc-per-node N -m bench.measure.signaled --out DIR [--parts ...] [--seconds S]
 
 Appends rows to DIR/signaled.jsonl. All methods of a shape and mode run in turns; a time is the slowest rank's median. The parts:
 

@@ -1,6 +1,6 @@
 """The README's two tables, and lines of docs/measurements.md for whole layers and models, from the rows in bench/results.
 
-Of the rows of one (name, mode, method) the newest counts, which is the last in the file.
+The newest row of each (name, mode, method) counts, which is the last in the file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ MACHINES = ("nvidia-h200-x2", "nvidia-h200-x4")  # the columns of the README's t
 VLLM = ("nvidia-h100-x2", "nvidia-h100-x4")
 NCCL = "cuBLAS, then NCCL"
 CAVEAT = (
-    "Geometric means over all sizes in CUDA graphs on H200s, over Transformers' own parallelism or cuBLAS, then NCCL; vLLM: requests over stock"
-    " vLLM on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x (stock's own {null:.2f}x). NVLink multicast was off, also for vLLM, so NCCL ran without NVLS."
+    "Geometric means over all sizes in CUDA graphs on H200s, over Transformers' own parallelism or cuBLAS, then NCCL; vLLM: requests/s over"
+    " stock vLLM on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x (stock's own {null:.2f}x). NVLink multicast (NVLS) was"
+    " off everywhere; gains with it unmeasured."
     " {share}."
 )
 SHOWN = (  # the lines of the README's table of operators and layers
@@ -35,7 +36,7 @@ SHOWN = (  # the lines of the README's table of operators and layers
 @dataclass(frozen=True)
 class Layers:
     """One line of the table of means: the file of its rows, its title, the baseline's name, the rows' methods for the baseline and
-    for weft, and a condition on the rows that count. A method whose name begins with a library's is that library's."""
+    for weft, and a condition on the rows that count. A method belongs to the library with whose name it begins."""
 
     file: str
     title: str
@@ -123,7 +124,7 @@ def ratios(folder: Path, layers: Layers) -> dict[str, dict[tuple[str, str], floa
     """Return how many times as fast as the baseline weft and each library were, by library ("" for weft) and (mode, name).
 
     Beside a CUDA graph the baseline is the faster of its modes: Transformers' graph of a long prompt is slower than its eager pass.
-    Of several methods of a library the fastest counts."""
+    The fastest of a library's methods counts."""
     sizes = newest(folder, layers)
     baseline, weft = layers.methods
     by_library: dict[str, dict[tuple[str, str], float]] = {}
@@ -202,7 +203,7 @@ def doors(results: Path) -> str:
     ]
     mlp = [f"**{layer_picture.all_sizes(load(results / name)):.2f}x**" for name in MACHINES]
     rows = [
-        ["[vLLM](docs/vllm.md)", "`vllm serve MODEL --tensor-parallel-size 4`", *served],
+        ["[vLLM](docs/vllm.md)", "`vllm serve MODEL -tp 4`, unchanged", *served],
         ["[Transformers](docs/transformers.md)", "`model = weft.hf.weave(model)`", *woven],
         ["[torch](docs/guide.md)", "`weft.nn.ParallelMLP(4096, 14336, world=world)`", *mlp],
         ["[your own kernels](docs/writing-kernels.md)", "`@weft.jit`", "–", "–"],
@@ -217,7 +218,7 @@ def one_gpu(results: Path) -> str:
     by_tokens = one_gpu_page.beside_fastest(one_gpu_page.lines_of(results / "nvidia-h100-x1/moe_one_gpu.jsonl"))
     values = [ratio for by_model in by_tokens.values() for ratio in by_model.values()]
     return (
-        f"Experts on one H100: **{min(values):.2f}x to {max(values):.2f}x** beside the faster of vLLM's `fused_experts` and quack"
+        f"Expert kernels on one H100: **{min(values):.2f}x to {max(values):.2f}x** beside the faster of vLLM's `fused_experts` and quack"
         f" ([why](docs/moe.md#what-it-reaches))."
     )
 

@@ -1,7 +1,7 @@
 """The README's picture: one MLP layer on one axis, above with cuBLAS + NCCL one after the other, below with weft, from stored rows.
 
-Where a run ends is measured; the bars in it are as long as each GEMM and collective takes alone, and the rest is what is left: SiLU and
-gaps. When a collective moves its bytes under weft's GEMMs was not recorded: it is drawn at the end that it belongs to.
+The end of a run is measured; the bars in it are as long as each GEMM and collective takes alone, and the rest is what is left: SiLU and
+gaps. When a collective moves its bytes during weft's GEMMs was not recorded: it is drawn at the end that it belongs to.
 """
 
 from __future__ import annotations

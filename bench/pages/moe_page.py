@@ -201,7 +201,7 @@ def plans(lines: list[dict]) -> str:
 
 
 def of_all_plans(results: Path) -> str:
-    """Return the runs that time all plans, of balanced routing."""
+    """Return the runs that time all plans, with balanced routing."""
     parts = []
     for path in sorted(results.glob("*/moe.jsonl")):
         lines = [r for r in lines_of(path) if r["zipf"] == 0 and UNGATED not in r["name"]]
@@ -291,7 +291,7 @@ def page_in_parts(results: Path, sizes: bool = True) -> str:
 
 
 def memory_table() -> str:
-    """Return the table of MiB of a rank, of FlashMoE's sizes on 8 GPUs, by tokens of a GPU and experts; computed, not
+    """Return the table of MiB per rank for FlashMoE's sizes on 8 GPUs, by tokens per GPU and experts; computed, not
     measured."""
     ranks = SimpleNamespace(size=8)
     rows = [

@@ -48,7 +48,7 @@ def ratios_over(us: dict[str, float], weft: dict[str, float]) -> Ratios:
 
 
 def times(lines: list[dict], method: str) -> dict[str, float]:
-    """Return the us by name, of uniform routing."""
+    """Return the us by name, with uniform routing."""
     return {r["name"]: r["us"] for r in lines if r["zipf"] == 0 and r["method"] == method}
 
 
@@ -67,7 +67,7 @@ def beside_fastest(lines: list[dict]) -> Ratios:
 
 
 def one_gpu(lines: list[dict], method: str) -> Ratios:
-    """Return how many times as fast as the method weft is."""
+    """Return weft's speedup over the method."""
     return ratios_over(times(lines, method), times(lines, "weft"))
 
 

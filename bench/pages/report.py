@@ -1,7 +1,7 @@
 """From bench/results/<machine>/<op>.jsonl to the first chapters of docs/measurements.md, their plots and the README's generated block.
 
 Every figure in those three comes from a line of the results, or is a ratio or a geometric mean of such lines; none is
-written here. Of the lines of one (op, name, world, mode, method) the newest counts.
+written here. The newest line of each (op, name, world, mode, method) counts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Case:
 
 
 def load(folder: Path) -> list[Row]:
-    """Return the rows of one machine's results: of every (op, name, world, mode) those of the newest run alone, whose methods
+    """Return the rows of one machine's results: for every (op, name, world, mode) only the newest run's, whose methods
     were interleaved."""
     runs: dict[tuple[Any, ...], dict[str, Row]] = {}
     for path in sorted(p for p in folder.glob("*.jsonl") if p.stem in OPS):
@@ -334,7 +334,7 @@ def table_name(machine: str) -> str:
 
 
 def chapter(machine: str, rows: Sequence[Row]) -> str:
-    """Return the tables of one machine, op by op; of an earlier version none."""
+    """Return the tables of one machine, op by op; none for an earlier version."""
     text = [
         f"# Every size on {machine}\n\nMeasured {when(rows)}; [what the columns are](../../../docs/measurements.md).\n"
     ]

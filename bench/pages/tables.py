@@ -147,7 +147,7 @@ def grid(head: list[str], rows: list[list[str]]) -> str:
 
 
 def page(results: Path, file: str, table: Callable[[Rows], str]) -> str:
-    """Return the table of each machine that has one, behind the machine's name."""
+    """Return the table of each machine that has one, after the machine's name."""
     parts = []
     for path in sorted(results.glob(f"*/{file}")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]

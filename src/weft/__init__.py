@@ -1,7 +1,7 @@
 """weft overlaps communication with computation inside multi-GPU LLM layers.
 
-The public names are those of `api`, which is imported at the first use of one: importing torch takes seconds, and
-`weft --version` does not need it.
+`api` defines the public names. The first use of a public name imports it: importing torch takes seconds, and
+`weft --version` does not need torch.
 """
 
 from importlib import import_module, metadata
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public object, a submodule, or the version, which is read from the metadata at its first use."""
+    """Return a public object, a submodule, or the version, which this reads from the metadata at its first use."""
     if name == "__version__":
         return metadata.version("weft")
     if name.isidentifier() and not name.startswith("_") and find_spec(f"{__name__}.{name}"):

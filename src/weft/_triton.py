@@ -1,7 +1,7 @@
-"""The undocumented parts of Triton that weft uses, by the versions that it was tried with.
+"""The undocumented parts of Triton that weft uses, for the versions that weft was tested with.
 
-How the interpreter is built, what arguments the launcher takes and how the assembler is called change between minor
-versions. This module alone has the differences, and it refuses a version that nobody tried before any of it is used.
+The interpreter's construction, the launcher's arguments and the call of the assembler change between minor versions.
+Only this module depends on the version; it refuses an untested version before anything else here runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def version() -> tuple[int, int]:
 
 
 def untried() -> str | None:
-    """Return why weft does not run with this Triton and which to install, or None where it does."""
+    """Return why weft does not run with this Triton and which version to install, or None if weft runs with it."""
     if version() in TRIED:
         return None
     oldest, (major, minor) = TRIED[0], TRIED[-1]
@@ -52,7 +52,7 @@ def untried() -> str | None:
 
 
 def require() -> None:
-    """Raise WeftError for a Triton that nobody tried."""
+    """Raise WeftError for a version of Triton that weft was not tested with."""
     if why := untried():
         raise WeftError(why)
 
@@ -76,8 +76,8 @@ def first_line(fn: triton.JITFunction) -> int:
 
 
 def options(weft_options: Mapping[str, int]) -> dict[str, int]:
-    """Return Triton's options for a launch's options. Fused multiply-adds were always on, and 3.10 is to turn them
-    off."""
+    """Return Triton's options for a launch's options. Triton has always enabled fused multiply-adds; 3.10 will disable
+    them."""
     weft_only = ("co_resident", "local", "per_sm", "few_registers")
     triton_options = {"enable_fp_fusion": True} | {
         name: value for name, value in weft_options.items() if name not in weft_only
@@ -92,11 +92,11 @@ def options(weft_options: Mapping[str, int]) -> dict[str, int]:
 
 @functools.cache
 def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], str | None]) -> type:
-    """Return the class of a kernel's source, to Triton's compiler, with IR that `rewrite` has changed before Triton's
-    own passes: it takes the printed IR, in which calls are inlined and loops unrolled, and returns another or None.
-    concerns: whether the IR that the source has become is to be printed so at all.
+    """Return a class of kernel source for Triton's compiler, with IR that `rewrite` changes before Triton's own passes.
+    `rewrite` receives the printed IR, with calls inlined and loops unrolled, and returns new IR or None. concerns:
+    returns whether to print a source's IR for `rewrite` at all.
 
-    Triton's cache tells the kernels of different rewritings apart by the file that defines `rewrite`.
+    Triton's cache distinguishes kernels of different rewritings by the file that defines `rewrite`.
     """
     require()
     from triton._C.libtriton import ir, passes
@@ -122,7 +122,7 @@ def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], s
             module = super().make_ir(target, options, codegen_fns, module_map, context)
             if not concerns(text := str(module)):
                 return module
-            inlined = parsed(text, context)  # a copy: a kernel that is not rewritten stays as it is
+            inlined = parsed(text, context)  # a copy, so that a kernel that is not rewritten stays unchanged
             manager = ir.pass_manager(context)
             passes.common.add_inliner(manager)
             passes.common.add_canonicalizer(manager)
@@ -145,7 +145,7 @@ def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], s
 
 @contextmanager
 def no_compile_hooks() -> Iterator[None]:
-    """Compile without Triton's hooks (vLLM sets one that warns of compilation while it serves): before it calls them
+    """Compile without Triton's hooks (vLLM sets one that warns of compilation while it serves): before calling a hook
     Triton writes a kernel's constants as JSON, which fails for a dtype inside a tuple."""
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_post_compile_hook = None
@@ -163,8 +163,8 @@ def ptxas(arch: str) -> list[str]:
 
 
 def share_all_memory(compiled: CompiledKernel) -> None:
-    """Make an SM on which this kernel runs use all of its memory as shared memory, none as L1 cache. The split is fixed
-    while any program runs there, so a GEMM's programs would not fit next to a kernel that uses no shared memory."""
+    """Make an SM that runs this kernel use all of its memory as shared memory, none as L1 cache. The split is fixed
+    while any program runs on the SM, so a GEMM's programs would not fit next to a kernel that uses no shared memory."""
     cuda = ctypes.CDLL("libcuda.so.1")
     status = cuda.cuFuncSetAttribute(ctypes.c_void_p(compiled.function), CARVEOUT, 100)
     if status:
@@ -181,13 +181,13 @@ def repeated(
     values: Mapping[str, object],
     moving: Sequence[str] = (),
 ) -> RepeatedLaunch | None:
-    """Return a function that launches `compiled` again with these arguments. It takes the raw stream and the addresses
-    of the arguments in `moving`, in that order: an integer for a tensor or a descriptor, a tuple for a NamedTuple, None
-    for None. Returns None where Triton itself has to launch.
+    """Return a function that launches `compiled` again with these arguments. Its arguments are the raw stream and the
+    addresses of the arguments in `moving`, in that order: an integer for a tensor or a descriptor, a tuple for a
+    NamedTuple, None for None. Returns None if Triton itself has to launch the kernel.
 
-    Triton binds and specialises every argument and encodes every TMA descriptor on each launch; here that is done once,
-    and once for each address of a descriptor. Triton launches kernels with scratch memory or instrumentation,
-    descriptors that became no TMA descriptor, and all kernels while a launch hook is set.
+    Triton binds and specialises every argument and encodes every TMA descriptor on each launch; the returned function
+    does so once, and once for each address of a descriptor. Triton itself launches kernels with scratch memory or
+    instrumentation, kernels with a descriptor that is no TMA descriptor, and all kernels while a launch hook is set.
     """
     run, hooks = compiled.run, triton.knobs.runtime
     if any(getattr(h, "calls", h) for h in (hooks.launch_enter_hook, hooks.launch_exit_hook)):
@@ -213,11 +213,11 @@ def repeated(
     cooperative, dependent, packed = run.launch_cooperative_grid, run.launch_pdl, compiled.packed_metadata
     unhooked = None, None, None  # the hooks' metadata and the two hooks
     head: tuple[object, ...]
-    if one_by_one := version() < (3, 7):  # a launcher for each signature, which takes the arguments one by one
+    if one_by_one := version() < (3, 7):  # a launcher for each signature, with separate arguments
         launch, head = run.launch, (None, None, packed, *unhooked)
         if launch.__name__ == "inner":  # a wrapper that encodes descriptors, then calls the launcher
             launch = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))["launcher"].cell_contents
-    else:  # one launcher for all kernels, which takes a list of arguments and its signature
+    else:  # one launcher for all kernels, with a list of arguments and its signature
         launch = triton.runtime.driver.active.utils.launch
         head = packed, *unhooked, None, None, run.arg_annotations, run.kernel_signature
 
@@ -230,7 +230,7 @@ def repeated(
             for position, i, tensor_maps in descriptors:
                 current[position] = tensor_maps[addresses[i]]
         launch_arguments = current if one_by_one else (current,)
-        # The function is read from `compiled`, which stays alive: since Triton 3.8 the GPU's code is unloaded with it.
+        # Read the function from `compiled` to keep that alive: since Triton 3.8 the GPU's code is unloaded with it.
         launch(grid, 1, 1, stream, compiled.function, cooperative, dependent, *head, *launch_arguments)
 
     return ready
@@ -260,7 +260,7 @@ class TensorMaps(dict[object, object]):
 
 
 class _Memory(NamedTuple):
-    """The address and dtype that a descriptor reads from its base."""
+    """The address and dtype, which are all that a descriptor reads from its base."""
 
     address: int
     dtype: torch.dtype
@@ -270,8 +270,8 @@ class _Memory(NamedTuple):
 
 
 def address(value: object, fixed: bool) -> object:
-    """Return an argument as the launcher takes it. A fixed NamedTuple is passed as it is: its channel or constants live
-    as long as its World. Of a plain tuple the tensors' addresses are passed, so that their memory is not kept alive."""
+    """Return an argument in the launcher's form. A fixed NamedTuple stays unchanged: its channel or constants exist as
+    long as its World. A plain tuple's tensors become addresses, so that the launch does not keep their memory alive."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     if type(value) is tuple or (isinstance(value, tuple) and not fixed):

@@ -1,5 +1,5 @@
-"""The public names, nothing else. `hf` and `parallel` are imported when they are first named (`__init__.py`): they need
-DTensor, whose import takes most of a second."""
+"""The public names, nothing else. `__init__.py` imports `hf` and `parallel` at their first use: they need DTensor, and
+importing that takes most of a second."""
 
 from typing import TYPE_CHECKING
 

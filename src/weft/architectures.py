@@ -1,5 +1,5 @@
-"""The properties of GPUs of one compute capability that weft decides by. A capability is the compute capability times
-ten: 89 for NVIDIA's 8.9."""
+"""The properties of GPUs, by compute capability, that weft's decisions depend on. A capability is the compute
+capability times ten: 89 for NVIDIA's 8.9."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ AMPERE, HOPPER = 80, 90
 
 @dataclass(frozen=True)
 class Features:
-    """What the GPUs of one capability can do, as far as weft decides by it.
+    """The features of GPUs of one capability that weft's decisions depend on.
 
-    shared_kib: KiB of shared memory that a program may have. bf16: mma.sync of bfloat16, and cp.async. e4m3: products
-    and results in float8_e4m3fn. tma: bulk copies by descriptors of tensors. multicast: addresses that stand for the
-    memory of all ranks. mma: the instruction of the tensor cores. For checks of compiled kernels, gpus: what such GPUs
-    are called; threads: of an SM; nvlink: whether ranks have NVLink, and so atomics in peers' memory.
+    shared_kib: most KiB of shared memory of a program. bf16: mma.sync of bfloat16, and cp.async. e4m3: products and
+    results in float8_e4m3fn. tma: bulk copies by tensor descriptors. multicast: addresses that refer to the memory of
+    all ranks. mma: the instruction of the tensor cores. For checks of compiled kernels, gpus: names of such GPUs;
+    threads: most threads on an SM; nvlink: whether ranks have NVLink, and therefore atomics in peers' memory.
     """
 
     gpus: str
@@ -55,8 +55,8 @@ FEATURES = {
 
 
 def features(capability: int) -> Features:
-    """Return what a GPU of this capability can do. One that is not in FEATURES can do what the next older one can, with
-    the least shared memory of all."""
+    """Return the features of a GPU of this capability. For a capability that is not in FEATURES, return the features of
+    the next older one, with the smallest shared memory of all."""
     if capability in FEATURES:
         return FEATURES[capability]
     least = min(known.shared_kib for known in FEATURES.values())
@@ -72,7 +72,7 @@ def device_capability(device: torch.device | None = None) -> int:
 
 def capability_of(target: str) -> int:
     """Return the capability as a number: 90 for "sm_90a", "90" or "9.0". Raises WeftError for a target that LLVM may
-    not know, which ends the process."""
+    not know, since LLVM then ends the process."""
     match = re.fullmatch(r"(?:sm_)?(\d{1,2})\.?(\d)[af]?", target)
     capability = int(match[1] + match[2]) if match else 0
     if capability not in FEATURES:

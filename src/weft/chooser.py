@@ -1,12 +1,14 @@
-"""One chooser for everything that can be done in several ways: an op's plans, the library's GEMM, attention's library,
-the way a decoder's layers run. A `Choice` has the candidates. The decision is, in this order:
+"""One chooser for every decision among several candidates: an op's plans, the library's GEMM, attention's library, the
+way a decoder's layers run. A `Choice` lists the candidates. The decision is, in this order:
 
-    remembered    what this World, or this process, chose before, or what is stored from earlier measurements
+    remembered    the earlier choice of this World, or of this process, or the stored result of earlier measurements
     measured      at the first use outside a capture, if times mean something there, in rounds (`timing.interleaved`).
-                  The expected candidate, or else the one named before, stays unless another is faster by `worth`
+                  The expected candidate stays unless another is `worth` times as fast; among others, an earlier one
+                  stays unless a later one is MIN_SPEEDUP times as fast
     predicted     inside a capture, and where ranks share a GPU or are emulated
 
-What is stored, or else predicted, is the `expected` candidate. It is timed with the others, and is the one to beat.
+The stored candidate, or else the predicted one, is the `expected` candidate. It is timed with the other candidates,
+which must be faster than it to be chosen.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import torch
 from .timing import CallTime, Clock, cuda_clock, interleaved
 
 TIMES, ROUNDS = 10, 5
-LAUNCH = 500.0  # us that the host takes for a call, usually at most
-LONG = 40_000.0  # us of a candidate's calls in one round, at most; TIMES shorter ones
+LAUNCH = 500.0  # us that the host usually needs for a call at most
+LONG = 40_000.0  # us of a candidate's calls in one round, at most; TIMES calls if they are shorter
 MIN_SPEEDUP = 1.01  # medians of equal candidates differ by up to about 1%
 LAUNCH_MODES = ("eager", "graph")
 
@@ -32,20 +34,20 @@ T = TypeVar("T", bound=Hashable)
 
 
 def bucket(m: int, steps: int) -> int:
-    """Return the number of rows m rounded up to one of `steps` steps an octave, a power of two. Calls in one bucket
-    share a decision."""
+    """Return the number of rows m rounded up to one of `steps` steps per octave (`steps` is a power of two). Calls in
+    one bucket share a decision."""
     step = 1 << max(m.bit_length() - steps.bit_length(), 0)
     return -(-m // step) * step
 
 
 @dataclass(frozen=True)
 class Choice(Generic[T]):
-    """A decision to make. key: what uses that share the decision have in common, for collective choices the same on
+    """A decision to make. key: identifies the uses that share the decision; for collective choices it is the same on
     every rank. expected: returns, for "graph" or "eager", the candidate that is stored or predicted as the fastest.
-    candidates: returns those to time with it, the same on every rank; none if nothing is timed. run: runs a candidate.
-    prepare: is called once for each candidate before it runs. title, sizes: describe the trial. worth: how many times
-    as fast as the expected candidate another must be. hopeless: of a candidate whose first timed call takes so many
-    times that of the fastest one, no further calls are timed."""
+    candidates: returns the candidates to time with it, the same on every rank; none if nothing is timed. run: runs a
+    candidate. prepare: is called once for each candidate before it runs. title, sizes: describe the trial. worth: how
+    many times as fast as the expected candidate another must be. hopeless: a candidate is not timed again if its first
+    timed call takes more than this many times the expected candidate's time."""
 
     key: Hashable
     expected: Callable[[str], T]
@@ -60,8 +62,8 @@ class Choice(Generic[T]):
 
 @dataclass(frozen=True)
 class Trial(Generic[T]):
-    """The times of the candidates of one choice. times: for each, those of the slowest rank. expected: for each mode,
-    the one to beat. faster: the one that beat it, or None."""
+    """The times of the candidates of one choice. times: by candidate, the slowest rank's times. expected: by mode, the
+    expected candidate. faster: by mode, the candidate that was faster than it, or None."""
 
     title: str
     sizes: tuple[int, ...]
@@ -95,16 +97,16 @@ class Ranks(Protocol):
 
 @dataclass(eq=False)
 class Chooser:
-    """The decisions of one World, which its ranks make together, or, without `ranks`, of one rank alone.
+    """The decisions of one World, which its ranks make together; or, without `ranks`, the decisions of one rank alone.
 
-    clock: times calls; None if no time means anything. capturing: returns whether the current stream is being captured.
+    clock: times calls; None if times mean nothing. capturing: returns whether the current stream is being captured.
     """
 
     clock: Clock | None
     capturing: Callable[[], bool]
     ranks: Ranks | None = None
     trials: dict[Hashable, AnyTrial] = field(default_factory=dict)
-    alone: ClassVar[Chooser]  # this process's chooser, for choices in which no rank waits for another
+    alone: ClassVar[Chooser]  # this process's chooser, for choices where no rank waits for another
 
     def choose(self, choice: Choice[T], mode: str = "graph") -> T:
         """Return the candidate to run. For several ranks the first call is collective."""
@@ -118,7 +120,7 @@ class Chooser:
         return trial.faster[mode] if trial else None
 
     def trial(self, choice: Choice[T]) -> Trial[T] | None:
-        """Return the trial of this choice, made now if there was none; None if nothing is timed."""
+        """Return the trial of this choice, running it now if there was none; None if nothing is timed."""
         known = self.trials.get(choice.key)
         if known is not None or self.clock is None:
             return known
@@ -162,7 +164,7 @@ class Chooser:
         return Trial(choice.title, choice.sizes, took, expected, faster)
 
     def time(self, choice: Choice[T], candidate: T, times: int, ahead: float) -> CallTime:
-        """Time this rank's calls, which all ranks make together."""
+        """Time this rank's calls of a candidate, which all ranks call together."""
         if self.ranks is not None:
             self.ranks.wait_for_streams()
             self.ranks.exchange(None, "start of a trial")
@@ -170,7 +172,7 @@ class Chooser:
         return self.clock(lambda: choice.run(candidate), times, ahead)
 
     def _slowest(self, times: list[CallTime]) -> list[CallTime]:
-        """Return, for each time of this rank, that of the slowest rank. Collective."""
+        """Return the slowest rank's time for each of these times. Collective."""
         of_ranks = [times] if self.ranks is None else self.ranks.exchange(times, "times of a trial")
         return [CallTime(*map(max, zip(*ranks, strict=True))) for ranks in zip(*of_ranks, strict=True)]
 

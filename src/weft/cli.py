@@ -43,8 +43,8 @@ Seeds = Annotated[int, typer.Option(min=1, help="Schedules to try at each world 
 
 
 def progress() -> Progress:
-    """Yield a progress bar with a description, counts and the elapsed time; it disappears when done, and is not written
-    to a log."""
+    """Yield a progress bar with a description, counts and the elapsed time; the bar disappears at the end, and logs do
+    not contain it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
@@ -60,7 +60,7 @@ def fail(message: str) -> typer.Exit:
 
 
 def check_folder(path: Path) -> None:
-    """Fail early where the folder of a result does not exist."""
+    """Fail early if the folder of a result does not exist."""
     if not path.parent.is_dir():
         raise fail(f"{path.parent}: no such folder")
 
@@ -321,7 +321,7 @@ def simulate_layer(
 
 
 def _show_gains(path: Path) -> None:
-    """Print what the profile predicts as a table, and plot it next to the file."""
+    """Print the profile's predictions as a table, and plot them next to the file."""
     from .planner import summary
     from .planner.profile import read
 
@@ -377,21 +377,21 @@ def bench(
 
 
 def main() -> None:
-    """Run the command. One that runs a user's file does so in a child process, since the file may end its process with
-    any status, 0 included, and then nothing was checked."""
+    """Run the command. A command that runs a user's file does so in a child process, since the file may end its process
+    with any status, 0 included, before anything is checked."""
     if sys.argv[1:2] not in (["check"], ["trace"]):
         app()
     ended, end = os.pipe()
-    child = os.fork()  # no thread runs yet: nothing that starts any is imported
+    child = os.fork()  # no thread runs yet: no imported module starts one
     if not child:
         try:
             app()
         finally:
             os.write(end, b"!")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the child, which the terminal interrupts too, ends
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # end the child; the terminal sends SIGINT to it too
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else lambda n, _: os.kill(child, n))
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.set_blocking(ended, False)  # processes that the file has left behind hold the other end open
+    os.set_blocking(ended, False)  # processes that the file started and left running hold the write end open
     try:
         os.read(ended, 1)
     except BlockingIOError:

@@ -3,9 +3,9 @@
     x shard [M / W, H] -> all-gather + GEMM -> SiLU-mul -> GEMM + reduce-scatter -> y shard [M / W, H]
 
 With two or more GPUs there is one process per GPU and a real shape. It compares sequential (cuBLAS, then NCCL) with
-`auto` and with the computation alone, without communication; the picture has one call of either plan. Otherwise there
+`auto` and with the computation alone, without communication; the picture shows one call of each plan. Otherwise there
 are four emulated ranks and a small shape. Every plan kind runs under several schedules, each checked for races and
-deadlocks; the picture has sequential and decomposed on one axis, in times of the shipped profile of four H200s.
+deadlocks; the picture shows sequential and decomposed on one axis, with times from the shipped profile of four H200s.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ REAL = (8192, 4096, 14336)  # M, H, I on GPUs
 LAYER_SIZES = "{:,} tokens, hidden {:,}, inner {:,}"  # of M, H, I
 EMULATED = (128, 64, 256)  # M, H, I in the emulator
 EMULATED_RANKS, SCHEDULES = 4, 8
-SHOWN = 0  # the seed whose timeline is drawn; of the tasks that can go on, the one that is behind goes first
-EMULATED_PLANS = {"sequential": "nothing", "decomposed": "chunks", "fused": "tiles"}  # with what overlaps
-EMULATED_DRAWN = {"sequential": "communication after the GEMM", "decomposed": "weft"}  # with their names in the picture
+SHOWN = 0  # the seed of the drawn timeline, which always runs the ready task with the least virtual time
+EMULATED_PLANS = {"sequential": "nothing", "decomposed": "chunks", "fused": "tiles"}  # by plan, what overlaps
+EMULATED_DRAWN = {"sequential": "communication after the GEMM", "decomposed": "weft"}  # by plan, the picture's name
 EMULATED_SMS = 12
 ACTIVATION = "silu_mul"
 KERNELS = {ACTIVATION: "SiLU-mul", "sum_staged": "sum"}  # with their names in the picture
-PROFILE = "nvidia-h200-x4"  # the shipped profile that the picture's times are from
+PROFILE = "nvidia-h200-x4"  # the shipped profile that supplies the picture's times
 GPU_PLANS = {"sequential": "sequential (cuBLAS, then NCCL)", "auto": "auto"}  # with their names in the picture
-DRAWN = "CUDA graph"  # how the calls are launched whose timelines are drawn
-SHOWN_RANKS = 4  # the most ranks on GPUs that the picture has
+DRAWN = "CUDA graph"  # how the drawn calls are launched
+SHOWN_RANKS = 4  # the most ranks on GPUs that the picture shows
 HIDDEN = ("silu_mul", "all_gather_gemm", "copied_gemm")  # kernels of the layer's first half; the last one ends it
 TOLERANCE = 1e-2  # relative Frobenius error of two bf16 ops in sequence
 
@@ -147,7 +147,7 @@ def emulated(picture: Path, bar: Progress) -> DemoResult:
 
 
 def compared(picture: Path) -> list[str]:
-    """Draw rank 0 of either plan of `EMULATED_DRAWN` on one axis, and return what the picture shows in words."""
+    """Draw rank 0 of each plan of `EMULATED_DRAWN` on one axis, and return a description of the picture."""
     from .backends.emulated import spmd as spmd_with_report
 
     profile, lanes = shipped(PROFILE), {}
@@ -172,7 +172,7 @@ def compared(picture: Path) -> list[str]:
 
 
 def costs_of(profile: Profile) -> Costs:
-    """Return costs with which the emulated GEMMs, copies and collectives take the times that a profile has for those of
+    """Return costs that give the emulated GEMMs, copies and collectives the profile's times for the sizes in
     `REAL`."""
     from .emulator.tasks import Costs
 
@@ -209,7 +209,7 @@ def on_two_lanes(spans: Sequence[Span]) -> list[Span]:
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 @dataclass
 class RankTimes:
-    """One rank's figures of one plan; times in microseconds by mode."""
+    """One rank's measurements of one plan; times in microseconds by mode."""
 
     error: float
     times: dict[str, float]
@@ -218,8 +218,8 @@ class RankTimes:
 
 
 def _median_us(runs: dict[str, Callable[[], object]], world: World, calls: int = 10) -> dict[str, float]:
-    """Return the time in microseconds of one call of each function: rounds of back-to-back calls, interleaved; the
-    slowest rank's median."""
+    """Return the time in microseconds of one call of each function: the slowest rank's median over interleaved rounds
+    of back-to-back calls."""
 
     def sample(name: str) -> float:
         world.synchronize()
@@ -262,8 +262,8 @@ def measure_rank(world: World, shape: tuple[int, int, int], plans: tuple[str, ..
 
 
 def staged(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of the layer with the names of its stages: which GEMM a span is, and which collective a copy is
-    a part of."""
+    """Return the spans of the layer under the names of its stages: a GEMM's span names the GEMM, a copy's span names
+    the collective that it belongs to."""
     half = max((s.end for s in spans if s.detail in HIDDEN), default=0.0)
 
     def named(s: Span) -> Span:
@@ -307,7 +307,7 @@ def on_gpus(gpus: int, picture: Path, bar: Progress) -> DemoResult:
 
 
 def panels(results: Sequence[dict[str, RankTimes]]) -> dict[str, list[Span]]:
-    """Return the plans' timelines, each under its name and its time without a profiler; results by rank."""
+    """Return the plans' timelines, each under its name and its time without a profiler. results: by rank."""
     titled = {}
     for plan, times in results[0].items():
         us, base = times.times[DRAWN], results[0]["sequential"].times[DRAWN]

@@ -1,8 +1,8 @@
-"""What this machine offers weft: GPUs, links, measured bandwidth, symmetric memory, and so which backend is used and
+"""`weft doctor`: this machine's GPUs, links, measured bandwidth and symmetric memory, and which backend weft uses and
 why.
 
-Everything is measured from one process. Multicast is queried, not used: no multicast object is made, and NCCL is told
-not to make one.
+One process measures everything. It queries multicast but does not use it: neither weft nor NCCL makes a multicast
+object.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _lacks_for_stub() -> str | None:
-    """Return the missing tools with which Triton builds its stub of the driver at its first use of a GPU, and the
-    packages to install; None where none is missing."""
+    """Return the missing tools that Triton needs to build its driver stub at its first use of a GPU, and the packages
+    to install; None if no tool is missing."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton asks
     headers = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
@@ -103,7 +103,7 @@ def _lacks_for_stub() -> str | None:
 
 
 def _ask(*command: str) -> str:
-    """Return the output of a command, or nothing where it is missing, fails or hangs."""
+    """Return the output of a command, or "" if the command is missing, fails or hangs."""
     if not shutil.which(command[0]):
         return ""
     try:
@@ -123,8 +123,8 @@ def _gpus(gpus: int) -> list[tuple[str, str]]:
 
 
 def _attention() -> list[tuple[str, str]]:
-    """Return the library that gathered attention takes with 32 and 8 heads, D 128, for each use, and why it does not
-    take the others."""
+    """Return, for each use, the library that gathered attention calls with 32 and 8 heads, D 128, and why it does not
+    call the other libraries."""
     if not torch.cuda.is_available():
         return [("library", f"{libraries.REFERENCE.name}: float32 arithmetic of torch, to try things")]
     lines = []
@@ -177,7 +177,7 @@ def _symmetric(gpus: int) -> list[tuple[str, str]]:
 
 
 def _multicast(device: int) -> bool:
-    """Return whether the driver says that the GPU has multicast. It only queries the attribute."""
+    """Return whether the driver reports that the GPU supports multicast. This only queries the attribute."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -211,7 +211,8 @@ def _rate(nbytes: int, fn: Callable[[], object], gpus: int, repeat: int = 10) ->
 
 
 def _bandwidth(gpus: int) -> list[tuple[str, str]]:
-    """Return the bandwidth of copies between cuda:0 and cuda:1 by either side, and of an all-gather over all GPUs."""
+    """Return the bandwidth of copies between cuda:0 and cuda:1 that either GPU makes, and of an all-gather over all
+    GPUs."""
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # NCCL would make multicast objects
     words = SIZE // 4
     local = torch.zeros(words, dtype=torch.int32, device="cuda:0")
@@ -240,7 +241,7 @@ def _bandwidth(gpus: int) -> list[tuple[str, str]]:
 
 
 def _emulator() -> str | None:
-    """Return why the emulator does not run here; None where it does."""
+    """Return why the emulator does not run here; None if it runs."""
     try:
         from . import emulator  # noqa: F401
     except (WeftError, ImportError) as error:

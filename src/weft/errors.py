@@ -10,22 +10,22 @@ class WeftError(RuntimeError):
 
 
 class Timeout(WeftError):
-    """A bounded wait expired: names the op, rank, tile, channel and the peer that did not arrive. Every later use of
-    the World raises it again."""
+    """A bounded wait expired. The message names the op, rank, tile, channel and the peer that did not arrive. Every
+    later use of the World raises it again."""
 
 
 class Mismatch(WeftError):
-    """Ranks disagree on a shape, dtype, plan or on the order of ops; raised on every rank. Where that was before any
-    launch, the World works as before; else every later use of it raises it again."""
+    """Ranks disagree on a shape, a dtype, a plan or the order of ops. Every rank raises it. If nothing was launched
+    before, the World stays usable; otherwise every later use of the World raises the error again."""
 
 
 class Overflow(WeftError):
-    """A rank's experts received more rows than `max_rows` or `max_m` has room for; the message says which ranks'
-    experts, and how many rows were dropped. It is raised on that rank and on those whose tokens' rows these were, by
-    `World.synchronize` or by a later call of an op, after its launch: the other ranks have made that call too, so it
-    must not be repeated.
+    """A rank's experts received more rows than `max_rows` or `max_m` allows. The message names the ranks of these
+    experts and the number of dropped rows. The ranks of the experts and the ranks of the dropped rows' tokens raise it,
+    in `World.synchronize` or in a later call of an op, after that call's launch: the other ranks have made that call
+    too, so the caller must not repeat it.
 
-    result: the result of that call; None for `World.synchronize`.
+    result: the result of that later call; None for `World.synchronize`.
     """
 
     def __init__(self, message: str, result: Any = None) -> None:
@@ -34,22 +34,23 @@ class Overflow(WeftError):
 
 
 class Unsupported(WeftError):
-    """A plan cannot serve this call (no peer access, a stride that TMA cannot take, ...), or a grid cannot be resident
-    at once; the message says why."""
+    """A plan cannot serve this call (no peer access, a stride that TMA does not support, ...), or a grid cannot be
+    resident at once; the message gives the reason."""
 
 
 class Race(WeftError):
-    """Emulator: two accesses to one element, one of them a write, that no release/acquire or stream order relates."""
+    """Emulator: neither release/acquire nor stream order relates two accesses to one element, one of them a write."""
 
 
 class Deadlock(WeftError):
-    """Emulator: every task waits; the message has the wait-for graph."""
+    """Emulator: every task waits; the message contains the wait-for graph."""
 
 
 class MemoryFault(WeftError):
-    """Emulator: an access outside the tensor that its pointer comes from, or a read of memory that nothing has
+    """Emulator: an access outside the tensor that its pointer comes from, or a read of memory that was never
     written."""
 
 
 class SignalError(WeftError):
-    """Emulator: at the end of a run a channel's counter is above (doubled signal) or below (lost signal) its due."""
+    """Emulator: at the end of a run a channel's counter is above (doubled signal) or below (lost signal) the expected
+    value."""

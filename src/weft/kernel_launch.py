@@ -1,4 +1,4 @@
-"""A launch is an object, made once: a kernel with the arguments that are the same in each of its calls.
+"""A launch is an object that is made once: a kernel and the arguments that are the same in each call.
 
     @prepared
     def _staged_sum(world: World, rows: int, n: int, dtype: torch.dtype) -> Launch:
@@ -7,11 +7,11 @@
 
     _staged_sum(world, rows, n, out.dtype)(stream, staging=staging, out_desc=out)
 
-The arguments that change from call to call are derived from the kernel's own parameters: those for which the launch
-fixes no value, and those for which it fixes the view of a tensor, as a `Matrix` (the geometry of a TMA descriptor) or
-as `Words`. All of them are passed by name at each call, with their addresses in that call (backends/launcher.py). So no
-launch can use an address of an earlier call, and none keeps a caller's tensor alive. A function under `prepared`
-depends only on its arguments, which are the key under which its launch is cached; tensors are refused among them.
+The other arguments change from call to call. They are the kernel's parameters for which the launch fixes no value, or
+only the view of a tensor, as a `Matrix` (the geometry of a TMA descriptor) or as `Words`. The caller passes all of them
+by name at each call, with their addresses in that call (backends/launcher.py). So no launch can use an address of an
+earlier call or keep a caller's tensor alive. A function decorated with `prepared` depends only on its arguments, which
+are the cache key of its launch; `prepared` refuses tensors among them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Prepared = TypeVar("Prepared")
 # does not specialise.
 Moved = torch.Tensor | tuple[Any, ...] | int | None
 
-MOST_PREPARED = 8192  # prepared objects of a World; each takes a few hundred bytes, and no GPU memory
+MOST_PREPARED = 8192  # prepared objects of a World; each occupies a few hundred bytes, and no GPU memory
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The view of a call's tensor as a row-major [rows, cols] matrix. The kernel gets a TMA descriptor with blocks of
-    block[0] x block[1] elements."""
+    """The view of a call's tensor as a row-major [rows, cols] matrix. The kernel's argument is a TMA descriptor with
+    blocks of block[0] x block[1] elements."""
 
     rows: int
     cols: int
@@ -67,14 +67,14 @@ class Matrices:
 
 @dataclass(frozen=True)
 class Words:
-    """The view of a call's tensor, contiguous or a row of any stride, as int32 words."""
+    """The view of a call's tensor as int32 words; the tensor is contiguous, or one row of any stride."""
 
     def argument(self, t: torch.Tensor) -> torch.Tensor:
         return t.view(-1).view(torch.int32)
 
 
 class LaunchTarget(Protocol):
-    """What launches kernels: a World or a backend."""
+    """An object that launches kernels: a World or a backend."""
 
     def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Moved], /) -> None: ...
 
@@ -82,9 +82,9 @@ class LaunchTarget(Protocol):
 
 
 class Launch:
-    """A launch of a `weft.jit` kernel that is made once and called often. It has `grid` programs, options
-    (`Backend.launch`), and arguments that are `fixed` for as long as the World lives. Calling it launches the kernel
-    with the other arguments, `moving`, by name."""
+    """A launch of a `weft.jit` kernel, made once and called often. It has `grid` programs, options (`Backend.launch`),
+    and arguments that are `fixed` as long as the World exists. Calling it launches the kernel with the other arguments,
+    `moving`, by name."""
 
     def __init__(
         self, machine: LaunchTarget, kernel: JITFunction, grid: int, options: Options, **fixed: object
@@ -107,7 +107,7 @@ class Launch:
         self._load(self.kernel, self.grid, self.arguments(moving), self.options)
 
     def arguments(self, moving: Mapping[str, Moved]) -> dict[str, object]:
-        """Return all arguments by name. Raises TypeError unless `moving` has exactly the names in `self.moving`."""
+        """Return all arguments by name. Raises TypeError unless the names of `moving` are exactly `self.moving`."""
         if moving.keys() != set(self.moving):
             raise TypeError(
                 f"{self.kernel.__name__} is launched with {', '.join(self.moving)}, not with {', '.join(moving)}"
@@ -126,7 +126,7 @@ class Launch:
 
 
 class BoundLaunch(NamedTuple):
-    """A launch and its arguments in one call."""
+    """A launch and its arguments for one call."""
 
     launch: Launch
     moving: Mapping[str, Moved]
@@ -136,9 +136,9 @@ class BoundLaunch(NamedTuple):
 
 
 class Ahead:
-    """Loads the kernels of a call before the first of them runs: CUDA may block the loading of one until another, which
-    waits for it, has ended. It does so once for each combination of alignments of the caller's tensors, since Triton
-    compiles another kernel for addresses that are multiples of 16."""
+    """Loads all kernels of a call before the first of them runs: CUDA may block the loading of a kernel until a running
+    kernel ends, which may wait for the kernel to load. Loads once for each combination of alignments of the caller's
+    tensors, since Triton compiles a separate kernel for addresses that are multiples of 16."""
 
     def __init__(self) -> None:
         self._loaded: set[Hashable] = set()
@@ -149,8 +149,9 @@ class Ahead:
         steps: Callable[[], Iterable[BoundLaunch]],
         variant: Hashable = None,
     ) -> None:
-        """Load the kernels of the launches that `steps` returns, which are all those of the call, unless they have been
-        loaded for such alignments. tensors: the caller's. variant: which of the calls that share this object it is."""
+        """Load the kernels of the launches that `steps` returns (all launches of the call), unless they have been
+        loaded for these alignments. tensors: the caller's tensors. variant: tells apart calls that share this
+        object."""
         aligned = (variant, *[None if t is None else t.data_ptr() % 16 == 0 for t in tensors])
         if aligned not in self._loaded:
             for launch, moving in steps():
@@ -159,12 +160,12 @@ class Ahead:
 
 
 class Keeper(Protocol):
-    """What keeps prepared objects: a World."""
+    """An object that caches prepared objects: a World."""
 
     prepared: dict[Hashable, Any]
 
     def forget_prepared(self) -> None:
-        """Drop the objects, so that the next calls make them anew."""
+        """Drop the prepared objects, so that the next calls make new ones."""
 
 
 Keeping = TypeVar("Keeping", bound=Keeper)
@@ -172,8 +173,8 @@ Keeping = TypeVar("Keeping", bound=Keeper)
 
 def prepared(make: Callable[Concatenate[Keeping, Args], Prepared]) -> Callable[Concatenate[Keeping, Args], Prepared]:
     """Decorate a function that makes an object for calls of one kind, such as a Launch. The function runs at the first
-    call with its arguments, which are hashable; the World caches the object until memory that calls share has to grow.
-    Raises TypeError for a tensor among the arguments."""
+    call with given arguments, which are hashable; the World caches the object until memory that calls share has to
+    grow. Raises TypeError for a tensor among the arguments."""
 
     @functools.wraps(make)
     def kept(world: Keeping, /, *args: Args.args, **kwargs: Args.kwargs) -> Prepared:

@@ -19,22 +19,22 @@ def init(group: ProcessGroup | None = None, *, check: bool | None = None, batch_
     process. With a group over gloo the ranks are CPU processes, which serve as the reference: every op accepts CPU
     tensors and runs its sequential plan, and the ranks compare every call.
 
-    check: at each call of an op the hosts wait for each other and compare their calls, so that ranks that differ raise
-    Mismatch before anything is launched, whatever the plan. Without it kernels compare, at no cost, where ranks read
-    memory that others wrote; calls that only NCCL's collectives carry (plan "sequential", and "signaled" by NCCL) are
-    not compared. A CUDA graph's replays are compared by its kernels alone. None: check where the environment has
-    WEFT_CHECK=1.
+    check: at each call of an op the hosts wait for each other and compare their calls, so that ranks whose calls differ
+    raise Mismatch before anything is launched, whatever the plan. Without check, kernels compare calls, at no cost,
+    where ranks read memory that other ranks wrote; nothing compares calls that communicate only by NCCL's collectives
+    (plan "sequential", and "signaled" by NCCL). Only a CUDA graph's kernels compare its replays. None: check if the
+    environment sets WEFT_CHECK=1.
 
     batch_invariant: with given weights and ranks, the bits of a row of a result depend on that row of the operands
-    alone: not on the other rows or their number, on where the row lies or which rank owns it, on the plan, or on
-    whether a CUDA graph runs. This holds for forward passes of `matmul`, `all_gather_matmul`, `matmul_reduce_scatter`,
-    `matmul_all_reduce`, `all_reduce`, `all_reduce_rms_norm`, `silu_mul` and `rms_norm` with 16-bit rows. A plan that
-    cannot keep this is no candidate of "auto"; asked for by name it raises Unsupported, as every other op does. None:
-    where the environment has WEFT_BATCH_INVARIANT=1.
+    alone: not on the other rows or their number, the row's position, the rank that owns it, the plan, or whether a CUDA
+    graph runs. This holds for forward passes of `matmul`, `all_gather_matmul`, `matmul_reduce_scatter`,
+    `matmul_all_reduce`, `all_reduce`, `all_reduce_rms_norm`, `silu_mul` and `rms_norm` with 16-bit rows. "auto" does
+    not consider plans that break this promise; such a plan, asked for by name, raises Unsupported, as does every other
+    op. None: true if the environment sets WEFT_BATCH_INVARIANT=1.
 
-    Initialises torch.distributed with NCCL unless it is initialised. Without a launcher it is a world of one rank, on
-    which every op is an ordinary GEMM. Raises RuntimeError without a GPU and without such a group (`spmd(...,
-    backend="gloo")` makes one; `spmd(..., backend="emulated")` needs none).
+    Initialises torch.distributed with NCCL unless it is initialised. Without a launcher the World has one rank, and
+    every op is an ordinary GEMM. Raises RuntimeError without a GPU unless the group is over gloo (`spmd(...,
+    backend="gloo")` makes such a group; `spmd(..., backend="emulated")` needs none).
     """
     from .backends import gloo
 
@@ -47,7 +47,7 @@ def init(group: ProcessGroup | None = None, *, check: bool | None = None, batch_
 
 
 def init_gloo() -> World:
-    """Return the World of all ranks of the environment, as CPU processes that share this machine's processors."""
+    """Return the World of all ranks of torchrun's environment, as CPU processes that share this machine's cores."""
     from .backends import gloo
 
     gloo.start()
@@ -55,7 +55,7 @@ def init_gloo() -> World:
 
 
 def runs_nothing(fn: Callable[..., object]) -> bool:
-    """Return whether a call of fn only makes a coroutine or a generator."""
+    """Return whether calling fn only creates a coroutine or a generator."""
     kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
     return any(kind(fn) for kind in kinds)
 
@@ -72,10 +72,10 @@ def spmd(
     """Run `fn(world, *args, **kwargs)` as `world_size` ranks and return their results by rank.
 
     backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "shared"
-    (the same, but ranks share the GPUs where there are fewer, which is no test of speed), "gloo" (CPU processes:
-    every op by its sequential plan, as a reference), "emulated" (CPU; options `seed`, `sm_count`, `races`, `nodes`,
-    `ahead`, ...). An exception in one rank ends the others and is raised here. A rank in a process of its own gets
-    copies of the arguments, other ranks the same objects.
+    (the same, but ranks share GPUs if there are fewer GPUs than ranks; do not measure speed with it), "gloo" (CPU
+    processes: every op by its sequential plan, as a reference), "emulated" (CPU; options `seed`, `sm_count`, `races`,
+    `nodes`, `ahead`, ...). An exception in one rank ends the other ranks, and `spmd` raises it. Ranks in separate
+    processes get copies of the arguments; ranks in the calling process get the caller's objects.
 
     Raises:
         TypeError: fn is not callable, or is an async or generator function, whose body a call does not run.

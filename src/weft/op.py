@@ -56,7 +56,7 @@ def registered(op: Op) -> Op:
 
 
 def collectives() -> dict[str, str]:
-    """Return, for each op with one GEMM, the library's collective before or after it."""
+    """Return, for each op with one GEMM, NCCL's collective before or after the GEMM."""
     return {name: op.collective for name, op in REGISTRY.items() if op.collective}
 
 
@@ -65,7 +65,7 @@ def collective(op: str) -> str:
 
 
 def op_around(collective_name: str) -> str:
-    """Return the op whose collective this is."""
+    """Return the op that has this collective."""
     return next(name for name, library_collective in collectives().items() if library_collective == collective_name)
 
 
@@ -75,18 +75,18 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Return the rows of all ranks, M. If it is 0 nothing is launched."""
+        """Return M, the number of rows of all ranks. If it is 0 nothing is launched."""
         raise NotImplementedError
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:
-        """Return what must be the same on all ranks, by the names that a Mismatch prints: all fields, unless a class
-        overrides this."""
+        """Return the values that must be the same on all ranks, by the names that a Mismatch prints: all fields, unless
+        a class overrides this."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True)
 class RowsCall(Call):
-    """The arguments of a call for m rows, on this rank or on all."""
+    """The arguments of a call for m rows, on this rank or on all ranks."""
 
     m: int
 
@@ -104,61 +104,61 @@ def trial_title(op: str, scaling: str) -> str:
 
 
 class Op(ABC, Generic[C]):
-    """One operator. An instance has no state: the World keeps what calls prepare."""
+    """One operator. An instance has no state: the World keeps the objects that calls prepare."""
 
     name: ClassVar[str]
-    # The function that errors name, if it is called otherwise than the op.
+    # The public function that errors name, if its name differs from the op's.
     public: ClassVar[str] = ""
-    # Operands, then options, as torch.library writes them. Without it there is no torch.compile and no gradient.
+    # Operands, then options, as torch.library writes them. Without it an op has no torch.compile and no gradient.
     signature: ClassVar[str] = ""
     results: ClassVar[int] = 1
-    # The number of tensors that a run also returns for the backward pass (`saved_shapes`, `saved_tensors`) if the last
-    # option, `bool gradient`, which `__call__` adds, says that an operand requires a gradient.
+    # The number of tensors that a run also returns for the backward pass (`saved_shapes`, `saved_tensors`) if its last
+    # option, `bool gradient`, is true: `__call__` adds it, and sets it if an operand requires a gradient.
     num_saved: ClassVar[int] = 0
-    # The number of results, after the first, that are memory of the World, which compiled calls copy.
+    # The number of results after the first that are memory of the World; compiled calls copy them.
     num_borrowed_outputs: ClassVar[int] = 0
     # The NamedTuple of its operands.
     operand_type: ClassVar[Callable[..., Operands] | None] = None
-    # The classes of plans that serve it, and the function that prepares the calls of each (prepared.py).
+    # By plan class that serves the op, the function that prepares its calls (prepared.py).
     runs: ClassVar[Mapping[type[Plan], Prepare]]
-    # Fields of plans that it refuses because it would have to ignore them.
+    # By plan class, the fields that the op refuses because it would have to ignore them.
     unsupported_fields: ClassVar[Mapping[type[Plan], Sequence[str]]] = {}
-    # One number for all ops, increased when "auto" may decide anew.
+    # One number for all ops, increased when a change lets "auto" decide differently.
     table_version: ClassVar[int] = 0
-    # The library's collective before or after its one GEMM, and whether it moves the GEMM's input, before it.
+    # NCCL's collective before or after the op's one GEMM, and whether it comes before the GEMM and moves its input.
     collective: ClassVar[str] = ""
     gathers: ClassVar[bool] = False
-    # The models of plans whose time can be predicted, in the order in which the planner tries them.
+    # By plan class with predictable time, its model, in the order in which the planner tries them.
     costs: ClassVar[Mapping[type[Plan], AnyCost]] = {}
-    # For a collective without a GEMM: bytes that the kernels after the library's read and write, over its own bytes.
+    # For a collective without a GEMM: bytes that the kernels after NCCL's read and write, over the collective's bytes.
     elementwise_passes: ClassVar[float | None] = None
     # Plans of one kind whose order of speed depends on the shape. `weft tune` measures them, and "auto" times them on a
     # Hopper GPU without a profile.
     variants: ClassVar[Sequence[Plan]] = ()
     # Plans without a model in the planner, which "auto" times at the first call of a size.
     autotune_plans: ClassVar[Sequence[Plan]] = ()
-    # The same for ranks on several nodes.
+    # Plans that "auto" times for ranks on several nodes.
     over_nodes: ClassVar[Sequence[Plan]] = ()
-    # The plan of "auto" on ranks of few programs, as in the emulator, or the class whose name stands for it there.
+    # The plan of "auto" on ranks with few programs, as in the emulator, or the class whose default plan it is.
     emulator_plan: ClassVar[Plan | type[Plan]] = Sequential
 
-    # The plans that keep the promise of `weft.init(batch_invariant=True)`. An op without any is refused there.
+    # The plans that keep the promise of `weft.init(batch_invariant=True)`. Such a World refuses an op with none.
     batch_invariant_plans: ClassVar[tuple[type[Plan], ...]] = ()
 
     keeps_decisions: ClassVar[bool] = False  # decisions are not kept with the World (`decisions`)
     depends_on_addresses: ClassVar[bool] = False  # decisions depend on `operand_addresses`
-    partial: ClassVar[bool] = False  # a call does not write all of its result
-    by_library: ClassVar[bool] = True  # one rank alone runs it by library calls, not by the plan
+    partial: ClassVar[bool] = False  # a call does not write all elements of its result
+    by_library: ClassVar[bool] = True  # a World of one rank runs library calls instead of the plan
 
-    # -- what an operator defines
+    # -- methods that an operator defines
     @abstractmethod
     def check(self, world: World, operands: Operands, options: CallOptions) -> C:
-        """Return the Call. Raise ValueError or TypeError, quoting the arguments, for errors that this rank alone can
-        see."""
+        """Return the Call. Raise ValueError or TypeError, quoting the arguments, for errors that this rank can detect
+        alone."""
 
     @abstractmethod
     def outputs(self, world: World, call: C) -> Shapes:
-        """Return shape and dtype of the result, which `out=` may hold, and of further results."""
+        """Return shape and dtype of the result, which the caller may pass as `out=`, and of further results."""
 
     def meta(self, world: World, operands: Operands, options: CallOptions) -> Shapes:
         """Return `outputs` while torch.compile traces, when sizes may be symbols."""
@@ -170,24 +170,24 @@ class Op(ABC, Generic[C]):
         return [like.new_empty(shape, dtype=dtype) for shape, dtype in results]
 
     def saved_shapes(self, world: World, call: C, plan: str | Plan) -> Shapes:
-        """Return shapes and dtypes of the tensors that a run keeps for the backward pass, at most `num_saved`; a plan
-        may keep fewer. plan: the one that runs, or, while torch.compile traces, the one that was asked for."""
+        """Return shapes and dtypes of the tensors that a run saves for the backward pass: at most `num_saved`, but a
+        plan may save fewer. plan: the plan that runs, or, while torch.compile traces, the caller's plan."""
         return ()
 
     def saved_tensors(
         self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
-        """Return what the backward pass needs of operands and results. results: the results, then what the run kept.
+        """Return the tensors that the backward pass needs. results: the results, then the tensors that the run saved.
         needs: for each operand, whether its gradient is asked for."""
         return operands
 
     def backward(self, world: World, context: Backward) -> Sequence[torch.Tensor | None]:
-        """Return the operands' gradients, computed by other ops; None for those that are not asked for. It must
-        communicate in the same way on all ranks."""
+        """Return the operands' gradients, computed by other ops; None for gradients that are not asked for. All ranks
+        must communicate in the same way."""
         raise NotImplementedError
 
     def sizes(self, call: C) -> tuple[int, int, int]:
-        """Return M, N, K as the measured table and the planner define them: those of the GEMM on one rank, but M of all
+        """Return M, N, K as the measured table and the planner define them: N and K of the GEMM on one rank, M of all
         ranks."""
         return call.rows, 1, 1
 
@@ -196,25 +196,26 @@ class Op(ABC, Generic[C]):
         return GemmCall(self.collective, self.gathers, m, n, k, received)
 
     def multiply_adds(self, call: C) -> int:
-        """Return the number of multiply-adds of its kernels on one rank."""
+        """Return the number of multiply-adds of the op's kernels on one rank."""
         return math.prod(self.sizes(call))
 
     def examples(self, world: World) -> Mapping[str, tuple[Operands, CallOptions]]:
-        """Return operands and options for the benchmark, by name."""
+        """Return operands and options of the benchmark's calls, by the calls' names."""
         return {}
 
     def auto(self, world: World, call: C, mode: str) -> Plan:
-        """Return the plan of "auto" if no plan was timed faster. mode: "graph" or "eager"."""
+        """Return the plan that "auto" runs unless a timed plan was faster. mode: "graph" or "eager"."""
         return world.backend.scale.preset(self.emulator_plan) or self.expected(world, call, mode)
 
     def expected(self, world: World, call: C, mode: str) -> Plan:
-        """Return the plan that is stored or predicted as the fastest for such a call. A timed plan has to beat it."""
+        """Return the plan that is stored or predicted as the fastest for such a call. A timed plan must be faster."""
         from .planner.auto import auto  # imported here, since the planner imports the registry
 
         return auto(self.name, world, *self.sizes(call), mode)
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
-        """Return the plan that a kind's name stands for; `kind` is the first class of that kind in `runs`."""
+        """Return the plan to run when a caller passes a kind's name; `kind` is the first class of that kind in
+        `runs`."""
         return world.backend.scale.plan(kind)
 
     def unsupported(self, world: World, call: C, plan: Plan, asked: str | Plan) -> str | None:
@@ -224,7 +225,7 @@ class Op(ABC, Generic[C]):
 
     def batch_invariance_unsupported(self, world: World, call: C, plan: Plan) -> str | None:
         """Return why the plan does not keep the promise of `weft.init(batch_invariant=True)` for this call, or None.
-        One rank alone sums nothing over ranks."""
+        A World of one rank keeps it, since it sums nothing over ranks."""
         plans = self.batch_invariant_plans
         if isinstance(plan, plans) or (plans and world.size == 1 and isinstance(plan, Sequential)):
             return None
@@ -244,31 +245,31 @@ class Op(ABC, Generic[C]):
         return True
 
     def candidates(self, world: World, call: C) -> Sequence[Plan]:
-        """Return those of `tries` that are worth a trial of this call, the same on all ranks. May be collective."""
+        """Return the plans to time for this call, the same on all ranks. The method may be collective."""
         return self.autotune_plans
 
     def trial_key(self, call: C) -> Hashable:
-        """Return what calls that share one trial have in common; the same on every rank."""
+        """Return the key of this call's trial, which is the same on every rank; calls with one key share one trial."""
         return tuple(call.same_on_all_ranks().items())
 
     def balanced(self, world: World, call: C, operands: Operands) -> tuple[C, Operands]:
-        """Return the call and operands to time in place of these, if the time depends on the operands' values."""
+        """Return the call and operands to time instead of the caller's, if the time depends on the operands' values."""
         return call, operands
 
     def without_rows(self, world: World, call: C, out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return all results of a call without rows, which runs no plan. out: the tensor for the first."""
+        """Return all results of a call without rows, which runs no plan. out: the tensor for the first result."""
         further = [world.empty(shape, dtype) for shape, dtype in self.outputs(world, call)[1:]]
         return out, *further, *[None] * (self.results - 1 - len(further))
 
     def without_overlap(self, world: World, plan: Plan, operands: Operands, out: torch.Tensor) -> Operands | None:
-        """Return operands with which the plan can write `out`, which overlaps some of them; or None, for a result that
-        is written to separate memory first."""
+        """Return operands with which the plan can write `out`, which overlaps some of the caller's operands; or None if
+        the plan must write the result to separate memory first."""
         return None
 
     def postprocess(
         self, world: World, plan: str | Plan, operands: Operands, options: CallOptions, results: Operands
     ) -> Returned:
-        """Return what a caller gets for the results, if the op defines it."""
+        """Convert a run's results into the caller's, if the op overrides this."""
         return results
 
     # -- a call
@@ -280,15 +281,15 @@ class Op(ABC, Generic[C]):
         options: CallOptions = (),
         out: torch.Tensor | None = None,
     ) -> Returned:
-        """Run the op, and return the result and further ones. out: where to write the result; not differentiable.
-        Operands beyond those in the signature reach only eager calls without a gradient; otherwise `postprocess`
-        handles them."""
+        """Run the op, and return the result and further results. out: the tensor to write the result to; such a call
+        is not differentiable. Only eager calls without a gradient read operands beyond the signature; in other calls
+        `postprocess` handles them."""
         compiling, gradient = torch.compiler.is_compiling(), False
         if type(world) is not World and not compiling:
             check_call(self.title, world, plan)
         if torch.is_grad_enabled():
             for t in operands:
-                if t is not None and getattr(t, "requires_grad", False):  # `check` refuses what is not a tensor
+                if t is not None and getattr(t, "requires_grad", False):  # `check` refuses objects that are not tensors
                     self._check_gradient(operands, out)
                     gradient = True
                     break
@@ -342,12 +343,12 @@ class Op(ABC, Generic[C]):
 
     @cached_property
     def operands(self) -> int:
-        """Return the number of tensors that it takes."""
+        """Return the number of tensors among the operator's arguments."""
         return sum(argument.startswith("Tensor") for argument in self.signature.split(", "))
 
     @cached_property
     def outcomes(self) -> int:
-        """Return the number of tensors that its operator returns."""
+        """Return the number of tensors that the operator returns."""
         return self.results + self.num_saved
 
     def _check_present(self, operands: Operands) -> None:
@@ -393,7 +394,7 @@ class Op(ABC, Generic[C]):
                 results = known(operands, out)
             else:
                 results = known.noted(residents, operands, out)
-        except BaseException:  # also an interrupt; a run joins the side streams of its transports only at its end
+        except BaseException:  # interrupts too; a run joins the side streams of its transports only at its end
             world.join_side_streams()
             raise
         world.ran = known  # set last, since this call may have made other calls
@@ -412,7 +413,7 @@ class Op(ABC, Generic[C]):
         self._check_present(operands)
         call, capturing = self.check(world, operands, options), world.backend.capturing()
         world.check()
-        if any(self.waits(world, kind) for kind in self.runs):  # trials and what prepares a capture run here
+        if any(self.waits(world, kind) for kind in self.runs):  # trials and a capture's warm-up run in `_decide`
             world.order_residents(UNKNOWN, capturing)
         if (
             asked == "auto"
@@ -425,7 +426,7 @@ class Op(ABC, Generic[C]):
         decisions, addresses = self.decisions(world, options), self.operand_addresses(world, operands, out)
         if asked == "auto" and capturing:
             plan, final = self._plan_for_capture(world, call, plan, decisions, addresses)
-        # A rank that warms up alone meets this check of the others in its own, and a Mismatch is raised on all.
+        # If a rank warms up alone, its check meets the check that the other ranks make here: all ranks raise Mismatch.
         if asked == "auto" and not capturing and self.may_capture(world, call):
             final = self._ready_for_capture(world, call, plan, operands, out, decisions, addresses)
         known = self.prepared(world, call, plan, addresses)
@@ -464,16 +465,17 @@ class Op(ABC, Generic[C]):
 
     def waits(self, world: World, plan: Plan | type[Plan]) -> bool:
         """Return whether programs of a call wait for other ranks, or for programs of their launch that have not
-        started. With one rank only those of a grid barrier do: all others take their work in an order in which nothing
-        waits for what a later program does."""
+        started. With one rank only programs with a grid barrier do: other launches order their work so that no program
+        waits for a later one."""
         return world.size > 1 or plan.grid_barrier
 
     def operand_addresses(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
-        """Return what a decision depends on of the addresses of operands and `out`; the same on every rank."""
+        """Return the properties of the addresses of operands and `out` on which a decision depends; they are the same
+        on every rank."""
         return None
 
     def compared(self, plan: Plan, addresses: Hashable) -> Mapping[str, Hashable]:
-        """Return those of `operand_addresses` that ranks have to compare, by name."""
+        """Return the parts of `operand_addresses` that ranks have to compare, by name."""
         return {}
 
     def decisions(self, world: World, options: CallOptions) -> Memo:
@@ -484,10 +486,10 @@ class Op(ABC, Generic[C]):
         """Raise Mismatch unless all ranks make this call, with this plan and `further` values. Collective at the first
         call. Returns the call's number for `World.begin`, or None for a call that ranks do not compare.
 
-        For a plan whose waits are bounded, the Mismatch may come at the next check only (`World.post_call`): a launch
-        that the other ranks do not make ends by a timeout. A collective of the library that ranks enter with different
-        sizes never ends, and a host can block behind it before any check, for example while CUDA loads a module. Such a
-        plan therefore waits here for all ranks.
+        If all waits of the plan are bounded, only the next check may raise the Mismatch (`World.post_call`): a launch
+        that the other ranks do not make ends by a timeout. An NCCL collective that ranks enter with different sizes
+        never ends, and can block a host before any check, for example while CUDA loads a module. A plan with such a
+        collective therefore waits here for all ranks.
         """
         if self.public:
             further["op"] = self.name
@@ -507,11 +509,11 @@ class Op(ABC, Generic[C]):
         decisions: Memo,
         addresses: Hashable,
     ) -> bool:
-        """Warm up a later capture: if "auto" takes another plan inside a CUDA graph, run that plan once, since a
-        capture cannot allocate or compile what it needs. This happens at the second call of a size, because a size
-        called once should not pay for a graph that never comes, or at the first call on a side stream, where callers
-        warm up. Return False at a first call that does not do it: the call is then not remembered, so that the ranks
-        come here together again."""
+        """Warm up a later capture: if "auto" runs a different plan inside a CUDA graph, run that plan once, since a
+        capture can neither allocate nor compile. The warm-up runs at the second call of a size, because a size that is
+        called once should not pay for a graph that never comes; or at the first call on a side stream, where callers
+        warm up. Return False at a first call that does not warm up: the World does not remember that call, so that all
+        ranks return here together."""
         key = self._warm_up_key(call, addresses)
         if key not in decisions and not world.backend.on_side_stream():
             decisions[key] = WarmUp()
@@ -520,8 +522,8 @@ class Op(ABC, Generic[C]):
         in_capture, ready = self.choose(world, call, "auto", True), warm_up.plan
         warm_up.plan = in_capture
         if in_capture not in (plan, ready):
-            # The current stream may differ between ranks. A rank that warms up alone fails here with a Mismatch,
-            # instead of waiting for ever in a collective that the others do not enter.
+            # The current stream may differ between ranks. A rank that warms up alone raises Mismatch here, instead of
+            # waiting for ever in a collective that the other ranks do not enter.
             self.check_same_on_all_ranks(world, call, in_capture, warm_up=True)
             # The capture itself cannot exchange anything.
             self.check_same_on_all_ranks(world, call, in_capture, **self.compared(in_capture, addresses))
@@ -531,8 +533,8 @@ class Op(ABC, Generic[C]):
     def _plan_for_capture(
         self, world: World, call: C, plan: Plan, decisions: Memo, addresses: Hashable
     ) -> tuple[Plan, bool]:
-        """Return the plan for a capture, and whether that is final: `plan`, or the plan of eager calls after a single
-        call, or where no capture was expected (`World.may_capture`)."""
+        """Return the plan for a capture, and whether that is final. It is `plan`, or the plan of eager calls if there
+        was only one call, or if no capture was expected (`World.may_capture`)."""
         eager = self.choose(world, call, "auto", False)
         if not self.may_capture(world, call):
             return eager, True
@@ -550,16 +552,17 @@ class Op(ABC, Generic[C]):
         return world.may_capture(call.rows)
 
     def _warm_up_key(self, call: C, addresses: Hashable) -> Hashable:
-        """Return the key of a call's warm-up. It is the same on every rank, so that all of them warm up, or none."""
+        """Return the key of a call's warm-up. It is the same on every rank, so that either all ranks warm up or none
+        does."""
         return self.name, "warm-up", tuple(call.same_on_all_ranks().items()), addresses
 
     def warm_up_capture(self, prepared: Prepared[C], operands: Operands, out: torch.Tensor | None) -> None:
-        """Make a call only for what it prepares. It does not write `out`, which may hold an operand."""
+        """Make a call only to prepare later calls. It does not write `out`, which may overlap an operand."""
         prepared(operands, None)
 
     def choose(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
         """Return the Plan to run. A plan that cannot serve the call falls back to sequential, which is logged once.
-        Ranks of a reference World run only sequential, and those on several nodes only TwoLevel or sequential."""
+        Ranks of a reference World run only sequential; ranks on several nodes run only TwoLevel or sequential."""
         if isinstance(asked, str):
             asked = RENAMED_KINDS.get(asked, asked)
         self.check_plan(asked)
@@ -579,9 +582,9 @@ class Op(ABC, Generic[C]):
         return Sequential()
 
     def _batch_invariant_plan(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
-        """Return the Plan to run on a batch-invariant World: the one asked for, or for "auto" its choice, or else the
-        first default plan that can run there. Raise Unsupported if there is none: no other plan stands in for a plan
-        that the caller named."""
+        """Return the Plan to run on a batch-invariant World: the caller's plan, or, for "auto", its choice or else the
+        first default plan that can run there. Raise Unsupported if there is none: a plan that the caller named has no
+        fallback."""
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
         plans = [Sequential()] if world.size == 1 and self.by_library else [plan]
         if asked == "auto":
@@ -597,16 +600,16 @@ class Op(ABC, Generic[C]):
         return [self.default(world, kind) for kind in self.batch_invariant_plans]
 
     def _reason_against(self, world: World, call: C, plan: Plan, asked: str | Plan) -> str | None:
-        """Return why the plan cannot serve the call on this World, or None; as `unsupported`, which does not know of
+        """Return why the plan cannot serve the call on this World, or None. `unsupported` gives the reasons other than
         batch invariance."""
         if world.batch_invariant and (reason := self.batch_invariance_unsupported(world, call, plan)) is not None:
             return reason
         return None if isinstance(plan, Sequential) else self.unsupported(world, call, plan, asked)
 
     def _between_nodes(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
-        """Return the Plan of ranks on several nodes, between which only the library's collectives work: TwoLevel if it
-        is asked for, or if "auto" measured it as faster; else Sequential. The reason is logged once if another plan was
-        asked for."""
+        """Return the Plan of ranks on several nodes, between which only NCCL moves data: TwoLevel if the caller asks
+        for it, or if "auto" measured it faster than Sequential; else Sequential. If the caller names another plan,
+        the reason is logged once."""
         if asked in (Sequential(), Sequential.kind):
             return Sequential()
         if TwoLevel not in self.runs or world.backend.two_level_unsupported is not None:
@@ -642,7 +645,7 @@ class Op(ABC, Generic[C]):
         return self._timed(world, call, mode) or self.auto(world, call, mode)
 
     def _timed(self, world: World, call: C, mode: str) -> Plan | None:
-        """Return the plan that was timed fastest for such calls, if it serves this one."""
+        """Return the plan that was timed fastest for such calls, if it can serve this call."""
         timed: Plan | None = world.choices.remembered(self._key(call), mode)
         return timed if timed is not None and self._reason_against(world, call, timed, "auto") is None else None
 
@@ -651,7 +654,7 @@ class Op(ABC, Generic[C]):
         return Op.table_version, self.name, self.trial_key(call)
 
     def choice(self, world: World, call: C, operands: Operands) -> Choice[Plan]:
-        """Return the choice that "auto" makes for such a call. Its candidates may be collective."""
+        """Return the choice that "auto" makes for such a call. Listing its candidates may be collective."""
         from .planner.auto import unmeasured  # imported here, since the planner imports the registry
 
         def candidates() -> Sequence[Plan]:
@@ -660,7 +663,7 @@ class Op(ABC, Generic[C]):
             else:
                 named = *self.candidates(world, call), *unmeasured(self, world, call)
             if world.batch_invariant and len(self.batch_invariant_plans) > 1:
-                # Low-latency rows take several times their memory: an op names them for sizes where that is little.
+                # Low-latency rows occupy several times their data's memory: an op names them only for small sizes.
                 named = *named, *(plan for plan in self._defaults(world) if not is_low_latency(plan))
             fitted = dict.fromkeys(self._with_operand_tiles(call, plan) for plan in named)
             fit = [plan for plan in fitted if self._reason_against(world, call, plan, "auto") is None]
@@ -687,7 +690,7 @@ class Op(ABC, Generic[C]):
         )
 
     def check_plan(self, plan: str | Plan) -> None:
-        """Raise ValueError for a plan or kind that the op does not have, or a field that it refuses."""
+        """Raise ValueError for a plan or kind that the op does not have, or for a field that the op refuses."""
         if isinstance(plan, str):
             if plan != "auto" and plan not in self.kinds:
                 raise ValueError(f'{self.title}: plan {plan!r} is not "auto", one of {sorted(self.kinds)}, or a Plan')
@@ -699,16 +702,16 @@ class Op(ABC, Generic[C]):
 
     @property
     def kinds(self) -> list[str]:
-        """Return the names of the kinds of plans that serve it."""
+        """Return the names of the kinds of plans that serve the op."""
         return list(dict.fromkeys(plan.kind for plan in self.runs))
 
     def dense_operands(self, plan: Plan, operands: Operands) -> Operands:
-        """Return the operands in a layout that the plan takes, by copying those that are not dense."""
+        """Return the operands in a layout that the plan accepts, copying operands that are not dense."""
         return type(operands)(*bulk(operands)) if self.operand_type is not None else tuple(bulk(operands))
 
 
 class Local(Op[C]):
-    """An op in which no rank waits for another: it has one plan, and nothing to check between ranks."""
+    """An op without waits between ranks: it has one plan, and ranks compare nothing."""
 
     def expected(self, world: World, call: C, mode: str) -> Plan:
         return Sequential()
@@ -721,7 +724,7 @@ class Local(Op[C]):
 
 
 def check_call(op: str, world: World, plan: str | Plan = "auto") -> None:
-    """Raise TypeError if `world` is not a World, or `plan` not a plan."""
+    """Raise TypeError if `world` is not a World, or `plan` is not a plan."""
     if not isinstance(world, World):
         raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
     if not isinstance(plan, (str, Plan)):

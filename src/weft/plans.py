@@ -12,14 +12,14 @@ POWERS_OF_TWO = (
     *("pull_rows", "copy_rows", "send_rows", "sum_rows"),
 )
 
-KINDS: dict[str, type[Plan]] = {}  # of each kind, its class or the base of its classes
+KINDS: dict[str, type[Plan]] = {}  # by kind, its class or the base of its classes
 RENAMED_KINDS = {"awaiting": "flag_gated"}  # old names, which are still read
 REMOVED_FIELDS = {"push_programs": 0, "batch": 1}  # old fields, still read with the value that all plans have now
-CLASSES: dict[str, type[Plan]] = {}  # of each class name, the class
+CLASSES: dict[str, type[Plan]] = {}  # by name
 
 
 def _check_fields(title: str, instance: TileShape | Plan, may_be_0: Sequence[str] = ()) -> None:
-    """Raise TypeError if a field has another type than its default, ValueError if a number is out of range."""
+    """Raise TypeError if a field's type differs from its default's, ValueError if a number is out of range."""
     for field in fields(instance):
         name = field.name
         default: Any = field.default
@@ -47,9 +47,9 @@ def _call_of(instance: TileShape | Plan) -> str:
 
 @dataclass(frozen=True)
 class TileShape:
-    """The tile of a GEMM that one program computes at a time: block_m x block_n elements, block_k of K in each step.
+    """The tile of a GEMM that one program computes at a time: block_m x block_n elements, in steps of block_k along K.
 
-    warps: of the program. stages: K steps that it holds in shared memory at once.
+    warps: warps of the program. stages: K steps that the program holds in shared memory at once.
     """
 
     block_m: int = 128
@@ -81,14 +81,14 @@ NARROW = GemmTile(block_n=128, warps=4)  # two programs of this tile fit on an S
 
 @dataclass(frozen=True)
 class Plan:
-    """Base of all plans. `kind` names the family; the fields are the parameters of one kernel, and all of them count.
-    If a kind has several classes, each the plan of another kernel, they have an abstract base of that kind. Raises
-    TypeError if a field has another type than its default, ValueError if a number is out of range."""
+    """Base of all plans. `kind` names the family; the fields are the parameters of one kernel, which uses all of them.
+    If a kind has several classes, each is the plan of a different kernel, and all have one abstract base. Raises
+    TypeError if a field's type differs from its default's, ValueError if a number is out of range."""
 
     kind: ClassVar[str] = ""
-    variant: ClassVar[str] = ""  # a word for the class among those of its kind
+    variant: ClassVar[str] = ""  # a word that distinguishes the class from the other classes of its kind
     abstract: ClassVar[bool] = True  # a class that sets this itself has no instances
-    may_be_0: ClassVar[tuple[str, ...]] = ()  # names of fields; all other numbers are at least 1
+    may_be_0: ClassVar[tuple[str, ...]] = ()  # names of fields that may be 0; all other numbers are at least 1
     grid_barrier: ClassVar[bool] = False  # all programs of a launch wait for each other, also with one rank
     bounded: ClassVar[bool] = False  # all waits for other ranks are in weft's kernels, which time out
 
@@ -114,8 +114,8 @@ class Plan:
 
     @property
     def family(self) -> str:
-        """Return the name of the plans whose measured times are fitted together: those of one kind, of one fused plan,
-        or of the signaled plans whose groups copy engines move."""
+        """Return the name of the plans whose measured times are fitted together: the plans of one kind, of one fused
+        class, or the signaled plans with groups that copy engines move."""
         return self.kind
 
     def to_json(self) -> str:
@@ -152,7 +152,7 @@ def _class_of(kind: str, name: str | None) -> type[Plan]:
 
 
 def _value_of(plan: type[Plan], name: str, value: object) -> object:
-    """Return a field's value from its stored form, in which a tuple is a list and a tile a dict."""
+    """Return a field's value from its stored form, where a tuple is a list and a tile is a dict."""
     if isinstance(value, dict):
         return replace(getattr(plan, name), **value)
     return tuple(value) if isinstance(value, list) else value
@@ -169,10 +169,11 @@ class Sequential(Plan):
 class Decomposed(Plan):
     """cuBLAS on one group of shards after another, while a copy engine moves the other groups.
 
-    groups: shards of each group, from this rank's shard outwards, each a power of two that divides the number of shards
-    before it (all-gather). Reduce-scatter and all-reduce take them from the far end inwards. Empty: each shard is a
-    group. pieces: reduce-scatter: passes over all shards, each over a part of their rows (if every group is one shard
-    and the rows divide evenly), so that only the last part's sum is left at the end. The other ops refuse more than 1.
+    groups: number of shards in each group, from this rank's shard outwards (all-gather); each number is a power of two
+    that divides the number of shards before the group. Reduce-scatter and all-reduce go from the far end inwards.
+    Empty: each shard is a group. pieces: reduce-scatter makes `pieces` passes over all shards, each over a part of
+    their rows (if every group is one shard and the rows divide evenly), so that only the last part's sum is left at the
+    end. The other ops refuse more than 1.
 
     All-reduce and norm without a GEMM, where copy engines carry the rows to their owners and back, refuse both fields.
     """
@@ -184,11 +185,11 @@ class Decomposed(Plan):
 
 @dataclass(frozen=True)
 class Fused(Plan):
-    """Base of the fused plans: a persistent GEMM in weft's own kernel, whose tiles wait for their input to arrive, or
-    are communicated as they are finished. Each operator has a class of its own; its defaults were the fastest on most
-    shapes on 8 H200s (bench/results).
+    """Base of the fused plans: a persistent GEMM in weft's own kernel, which waits for each tile's input to arrive, or
+    communicates each tile once it is finished. Each operator has its own class; the class's defaults were fastest on
+    most shapes on 8 H200s (bench/results).
 
-    tile: of the GEMM.
+    tile: the GEMM's tile.
     """
 
     kind: ClassVar[str] = "fused"
@@ -203,12 +204,12 @@ class Fused(Plan):
 
 @dataclass(frozen=True)
 class FusedGather(Fused):
-    """All-gather + GEMM in one launch: some programs pull the peers' shards, the others compute tiles that wait for the
-    chunks of block_m rows that they read (ops/all_gather_matmul/kernels.py).
+    """All-gather + GEMM in one launch: some programs pull the peers' shards; the others compute tiles, and wait for the
+    chunks of block_m rows that a tile reads (ops/all_gather_matmul/kernels.py).
 
     per_sm: programs of the launch on every SM. flatten: the loops over tiles and over K are one loop, so that a tile's
-    epilogue runs under the next tile's loads. pull_programs: programs that pull; `split` of them share a chunk. They
-    pull blocks of pull_rows x block_n / 2 elements, with pull_stages blocks in flight each.
+    epilogue overlaps the next tile's loads. pull_programs: programs that pull; `split` of them share a chunk. Each
+    pulls blocks of pull_rows x block_n / 2 elements, with pull_stages blocks in flight.
     """
 
     per_sm: int = 1
@@ -221,7 +222,7 @@ class FusedGather(Fused):
 
 @dataclass(frozen=True)
 class FusedGatherByCopies(Fused):
-    """All-gather + GEMM in one launch, whose tiles wait for the shards that a copy engine pulls.
+    """All-gather + GEMM in one launch, which waits before each tile for the shard that a copy engine pulls.
 
     per_sm, flatten: as in FusedGather.
     """
@@ -237,8 +238,8 @@ class FusedReduce(Fused):
     sums finished tiles over ranks (ops/matmul_reduce/kernels.py).
 
     forward_programs: programs of the small kernel, at most a quarter of the SMs, that notify the owners of finished
-    tiles and then pull too; fewer of them space out the pulling. pull_programs: further ones, which only pull. A pulled
-    block is pull_rows (at most block_m) x block_n / 2 elements, and each program has pull_stages blocks in flight.
+    tiles and then pull too; a smaller number spaces out the pulling. pull_programs: further programs, which only pull.
+    A pulled block is pull_rows (at most block_m) x block_n / 2 elements; each program has pull_stages blocks in flight.
     """
 
     abstract = True
@@ -251,12 +252,12 @@ class FusedReduce(Fused):
 
 @dataclass(frozen=True)
 class FusedReduceScatter(FusedReduce):
-    """GEMM + reduce-scatter. A program takes one half tile after the other to sum."""
+    """GEMM + reduce-scatter. A program sums one half tile after another."""
 
 
 @dataclass(frozen=True)
 class FusedAllReduce(FusedReduce):
-    """GEMM + all-reduce. lag: tiles between summing a tile and pulling the other owners' sums of it."""
+    """GEMM + all-reduce. lag: number of tiles between summing a tile and pulling the other owners' sums of it."""
 
     pull_programs: int = 96
     pull_rows: int = 32
@@ -266,8 +267,8 @@ class FusedAllReduce(FusedReduce):
 
 @dataclass(frozen=True)
 class FusedAllToAll(Fused):
-    """GEMM + all-to-all by a routing that only the device knows: a GEMM whose epilogue stores each row on the rank that
-    it goes to (ops/matmul_all_to_all_routed/kernels.py)."""
+    """GEMM + all-to-all by a routing that only the device knows: the GEMM's epilogue stores each row on its destination
+    rank (ops/matmul_all_to_all_routed/kernels.py)."""
 
 
 @dataclass(frozen=True)
@@ -275,9 +276,9 @@ class FusedMoe(Fused):
     """A mixture of experts in one launch of per_sm programs on every SM (ops/moe/expert_parallel/fused_kernels.py).
     Each expert's rows are padded to a multiple of block_m.
 
-    copy_programs: the first programs of the launch, which move rows, tokens out and sums back, at most copy_rows at
-    once; each has copy_stages blocks of tokens in flight. route: whether the launch includes the router,
-    where a call takes one (`weft.moe.TopKRouter`); its GEMM and choice are then the launch's first work.
+    copy_programs: the first programs of the launch, which move tokens out and sums back, at most copy_rows rows at
+    once; each has copy_stages blocks of tokens in flight. route: whether the launch includes the router, if the call
+    has one (`weft.moe.TopKRouter`); the launch then starts with the router's GEMM and choice.
     """
 
     grid_barrier = True
@@ -293,7 +294,7 @@ class FusedMoe(Fused):
 class Persistent(Plan):
     """A GEMM alone, of 8-bit operands, by weft's own kernel (compute/scaled_gemm.py).
 
-    tile: of the GEMM, block_k in elements of 8 bits. per_sm: programs on every SM. flatten: as in FusedGather.
+    tile: the GEMM's tile, with block_k in 8-bit elements. per_sm: programs on every SM. flatten: as in FusedGather.
     """
 
     kind: ClassVar[str] = "persistent"
@@ -305,10 +306,10 @@ class Persistent(Plan):
 @dataclass(frozen=True)
 class FlagGated(Plan):
     """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls
-    (`integrations.quack.flag_gated`). That wait has no timeout; it ends because the copies come behind a bounded
-    barrier and wait for no other rank. Needs weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
+    (`integrations.quack.flag_gated`). That wait has no timeout; it ends because the copies follow a bounded barrier and
+    wait for no other rank. Needs weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
 
-    tile_m, tile_n, cluster_m, pingpong: of the GEMM (`library_gemm.Form`).
+    tile_m, tile_n, cluster_m, pingpong: settings of the GEMM (`library_gemm.Form`).
     """
 
     kind: ClassVar[str] = "flag_gated"
@@ -321,10 +322,10 @@ class FlagGated(Plan):
 @dataclass(frozen=True)
 class OneShot(Plan):
     """A collective of few rows in one launch by low-latency rows (their data is their flag): every rank stores its rows
-    on every rank that needs them. It runs before or after the library's GEMM, or, as all-reduce with or without a norm,
-    alone, in which case every rank sums all rows.
+    on every rank that needs them. It runs before or after cuBLAS's GEMM; or, as all-reduce with or without a norm, it
+    runs alone, and every rank sums all rows.
 
-    programs: of the launch, at most 1,024; 0: as many as the GPU has SMs. warps: of a program, at most.
+    programs: number of programs, at most 1,024; 0: one for each SM. warps: most warps of a program.
     """
 
     kind: ClassVar[str] = "one_shot"
@@ -336,8 +337,8 @@ class OneShot(Plan):
 
 @dataclass(frozen=True)
 class TwoShot(Plan):
-    """Base of the two-shot plans: an all-reduce in one launch, in which the owner of a row sums it and stores the sum
-    on every rank. It runs alone, or after the library's GEMM.
+    """Base of the two-shot plans: an all-reduce in one launch, where the owner of a row sums it and stores the sum on
+    every rank. It runs alone, or after cuBLAS's GEMM.
 
     programs, warps: as in OneShot.
     """
@@ -346,18 +347,18 @@ class TwoShot(Plan):
     abstract = True
     may_be_0 = ("programs",)
     bounded = True
-    pull: ClassVar[bool] = False  # the owner reads the partial rows from their ranks' memory
-    low_latency: ClassVar[bool] = False  # no counters: the rows' data is their flag
+    pull: ClassVar[bool] = False  # the owner reads each partial row from its rank's memory
+    low_latency: ClassVar[bool] = False  # there are no counters: the rows' data is their flag
     programs: int = 0
     warps: int = 16
 
 
 @dataclass(frozen=True)
 class TwoShotCounted(TwoShot):
-    """Base of the two-shot plans whose rows are counted, a block for each program (ops/all_reduce/kernels.py). A launch
-    has no more programs than the GPU has SMs.
+    """Base of the two-shot plans that count arrived rows, one block per program (ops/all_reduce/kernels.py). A launch
+    has at most one program per SM.
 
-    stages: n stages have the rows of n - 1 in flight, as far as shared memory goes.
+    stages: pipeline stages; with n stages the rows of n - 1 are in flight, as far as they fit in shared memory.
     """
 
     abstract = True
@@ -366,9 +367,9 @@ class TwoShotCounted(TwoShot):
 
 @dataclass(frozen=True)
 class TwoShotPush(TwoShotCounted):
-    """Two shots in which ranks store their partial rows in the owner's staging memory.
+    """Two shots, where ranks store their partial rows in the owner's staging memory.
 
-    spread: a program stores a block of one owner at a time, not one of every owner.
+    spread: a program stores a block for one owner at a time, instead of a block for every owner.
     """
 
     spread: bool = False
@@ -376,10 +377,10 @@ class TwoShotPush(TwoShotCounted):
 
 @dataclass(frozen=True)
 class TwoShotPull(TwoShotCounted):
-    """Two shots in which owners read the partial rows from all ranks' symmetric memory.
+    """Two shots, where owners read the partial rows from all ranks' symmetric memory.
 
-    16 programs suffice beside GEMMs: with a residual and RMSNorm, 4,096 x 8,192 bfloat16 take 208 us on 16 programs,
-    206 on 132, and 401 on 8 (2 H100, 2026-11).
+    16 programs suffice beside GEMMs: with a residual and RMSNorm, 4,096 x 8,192 bfloat16 elements take 208 us on 16
+    programs, 206 us on 132, and 401 us on 8 (2 H100, 2026-11).
     """
 
     variant = "pulled"
@@ -388,8 +389,8 @@ class TwoShotPull(TwoShotCounted):
 
 @dataclass(frozen=True)
 class TwoShotLowLatency(TwoShot):
-    """Two shots of few rows, whose data is their flag (ops/all_reduce/low_latency_kernels.py). If the output has
-    another dtype than x, rows are counted, by TwoShotPush with as many programs and warps."""
+    """Two shots of few rows, whose data is their flag (ops/all_reduce/low_latency_kernels.py). If the output's dtype
+    differs from x's, TwoShotPush runs instead, with the same numbers of programs and warps."""
 
     variant = "low latency"
     low_latency = True
@@ -414,13 +415,13 @@ class Multicast(Plan):
 
 @dataclass(frozen=True)
 class Signaled(Plan):
-    """One persistent GEMM that signals groups of finished tiles; each signal starts a collective of the library on that
-    group (FlashOverlap).
+    """One persistent GEMM that signals groups of finished tiles; each signal starts an NCCL collective on that group
+    (FlashOverlap).
 
-    groups: waves of tiles of each group, in the order in which they are computed. Waves beyond their sum join the last
-    group; groups beyond the last wave are left out. Empty: up to four groups, the last of one wave. ctas: CTAs that the
-    communicator may take; the GEMM runs one program on each other SM, and a wave is one tile of each program. copies:
-    copy engines move the groups instead; ctas are then the SMs left for waits. tile: of the GEMM.
+    groups: number of waves of tiles in each group, in the order of computation. Waves beyond their sum join the last
+    group; groups beyond the last wave are left out. Empty: up to four groups, the last of one wave. ctas: most CTAs of
+    the communicator; the GEMM runs one program on each remaining SM, and a wave is one tile of each program. copies:
+    copy engines move the groups instead; ctas are then the SMs left for waits. tile: the GEMM's tile.
     """
 
     kind: ClassVar[str] = "signaled"
@@ -437,12 +438,12 @@ class Signaled(Plan):
 
 @dataclass(frozen=True)
 class TwoLevel(Plan):
-    """The op on each of several equal nodes (`World.levels`) by the plan that "auto" chooses there; between nodes, the
-    library's transfers among ranks with the same local rank, on a stream of their own, while the node computes
+    """The op on each of several equal nodes (`World.levels`) by the plan that "auto" chooses there. Between nodes, NCCL
+    moves data among ranks with the same local rank, on a stream of its own, while the node computes
     (transport/two_level.py).
 
-    pieces: parts of a shard's rows that are transferred and computed one after another. GEMM + all-to-all refuses more
-    than 1.
+    pieces: number of parts of a shard's rows, which are transferred and computed one after another. GEMM + all-to-all
+    refuses more than 1.
     """
 
     kind: ClassVar[str] = "two_level"
@@ -451,13 +452,13 @@ class TwoLevel(Plan):
 
 @dataclass(frozen=True)
 class DispatchedGemms(Plan):
-    """The base of the dispatched plans: an MoE layer's tokens go to the ranks of their experts under the first grouped
-    GEMM, whose tiles wait for them; weighted sums go back under the second.
+    """The base of the dispatched plans: kernels send an MoE layer's tokens to their experts' ranks while the first
+    grouped GEMM runs, which waits for them tile by tile; they send weighted sums back while the second GEMM runs.
 
-    tile: of both GEMMs, of per_sm programs on every SM; they have fewer stages where an SM has no memory for them.
-    flatten: whether the first GEMM's loop over tiles is flattened. dispatch_programs, combine_programs: programs, of
-    side_warps warps each, that share the SMs with a GEMM. Dispatch programs have send_stages blocks of rows in flight;
-    combine programs sum at most sum_rows tokens at once. Numbers above that of the SMs count as it.
+    tile: the tile of both GEMMs, which run per_sm programs on every SM, with fewer stages if shared memory is too
+    small. flatten: whether the first GEMM's loop over tiles is flattened. dispatch_programs, combine_programs: programs
+    of side_warps warps that share the SMs with a GEMM; each number is clamped to the number of SMs. Dispatch programs
+    have send_stages blocks of rows in flight; combine programs sum at most sum_rows tokens at once.
     """
 
     kind: ClassVar[str] = "dispatched"
@@ -477,7 +478,7 @@ class Dispatched(DispatchedGemms):
     """An MoE layer's experts in four launches (ops/moe/expert_parallel/kernels.py). Each expert's rows are padded to a
     multiple of block_m.
 
-    send_rows: the most rows of a block that is sent.
+    send_rows: most rows of a block that is sent.
     """
 
     send_rows: int = 8
@@ -485,17 +486,17 @@ class Dispatched(DispatchedGemms):
 
 @dataclass(frozen=True)
 class DispatchedColumns(DispatchedGemms):
-    """Experts whose columns are split over ranks: a pair of launches in each half (ops/moe/tensor_parallel/op.py). Rows
-    are in tiles of 128, which block_m must be. A block that is sent has as many elements as side_warps hold, whatever
+    """Experts whose columns are split over ranks: a pair of launches in each half (ops/moe/tensor_parallel/op.py).
+    block_m must be 128, the tile of the rows. A block that is sent has as many elements as side_warps hold, whatever
     rows they belong to."""
 
 
 @dataclass(frozen=True)
 class Segmented(Plan):
-    """Attention over gathered keys and values: the library's kernel runs over this rank's keys while the others arrive,
-    then over those in a few calls, and one kernel merges the results (ops/attention).
+    """Attention over gathered keys and values: the attention library's kernel runs over this rank's keys while the
+    other ranks' keys arrive, then over the arrived keys in a few calls; one kernel merges the results (ops/attention).
 
-    calls: library calls, at most, for the other ranks' keys that the same queries see; each starts when its keys have
+    calls: most library calls for the other ranks' keys that the same queries see; each starts when its keys have
     arrived.
     """
 
@@ -505,11 +506,11 @@ class Segmented(Plan):
 
 @dataclass(frozen=True)
 class HeadParallel(Plan):
-    """Attention of some heads over the whole sequence: queries, keys and values are exchanged before it and results
-    after it (DeepSpeed-Ulysses; ops/attention/head_parallel.py). The number of ranks must divide the heads, and those
-    of the keys.
+    """Attention of some heads over the whole sequence: ranks exchange queries, keys and values before it and results
+    after it (DeepSpeed-Ulysses; ops/attention/head_parallel.py). The number of ranks must divide the numbers of query
+    heads and of key heads.
 
-    programs: of a push; 0: as many as the GPU has SMs.
+    programs: programs of a push; 0: as many as the GPU has SMs.
     """
 
     kind: ClassVar[str] = "head_parallel"
@@ -522,9 +523,9 @@ class LowLatency(Plan):
     """An MoE layer's experts for few tokens, in three launches without tables
     (ops/moe/expert_parallel/low_latency_kernels.py).
 
-    tile: of both GEMMs, of per_sm programs on every SM, which read an expert's weights once for each block_n columns,
-    however many rows it has. copy_programs: programs that send rows and sums to other ranks; numbers above that of all
-    programs count as it.
+    tile: the tile of both GEMMs, which run per_sm programs on every SM and read an expert's weights once for each
+    block_n columns, however many rows it has. copy_programs: programs that send rows and sums to other ranks, clamped
+    to the number of all programs.
     """
 
     kind: ClassVar[str] = "low_latency"
@@ -534,7 +535,7 @@ class LowLatency(Plan):
 
 
 def settings(plan: Plan | TileShape) -> dict[str, object]:
-    """Return all fields by name, with a tile's fields in its place."""
+    """Return all fields by name, with the fields of a tile in place of the tile."""
     by_name: dict[str, object] = {}
     for name, value in ((field.name, getattr(plan, field.name)) for field in fields(plan)):
         by_name |= settings(value) if isinstance(value, TileShape) else {name: value}
@@ -542,12 +543,12 @@ def settings(plan: Plan | TileShape) -> dict[str, object]:
 
 
 def is_low_latency(plan: Plan) -> TypeGuard[LowLatencyShot]:
-    """Return whether ranks only store to each other's memory, and nothing is counted there."""
+    """Return whether ranks only store to each other's memory, without counters."""
     return isinstance(plan, OneShot) or (isinstance(plan, TwoShot) and plan.low_latency)
 
 
 def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
-    """Return the waves of every group, for a GEMM of `waves` waves (`Signaled.groups`)."""
+    """Return the number of waves of each group, for a GEMM of `waves` waves (`Signaled.groups`)."""
     if not groups:
         parts = min(3, waves - 1)
         even = [(waves - 1) // parts + (i < (waves - 1) % parts) for i in range(parts)] if parts else []
@@ -559,5 +560,5 @@ def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
     return (*out[:-1], out[-1] + waves - sum(out))
 
 
-# Two programs on an SM: one's epilogue runs under the other's main loop.
+# Two programs on an SM: one program's epilogue overlaps the other's main loop.
 TWO_AN_SM = FusedGather(tile=NARROW, per_sm=2, pull_stages=6, pull_programs=8)

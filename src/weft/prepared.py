@@ -1,14 +1,14 @@
-"""A call prepared once: what follows from the shapes, dtypes and options of a call is computed at the first such call.
+"""A call prepared once: the first call computes everything that depends only on shapes, dtypes and options.
 
-A plan of an op is served by a function of World, call and plan, which makes what all calls have in common (channels,
-memory, launches) and returns the run of one call: a function of its operands and of the tensor for its result.
+For each plan class an op has a function of World, call and plan, which makes the objects that all calls share
+(channels, memory, launches) and returns the run of one call: a function of the operands and the tensor for the result.
 
     def prepare_pushed(world, call, plan):
         launch = weft.Launch(world, push, world.sm_count, dict(num_warps=8), M=call.m)
         return lambda operands, out: launch(world.current_stream(), x=operands[0], out=out)
 
-A run returns None, or the tuple of the results after the first. What it holds is made anew after the memory that calls
-share had to grow.
+A run returns None, or the tuple of the results after the first. After memory that calls share has grown, the function
+makes a new run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Run: TypeAlias = Callable[[Operands, torch.Tensor], Returned]  # (operands, out)
 
 
 class OwnResult(NamedTuple):
-    """A run that can make the tensor of its result itself, as a library does: it takes None in place of `out`, and
+    """A run that can allocate its result itself, as a library call does: the caller may pass None as `out`. The run
     returns the tuple of all results."""
 
     run: Callable[[Operands, torch.Tensor | None], tuple[Returned, ...]]
@@ -47,8 +47,8 @@ Prepare: TypeAlias = Callable[..., Run | OwnResult]  # (world, call, plan)
 
 
 def unprepared(run: Callable[..., Returned]) -> Prepare:
-    """Return the preparation of run(world, call, plan, operands, out), which computes all that it needs in each
-    call."""
+    """Return the preparation of run(world, call, plan, operands, out), which prepares nothing: each call computes
+    everything."""
 
     @functools.wraps(run)
     def prepare(world: World, call: Call, plan: Plan) -> Run:
@@ -58,16 +58,16 @@ def unprepared(run: Callable[..., Returned]) -> Prepare:
 
 
 def made_once(make: Callable[..., T], *args: object) -> Callable[..., T]:
-    """Return make(*args, *further) as a function of the further arguments, called once for each: for what a run needs
-    only with some operands."""
+    """Return make(*args, *further) as a cached function of the further arguments, for objects that a run needs only
+    with some operands."""
     return functools.cache(outlives_call()(functools.partial(make, *args)))
 
 
 class Prepared(Generic[C]):
     """The calls of one shape by one plan.
 
-    number: that of the calls for `World.begin`; None if ranks do not compare them. residents: their launches that wait
-    for other ranks; None if none does.
+    number: the calls' number for `World.begin`; None if ranks do not compare them. residents: the calls' launches that
+    wait for other ranks; None if no launch waits.
     """
 
     def __init__(self, op: Op[C], world: World, call: C, plan: Plan) -> None:
@@ -78,7 +78,7 @@ class Prepared(Generic[C]):
         self._own_result = False
 
     def forget(self) -> None:
-        """Drop what refers to memory that calls share, so that the next call makes it anew."""
+        """Drop the run, which refers to memory that calls share, so that the next call prepares a new one."""
         self._run = None
 
     def _prepare(self) -> Callable[..., Returned]:
@@ -86,14 +86,14 @@ class Prepared(Generic[C]):
         with outlives_call():
             run = self.op.prepare(self.world, self.call, self.plan)
         self._own_result = isinstance(run, OwnResult)
-        # Looked up here, once.
+        # Look these methods up once, not in each call.
         self._empty, self._current_stream, self._finish = self.world.empty, self.world.current_stream, self.world.finish
         self.world.prepared_calls.add(self)
-        self._run = prepared_run = run.run if isinstance(run, OwnResult) else run  # last: other threads look at it
+        self._run = prepared_run = run.run if isinstance(run, OwnResult) else run  # last, since other threads read it
         return prepared_run
 
     def __call__(self, operands: Operands, out: torch.Tensor | None) -> Returned:
-        """Make a call. Operands that are not dense are copied."""
+        """Make a call, after copying operands that are not dense."""
         run = self._run or self._prepare()
         for t in operands:
             if t is not None and not (t.is_contiguous() and t.data_ptr() % 16 == 0 and t.numel()):
@@ -111,7 +111,7 @@ class Prepared(Generic[C]):
         return results if len(results) > 1 else results[0]
 
     def _to(self, out: torch.Tensor, operands: Operands, run: Callable[..., Returned]) -> tuple[Returned, ...]:
-        """Write the result to `out`, and return all results. It is written to separate memory first if `out` is not
+        """Write the result to `out`, and return all results. The run writes to separate memory first if `out` is not
         aligned for bulk stores, or overlaps an operand that other programs may still read."""
         op, world = self.op, self.world
         check_output(op.title, world, out, self._shape, self._dtype)
@@ -126,7 +126,7 @@ class Prepared(Generic[C]):
         return (out, *(further[1:] if self._own_result else further or ()))
 
     def noted(self, residents: Residents, operands: Operands, out: torch.Tensor | None) -> Returned:
-        """Make a call and note its launches that wait for other ranks."""
+        """Make a call, and note its launches that wait for other ranks."""
         with self.world.backend.note_launches() as notes:
             results = self(operands, out)
         residents.launches, residents.noted = notes.launches, True
@@ -135,7 +135,7 @@ class Prepared(Generic[C]):
 
 @dataclass(eq=False)
 class CallDecision(Generic[C]):
-    """What calls of one key run: eagerly, and in a CUDA graph; None where that was not decided yet."""
+    """The calls prepared for one key: for eager calls and for CUDA graphs; None where that is not decided yet."""
 
     eager: Prepared[C] | None = None
     graph: Prepared[C] | None = None
@@ -143,7 +143,7 @@ class CallDecision(Generic[C]):
 
 @dataclass(eq=False)
 class WarmUp:
-    """How far calls of one size, whatever the layouts of their operands, are prepared for a capture; the same on every
-    rank. A size was called once if there is one; plan: what "auto" then ran once because a capture takes it."""
+    """The state of the warm-up for calls of one size, whatever their operands' layouts; the same on every rank. It
+    exists once the size was called. plan: the plan that "auto" ran once because a capture will run it."""
 
     plan: Plan | None = None

@@ -1,13 +1,14 @@
 """Which calls may be on a GPU at once.
 
-A program that waits keeps its room on an SM. Where the launches of two calls, on two streams, do not all fit on the SMs
-together, one rank may start the programs of the first and another rank those of the second; each then waits for
-programs that find no room. So the calls of a device that wait have a `Ledger`, which all Worlds of its ranks share. A
-call that might not fit beside earlier ones of other streams comes after them (`World.order_residents`).
+A program that waits occupies its SM. If the launches of two calls, on two streams, do not all fit on the SMs together,
+one rank may start the programs of the first call and another rank the programs of the second; each call then waits for
+programs that find no room. So a `Ledger`, which all Worlds of a device's ranks share, records the device's calls with
+programs that wait. A call that might not fit beside earlier calls of other streams starts after them
+(`World.order_residents`).
 
-Every such wait is for a call that the host made before. All ranks make their calls in one order, so the first call that
-has not ended waits for none of them, and finds room on every rank: those beside it were admitted with it. It ends, and
-so do the others in turn.
+A call waits in this way only for calls that the host made before it. All ranks make their calls in one order, so the
+first unfinished call waits for no other call, and finds room on every rank: the ledger admitted the calls beside it
+together with it. This call ends, and then the other calls do in turn.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MOST = 1024  # combinations of launches that are added up; where there are more, calls come one after another
+MOST = 1024  # combinations of launches that are added up; if there are more, calls run one after another
 
 
 class ResidentPrograms(NamedTuple):
-    """The programs of one launch, and what each takes of an SM: registers, shared memory and the like. Collectives of
-    one communicator of NCCL come one after another, whatever streams they are on."""
+    """The programs of one launch, and the resources of an SM that each program occupies: registers, shared memory and
+    the like. Collectives of one NCCL communicator run one after another, whatever streams they are on."""
 
     number: int
     taken: tuple[int, ...]
     communicator: Hashable = None
 
 
-# What a call launches that waits: for each of its streams, the launches that come there one after another. Empty: it is
-# not known.
+# A call's launches that wait: for each of its streams, the launches that run there one after another. Empty: the
+# launches are not known.
 Launches = tuple[frozenset[ResidentPrograms], ...]
 UNKNOWN: Launches = ()
 
@@ -50,9 +51,9 @@ class SMs(NamedTuple):
         return all(self._always_starts(launch, launches) for launch in launches)
 
     def _always_starts(self, launch: ResidentPrograms, launches: Sequence[ResidentPrograms]) -> bool:
-        """Return whether the last program of `launch` finds an SM beside all others. An SM lacks room for it if the
-        programs there take more than the rest of one kind of room. Each adds to that its share of this rest, at most
-        1; so there are no more such SMs than the sum of all shares."""
+        """Return whether the last program of `launch` finds an SM beside all other programs. An SM lacks room for it if
+        the programs there occupy more of one resource than it leaves over. Each of them contributes its share of that
+        remainder, at most 1; so the number of SMs without room is at most the sum of all shares."""
 
         def share(programs: ResidentPrograms) -> float:
             return max(
@@ -64,19 +65,20 @@ class SMs(NamedTuple):
 
 
 class Ledger:
-    """The calls that wait, of all streams of a device, in eager calls or in captures."""
+    """The calls with programs that wait, on all streams of a device; either eager calls or captured ones."""
 
     def __init__(self, sms: SMs) -> None:
         self._sms = sms
         self._calls: dict[Hashable, set[Launches]] = {}  # by stream
-        # By stream, the calls of each other stream since it last waited for that one: those that may still run.
+        # By stream, the calls of each other stream that may still run: the calls made since this stream last waited for
+        # the other.
         self._running: dict[Hashable, dict[Hashable, set[Launches]]] = {}
         self._fit: dict[Hashable, bool] = {}
         self.last_stream: Hashable = None
-        self.recent: set[Launches] = set()  # the calls there since one on another stream
+        self.recent: set[Launches] = set()  # the calls on `last_stream` since the last call on another stream
 
     def enter(self, stream: Hashable, launches: Launches) -> list[Hashable]:
-        """Note a call on a stream, and return the streams for which it has to wait."""
+        """Record a call on a stream, and return the streams that the call has to wait for."""
         if stream != self.last_stream:
             self.last_stream, self.recent = stream, set()
         self.recent.add(launches)
@@ -109,8 +111,8 @@ class Ledger:
 
 
 class Ledgers:
-    """The ledgers of one device. A replay of a graph is ordered by its caller, so eager calls do not wait for what was
-    captured."""
+    """The ledgers of one device. The caller orders the replays of a graph, so eager calls do not wait for captured
+    calls."""
 
     def __init__(self, sms: SMs) -> None:
         self.eager, self.captured = Ledger(sms), Ledger(sms)
@@ -119,14 +121,14 @@ class Ledgers:
 @dataclass(eq=False)
 class Residents:
     """The launches of calls of one kind. They are noted while the first of these calls runs; until then they count as
-    all that there is room for."""
+    filling the device."""
 
     launches: Launches = UNKNOWN
     noted: bool = False
 
 
 class Notes:
-    """The launches of one call that runs."""
+    """The launches of the call that is running."""
 
     def __init__(self) -> None:
         self.by_stream: dict[Hashable, set[ResidentPrograms]] = {}
@@ -140,8 +142,8 @@ class Notes:
 
 
 class Noting:
-    """The calls of one rank whose launches are being noted; `listen`, where there is one, is called with whether there
-    are any."""
+    """The running calls of one rank that note their launches; `listen`, if set, is called with whether there are such
+    calls."""
 
     def __init__(self, listen: Callable[[bool], None] = lambda noting: None) -> None:
         self._notes: list[Notes] = []

@@ -1,5 +1,5 @@
-"""Sizes of the pieces of work: a GPU's, and small ones for ranks that hold few programs, as in the emulator. A backend
-sets its World's scale and ops read it, so that no op asks which backend it runs on."""
+"""Sizes of the pieces of work: sizes for a GPU, and small sizes for ranks with few programs, as in the emulator. A
+backend sets its World's scale, and ops read the scale, so that no op asks which backend runs it."""
 
 from __future__ import annotations
 
@@ -53,29 +53,28 @@ SMALL_PLANS = (
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of the pieces of work. The small ones make a few programs with a few elements exercise a whole protocol.
+    """Sizes of the pieces of work. With small sizes a few programs with a few elements exercise a whole protocol.
 
-        plans           by class, the plan that a kind's name stands for, if it is not the class's defaults
-        presets         "auto" is the plan that an op names for ranks of few programs (`Op.emulator_plan`)
-        block, norm_block, gate_block    elements that a program of the element-wise, norm, SiLU-mul kernels takes at a
-                                         time
+        plans           by class, the default plan, if it differs from the class's defaults
+        presets         "auto" is the plan that an op names for ranks with few programs (`Op.emulator_plan`)
+        block, norm_block, gate_block    elements that a program of the element-wise, norm, SiLU-mul kernels processes
+                                         at a time
         run_columns     columns of a contiguous run of such a block
         interleave      rows of one block of an interleaved gate/up weight
         staging_bytes   least bytes of one of the three buffers of low-latency rows
         min_part_steps  GEMM with shared last tiles: least K steps of a part
-        handover_steps  time, in K steps, of handing a part over
-        add_steps       time, in K steps, of waiting for a part and adding it; twice that if a helper has parts of
-                        several tiles
+        handover_steps  time, in K steps, to hand a part over
+        add_steps       time, in K steps, to wait for a part and add it; doubled if a helper has parts of several tiles
         replicated_bytes    bytes of activations up to which a decoder keeps them replicated
 
     MoE:
 
         routes, sent_routes     routes that a program masks, or sends, at a time
         section                 routes that are placed together
-        counts                  counts that a program which places routes loads at a time
-        placed_elements         elements that a program which places rows holds in registers
-        gradient_block, sum_block    rows and columns of a program of the activation's gradient, of the sums of rows
-        programs_between_gemms  programs on an SM of a launch between two GEMMs
+        counts                  counts that a program loads at a time while it places routes
+        placed_elements         elements that a program holds in registers while it places rows
+        gradient_block, sum_block    rows and columns of a program's block: activation's gradient, sums of rows
+        programs_between_gemms  programs per SM in a launch between two GEMMs
     """
 
     plans: Mapping[type[Plan], Plan] = field(default_factory=lambda: MappingProxyType({}), hash=False)
@@ -100,18 +99,18 @@ class Scale:
     programs_between_gemms: int = 5
 
     def plan(self, kind: type[P]) -> P:
-        """Return the plan that a class's name stands for."""
+        """Return the default plan of a class at this scale."""
         return self.plans.get(kind) or kind()  # type: ignore[return-value]
 
     def preset(self, small: Plan | type[Plan]) -> Plan | None:
-        """Return the plan of "auto" on ranks of few programs, from an op's `small`; None on other ranks."""
+        """Return the plan of "auto" on ranks with few programs, from an op's `emulator_plan`; None on other ranks."""
         if not self.presets:
             return None
         return self.plan(small) if isinstance(small, type) else small
 
     @staticmethod
     def for_programs(programs: int) -> Scale:
-        """Return the scale of ranks that hold so many resident programs."""
+        """Return the scale for ranks with this number of resident programs."""
         return SMALL if programs < 32 else Scale()
 
 

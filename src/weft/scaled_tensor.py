@@ -1,4 +1,4 @@
-"""The operand of 8 bits: a matrix in e4m3 together with its scales."""
+"""The 8-bit operand: a matrix in e4m3 together with its scales."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ SCALE_BLOCK = 128  # columns of a row, and rows and columns of a weight, that sh
 
 
 class ScaledTensor(NamedTuple):
-    """A matrix in 8 bits with its scales.
+    """An 8-bit matrix with its scales.
 
-    The value of an element is the element times its scale. values: torch.float8_e4m3fn [R, K]. scales: float32. recipe:
+    The matrix is `values`, each element times its scale. values: torch.float8_e4m3fn [R, K]. scales: float32. recipe:
     which elements share a scale.
 
         "tensor"    all of them: [1]
@@ -45,8 +45,8 @@ def scales_shape(recipe: str, rows: int, columns: int, block_rows: int = 1) -> t
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a product of 8-bit operands is computed. recipe: that of its `ScaledTensor`s. fast_accum: sums stay in the
-    tensor cores' accumulators, except by block, where they are always added in float32."""
+    """How a product of 8-bit operands is computed. recipe: the operands' `ScaledTensor.recipe`. fast_accum: sums stay
+    in the tensor cores' accumulators, except with recipe "block", which always adds them in float32."""
 
     recipe: str
     fast_accum: bool = False
@@ -61,5 +61,5 @@ class Scaling:
         return self.by_block or not self.fast_accum
 
     def scales_in_row(self, k: int) -> int:
-        """Return the number of scales of a row of x with k elements. A scale by tensor is no row's."""
+        """Return the number of scales of a row of x with k elements; 0 if one scale serves the whole tensor."""
         return {"tensor": 0, "row": 1, "block": k // SCALE_BLOCK}[self.recipe]

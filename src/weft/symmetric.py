@@ -1,4 +1,4 @@
-"""Memory that every rank has and all ranks address, and what is true of all memory and streams of a World."""
+"""Memory that every rank allocates and all ranks address; and helpers for all memory and streams of a World."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ VIEWS = 4096  # cached views of one symmetric tensor
 
 @contextmanager
 def outlives_call() -> Iterator[None]:
-    """Make what a World keeps without the modes of the call that needs it first: torch refuses later writes, outside
-    inference mode, to tensors that were made in it."""
+    """Make objects that a World keeps outside the torch modes of the call that first needs them: outside inference
+    mode, torch refuses writes to tensors that were made in it."""
     if not torch.is_inference_mode_enabled():
         with torch.no_grad():
             yield
@@ -27,13 +27,13 @@ def outlives_call() -> Iterator[None]:
     try:
         with torch.inference_mode(False), torch.no_grad():
             yield
-    finally:  # the guard has restored what it found, but emulated ranks enter and leave modes of torch's dispatcher
+    finally:  # the guard restored the keys that it found, but emulated ranks enter and leave dispatcher modes meanwhile
         for key in ("Python", "PythonTLSSnapshot"):
             torch._C._dispatch_tls_set_dispatch_key_included(key, torch._C._len_torch_dispatch_stack() > 0)
 
 
 def check_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the sizes as a tuple; raise TypeError or ValueError where these are no shape or no dtype."""
+    """Return the sizes as a tuple; raise TypeError or ValueError if these are not a shape and a dtype."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:
@@ -46,7 +46,7 @@ def check_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def check_tensors(caller: str, *tensors: object) -> None:
-    """Raise TypeError for an object that is no tensor."""
+    """Raise TypeError for an object that is not a tensor."""
     for t in tensors:
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{caller}: tensors are needed, not {type(t).__name__}")
@@ -58,8 +58,8 @@ class SymmetricTensor:
 
     `local` is this rank's copy; `peers[r]` is rank r's copy as a tensor that this rank can read and write
     (`peers[rank]` is `local`); `addresses` is an int64 device tensor [world] with the address of every rank's copy, for
-    kernels; `multicast` is the address that stands for all copies at once (NVLink multicast), 0 where there is none. It
-    is zero-filled at creation. A reference to any of the tensors keeps the memory alive.
+    kernels; `multicast` is the address that refers to all copies at once (NVLink multicast), or 0 without multicast.
+    The memory is zero-filled at creation. A reference to any of the tensors keeps the memory alive.
     """
 
     local: torch.Tensor
@@ -71,8 +71,8 @@ class SymmetricTensor:
     )
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-        """Return the bytes from byte `offset` on as another shape and dtype on every rank. A view at offset 0 is
-        cached, since eager calls ask for it each time."""
+        """Return the bytes from byte `offset` on with this shape and dtype on every rank. A view at offset 0 is cached,
+        since every eager call asks for it."""
         key = (tuple(shape), dtype)
         if offset == 0 and key in self._views:
             return self._views[key]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .world import World
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# Tensor, shape and dtype by name; None in a shape stands for any size.
+# Tensor, shape and dtype by name; None in a shape allows any size.
 Expected = Mapping[str, tuple[torch.Tensor | None, tuple[int | None, ...], torch.dtype]]
 
 
@@ -22,7 +22,7 @@ def dims(t: torch.Tensor) -> str:
 
 
 def check_device(op: str, world: World, name: str, t: object) -> None:
-    """Raise TypeError for an object that is no tensor, ValueError for a tensor that is not on this rank's device."""
+    """Raise TypeError for an object that is not a tensor, ValueError for a tensor that is not on this rank's device."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor on {world.device}, got {type(t).__name__}")
     if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
@@ -30,8 +30,8 @@ def check_device(op: str, world: World, name: str, t: object) -> None:
 
 
 def check_operands(op: str, world: World, expected: Expected) -> None:
-    """Raise as `check_device` does, ValueError for a tensor of another shape than expected, TypeError for one of
-    another dtype; the first operand that is wrong raises. An operand may be None."""
+    """Raise the errors of `check_device`, ValueError for a tensor with an unexpected shape, TypeError for a tensor with
+    an unexpected dtype. The error names the first wrong operand. An operand may be None."""
     for name, (t, shape, dtype) in expected.items():
         if t is None:
             continue
@@ -44,13 +44,13 @@ def check_operands(op: str, world: World, expected: Expected) -> None:
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:
-    """Return `t` contiguous, at an address that bulk copies can take, and with memory of its own where it has no
+    """Return `t` contiguous, at an address aligned for bulk copies, and with allocated memory even if it has no
     elements."""
     return aligned(t.contiguous())
 
 
 def bulk(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return `dense` of each, in little host time for those that need no copy."""
+    """Return `dense` of each tensor, in little host time for tensors that need no copy."""
     out: list[torch.Tensor | None] = []
     for t in tensors:
         whole = t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0 and t.numel() > 0)
@@ -59,7 +59,7 @@ def bulk(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 
 def aligned(t: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor, copied unless bulk copies can take its address."""
+    """Return a contiguous tensor, copied unless its address is aligned for bulk copies."""
     return t if t.numel() and t.data_ptr() % 16 == 0 else t.clone()
 
 
@@ -69,7 +69,7 @@ def bulky(t: torch.Tensor) -> bool:
 
 
 def overlap(out: torch.Tensor | None, *others: torch.Tensor | None) -> bool:
-    """Return whether `out` has bytes in common with one of the others, or may have."""
+    """Return whether `out` shares, or may share, bytes with one of the other tensors."""
 
     def end(t: torch.Tensor) -> int:
         last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
@@ -89,5 +89,5 @@ def check_output(op: str, world: World, out: object, shape: tuple[int, ...], dty
 
 
 def requires_grad(*tensors: object) -> bool:
-    """Return whether one of these tensors requires a gradient. Other objects are refused later."""
+    """Return whether one of these tensors requires a gradient. A later check refuses objects that are not tensors."""
     return any([isinstance(t, torch.Tensor) and t.requires_grad for t in tensors])

@@ -1,7 +1,7 @@
-"""Times of calls on the GPU: two events around work on one stream (`span`), and what all timers have in common.
+"""Times of calls on the GPU: two events around work on one stream (`span`), and functions that all timers share.
 
-Trials (chooser.py), the profile (planner/tuner.py), the demo and the benchmark (bench/common/timing.py) take samples of
-several functions in rounds (`interleaved`), replay graphs that `captured` makes, and let the host run ahead of the GPU
+Trials (chooser.py), the profile (planner/tuner.py), the demo and the benchmark (bench/common/timing.py) sample several
+functions in rounds (`interleaved`), replay graphs that `captured` makes, and let the host run ahead of the GPU
 (`behind_host`).
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-PASSES_TIMED = 2  # passes that are timed together, so that the host prepares the second under the first
+PASSES_TIMED = 2  # passes that are timed together, so that the host prepares the second while the first runs
 CYCLES = 2_000  # approximate cycles of a GPU in a us
 AHEAD = 200 * CYCLES  # longer than the host takes to launch a replay
 
@@ -39,7 +39,7 @@ def length(events: Events) -> float:
 
 
 def repeated(fn: Callable[[], object], times: int) -> Callable[[], None]:
-    """Return a function that makes so many calls."""
+    """Return a function that calls `fn` `times` times."""
 
     def run() -> None:
         for _ in range(times):
@@ -49,9 +49,9 @@ def repeated(fn: Callable[[], object], times: int) -> Callable[[], None]:
 
 
 def interleaved(names: Sequence[T], sample: Callable[[T], S], rounds: int) -> dict[T, list[S]]:
-    """Return samples of each of the named things, one from each round. Rounds interleave them, so that a GPU that heats
-    up slows all of them; each round has an order of its own, the same on all ranks, so that none always follows one
-    that lets the GPU cool."""
+    """Return samples for each name, one per round. Rounds interleave the names, so that a GPU that heats up slows all
+    of them. Each round has a different order, the same on all ranks, so that no name always follows one that lets the
+    GPU cool."""
     samples: dict[T, list[S]] = {name: [] for name in names}
     for i in range(rounds):
         for name in random.Random(i).sample(list(samples), len(samples)):
@@ -60,7 +60,7 @@ def interleaved(names: Sequence[T], sample: Callable[[T], S], rounds: int) -> di
 
 
 def captured(fn: Callable[[], object], calls: int, stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """Return a graph of so many calls of `fn`, which has been warmed up, replayed once."""
+    """Return a graph of `calls` calls of `fn`, already replayed once. The caller has warmed `fn` up."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream, pool=pool):
@@ -70,16 +70,16 @@ def captured(fn: Callable[[], object], calls: int, stream: torch.cuda.Stream, po
 
 
 def behind_host(work: Callable[[], object], rendezvous: Callable[[], object]) -> Events:
-    """Return the events around work that starts when the host has launched all of it, until which the GPU sleeps, and
-    when the GPUs of all ranks have met. Without the sleep the host's launch would count, which takes longer than a
-    short graph."""
+    """Return the events around `work`. The GPU sleeps until the host has launched all of the work, and starts it after
+    a rendezvous of all ranks' GPUs. Without the sleep the events would include the host's launch, which takes longer
+    than a short graph."""
     torch.cuda._sleep(AHEAD)
     rendezvous()
     return span(work)
 
 
 class CallTime(NamedTuple):
-    """us of a call: of the GPU, without waiting for the host, and of the host."""
+    """us of a call: the GPU's time without waiting for the host, and the host's time."""
 
     gpu: float
     host: float
@@ -92,9 +92,9 @@ Clock = Callable[[Callable[[], object], int, float], CallTime]
 
 
 def cuda_clock(run: Callable[[], object], times: int, ahead: float) -> CallTime:
-    """Time so many calls on the current stream. ahead: us by which the host must be ahead of the GPU, which sleeps 1.5
-    times as long first. Without it the GPU would wait for the host in short calls, which it does not in a CUDA
-    graph."""
+    """Time `times` calls on the current stream. ahead: us by which the host must be ahead of the GPU, which first
+    sleeps 1.5 times as long. Without the sleep the GPU would wait for the host in short calls, as it never does in a
+    CUDA graph."""
     torch.cuda._sleep(int(1.5 * CYCLES * ahead))
     began = time.perf_counter()
     events = span(repeated(run, times))
@@ -104,7 +104,7 @@ def cuda_clock(run: Callable[[], object], times: int, ahead: float) -> CallTime:
 
 
 def back_to_back(run: Callable[[], object], times: int, ahead: float) -> CallTime:
-    """Time passes that are launched one after the other, with the host's work for them."""
+    """Time passes that are launched one after another, including the host's work for them."""
     times = max(times, PASSES_TIMED)
     torch.cuda.synchronize()
     began = time.perf_counter()

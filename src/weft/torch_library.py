@@ -1,14 +1,14 @@
 """Ops as operators of `torch.library`, with their gradients, from their definitions (`op.Op`).
 
 Eager calls that need a gradient go through an autograd.Function straight to the op, because the dispatcher would add
-host time to every call. Compiled ones go through `torch.ops.weft.<name>`, whose arguments hold the World by name, the
-plan as text, and an empty tensor for an absent one. An eager call's graph keeps the call and plan that the forward pass
-ran; those of a compiled call are remembered by the World (`World.forward_passes`) under arguments that
-`<name>_backward` has too.
+host time to every call. Compiled calls go through `torch.ops.weft.<name>`, whose arguments contain the World by name,
+the plan as text, and an empty tensor for an absent operand. An eager call's autograd graph keeps the call and plan that
+the forward pass ran; the World remembers a compiled call's (`World.forward_passes`) under arguments that
+`<name>_backward` receives too.
 
-The loss of the whole model is the sum of what each rank computes from its own outputs; an all-reduced output, which
-every rank has, counts once. A backward pass communicates if the requested gradients need it, so all ranks must request
-the gradients of the same operands.
+The loss of the whole model is the sum of the losses that the ranks compute from their own outputs; an all-reduced
+output, which every rank has, counts once. A backward pass communicates if the requested gradients need it, so all ranks
+must request the gradients of the same operands.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Context: TypeAlias = Any  # torch's context, which takes any attribute
 
 LIBRARY = torch.library.Library("weft", "DEF")
 # cudagraph_unsafe keeps the ops out of the graphs that Inductor captures: the first call allocates tensors that outlive
-# it, in memory that Inductor would reuse. A manual capture, after two calls outside it, works.
+# it, in memory that Inductor would reuse. A manual capture works after two calls outside the capture.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 BY_NAME = {str(t): t for t in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
@@ -53,9 +53,9 @@ BY_NAME = {str(t): t for t in (torch.bfloat16, torch.float16, torch.float32, tor
 class Backward:
     """The arguments of a backward pass.
 
-    saved: what `Op.saved_tensors` returned. gradients: those of the results, None for unused ones. shapes: those of the
-    operands. needs: for each operand, whether its gradient is asked for. options: those of the call. call, plan: what
-    the forward pass ran.
+    saved: what `Op.saved_tensors` returned. gradients: the results' gradients, None for unused results. shapes: the
+    operands' shapes. needs: for each operand, whether its gradient is asked for. options: the call's options. call,
+    plan: the call and plan that the forward pass ran.
     """
 
     saved: Sequence[Maybe]
@@ -83,7 +83,7 @@ def text_of(plan: str | Plan) -> str:
 
 
 def _texts_of(instance: Plan | TileShape, prefix: str) -> list[str]:
-    """Return `name=value` for every field; a tile's fields have the tile's name before theirs."""
+    """Return `name=value` for every field; the names of a tile's fields begin with the tile's name."""
     texts: list[str] = []
     names: tuple[str, ...] = instance.__match_args__
     for name in names:
@@ -96,8 +96,8 @@ def _texts_of(instance: Plan | TileShape, prefix: str) -> list[str]:
 
 
 def _constant(value: int | tuple[int, ...]) -> int | tuple[int, ...]:
-    """Return a field's value. In a graph with dynamic shapes an int of a plan is a symbol, which has no text, until
-    `index` makes a constant of it."""
+    """Return a field's value as a constant. In a graph with dynamic shapes an int of a plan is a symbol, which has no
+    text, until `index` converts it."""
     if isinstance(value, tuple):
         return tuple([index(number) for number in value])
     return value if isinstance(value, bool) else index(value)
@@ -126,8 +126,8 @@ def plain(option: object) -> object:
 
 
 def into(op: str, out: Maybe, y: Tensor) -> Tensor:
-    """Return `y`, copied to `out` if there is one, for compiled calls. `out` must be what an eager call accepts, which
-    is less than copy_ accepts."""
+    """Return `y`, copied to `out` if there is one, for compiled calls. Raises for an `out` that eager calls refuse,
+    since copy_ accepts more."""
     if out is None:
         return y
     if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():
@@ -136,7 +136,7 @@ def into(op: str, out: Maybe, y: Tensor) -> Tensor:
 
 
 def tensors(op: Op, results: Results, like: Tensor) -> tuple[Tensor, ...]:
-    """Return as many tensors as the operator returns, with empty ones for those that the call does not have."""
+    """Return as many tensors as the operator returns, with empty tensors for results that the call does not have."""
     present = as_tuple(results)
     return tuple(like.new_empty(0) if t is None else t for t in (*present, *(None,) * (op.outcomes - len(present))))
 
@@ -164,7 +164,7 @@ def register(op: Op, ops: Mapping[str, Op]) -> None:
         ran: Prepared[Any] = world.ran
         if definition.num_saved and options[-1]:
             missing = definition.saved_shapes(world, ran.call, plan_of(plan))[len(results) - definition.results :]
-            # The graph expects these tensors even if the plan keeps nothing.
+            # The graph expects these tensors even if the plan saves nothing.
             results += tuple(operands[0].new_empty(shape, dtype=dtype) for shape, dtype in missing)
         if definition.num_borrowed_outputs:
             lent = results[1 : 1 + definition.num_borrowed_outputs]
@@ -254,7 +254,7 @@ def _define_backward(op: Op, ops: Mapping[str, Op]) -> None:
 def _keep(
     ctx: Context, op: Op, needs: list[bool], operands: tuple[Maybe, ...], options: CallOptions, results: Results
 ) -> None:
-    """Store in `ctx` what the backward pass needs."""
+    """Store in `ctx` the values that the backward pass needs."""
     ctx.set_materialize_grads(False)
     ctx.needs, ctx.options = needs, options
     ctx.shapes, ctx.dtypes = layouts_of(operands)
@@ -262,13 +262,13 @@ def _keep(
 
 
 def layouts_of(operands: tuple[Maybe, ...]) -> tuple[tuple[tuple[int, ...], ...], str]:
-    """Return the operands' shapes, () for an absent one, and their dtypes as one text."""
+    """Return the operands' shapes, () for an absent operand, and their dtypes as one string."""
     shapes = tuple(() if t is None else tuple(t.shape) for t in operands)
     return shapes, " ".join("none" if t is None else str(t.dtype) for t in operands)
 
 
 class ForwardKey(NamedTuple):
-    """What a compiled forward pass and its backward pass both know of their call. plan: the one that was asked for."""
+    """The properties of a call that its compiled forward and backward passes both know. plan: the caller's plan."""
 
     name: str
     plan: str
@@ -278,8 +278,8 @@ class ForwardKey(NamedTuple):
 
 
 def _forward_pass(world: World, key: ForwardKey) -> Prepared[Any]:
-    """Return what the last such call ran, in the same mode (captured or not) if there was one, since a graph may hold
-    another plan. Raise RuntimeError if there was no such call."""
+    """Return the call and plan that the last such call ran, preferably a call in the same mode (captured or not), since
+    a CUDA graph may contain a different plan. Raise RuntimeError if there was no such call."""
     capturing = world.backend.capturing()
     for mode in (capturing, not capturing):
         ran: Prepared[Any] | None = world.forward_passes.get((key, mode))
@@ -327,7 +327,7 @@ def differentiated(op: Op, world: World, plan: str | Plan, operands: tuple[Maybe
 
 # -- parts of backward passes ------------------------------------------------------------------------------------------
 def product(world: World, a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b by the library's GEMM."""
+    """Return a @ b, computed by torch.mm."""
     out = world.empty((a.shape[0], b.shape[1]), a.dtype)
     world.call(lambda: torch.mm(a, b, out=out), [a, b], [out], world.current_stream())
     return out

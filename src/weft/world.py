@@ -1,9 +1,9 @@
 """World: the one object between an op and the machine.
 
 `weft.init` makes it from torchrun's environment or a ProcessGroup; `weft.spmd` runs one function as N ranks of any
-backend. An op allocates channels and arenas through it, enqueues launches, copies and library calls on its streams, and
-never asks which backend it is on. What only authors of ops and engines need of the machine is at `world.backend`
-(backends/base.py), which is as public as the World.
+backend. An op allocates channels and arenas through the World, enqueues launches, copies and library calls on its
+streams, and never asks which backend runs them. The functions that only authors of ops and engines need are methods of
+`world.backend` (backends/base.py), which is as public as the World.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Lost = TypeVar("Lost", Timeout, Mismatch)
 _MISSING = object()
-PATIENCE = 1e-3  # seconds that a rank waits for others before a call that it makes for the first time
-LATE = 16  # a rank makes at most so many first calls before all others have made the first of these
+PATIENCE = 1e-3  # seconds that a rank waits for the other ranks before a call that it makes for the first time
+LATE = 16  # a rank makes at most LATE first calls before all other ranks have made the earliest of them
 _COUNTERS = 1 << 20  # counters in one block of channel memory, 4 MiB per rank
 
 
@@ -61,8 +61,8 @@ def _padded(counters: int) -> int:
 
 
 def _delegated(method: Callable[Concatenate[Backend, P], R]) -> Callable[Concatenate[World, P], R]:
-    """Return the backend's method as an attribute of the World, without a call in between; `help` shows its
-    signature."""
+    """Return a property of the World that is the backend's method itself, without a call in between; `help` shows the
+    method's signature."""
     signature = inspect.signature(method)
     parameters = [p.replace(annotation=p.empty) for name, p in signature.parameters.items() if name != "self"]
     called = signature.replace(parameters=parameters, return_annotation=signature.empty)
@@ -71,14 +71,14 @@ def _delegated(method: Callable[Concatenate[Backend, P], R]) -> Callable[Concate
 
 
 HOST_EXCHANGE = "exchange"
-COMPARED = "compared call"  # the rank launches nothing before it has compared this call with those of the others
+COMPARED = "compared call"  # the rank launches nothing before it has compared this call with the other ranks' calls
 POSTED = "posted call"  # the rank may have launched the call before it was compared
 
 
 class Message(NamedTuple):
-    """What the host of a rank sends to those of all others. Ranks send their messages in one order, so that the ones
-    at the same place belong together. kind: COMPARED or POSTED, where `content` is a CallRecord; else the title of an
-    exchange."""
+    """A message from a rank's host to the hosts of all other ranks. All ranks send their messages in one order, so that
+    the n-th messages of all ranks belong together. kind: COMPARED or POSTED, with a CallRecord as `content`; or the
+    title of an exchange."""
 
     kind: str
     content: Any
@@ -89,7 +89,7 @@ class Message(NamedTuple):
 
 
 def _as_call(call: object) -> tuple[str, dict[str, Hashable]]:
-    """Return the (title, fields) of a call, or the beginning of the text of any other object."""
+    """Return the (title, fields) of a call, or the beginning of the repr of an object that is not a call."""
     if isinstance(call, Message):
         return _as_call(call.content) if call.is_call else (f"{call.kind} of {call.content!r:.80}", {})
     if isinstance(call, tuple) and len(call) == 2 and isinstance(call[1], tuple):
@@ -98,8 +98,8 @@ def _as_call(call: object) -> tuple[str, dict[str, Hashable]]:
 
 
 def disagreement(calls: Mapping[int, object]) -> Mismatch:
-    """Return the Mismatch that names, for each rank, its call and the fields of it that are not the same on all ranks.
-    calls: by rank, the (title, fields) of the call that it makes, or another object that it exchanges."""
+    """Return the Mismatch that names each rank's call and those of its fields that are not the same on all ranks.
+    calls: by rank, the (title, fields) of the call that the rank makes, or the object that it exchanges."""
     records = {rank: _as_call(call) for rank, call in calls.items()}
     descriptions = []
     for rank, (title, own_fields) in records.items():
@@ -113,8 +113,8 @@ def disagreement(calls: Mapping[int, object]) -> Mismatch:
 
 
 def _shortened(value: object, others: Sequence[object]) -> str:
-    """Return a value as text. A plan or another dataclass is shortened to the fields in which those of its type differ,
-    unless no other rank has one of its type."""
+    """Return a value as text. A dataclass, such as a plan, is shortened to the fields that differ among the ranks'
+    values of its type, unless no other rank's value has its type."""
     alike = [peer for peer in others if type(peer) is type(value)]
     if not is_dataclass(value) or len(alike) == 1:
         return str(value)
@@ -131,7 +131,7 @@ def _shortened(value: object, others: Sequence[object]) -> str:
 def _check_channel(
     name: str, counters: int, mapping: StaticMapping | TableMapping | None, arrivals: int | Sequence[int] | None
 ) -> list[int] | None:
-    """Raise for arguments of which no channel can be made; return the arrivals of each counter."""
+    """Raise for arguments from which no channel can be made; return the arrivals of each counter."""
     if not isinstance(name, str) or not isinstance(counters, int):
         raise TypeError(f"a channel has a name and a number of counters, not {name!r} and {counters!r}")
     if counters < 1:
@@ -153,10 +153,10 @@ def _check_channel(
 
 @dataclass(eq=False)
 class Arena:
-    """Two halves of symmetric memory that one-launch ops write alternately, and the word that says which half is next.
+    """Two halves of symmetric memory that one-launch ops write alternately, and the counter that selects the half.
 
     An op's kernel writes half `epoch % 2` and adds one to `epoch` when it ends. Every such kernel acquires from every
-    peer, so a half is never written while a peer may still read it (ops/all_gather_matmul/kernels.py has the argument).
+    peer, so no kernel writes a half while a peer may still read it (ops/all_gather_matmul/kernels.py gives the proof).
     """
 
     memory: SymmetricTensor
@@ -169,9 +169,9 @@ class Arena:
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """The two Worlds of a rank of a World over several nodes of the same size. `node` has the ranks of this rank's
-    node, which address each other's memory. `across` has the rank with this local rank on each node, in the order of
-    the nodes."""
+    """The two Worlds of a rank, where its World spans several nodes of the same size. `node` contains the ranks of this
+    rank's node, which address each other's memory. `across` contains each node's rank with this rank's local rank, in
+    the order of the nodes."""
 
     node: World
     across: World
@@ -182,14 +182,14 @@ Memo = dict[Hashable, Any]
 
 
 class PreparedCalls(Protocol):
-    """What is prepared for calls, and refers to memory that may be replaced (`prepared.Prepared`)."""
+    """An object prepared for calls that refers to memory that the World may replace (`prepared.Prepared`)."""
 
     def forget(self) -> None: ...
 
 
 class Workspace(Protocol):
     """Memory shared by calls that may be on several streams (`World.order`), with the stream of the last call outside
-    captures and of the last one in a capture."""
+    captures and the stream of the last call in a capture."""
 
     last_stream: Stream
     last_captured: Stream
@@ -202,7 +202,7 @@ class World:
 
     def __init__(self, backend: Backend, name: str | None = None, *, batch_invariant: bool | None = None) -> None:
         """batch_invariant: as in `weft.init`."""
-        timeout_seconds()  # raises for a wrong WEFT_TIMEOUT even where nothing waits
+        timeout_seconds()  # raises for an invalid WEFT_TIMEOUT even if this World never waits
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
         self.group = backend.group  # torch.distributed's; None for emulated ranks
@@ -212,44 +212,44 @@ class World:
         self.other_ranks = tuple((self.rank + step) % self.size for step in range(1, self.size))  # the next one first
         self.multi_node_unsupported = spread(
             backend.nodes
-        )  # why only NCCL can move data: several nodes; None with one node
+        )  # the reason why only NCCL can move data (there are several nodes), or None on one node
         asked = os.environ.get("WEFT_BATCH_INVARIANT", "0") == "1" if batch_invariant is None else batch_invariant
         self.batch_invariant = asked  # whether ops keep the promise of `weft.init(batch_invariant=True)`
         if asked and (reason := self.multi_node_unsupported or backend.reference and "CPU processes compute by torch"):
             raise Unsupported(f"batch_invariant: {reason}, whose order of sums depends on the batch")
-        # The name is the same in each run, for caches of compiled code. It has the size in it, since torch caches
+        # The name is the same in each run, for caches of compiled code. It contains the size, since torch caches
         # compiled graphs for later processes under the World's name.
         self.name = name or f"{backend.name}:{next(backend.world_numbers)}:{self.rank}/{self.size}"
         self._channels: dict[Hashable, BlockChannel] = {}
-        self._arrivals: dict[Hashable, int | list[int] | None] = {}  # of each channel, as the caller passed them
+        self._arrivals: dict[Hashable, int | list[int] | None] = {}  # by channel, as the caller passed them
         self._channel_memory: dict[int, SymmetricTensor] = {}  # keyed by the address of this rank's counters
         self._ranges: list[tuple[int, int, str]] = []  # sorted (first address, bytes, name)
         self._shared: list[tuple[int, int, SymmetricTensor]] = []  # sorted (first address, number, memory)
         self._block: SymmetricTensor | None = None
         self._used = 0
-        self._arenas: list[Arena] = []  # the last one is in use; graphs refer to the words of those before it
+        self._arenas: list[Arena] = []  # the last one is in use; CUDA graphs refer to the epochs of earlier ones
         self._buffers: dict[str, SymmetricTensor] = {}
-        self._messages = 0  # sent so far; the same on every rank, also where messages were found to differ
+        self._messages = 0  # messages sent so far; the same on every rank, even after messages were found to differ
         self._numbers: dict[CallRecord, int] = {}  # the number of each call that was the same on all ranks
-        self._calls: dict[int, CallRecord] = {0: ("no call", ())}  # by number, the place of the call's message
+        self._calls: dict[int, CallRecord] = {0: ("no call", ())}  # by number, which is the index of the call's message
         self.reported_losses, self._reported_by_rank = 0, [0] * (GUARD_WORDS - 4)  # dropped rows already reported
-        self.number = 0  # the number of the call that this rank makes, or made last
-        self._uncompared: list[tuple[CallRecord, Collect]] = []  # posted calls that were not compared yet
+        self.number = 0  # the number of this rank's current or last call
+        self._uncompared: list[tuple[CallRecord, Collect]] = []  # posted calls that have not been compared yet
         self._logged: set[str] = set()
         self._closed = False
         self._lost: Timeout | Mismatch | None = None  # raised by every later use (`_lose`)
         self._levels: Levels | None = None
         self._cache: Memo = {}
-        self.prepared: Memo = {}  # launches and calls (`Prepared`, `kernel_launch.prepared`)
+        self.prepared: Memo = {}  # prepared launches and calls (`Prepared`, `kernel_launch.prepared`)
         self.prepared_calls: weakref.WeakSet[PreparedCalls] = (
             weakref.WeakSet()
-        )  # those that refer to memory that calls share
-        self.decided: Memo = {}  # the plan by call, once its arguments were checked and compared across ranks
+        )  # prepared calls that refer to memory that calls share
+        self.decided: Memo = {}  # the plan of each call whose arguments were checked and compared across ranks
         self.ran: Any = None  # the call and plan that an op ran last (`prepared.Prepared`)
         self.forward_passes: Memo = {}  # calls of compiled graphs (`torch_library.ForwardKey`), for backward passes
         self.choices = Chooser(backend.clock, backend.capturing, self)  # the candidates that were timed
-        self.uploads = 0  # calls of `tensor`
-        self.max_captured_rows: int | None = None  # calls of more rows are in no CUDA graph; None: any may be
+        self.uploads = 0  # number of calls of `tensor`
+        self.max_captured_rows: int | None = None  # no CUDA graph captures calls with more rows; None: no limit
         World._all[self.name] = self
         backend.name_counters(self._describe)
         backend.name_calls(self._disagreement)
@@ -258,20 +258,20 @@ class World:
         return f"World(rank={self.rank}, size={self.size}, backend={self.backend.name!r}, device={str(self.device)!r})"
 
     def __deepcopy__(self, memo: dict[int, object]) -> World:
-        """Return the same World: a copy of a module that refers to it has the same ranks."""
+        """Return the same World: a copy of a module that refers to a World communicates with the same ranks."""
         return self
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a World cannot be pickled; save a module's state_dict() instead")
 
     def split(self, color: Hashable) -> World:
-        """Return the World of the ranks that pass the same `color`, in the order that they have here (as
+        """Return the World of the ranks that pass the same `color`, in the order of their ranks here (as
         MPI_Comm_split). The call is collective.
 
-        With 4 ranks, `split(rank // 2)` makes the Worlds of 0, 1 and of 2, 3; `split(rank % 2)` those of 0, 2 and of 1,
-        3. Its memory, channels and plans are its own. All ranks must call the ops of Worlds that share ranks in one
-        order. Keep the World alive, since no op does. Raises Unsupported for a World that itself has only some of
-        torch.distributed's ranks.
+        With 4 ranks, `split(rank // 2)` makes a World of ranks 0, 1 and one of 2, 3; `split(rank % 2)` makes one of 0,
+        2 and one of 1, 3. The new World has its own memory, channels and plans. If Worlds share ranks, all ranks must
+        call the ops of these Worlds in one order. Keep the new World alive, since no op does. Raises Unsupported if
+        this World itself has only some of torch.distributed's ranks.
         """
         colors = self.exchange(color)
         groups = [
@@ -282,9 +282,9 @@ class World:
 
     @property
     def levels(self) -> Levels:
-        """Return the node's World and the one across nodes. The first access is collective; later ones return the same
-        Worlds. This World also raises the Timeout of a wait that expires in them. Raises Unsupported where there are
-        none (`Backend.two_level_unsupported`)."""
+        """Return the node's World and the World across nodes. The first access is collective; later accesses return the
+        same Worlds. If a wait expires in one of them, this World also raises its Timeout. Raises Unsupported where the
+        ranks form no two levels (`Backend.two_level_unsupported`)."""
         if self._levels is None:
             if self.backend.two_level_unsupported is not None:
                 raise Unsupported(f"no two levels: {self.backend.two_level_unsupported}")
@@ -294,9 +294,9 @@ class World:
 
     @property
     def alone(self) -> World:
-        """Return the World of this rank alone, always the same one. Its ops wait for no other rank, so that they may
-        run at the same time as an op of this World on another stream; plan FusedMoe, whose programs wait for each
-        other, does where both fit on the SMs. Not collective."""
+        """Return the World of this rank alone, always the same object. Its ops wait for no other rank, so they may run
+        at the same time as an op of this World on a different stream. With plan FusedMoe, whose programs wait for each
+        other, the two ops run at the same time only if both fit on the SMs. The call is not collective."""
 
         def make() -> World:
             return World(self.backend.alone(), batch_invariant=self.batch_invariant)
@@ -304,7 +304,7 @@ class World:
         return self if self.size == 1 else self.cached("alone", make)
 
     def may_capture(self, rows: int) -> bool:
-        """Return whether a CUDA graph may capture calls of so many rows."""
+        """Return whether a CUDA graph may capture calls with this number of rows."""
         return self.max_captured_rows is None or rows <= self.max_captured_rows
 
     # -- agreement ---------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class World:
         """Return the number of this call, the same on every rank. Raise Mismatch on every rank unless all ranks make
         the same call with the same fields.
 
-        Collective the first time that this rank makes the call (title, fields), free afterwards.
+        The check is collective the first time that this rank makes the call (title, fields), and free afterwards.
         """
         key = (title, tuple(fields.items()))
         known = self._numbers.get(key)
@@ -325,10 +325,10 @@ class World:
         return self._numbered(key)
 
     def post_call(self, title: str, /, **fields: Hashable) -> int:
-        """Return the number of this call as `check_same_on_all_ranks` does, but wait no longer than PATIENCE for ranks
-        that are late: their calls are then compared at the next call of an op, exchange or `synchronize`, which raises
-        Mismatch, on every rank. Until then the results of ranks that disagree are undefined. It is for ops whose waits
-        are all bounded (`Op.check_same_on_all_ranks`)."""
+        """Return the number of this call as `check_same_on_all_ranks` does, but wait at most PATIENCE for late ranks.
+        The calls of late ranks are compared at the next call of an op, exchange or `synchronize`, which raises Mismatch
+        on every rank. Until then the results of ranks that disagree are undefined. Only ops with nothing but bounded
+        waits may use this method (`Op.check_same_on_all_ranks`)."""
         key = (title, tuple(fields.items()))
         known = self._numbers.get(key)
         if known is not None:
@@ -348,17 +348,17 @@ class World:
         return number
 
     def _numbered(self, key: CallRecord) -> int:
-        """Return the number of a call: that of the message that was sent last."""
+        """Return the number of a call, which is the number of the last message sent."""
         number = self._numbers[key] = self._messages
         self._calls[number] = key
         return number
 
     def begin(self, number: int | None, launches: Launches | None = None, capturing: bool = False) -> None:
-        """Begin the call with that number (`check_same_on_all_ranks`) on this rank; None for a call that ranks do not
-        compare. launches: those of the call that wait for other ranks; None if none does (`order_residents`).
+        """Begin the call with this number (`check_same_on_all_ranks`) on this rank; number is None for a call that
+        ranks do not compare. launches: the call's launches that wait for other ranks, or None (`order_residents`).
 
-        From now on kernels compare the number across ranks in memory (`lang.intrinsics.same_call`). Raise as `check`
-        does, and Mismatch where the backend compares every call on the host, and another rank makes another one.
+        From now on kernels compare the number across ranks in memory (`lang.intrinsics.same_call`). Raises the errors
+        of `check`, and Mismatch if the backend compares every call on the host and ranks make different calls.
         """
         if self._closed:
             raise WeftError(f"rank {self.rank}'s World is closed: an operator needs an open one")
@@ -367,7 +367,7 @@ class World:
         compares = number is not None and self.backend.compares
         if self._uncompared:
             self._collect(None if compares else 0.0)
-        try:  # as `_bounded`, which would be another function of a known call
+        try:  # as in `_bounded`, inlined because this line runs in every call
             self.backend.check()
             if self._levels is not None:
                 self._check_node(self._levels)
@@ -387,17 +387,17 @@ class World:
                 self.order_residents(launches, capturing)
 
     def calls(self, name: str) -> BlockChannel:
-        """Collective on first use. Return the channel in which launches, which come in one order on every rank, compare
-        the numbers of their calls (`lang.intrinsics.same_call`)."""
+        """Return the channel in which launches compare the numbers of their calls (`lang.intrinsics.same_call`). Every
+        rank must make these launches in the same order. The first call is collective."""
         return self.channel(f"calls of {name}", 2 * self.size, None)
 
     def _disagreement(self, words: Mapping[int, int]) -> Mismatch:
-        """Return the Mismatch that kernels found, with whose calls nothing can be in step any more."""
+        """Return the Mismatch that kernels found. The World is lost, since ranks are no longer at the same call."""
         numbers = {rank: word & (1 << NUMBER_BITS) - 1 for rank, word in sorted(words.items())}
         return self._lose(disagreement({r: self._calls.get(n, f"call {n}") for r, n in numbers.items()}))
 
     def _collect(self, patience: float | None) -> None:
-        """Compare posted calls as far as all ranks have posted theirs within `patience` seconds; None: compare all."""
+        """Compare the posted calls that all ranks post within `patience` seconds; None: wait and compare all."""
         while self._uncompared:
             key, collect = self._uncompared[0]
             messages = self._bounded(collect, patience)
@@ -407,13 +407,13 @@ class World:
             self._raise_unless_same(key, messages)
 
     def _compare(self, key: CallRecord) -> None:
-        """Collective. Raise Mismatch on every rank unless all ranks make this call."""
+        """Raise Mismatch on every rank unless all ranks make this call. Collective."""
         self._raise_unless_same(key, self._gathered(Message(COMPARED, key)))
 
     def _compare_places(self, call: CallRecord) -> None:
-        """Raise Mismatch where the backend compares every call on the host, and another rank makes a call here that it
-        has made before. This rank's exchange of the hosts follows; if it does on all ranks, it compares the calls, on
-        every rank."""
+        """Raise Mismatch if the backend compares every call on the host and another rank makes a call here that it has
+        made before. This rank exchanges messages next; if all ranks do, that exchange compares the calls on every
+        rank."""
         title, fields = call
         calls = self._bounded(self.backend.compared, (title, (*fields, ("first_call", True))))
         if calls and any(("first_call", True) not in peer_fields for _, peer_fields in calls.values()):
@@ -425,14 +425,14 @@ class World:
 
     def exchange(self, obj: R, title: str = HOST_EXCHANGE) -> list[R]:
         """Return every rank's object, by rank. The call is collective, and blocks the host until all ranks have made
-        it. Raises Mismatch on every rank if a rank exchanges under another title, or calls an op instead."""
+        it. Raises Mismatch on every rank if a rank exchanges under a different title, or calls an op instead."""
         messages = self._gathered(Message(title, obj))
         self._raise_unless(all(isinstance(m, Message) and m.kind == title for m in messages), messages)
         return [m.content for m in messages]
 
     def _raise_unless(self, same: bool, messages: Sequence[object]) -> None:
         """Raise Mismatch for messages that do not belong together. The World is lost if one of them was POSTED: its
-        rank may have launched the call, and sent messages of later ones."""
+        sender may have launched the call, and may have sent messages of later calls."""
         if same:
             return
         mismatch = disagreement(dict(enumerate(messages)))
@@ -443,7 +443,7 @@ class World:
         raise mismatch
 
     def _gathered(self, message: Message) -> list[Message]:
-        """Collective. Return the messages of all ranks, by rank."""
+        """Return the messages of all ranks, by rank. Collective."""
         if self._uncompared:
             self._collect(None)
         self._raise_if_lost()
@@ -454,8 +454,8 @@ class World:
 
     # -- the end of a World ------------------------------------------------------------------------------------------
     def _bounded(self, wait: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return wait(..), in which ranks wait for each other. After a Timeout this rank no longer knows which message
-        or signal of another rank belongs to which of its own: the World is lost."""
+        """Return the result of wait(..), in which ranks wait for each other. After a Timeout this rank cannot match the
+        messages and signals of other ranks with its own any more: the World is lost."""
         try:
             return wait(*args, **kwargs)
         except Timeout as error:
@@ -463,7 +463,7 @@ class World:
             raise
 
     def _lose(self, error: Lost) -> Lost:
-        """Make every later use of the World raise the error, which this returns."""
+        """Make every later use of the World raise the error, and return the error."""
         if self._lost is None:
             self._lost = type(error)(
                 f"rank {self.rank}'s World is unusable since ranks went apart (weft.init makes another): {error}"
@@ -478,36 +478,36 @@ class World:
 
     def check(self) -> None:
         """Raise Timeout if a device-side wait has expired, Mismatch if ranks were found to disagree, WeftError if the
-        World is closed. It is cheap enough for every call."""
+        World is closed. The check is cheap enough to run in every call."""
         self.begin(None)
 
     def _check_node(self, levels: Levels) -> None:
-        """Raise the error of a wait that expired in the node's own World, whose ranks have other numbers than here."""
+        """Raise the error of a wait that expired in the node's World, which numbers its ranks differently."""
         try:
             levels.node.check()
         except Timeout as e:
             raise Timeout(f"node {self.node}, whose ranks count from 0: {e}") from None
 
     def synchronize(self) -> None:
-        """Wait until all operations on this rank's streams are done. Raises as `check` does, and raises Overflow once
-        for rows that were dropped for lack of room."""
+        """Wait until all operations on this rank's streams are done. Raises the errors of `check`, and raises Overflow
+        once for rows that were dropped for lack of room."""
         self.wait_for_streams()
         self.result_or_overflow(None, self.backend.left_out())
 
     def wait_for_streams(self) -> None:
-        """Do what `synchronize` does, inside a call, in which a rank that has dropped rows takes part like the
-        others."""
+        """Wait as `synchronize` does, but raise no Overflow: inside a call, a rank that has dropped rows must go on
+        like the other ranks."""
         if self._uncompared:
-            self._collect(None)  # before it waits for kernels of a call that other ranks may not make
+            self._collect(None)  # first, since this rank would wait for kernels of a call that other ranks may not make
         self._raise_if_lost()
         self._bounded(self.backend.synchronize)
         if self._levels is not None:
             self._bounded(self._check_node, self._levels)
 
     def result_or_overflow(self, result: R, lost: int) -> R:
-        """Return the result of a call that was made, or, once where calls before it dropped rows (`lost`: the number in
-        all calls), raise Overflow with that result. A backward pass does not raise, since the other ranks go on with
-        it."""
+        """Return the result of a call that has run; or raise Overflow with that result, once for the rows that earlier
+        calls dropped (`lost`: the rows dropped in all calls). A backward pass does not raise, since the other ranks
+        continue it."""
         if lost > self.reported_losses and torch._C._current_graph_task_id() == -1:
             reported, self._reported_by_rank = self._reported_by_rank, self.backend.left_out_by_rank()
             self.reported_losses = max(lost, sum(self._reported_by_rank))  # a call under way may have counted more
@@ -534,7 +534,7 @@ class World:
         self.backend.finish(stream)
 
     def close(self) -> None:
-        """Release what the backend holds. Operators on this World raise WeftError afterwards."""
+        """Release the backend's resources. Operators on this World raise WeftError afterwards."""
         self._closed = True
         self.decided.clear()  # a call that is in the cache is not checked
         if self._levels is not None:
@@ -566,8 +566,8 @@ class World:
 
     @contextmanager
     def persistent_allocation(self) -> Iterator[None]:
-        """Return a context manager for what the World keeps (`Backend.persistent_allocation`), which is made outside
-        inference mode."""
+        """Return a context manager for allocations that the World keeps (`Backend.persistent_allocation`). They are
+        made outside inference mode."""
         with outlives_call(), self.backend.persistent_allocation():
             yield
 
@@ -589,8 +589,8 @@ class World:
         return tensor
 
     def shared(self, t: torch.Tensor) -> tuple[SymmetricTensor, tuple[int, int]] | None:
-        """Return `t` as a symmetric tensor, if it is contiguous and inside memory that `symmetric` allocated, with its
-        location (the number of the allocation, the byte offset), which must be the same on all ranks; otherwise None.
+        """Return `t` as a symmetric tensor with its location (the number of the allocation, the byte offset), which
+        must be the same on all ranks; or None unless `t` is contiguous and inside memory that `symmetric` allocated.
         """
         i = bisect.bisect_right(self._shared, t.data_ptr(), key=lambda entry: entry[0]) - 1
         if i < 0 or not t.is_contiguous():
@@ -626,7 +626,7 @@ class World:
         return self.backend.tensor(values, dtype)
 
     def words(self, *tables: Sequence[int]) -> list[torch.Tensor]:
-        """Return int32 tensors of these values, made by one copy to the device; each begins at a multiple of 16
+        """Return int32 tensors of these values, all filled by one copy to the device; each begins at a multiple of 16
         bytes."""
         padded = [[*table, *[0] * (-len(table) % 4)] for table in tables]
         words = self.tensor(list(itertools.chain(*padded)), torch.int32).split([len(table) for table in padded])
@@ -639,12 +639,12 @@ class World:
         mapping: StaticMapping | TableMapping | None,
         arrivals: int | Sequence[int] | None = None,
     ) -> BlockChannel:
-        """Return the BlockChannel of that name, with `counters` counters on every rank, zeroed on first use, which is
-        collective.
+        """Return the BlockChannel of this name, with `counters` counters on every rank. The first use is collective,
+        and zeroes the counters.
 
-        arrivals: the number of notifies that each counter gets in every call (one number, or one per counter), where
-        that is fixed; the emulator then reports lost and doubled signals. This needs a kernel that counts its calls
-        (`wl.end_call`). They may differ by rank; name and `counters` may not (Mismatch on every rank).
+        arrivals: the number of notifies that each counter gets in every call (one number, or one per counter), if that
+        is fixed; the emulator then reports lost and doubled signals. The kernel must then count its calls
+        (`wl.end_call`). arrivals may differ between ranks; name and `counters` may not (Mismatch on every rank).
         """
         key = (name, counters)
         channel = self._channels.get(key)
@@ -672,8 +672,8 @@ class World:
         return channel._replace(mapping=mapping)
 
     def local_channel(self, name: str, arrivals: Sequence[int]) -> BlockChannel:
-        """Return a new BlockChannel in this rank's own memory, with one counter for each of `arrivals`, the number of
-        its notifies in every call."""
+        """Return a new BlockChannel in this rank's own memory. arrivals: for each counter, the number of notifies that
+        it gets in every call."""
         with self.persistent_allocation():
             counters = self.backend.zeros((len(arrivals),), torch.int32)
             state = self.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
@@ -692,7 +692,7 @@ class World:
 
     def arena(self, half: int, row: int = 0) -> Arena:
         """Return two halves of at least `half` bytes each; the second begins at a multiple of `row` bytes. The call is
-        collective when the memory has to grow, which at least doubles it."""
+        collective if the memory has to grow; it then at least doubles."""
         if not self._arenas or self._arenas[-1].half < half or self._arenas[-1].slack < row:
             self._no_capture("arena")
             if self._arenas:
@@ -708,8 +708,8 @@ class World:
         return self._arenas[-1]
 
     def buffer(self, name: str, nbytes: int) -> SymmetricTensor:
-        """Return a named symmetric buffer of at least `nbytes`, which calls of one op share. The call is collective
-        when the memory has to grow, which at least doubles it."""
+        """Return the symmetric buffer of this name, of at least `nbytes`, which calls of one op share. The call is
+        collective if the buffer has to grow; it then at least doubles."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.local.numel() < nbytes:
             self._no_capture(name)
@@ -722,16 +722,16 @@ class World:
         return self._buffers[name]
 
     def forget_prepared(self) -> None:
-        """Drop all that was prepared for calls. Where it refers to memory that has been replaced, all ranks do this in
-        the same call, so that their calls go on in the same memory."""
+        """Drop everything prepared for calls. If memory that prepared calls use is replaced, all ranks do this in the
+        same call, so that their later calls use the same memory."""
         self.prepared.clear()
         for call in list(self.prepared_calls):
             call.forget()
         self.prepared_calls.clear()
 
     def order(self, holder: Workspace, stream: Stream) -> None:
-        """Serialise the uses of a shared workspace (`holder.last_stream`) by different streams of this rank; in a
-        capture, also those by streams in the capture."""
+        """Serialise the uses of a shared workspace (`holder.last_stream`) by different streams of this rank; inside a
+        capture, serialise the uses by the streams in that capture."""
         capturing = self.backend.capturing()
         if capturing:
             last, holder.last_captured = holder.last_captured, stream
@@ -741,7 +741,7 @@ class World:
             self.backend.wait_event(stream, self.backend.record(last))
 
     def order_residents(self, launches: Launches, capturing: bool) -> None:
-        """Serialise a call, on the current stream, after those of other streams beside which it might not fit on the
+        """Make a call on the current stream start after the calls on other streams that might not leave it room on the
         SMs (`residency.py`): launches that wait for each other's room never end."""
         ledgers = self.backend.ledgers
         if ledgers is None:
@@ -754,8 +754,8 @@ class World:
     def join_side_streams(self) -> None:
         """Make the current stream wait for all side streams of this rank, after an exception in a call that uses them.
 
-        Their copies and kernels may still read and write memory that the exception frees, and that the allocator gives
-        to the current stream's next operation.
+        Copies and kernels on the side streams may still access memory that the exception frees and that the allocator
+        gives to the current stream's next operation.
         """
         if not (sides := self.backend.side_streams()):
             return
@@ -775,9 +775,9 @@ class World:
         """Run `grid` programs of a `weft.jit` kernel (`Backend.launch`). A `weft.Launch` costs less host time for a
         kernel that is launched again and again.
 
-        A kernel that takes a BlockChannel is first checked to be the same on every rank: its grid, and its integers,
-        which Triton would specialise into different kernels. Collective for each new combination. Raises Mismatch on
-        every rank.
+        If the kernel has a BlockChannel argument, ranks first compare its grid and its integers, which Triton would
+        specialise into different kernels. That comparison is collective for each new combination, and raises Mismatch
+        on every rank.
         """
         check_launch(kernel, grid, options)
         args = args() if callable(args) else args
@@ -797,7 +797,7 @@ class World:
     # -- stream operations built here --------------------------------------------------------------------------------
     def barrier(self, stream: Stream = None, name: str = "barrier") -> torch.Tensor:
         """Make a stream wait for all ranks. Every rank must call the barriers of one name in the same order. Returns
-        the number of barriers of this name so far, int32 [1] on the device, which the next one increments."""
+        the number of barriers of this name so far, int32 [1] on the device, which the next barrier increments."""
         launch, count = self.cached(("barrier", name), lambda: self._barrier(name))
         launch(stream or self.current_stream(), number=self.number)
         return count
@@ -806,7 +806,7 @@ class World:
         count = self.zeros((1,), torch.int32)
         return Launch(self, barrier, 1, dict(num_warps=1), calls=self.calls(name), epoch=count), count
 
-    # -- methods of the backend that kernel authors call, documented in backends/base.py ------------------------------
+    # -- backend methods that kernel authors call, documented in backends/base.py -------------------------------------
     empty = _delegated(Backend.empty)
     zeros = _delegated(Backend.zeros)
     current_stream = _delegated(Backend.current_stream)

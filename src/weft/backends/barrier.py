@@ -33,11 +33,12 @@ def compare(calls, number):
 
 @jit(do_not_specialize=("group", "arrivals", "last"))
 def wait_group(ch, group, arrivals, last):
-    """Make the stream wait until all `arrivals` programs of this GPU's signaled GEMM that have tiles of `group` have
-    notified it in this call.
+    """Make the stream wait until all `arrivals` programs of this GPU's signaled GEMM that compute tiles of `group` have
+    notified the group in this call.
 
-    Only these waits read the number of the call. They run in order on one stream, and the one with `last` != 0
-    increments it. The GEMM neither reads nor increments it, because it may have ended before, or not have begun."""
+    Only these waits read the number of the call. They run in order on one stream, and the wait with `last` != 0
+    increments it. The GEMM neither reads nor increments the number, because it may have ended before the wait runs, or
+    not have begun."""
     channel_wait(ch, group, arrivals, group, rank_of(ch), "gpu")
     if last != 0:
         tl.store(ch.state + CALLS, calls_of(ch))

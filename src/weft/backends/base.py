@@ -1,13 +1,13 @@
 """The interface between a World and the machine that it runs on.
 
-A backend has memory, streams and transports; it has no notion of ops. All of them (`cuda`, `gloo`, `emulated`)
+A backend provides memory, streams and transports; it has no notion of ops. All backends (`cuda`, `gloo`, `emulated`)
 implement this one class, so an op is written once and never asks where it runs.
 
 Ordering contract: operations enqueued on one stream run in that order. `record` / `wait_event` order two streams.
 `launch`, `copy`, `call`, `signal`, `wait` and the collectives are stream operations: they return before the work is
 done. `exchange` is the only host-side collective. An op calls `finish(stream)` before it returns a tensor to its
-caller: on a GPU it does nothing (the caller's next operation is stream-ordered), in the emulator it blocks the calling
-host task until the stream is drained, because the caller reads CPU memory directly, unless hosts run ahead there
+caller. On a GPU `finish` does nothing, since the caller's next operation is stream-ordered. In the emulator it blocks
+the calling host task until the stream is drained, because the caller reads CPU memory directly, unless hosts run ahead
 (`spmd(..., ahead=True)`).
 """
 
@@ -42,30 +42,30 @@ R = TypeVar("R")
 
 # Types that only the backend itself interprets.
 Event: TypeAlias = Any  # returned by `record`, for `wait_event`
-Communicator: TypeAlias = Any  # returned by `communicator`; None: the World's own
+Communicator: TypeAlias = Any  # returned by `communicator`; None: the World's own communicator
 
 Arguments = Mapping[str, object]  # the arguments of a launch, by the kernel's names
 CallRecord = tuple[str, tuple[tuple[str, Hashable], ...]]  # the title and the fields of a call
 
-BETWEEN_CTAS = 8  # CTAs that a collective between nodes may take; kernels of a node's level leave it as many SMs
+BETWEEN_CTAS = 8  # most CTAs of a collective between nodes; kernels of a node's level leave it this number of SMs
 
 
 def timeout_seconds() -> float:
     """Return the bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises ValueError
-    where that is no number of seconds above 0 and at most a million."""
+    unless that is a number of seconds above 0 and at most a million."""
     setting = os.environ.get("WEFT_TIMEOUT", "30")
     try:
         seconds = float(setting)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds <= 1e6:  # the nanoseconds fit in a word, and four times the limit in a timedelta
+    if not 0 < seconds <= 1e6:  # so that the nanoseconds fit in a word, and four times the limit fits in a timedelta
         raise ValueError(f"WEFT_TIMEOUT={setting!r} must be a number of seconds, above 0 and at most a million")
     return seconds
 
 
 def sum_in_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the ranks' tensors, in the order of ranks; floating-point ones are summed in float32, rounded
-    once."""
+    """Return the sum of the ranks' tensors, in the order of ranks; floating-point tensors are summed in float32, and
+    rounded once."""
     if not tensors[0].is_floating_point():
         return torch.stack(list(tensors)).sum(0).to(tensors[0].dtype)
     total = tensors[0].float()
@@ -83,14 +83,14 @@ class Backend(ABC):
     device: torch.device
     sm_count: int  # programs that can be resident at once with one program an SM
     scale: Scale = Scale()
-    group: ProcessGroup | None = None  # torch.distributed's, where there is one
+    group: ProcessGroup | None = None  # the group of torch.distributed, if there is one
     capability: int = HOPPER  # the compute capability that kernels are compiled for, times ten
-    peers_unsupported: str | None = None  # why peers' memory cannot be stored to; None where it can
-    symmetric_unsupported: str | None = None  # why peers' memory or its atomics do not work; None: both do
+    peers_unsupported: str | None = None  # why kernels cannot store to peers' memory; None if they can
+    symmetric_unsupported: str | None = None  # why peers' memory or its atomics do not work; None if both work
     reference: bool = False  # whether every op runs by its sequential plan, whatever plan is asked for
     shares_gpu: bool = False  # whether ranks take turns on one GPU, so that times mean nothing
-    clock: Clock | None = None  # times calls; None where times mean nothing
-    limits_ctas: bool = True  # whether `communicator` keeps to its limit of CTAs
+    clock: Clock | None = None  # times calls; None if times mean nothing
+    limits_ctas: bool = True  # whether `communicator` observes its limit of CTAs
     world_numbers: Iterator[int] = itertools.count()  # a number for each World, in its name
     compares: bool = False  # whether the hosts compare every call of every rank (`compared`)
     compares_at_once: bool = False  # whether `compared` waits for no rank
@@ -98,53 +98,53 @@ class Backend(ABC):
     @cached_property
     def nodes(self) -> tuple[int, ...]:
         """Return the number of each rank's node, by rank; nodes are numbered in the order of their first ranks. A
-        backend whose ranks are on several hosts sets it."""
+        backend with ranks on several hosts overrides it."""
         return (0,) * self.size
 
     @cached_property
     def ledgers(self) -> Ledgers | None:
-        """Return the ledgers of the device, the same for all Worlds of its ranks; None where no kernel waits."""
+        """Return the ledgers of the device, the same for all Worlds of its ranks; None if no kernel waits."""
         return None
 
     @property
     def two_level_unsupported(self) -> str | None:
-        """Return why there are no `levels`; None where there are. The same on all ranks."""
+        """Return why there are no `levels`, or None if there are; the same on all ranks."""
         return why_no_levels(self.nodes)
 
     # -- host --------------------------------------------------------------------------------------------------------
     @abstractmethod
     def exchange(self, obj: R) -> list[R]:
-        """All-gather a picklable object on the host. It blocks until every rank has called it, and raises Timeout when
-        that takes too long."""
+        """All-gather a picklable object on the host. The call blocks until every rank has made it, and raises Timeout
+        when a rank is too late."""
 
     def post(self, obj: R) -> Callable[[float | None], list[R] | None] | None:
         """Post `obj` to all ranks, each of which posts an object now or later, and return a function that collects
-        these. It returns None where not all ranks have posted within the seconds that it is called with; called with
-        None, it blocks as `exchange` does. Each post has to be collected before the next one is, and before the next
-        exchange. Where `post` returns None, `obj` is not posted and has to be exchanged."""
+        these objects. Its argument is the number of seconds to wait; it returns None if a rank has not posted by then.
+        With None it blocks as `exchange` does. The caller must collect posts in order, and before the next exchange. If
+        `post` itself returns None, `obj` is not posted, and the caller has to exchange it."""
         return None
 
     def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
-        """Return the calls known so far, by rank, where some rank's call of the same number is another one than `call`;
-        else None."""
+        """Return the calls known so far, by rank, if some rank's call with the same number differs from `call`; else
+        None."""
         raise NotImplementedError
 
     def split(self, groups: Sequence[Sequence[int]]) -> Backend:
-        """Collective. Return the backend of the group that contains this rank. `groups` is the same on all ranks; the
-        ranks of a group are in ascending order."""
+        """Return the backend of the group that contains this rank. `groups` is the same on all ranks; the ranks of a
+        group are in ascending order. Collective."""
         raise Unsupported(f"{self.name}: ranks of this kind cannot be split")
 
     def alone(self) -> Backend:
-        """Return the backend of this rank alone; not collective."""
+        """Return the backend of this rank alone. Not collective."""
         return self.split([[rank] for rank in range(self.size)])
 
     def levels(self) -> tuple[Backend, Backend]:
-        """Collective. Return the backend of this rank's node, and that of the ranks with the same local rank on all
-        nodes.
+        """Return the backend of this rank's node, and the backend of the ranks with the same local rank on all nodes.
+        Collective.
 
         A kernel of the node that waits for peers may run at the same time as a collective between the nodes, and each
-        needs others of its kind to make progress. So the node's kernels use BETWEEN_CTAS SMs fewer than there are, and
-        a collective has at most as many CTAs: whichever starts first, there is room for the other.
+        of the two makes progress only if its peers' counterparts run. So the node's kernels leave BETWEEN_CTAS SMs
+        free, and a collective has at most BETWEEN_CTAS CTAs: whichever starts first, there is room for the other.
         """
         ranks_per_node = self.nodes.count(0)
         node = self.split(
@@ -156,7 +156,7 @@ class Backend(ABC):
         )
 
     def _across(self, groups: Sequence[Sequence[int]]) -> Backend:
-        """Collective. Return the backend of the group that contains this rank, for collectives between nodes."""
+        """Return the backend of the group that contains this rank, for collectives between nodes. Collective."""
         return self.split(groups)
 
     @abstractmethod
@@ -166,29 +166,29 @@ class Backend(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise Timeout if a device-side wait has expired, Mismatch where ranks were found to make different calls.
-        This is cheap enough for every call: it reads a pinned word."""
+        """Raise Timeout if a device-side wait has expired, Mismatch if ranks were found to make different calls. The
+        check is cheap enough to run in every call: it reads a pinned word."""
 
     @abstractmethod
     def left_out(self) -> int:
-        """Return the number of rows dropped for lack of room in all calls so far; as cheap to read as `check`."""
+        """Return the number of rows dropped for lack of room in all calls so far; this is as cheap as `check`."""
 
     @abstractmethod
     def left_out_by_rank(self) -> list[int]:
-        """Return these by the rank that dropped them: all of its own where it is this rank, those of this rank's tokens
-        where it is another."""
+        """Return the numbers of dropped rows by the rank that dropped them: for this rank all rows that it dropped, for
+        another rank the rows of this rank's tokens."""
 
     def close(self) -> None:
-        """Release what the backend holds."""
+        """Release the backend's resources."""
 
     def begins(self, op: str, sizes: tuple[int, int, int], multiply_adds: int) -> None:
         """Note the first call of an op's kernels for sizes M, N, K and that number of multiply-adds per rank; the
-        emulator logs a warning where it will take long."""
+        emulator logs a warning if the call will take long."""
 
     # -- memory ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
-        """Collective. Allocate `nbytes` of zeroed uint8 symmetric memory on every rank, 256-byte aligned."""
+        """Allocate `nbytes` of zeroed uint8 symmetric memory on every rank, 256-byte aligned. Collective."""
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -206,27 +206,27 @@ class Backend(ABC):
     def guard(self) -> torch.Tensor:
         """Return the device block, int64 [16], that every bounded wait reads. Its layout is in `lang/intrinsics.py`."""
 
-    # -- names and counts, for what is reported ------------------------------------------------------------------------
+    # -- names and counts, for reports ---------------------------------------------------------------------------------
     @property
     def kernels(self) -> int:
-        """Return the number of kernels that were compiled and loaded so far; 0 where none are."""
+        """Return the number of kernels compiled and loaded so far; 0 for a backend that compiles none."""
         return 0
 
     def name_counters(self, describe: Callable[[int], str]) -> None:
-        """Register the World's `describe`, which gives the name of the counter at an address."""
+        """Register the World's `describe`, which returns the name of the counter at an address."""
 
     def name_calls(self, disagreement: Callable[[Mapping[int, int]], Mismatch]) -> None:
-        """Register the World's `disagreement`, which makes the Mismatch for words of `same_call` that differ, by
+        """Register the World's `disagreement`, which returns the Mismatch for differing words of `same_call`, by
         rank."""
 
     def name_elements(self, tensor: torch.Tensor, name: str) -> None:
-        """Set the name that reports use for a tensor's elements where an operation has only their address."""
+        """Set the name that reports use for a tensor's elements if an operation has only their address."""
 
     def register_channel(
         self, name: str, counters: torch.Tensor, state: torch.Tensor, arrivals: list[int] | None
     ) -> None:
-        """Register a BlockChannel's counters, its `state`, and, where it is known, the number of notifies of each
-        counter in every call."""
+        """Register a BlockChannel's counters, its `state`, and, if known, the number of notifies of each counter in
+        every call."""
 
     # -- streams -----------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -235,9 +235,9 @@ class Backend(ABC):
 
     @abstractmethod
     def side_stream(self, name: str, urgent: bool = True) -> Stream:
-        """Return the rank's own stream of that name ("copy", "comm"), made on first use. urgent: it has a higher
-        priority, so that free SMs go to its kernels first; not for a second stream of GEMMs, which would overtake the
-        one before it."""
+        """Return the rank's own stream of that name ("copy", "comm"), made on first use. urgent: the stream has a
+        higher priority than the main stream, so that free SMs go to its kernels first; not for a second stream of
+        GEMMs, which would overtake earlier GEMMs."""
 
     def side_streams(self) -> Sequence[Stream]:
         """Return the streams that `side_stream` has made."""
@@ -256,13 +256,13 @@ class Backend(ABC):
         """Make later operations of `stream` wait for the event."""
 
     def start_after(self, stream: Stream, earlier: Stream) -> None:
-        """Make later operations of `stream` start after those of `earlier` so far, for the sake of room on the SMs
-        alone: what orders their accesses to memory is something else."""
+        """Make later operations of `stream` start after all operations enqueued on `earlier` so far, only for room on
+        the SMs: something else orders their accesses to memory."""
         self.wait_event(stream, self.record(earlier))
 
     def persistent_allocation(self) -> AbstractContextManager[object]:
         """Return a context manager for allocations that outlive the call, which must not come from the memory pool of a
-        CUDA graph. Work inside is ordered as if it were on the current stream. It is not for captures."""
+        CUDA graph. Work inside is ordered as if it were on the current stream. Captures must not use it."""
         return nullcontext()
 
     @abstractmethod
@@ -274,8 +274,7 @@ class Backend(ABC):
         return False
 
     def on_side_stream(self) -> bool:
-        """Return whether the current stream is not the device's default, as in captures and in the warm-up before
-        one."""
+        """Return whether the current stream is not the device's default stream, as in captures and their warm-ups."""
         return False
 
     @abstractmethod
@@ -294,30 +293,30 @@ class Backend(ABC):
     ) -> None:
         """Run `grid` programs of a `weft.jit` kernel. `args` by name: tensors, ints, constexpr values, NamedTuples of
         them, TensorDescriptors. `options`: num_warps, num_stages; co_resident, for programs small enough to share the
-        SMs with those of the next launch; per_sm, the number of programs that are meant to share an SM, with one of the
-        launch before if that is co_resident; local, for programs that wait for no other rank nor for each other, so
-        that ranks may launch different ones, and more than are resident at once;
+        SMs with the next launch's programs; per_sm, the number of programs that should share an SM, together with one
+        program of the previous launch if that is co_resident; local, for programs that wait neither for other ranks nor
+        for each other, so that ranks may launch different programs, and more than can be resident at once;
         few_registers, for a kernel that Triton's newer assembler would spill; enable_fp_fusion False, for a kernel that
-        rounds products before it adds them, however it is compiled."""
+        must round products before it adds them, however it is compiled."""
 
     @abstractmethod
     def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Moved]) -> None:
         """Run a prepared launch with the arguments that change from call to call, by name (`kernel_launch.Launch`)."""
 
     def note_launches(self) -> AbstractContextManager[Notes]:
-        """Return a context manager that notes the launches inside it whose programs wait (`residency`)."""
+        """Return a context manager that notes the launches inside it with programs that wait (`residency`)."""
         return nullcontext(Notes())
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
-        """Compile, check and load the kernel of a `launch` without running it. The emulator has nothing to do."""
+        """Compile, check and load the kernel of a `launch` without running it. The emulator does nothing."""
 
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
-        """Copy `src` to `dst` by a copy engine; they have one shape and dtype, and either may be a peer's."""
+        """Copy `src` to `dst` by a copy engine; both have the same shape and dtype, and either may be a peer's."""
 
     @abstractmethod
     def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
-        """Release-store the int32 [1] device tensor `value` to int32 [1] `word` (own or a peer's), by a copy engine."""
+        """Release-store the int32 [1] device tensor `value` to int32 [1] `word` of any rank, by a copy engine."""
 
     @abstractmethod
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
@@ -327,7 +326,7 @@ class Backend(ABC):
     def call(
         self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
-        """Enqueue a library's work (a cuBLAS GEMM) on a stream: `fn` enqueues it, and it touches only `reads` and
+        """Enqueue a library's work (a cuBLAS GEMM) on a stream: `fn` enqueues work that accesses only `reads` and
         `writes`."""
 
     def results(
@@ -337,8 +336,8 @@ class Backend(ABC):
         reads: Sequence[torch.Tensor],
         stream: Stream,
     ) -> Sequence[torch.Tensor]:
-        """Enqueue, as `call` does, a library function that allocates its own results; return these, whose shapes and
-        dtypes are `wanted`."""
+        """Enqueue, as `call` does, a library function that allocates its own results, with the shapes and dtypes
+        `wanted`; return the results."""
         outs = [self.empty(shape, dtype) for shape, dtype in wanted]
 
         def fill() -> None:
@@ -364,10 +363,10 @@ class Backend(ABC):
             self.call(lambda: torch.addmm(bias, x, weight.t(), out=y), [x, weight, bias], [y], stream)
         return y
 
-    # -- collectives (NCCL where there is one) -----------------------------------------------------------------------
+    # -- collectives (NCCL on GPUs) ----------------------------------------------------------------------------------
     def communicator(self, ctas: int) -> Communicator:
-        """Collective. Return the communicator for the argument `on` of a collective that takes at most `ctas` CTAs,
-        which a concurrent GEMM can leave free. None stands for the World's own, which has no known limit."""
+        """Return a communicator, for a collective's argument `on`, that uses at most `ctas` CTAs, which a concurrent
+        GEMM can leave free. None means the World's own communicator, which has no known limit. Collective."""
         return None
 
     @abstractmethod
@@ -375,7 +374,7 @@ class Backend(ABC):
         """Fill out [world * n, ...] with the x [n, ...] of all ranks, in rank order. n is the same on every rank."""
 
     def all_gather_together(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], stream: Stream) -> None:
-        """Do `all_gather` of each of the inputs of one dtype, in one launch where the library can."""
+        """All-gather each of the inputs, which have one dtype, in one launch if the library can."""
         for out, x in zip(outs, inputs, strict=True):
             self.all_gather(out, x, stream)
 

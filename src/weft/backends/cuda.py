@@ -1,8 +1,8 @@
-"""Ranks are processes, one GPU each, or several on one (`shared_gpu`); memory comes from
+"""Ranks are processes with one GPU each, or several on one GPU (`shared_gpu`); memory comes from
 torch.distributed._symmetric_memory, collectives from NCCL.
 
-weft makes no object for NVLink multicast. Where torch's symmetric memory has made one, plan "multicast" can use its
-address; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making any.
+weft makes no NVLink multicast object. If torch's symmetric memory has made one, plan "multicast" can use its address;
+TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .shm_exchange import BYTES, SharedMemoryExchange
 from .uploads import Uploads
 
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-NCCL_CTAS = 64  # the most channels of a communicator, each of which has a CTA
+NCCL_CTAS = 64  # the most channels of a communicator, which runs one CTA per channel
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
 
 
@@ -61,7 +61,7 @@ def _ledgers(device: torch.device) -> Ledgers:
 
 
 class Record:
-    """Pinned memory in which an expired device-side wait records who waited for what, so that the host reads it without
+    """Pinned memory where an expired device-side wait records who waited for what, so that the host can read it without
     a stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -73,11 +73,11 @@ class Record:
         self.guard = self.guard.to(device)
 
 
-GRACE = 2.0  # seconds after which a rank whose wait has expired no longer waits for the records of other ranks
+GRACE = 2.0  # seconds that a rank, after its wait has expired, waits for the records of other ranks
 
 
 def _disagreement_of_waits(waits: Sequence[str]) -> str:
-    """Return a line that says which rank waits in which op, where ranks wait in different ones; else nothing."""
+    """Return a line that names the op in which each rank waits, if ranks wait in different ops; else ""."""
     if len(set(filter(None, waits))) < 2:
         return ""
     descriptions = "; ".join(f"rank {rank} in {wait}" for rank, wait in enumerate(waits) if wait)
@@ -147,8 +147,8 @@ class GpuBackend(Backend):
         return list(self.record_words.words[7:])
 
     def waits_of_all_ranks(self, own_wait: str) -> list[str]:
-        """Return the op that each rank's expired wait was in, by rank; "" where none is known. own_wait: that of this
-        rank's."""
+        """Return the op of each rank's expired wait, by rank; "" if it is not known. own_wait: the op of this rank's
+        wait."""
         return [own_wait if rank == self.rank else "" for rank in range(self.size)]
 
     def name_counters(self, describe: Callable[[int], str]) -> None:
@@ -239,7 +239,7 @@ class GpuBackend(Backend):
         return self._noting.noting()
 
     def _note(self, noting: bool) -> None:
-        """Replace what launches while calls are noted, so that all others take no host time for it."""
+        """Replace the launcher while calls are noted, so that noting costs other calls no host time."""
         self.launcher = NotingLauncher(self._plain_launcher, self._noting) if noting else self._plain_launcher
         self.collective = self._noted_collective if noting else self.call
 
@@ -254,7 +254,7 @@ class GpuBackend(Backend):
         self.call(fn, reads, writes, stream)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
-        with torch.cuda.device(self.device):  # a user's thread may have another, for which Triton would load the kernel
+        with torch.cuda.device(self.device):  # else Triton would load the kernel for the current device of the thread
             self.launcher.load(kernel, grid, args, options)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> None:
@@ -306,19 +306,19 @@ class GpuBackend(Backend):
         if (
             out is None
             and stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index)
-            and not torch.is_autocast_enabled("cuda")  # autocast would make F.linear return another dtype
+            and not torch.is_autocast_enabled("cuda")  # autocast would change the dtype that F.linear returns
         ):
             return torch.nn.functional.linear(x, weight, bias)
         return super().linear(x, weight, bias, stream, out)
 
 
-# The first byte of a post: the data of `exchange`, that of `post`, or none, since the object is too long.
+# The first byte of a post: data of `exchange`, data of `post`, or no data, since the object is too long.
 _EXCHANGE, _POST, _TOO_LONG = b"H", b"T", b"L"
 
 
 def _symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate memory that can be shared. torch's caching allocator and this allocation do not know of each other.
-    Where the cache has all memory of the GPU, though nobody uses it, it is given back and the allocation tried again.
+    """Allocate memory that ranks can share. torch's caching allocator does not free cached memory for this allocation:
+    if the allocation fails because unused memory is in the cache, empty the cache and try again.
     """
     import torch.distributed._symmetric_memory as symm
 
@@ -327,7 +327,7 @@ def _symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     except RuntimeError as e:
         if "out of memory" not in str(e):
             raise
-        # Memory that another stream has used returns to the cache when that use has ended.
+        # Memory that another stream uses returns to the cache only when that use has ended.
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         return symm.empty(nbytes, dtype=torch.uint8, device=device)
@@ -354,7 +354,7 @@ def _enqueued(work: dist.Work | None) -> None:
 
 
 class _On:
-    """`torch.cuda.stream` for streams of one device, in less host time."""
+    """`torch.cuda.stream` for streams of one device, in less host time than torch's."""
 
     __slots__ = ("backend", "before", "stream")
 
@@ -373,16 +373,16 @@ _dropped_in_captures: list[object] = []  # symmetric memory of Worlds that ended
 
 
 def _release(held: list[object]) -> None:
-    """Drop a World's symmetric memory. Garbage collection may end a World, such as that of a model no longer used,
-    while a stream captures. torch would then end the process, since memory cannot be unmapped during a capture (its
-    destructor throws). Such memory is kept until symmetric memory is allocated next, which no capture does."""
+    """Drop a World's symmetric memory. Garbage collection may end a World, such as an unused model's, while a stream
+    captures. torch would then end the process, since memory cannot be unmapped during a capture (its destructor
+    throws). Such memory is kept until the next allocation of symmetric memory, which is never in a capture."""
     if torch.cuda.is_current_stream_capturing():
         _dropped_in_captures.extend(held)
     held.clear()
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the GPU that this process, or the code that made its group, has chosen; else the local rank's."""
+    """Return the GPU that this process, or the code that made its group, has chosen; else the local rank's GPU."""
     started = dist.is_initialized()
     bound = getattr(group or dist.group.WORLD, "bound_device_id", None) if started else None
     if bound is not None and bound.type == "cuda":
@@ -395,7 +395,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _why_unreachable(devices: Sequence[RankDevice]) -> str | None:
-    """Return why these ranks of one node cannot address each other's memory; None where they can."""
+    """Return why these ranks of one node cannot address each other's memory; None if they can."""
     taken: dict[tuple[str, str], int] = {}
     for rank, device in enumerate(devices):
         if device.reason:
@@ -414,7 +414,7 @@ def _why_unreachable(devices: Sequence[RankDevice]) -> str | None:
 
 
 def _why_no_atomics(devices: Sequence[RankDevice]) -> str | None:
-    """Return why these ranks, which can address each other's memory, cannot add to counters in it; None where they
+    """Return why these ranks, which can address each other's memory, cannot add to counters in it; None if they
     can."""
     for rank, device in enumerate(devices):
         others = [d.index for d in devices if d.index != device.index and not _peer_atomics(device.index, d.index)]
@@ -424,8 +424,9 @@ def _why_no_atomics(devices: Sequence[RankDevice]) -> str | None:
 
 
 def _peer_atomics(index: int, peer_index: int) -> bool:
-    """Return whether the link has atomic operations, as NVLink has. PCIe splits one into a read and a write, between
-    which another GPU's update is lost. Where the driver does not answer, the link is taken to have them."""
+    """Return whether the link has atomic operations, as NVLink has. PCIe splits an atomic operation into a read and a
+    write, and another GPU's update between them is lost. If the driver does not answer, assume that the link has
+    them."""
     value = ctypes.c_int(1)
     try:
         ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, index, peer_index)
@@ -445,7 +446,7 @@ def _limited(ctas: int) -> object:
     """Return NCCL's options for a communicator of at most `ctas` CTAs."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = ctas
-    options.config.cga_cluster_size = 0  # a cluster needs SMs of one GPC; a GEMM leaves free ones anywhere
+    options.config.cga_cluster_size = 0  # a cluster needs SMs of one GPC; a GEMM leaves SMs of any GPC free
     return options
 
 
@@ -462,7 +463,7 @@ class CudaBackend(GpuBackend):
         device = _device_of(group)
         torch.cuda.set_device(device)
         if not dist.is_initialized():
-            if "RANK" not in os.environ:  # one process, no launcher: a world of one
+            if "RANK" not in os.environ:  # one process without a launcher: a World of one rank
                 dist.init_process_group(
                     "nccl",
                     store=dist.HashStore(),
@@ -490,17 +491,17 @@ class CudaBackend(GpuBackend):
         self.clock = None if self.shares_gpu else cuda_clock
 
     def _hold_symmetric_memory(self) -> None:
-        """Keep symmetric memory until this backend ends, or until a capture ends that is under way then."""
+        """Keep symmetric memory until this backend ends, or, if a capture is running then, until that has ended."""
         self._held: list[object] = []
         weakref.finalize(self, _release, self._held).atexit = False
 
     def split(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
-        """Make the groups, in which every rank of torch.distributed has to take part."""
+        """Make the groups. Every rank of torch.distributed must take part."""
         return CudaBackend(self._split(groups), self.compares)
 
     def _split(self, groups: Sequence[Sequence[int]], ctas: int = 0) -> dist.ProcessGroup:
-        """Collective. Make a process group of each of `groups`; return this rank's. ctas: use NCCL alone, with at most
-        so many CTAs."""
+        """Make a process group of each of `groups`; return this rank's. ctas: if not 0, use NCCL alone, with at most
+        `ctas` CTAs. Collective."""
         if not self.limits_ctas:
             raise Unsupported(
                 f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"
@@ -519,7 +520,7 @@ class CudaBackend(GpuBackend):
         return CudaBackend(group, self.compares)
 
     def _warm_up(self, group: dist.ProcessGroup, size: int) -> None:
-        """Connect the ranks of a group and load its kernels, before a collective runs concurrently with a GEMM."""
+        """Connect the ranks of a group and load NCCL's kernels, before a collective runs concurrently with a GEMM."""
         one = torch.zeros(size, device=self.device, dtype=torch.bfloat16)
         dist.all_reduce(one, group=group)
         dist.reduce_scatter_tensor(one[:1].clone(), one, group=group)
@@ -527,13 +528,13 @@ class CudaBackend(GpuBackend):
         torch.cuda.synchronize(self.device)
 
     def alone(self) -> CudaBackend:
-        """Make the group over gloo: all ranks of torch.distributed would have to take part in splitting NCCL's
-        communicator, which would carry nothing."""
+        """Make the group over gloo: to split NCCL's communicator, which would carry nothing, all ranks of
+        torch.distributed would have to take part."""
         ranks = [dist.get_process_group_ranks(self.group)[self.rank]]
         return CudaBackend(dist.new_group(ranks, backend="gloo", use_local_synchronization=True), self.compares)
 
     def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
-        """Compare the calls of all ranks, whose hosts wait for each other."""
+        """Compare the calls of all ranks; their hosts wait for each other."""
         calls = self.exchange(call)
         return dict(enumerate(calls)) if any(peer_call != call for peer_call in calls) else None
 
@@ -567,8 +568,8 @@ class CudaBackend(GpuBackend):
         return Timeout(f"rank {self.rank}: {reason}: {e}")
 
     def _compare_devices(self) -> None:
-        """Collective. Set `nodes`, `peers_unsupported`, `symmetric_unsupported` and `shares_gpu`, which all ranks
-        decide from the same list."""
+        """Set `nodes`, `peers_unsupported`, `symmetric_unsupported` and `shares_gpu`, which all ranks derive from the
+        same list. Collective."""
         reason = architectures.lacks(architectures.device_capability(self.device), "bf16", "weft's kernels")
         self.peers_unsupported = self.symmetric_unsupported = reason
         if self.size == 1:
@@ -588,7 +589,7 @@ class CudaBackend(GpuBackend):
             shared_gpu.log_shared_gpus(self.size, number)
 
     def _why_no_levels(self, devices: Sequence[RankDevice]) -> str | None:
-        """Return why the World has no levels. Collective where ranks are on several nodes of equal size, since each
+        """Return why the World has no levels. Collective if ranks are on several nodes of equal size, since each rank
         knows only the links of its own node."""
         reason, several = nodes.why_no_levels(self.nodes), nodes.spread(self.nodes)
         if reason is not None:
@@ -638,9 +639,9 @@ class CudaBackend(GpuBackend):
 
     def persistent_allocation(self) -> AbstractContextManager[object]:
         """Allocate on a side stream that is never captured. After a capture, the graph's memory pool may reuse the
-        memory of the graph's intermediate results, per stream. A warm-up of the next graph in the same pool
-        (torch.cuda.use_mem_pool) would get that memory for an allocation that stays, and the first graph's next replay
-        would write over it."""
+        memory of the graph's intermediate results, per stream. In a warm-up of the next graph in the same pool
+        (torch.cuda.use_mem_pool), a lasting allocation would get that memory, and the first graph's next replay would
+        overwrite it."""
         stream, allocation_stream = self.current_stream(), self.side_stream("persistent", urgent=False)
         return (
             self._on_allocation_stream(stream, allocation_stream)
@@ -682,7 +683,7 @@ class CudaBackend(GpuBackend):
         if self.size == 1:
             local = self.zeros((nbytes,), torch.uint8)
             return SymmetricTensor(local, (local,), self.tensor([local.data_ptr()], torch.int64))
-        if reason := nodes.spread(self.nodes):  # torch's rendezvous would fail on some ranks, and the others would hang
+        if reason := nodes.spread(self.nodes):  # torch's rendezvous would fail on some ranks and hang on the others
             raise Unsupported(f"{name}: no symmetric memory: {reason}")
         local = _symmetric_memory(nbytes, self.device)
         memory_handle = symm.rendezvous(local, self.group)
@@ -696,8 +697,8 @@ class CudaBackend(GpuBackend):
         addresses = self.tensor([p.data_ptr() for p in peers], torch.int64)
         return SymmetricTensor(local, peers, addresses, int(getattr(memory_handle, "multicast_ptr", 0) or 0))
 
-    # Collectives call the group's own methods, which torch.distributed's functions wrap in checks that cost host time.
-    # A collective of one rank is a copy: its group may be one that cannot carry CUDA tensors (`alone`).
+    # Collectives call the group's own methods, since torch.distributed's functions add checks that cost host time.
+    # A collective of one rank is a copy, since its group may not support CUDA tensors (`alone`).
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         if self.size == 1:
@@ -713,8 +714,8 @@ class CudaBackend(GpuBackend):
         self.collective(lambda: _enqueued(gather([*outs], [*inputs], _GATHER)), inputs, outs, stream)
 
     def communicator(self, ctas: int) -> dist.ProcessGroup | None:
-        """Make a process group of its own. A World of some of torch.distributed's ranks has none: every rank would have
-        to take part in making it. "auto" takes no plan that needs one there."""
+        """Make a separate process group. A World of only some of torch.distributed's ranks returns None: every rank
+        would have to take part. On such a World "auto" chooses no plan that needs a limited communicator."""
         if self.size == 1 or not self.limits_ctas:
             return None
         if ctas not in self._communicators:

@@ -2,8 +2,8 @@
 
 Streams and events are the emulator's; memory is CPU tensors. Memory from `empty` is NaN until it is written. `finish`
 blocks the calling host task until the stream is drained, because the caller reads CPU memory directly; it adds no order
-between streams, as on a GPU, so a missing event is still found. With `ahead` it does nothing, as on a GPU, so that an
-operator begins while those before it are still under way.
+between streams, as on a GPU, so the emulator still finds a missing event. With `ahead` it does nothing, as on a GPU, so
+that an operator begins while earlier operators are still running.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=Backend)
 ALIGN = 256
 GAP = 1 << 20
-# Seconds that a rank takes for a multiply-add and for an element, on a server's core (2026-11).
+# Seconds that a rank needs for a multiply-add and for an element, on a server's core (2026-11).
 MULTIPLY_ADD, ELEMENT = 1.4e-7, 8e-6
-# A call of more seconds than ANNOUNCED is logged, and one of at most PROPOSED seconds is proposed in its place.
+# The emulator logs a call of more than ANNOUNCED seconds, and proposes a call of at most PROPOSED seconds instead.
 ANNOUNCED, PROPOSED = 60.0, 5.0
 log = logging.getLogger("weft")
 
 
 @dataclass(frozen=True, eq=False)
 class _Symmetric(SymmetricTensor):
-    """A symmetric tensor whose `addresses`, and those of its views, come from `table_of`, which numbers tensors for the
-    check of bounds."""
+    """A symmetric tensor that gets its `addresses`, and its views' `addresses`, from `table_of`, which numbers tensors
+    for the check of bounds."""
 
     table_of: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] = field(kw_only=True)
 
@@ -68,15 +68,15 @@ class _Symmetric(SymmetricTensor):
 
 
 def _one_call_at_a_time(backend: type[B]) -> type[B]:
-    """Make the backend's public methods, which host code calls from any thread of the rank, run one at a time. Torch
-    operations after a call that leaves work on a stream come after it (torch_order.py)."""
+    """Make the backend's public methods, which host code calls from any thread of the rank, run one at a time. If a
+    call leaves work on a stream, later torch operations are ordered after that work (torch_order.py)."""
 
     def wrapped(method: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(method)
         def call(self: EmulatedBackend, *args: object, **options: object) -> R:
             host = self.machine.hosts[self.machine_rank].host
             assert host is not None
-            with host.calling(), torch._C.DisableTorchFunction():  # torch's modes are for what host code itself does
+            with host.calling(), torch._C.DisableTorchFunction():  # torch's modes are for host code's own operations
                 result = method(self, *args, **options)
             if not self._machine.ahead and host.on_rank_thread and not host.in_call:
                 self._machine.torch_order[self.machine_rank].set(not self._machine.streams.idle_on(self.machine_rank))
@@ -99,8 +99,7 @@ class EmulatedBackend(Backend):
 
     def __init__(self, machine: Machine, machine_rank: int, ranks: tuple[int, ...], path: tuple[int, ...] = ()) -> None:
         """Make the backend of the machine's rank `machine_rank`, in a World of the machine's ranks `ranks`. path: the
-        number of each split that led to this World; it is the same on all these ranks, and different for any other
-        World."""
+        number of each split that led to this World; it is the same on all these ranks, and identifies the World."""
         self._machine, self.machine_rank, self.ranks, self.path = machine, machine_rank, ranks, path
         self._splits = self._calls = 0
         self.rank, self.size = ranks.index(machine_rank), len(ranks)
@@ -112,13 +111,12 @@ class EmulatedBackend(Backend):
         self._guard: torch.Tensor | None = None
         self.ledgers = machine.ledgers.setdefault(machine_rank, Ledgers(SMs(machine.sm_count, (1,))))
         self._noting = Noting()
-        # The same in every run, so that what torch.compile made for a rank serves the next run's rank.
+        # The numbers are the same in every run, so that the next run's rank can use what torch.compile made for a rank.
         self.world_numbers = machine.world_numbers[machine_rank]
 
     @property
     def machine(self) -> Machine:
-        """Return the machine of this run. Every operation asks for it, so that none is done after the end of the
-        run."""
+        """Return the machine of this run. Every operation calls this, so that none runs after the end of the run."""
         if self._machine.ended:
             raise WeftError(
                 f"rank {self.machine_rank}'s World belongs to an emulated run that has ended; use it in the function "
@@ -141,8 +139,8 @@ class EmulatedBackend(Backend):
         )
 
     def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
-        """Compare the call with those of the ranks that have made theirs so far: no rank waits, so that hosts may stay
-        apart."""
+        """Compare the call with the calls that other ranks have made so far: no rank waits, so hosts need not run in
+        step."""
         self._calls += 1
         key = (self.path, self.ranks, self._calls)
         calls = cast(dict[int, CallRecord], self.machine.calls.setdefault(key, {}))
@@ -186,10 +184,10 @@ class EmulatedBackend(Backend):
         return raw[start : start + nbytes]
 
     def _copies(self, nbytes: int, name: str) -> tuple[torch.Tensor, ...]:
-        """Allocate every rank's copy in one allocation, so that one descriptor spans them. The gap between two is
-        larger than a copy, so that an index past the end of one does not reach the next."""
+        """Allocate every rank's copy in one allocation, so that one descriptor spans all copies. The gap between two
+        copies is larger than a copy, so that an index past the end of one copy does not reach the next."""
         step = 2 * (-(-nbytes // ALIGN) * ALIGN) + GAP
-        raw = torch.empty(GAP + step * self.size + ALIGN, dtype=torch.uint8)  # untouched gaps take no memory
+        raw = torch.empty(GAP + step * self.size + ALIGN, dtype=torch.uint8)  # untouched gaps occupy no memory
         start = GAP + -raw.data_ptr() % ALIGN
         copies = tuple(raw[start + r * step : start + r * step + nbytes] for r in range(self.size))
         for rank, copy in zip(self.ranks, copies, strict=True):
@@ -241,7 +239,7 @@ class EmulatedBackend(Backend):
     def guard(self) -> torch.Tensor:
         if self._guard is None:
             self._guard = self.zeros((GUARD_WORDS,), torch.int64)
-            self._guard[0] = 1 << 62  # the emulator itself ends waits that nothing reaches
+            self._guard[0] = 1 << 62  # the emulator itself ends waits that can never be satisfied
         return self._guard
 
     # -- streams -----------------------------------------------------------------------------------------------------
@@ -275,7 +273,7 @@ class EmulatedBackend(Backend):
             self.machine.streams.wait_event(stream, event)
 
     def start_after(self, stream: EmulatedStream, earlier: EmulatedStream) -> None:
-        """Add no happens-before edge, so that accesses to memory that only this orders are still a Race."""
+        """Add no happens-before edge, so that memory accesses ordered by nothing else are still a Race."""
         self.machine.streams.wait_event(stream, self.machine.streams.record_event(earlier), orders_memory=False)
 
     def capturing(self) -> bool:
@@ -287,7 +285,7 @@ class EmulatedBackend(Backend):
     def finish(self, stream: EmulatedStream) -> None:
         host = self.machine.hosts[self.machine_rank].host
         assert host is not None
-        if not self.machine.ahead or not host.on_rank_thread:  # torch operations are put in order on that thread alone
+        if not self.machine.ahead or not host.on_rank_thread:  # only the rank's thread puts torch operations in order
             self.machine.streams.finish(stream)
 
     # -- stream operations -------------------------------------------------------------------------------------------
@@ -429,8 +427,8 @@ class EmulatedBackend(Backend):
         work: Callable[[list[Arrival]], None],
         on: str | None = None,
     ) -> None:
-        """Enqueue a collective in which every rank needs every other rank's part of x. NCCL launches nothing for an
-        empty x, which orders nothing."""
+        """Enqueue a collective where every rank needs every other rank's part of x. For an empty x NCCL launches
+        nothing, and orders nothing."""
         sources = range(self.size) if x.numel() else ()
         self._noting.add("collectives", ResidentPrograms(1, (1,), self.path))
         self.machine.streams.collective(
@@ -456,9 +454,9 @@ class EmulatedBackend(Backend):
     def register_channel(
         self, name: str, counters: torch.Tensor, state: torch.Tensor | int, arrivals: list[int] | int | None
     ) -> None:
-        """Register counters, each of which must be calls x arrivals at the end of the run. arrivals: one number, one
-        per counter, or None where it is not known. state: a BlockChannel's, which has the number of calls, or that
-        number."""
+        """Register counters, each of which must equal calls x arrivals at the end of the run. arrivals: one number, one
+        number per counter, or None if not known. state: a BlockChannel's state, which contains the number of calls, or
+        that number."""
         self.machine.channels[self.machine_rank, name, counters.data_ptr()] = (
             name,
             self.machine_rank,
@@ -489,7 +487,7 @@ def _word(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(name: str, *tensors: torch.Tensor) -> None:
-    """Raise ValueError for tensors that are not contiguous: NCCL takes no others."""
+    """Raise ValueError for tensors that are not contiguous, since NCCL refuses them."""
     if not all(t.is_contiguous() for t in tensors):
         raise ValueError(f"{name}: tensors must be contiguous")
 
@@ -511,7 +509,7 @@ def spmd(
 ) -> tuple[list[R], Report]:
     """Run `fn(backend)` as `size` ranks; return the results by rank, and the run's report. nodes: the number of nodes
     of equal size, or the number of ranks on each node. ahead: operators return before their streams are drained, as on
-    a GPU, and torch operations come in the order of the current stream. ends_release: see Machine."""
+    a GPU, and torch operations run in the order of the current stream. ends_release: see Machine."""
     machine = Machine(
         size,
         seed=seed,
@@ -529,8 +527,8 @@ def spmd(
 
 
 def drive(fn: Callable[[EmulatedBackend], R], machine: Machine) -> list[R]:
-    """Run `fn(backend)` as every rank of a machine; return the results by rank. `machine.report` is there if it raises,
-    too."""
+    """Run `fn(backend)` as every rank of a machine; return the results by rank. `machine.report` is complete even if
+    this raises."""
     everyone = tuple(range(machine.size))
     backends = [EmulatedBackend(machine, rank, everyone) for rank in everyone]
     try:

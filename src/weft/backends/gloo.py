@@ -1,7 +1,7 @@
 """Ranks are processes on CPU tensors, over a gloo process group: the reference, for integrations without a GPU.
 
-Every op runs by its sequential plan (`Backend.reference`). Collectives move bytes over gloo and sum in float32 in rank
-order, so that their results have the same bits in every run. A kernel in which no rank waits for another runs in the
+Every op runs its sequential plan (`Backend.reference`). Collectives move bytes over gloo and sum in float32 in rank
+order, so that their results have the same bits in every run. A kernel without waits for other ranks runs in the
 emulator, as one rank. There is one stream, and every operation is done when the call that enqueues it returns.
 """
 
@@ -43,7 +43,7 @@ from .messages import Messages
 from .nodes import host_name, numbered, spread, why_no_levels
 
 log = logging.getLogger("weft")
-RESIDENT = 4  # resident programs of a rank in the emulator: each costs a greenlet, and all share one processor
+RESIDENT = 4  # resident programs of a rank in the emulator: each costs a greenlet, and all share one core
 # Blocks are large, since the emulator's time depends on operations, not on elements; stored formats are as on a GPU.
 EMULATED_BLOCK = 1 << 16
 SCALE = replace(
@@ -59,8 +59,8 @@ _emulating = threading.Lock()  # the emulator changes Triton's language while it
 
 
 def serves(group: dist.ProcessGroup | None) -> bool:
-    """Return whether the ranks of the group, by default all ranks, are processes on CPU tensors: its only backend is
-    gloo, or it has gloo for CPU tensors and this machine has no GPU."""
+    """Return whether the ranks of the group (default: all ranks) are processes on CPU tensors: the group's only backend
+    is gloo, or it has gloo for CPU tensors and this machine has no GPU."""
     if group is None and not dist.is_initialized():
         return False
     backends = dist.get_backend_config(group).split(",")  # such as cpu:gloo,cuda:nccl
@@ -70,8 +70,7 @@ def serves(group: dist.ProcessGroup | None) -> bool:
 
 
 def start() -> None:
-    """Initialise torch.distributed over gloo from the environment; the ranks, all on this machine, share its
-    processors."""
+    """Initialise torch.distributed over gloo from the environment; the ranks, all on this machine, share its cores."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_seconds() * 4))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
 
@@ -111,7 +110,7 @@ class GlooBackend(Backend):
         return [obj] if self.size == 1 else self._messages.objects(obj)
 
     def split(self, groups: Sequence[Sequence[int]]) -> GlooBackend:
-        """Make the groups, in which every rank of torch.distributed has to take part."""
+        """Make the groups. Every rank of torch.distributed must take part."""
         if self.size != dist.get_world_size():
             raise Unsupported(
                 f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"

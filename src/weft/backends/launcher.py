@@ -2,11 +2,11 @@
 Python as possible.
 
 Before the first launch it checks that the grid can be resident at once (a program that never starts never signals), and
-loads the kernel before any kernel spins, because lazy loading can block behind a spinning grid.
+loads the kernel before any kernel spins, because lazy loading can block until a spinning grid ends.
 
 Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, which at small M
 takes longer than the kernel (docs/design-notes.md). A prepared launch (`kernel_launch.Launch`) does so once for each
-variant; the expanded argument list is kept and sent again with the addresses of the call (`_triton.repeated`, which
+variant, keeps the expanded argument list, and sends it again with the addresses of each call (`_triton.repeated`, which
 lists the cases that are left to Triton).
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .cuda import GpuBackend
 
 
-SLOT = 128  # threads that a program counts for at least, since an SM also has room for only 16, 24 or 32 programs
+SLOT = 128  # a program counts for at least this number of threads, since an SM holds at most 16, 24 or 32 programs
 
 
 def _flattened(value: object) -> Iterator[object]:
@@ -47,7 +47,7 @@ def _flattened(value: object) -> Iterator[object]:
 
 
 def _kinds(value: object) -> Hashable:
-    """Return a key that is different for variants of a NamedTuple that changes from call to call."""
+    """Return a key that distinguishes the variants of a NamedTuple that changes from call to call."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     return tuple(map(_kinds, value)) if isinstance(value, tuple) else value
@@ -82,8 +82,8 @@ class Launcher:
             return kernel[(grid,)](**for_gpu(values, self.backend.capability), **_triton.options(options))
 
     def run(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any]) -> None:
-        """Run a prepared launch with the addresses of this call. Triton compiles for dtypes and for addresses that are
-        multiples of 16, so each combination of these is a variant."""
+        """Run a prepared launch with the addresses of this call. Triton specialises for dtypes and for addresses that
+        are multiples of 16, so each combination of these is a variant."""
         kinds: list[object] = []
         addresses: list[object] = []
         try:
@@ -107,7 +107,7 @@ class Launcher:
             self._launch_first(launch, stream, moving, tuple(kinds))
         elif torch._C._cuda_getDevice() == self.backend.device.index:
             ready(stream.cuda_stream, addresses)
-        else:  # a user's thread that has not set its device, on which CUDA launches
+        else:  # a user's thread with a different current device; CUDA launches on the current device
             with torch.cuda.device(self.backend.device):
                 ready(stream.cuda_stream, addresses)
 
@@ -124,11 +124,11 @@ class Launcher:
             launch.variants[kinds] = ready
 
     def load(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> None:
-        """Compile and load a variant the first time; raise Unsupported unless its programs fit, and are resident at
-        once if they may wait for each other. ResidentPrograms of a `local` launch do not."""
+        """Compile and load a variant the first time. Raise Unsupported unless its programs fit and, if they may wait
+        for each other (unless the launch is `local`), can be resident at once."""
         unspecialized = {p.name for p in kernel.params if p.do_not_specialize}
         leaves = [part for name, value in values.items() if name not in unspecialized for part in _flattened(value)]
-        # Triton compiles for addresses that are multiples of 16, and for others.
+        # Triton compiles separate kernels for addresses that are multiples of 16 and for other addresses.
         aligned = (v.data_ptr() % 16 == 0 for v in leaves if isinstance(v, torch.Tensor))
         variant = (kernel, grid, *options.values(), *map(_kind, leaves), *aligned)
         co_resident, self._co_resident_with = self._co_resident_with, None  # only the next load is checked with it
@@ -150,7 +150,7 @@ class Launcher:
         self.checked.add(variant)
 
     def compiled(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> CompiledKernel:
-        """Return the compiled kernel of a launch, loaded. Raises Unsupported where a program does not fit."""
+        """Return the compiled kernel of a launch, loaded. Raises Unsupported if a program does not fit."""
         try:
             arguments = for_gpu(values, self.backend.capability)
             with _triton.no_compile_hooks():
@@ -172,7 +172,7 @@ class Launcher:
 
 
 def room_of(device: torch.device) -> tuple[int, ...]:
-    """Return the registers, bytes of shared memory and threads for which an SM has room."""
+    """Return the number of registers, bytes of shared memory and threads of an SM."""
     props: Any = torch.cuda.get_device_properties(device)
     return (
         props.regs_per_multiprocessor,
@@ -182,7 +182,7 @@ def room_of(device: torch.device) -> tuple[int, ...]:
 
 
 def taken_by(compiled: CompiledKernel) -> tuple[int, ...]:
-    """Return what a program takes of `room_of` an SM."""
+    """Return the part of an SM's `room_of` that a program occupies."""
     threads = compiled.metadata.num_warps * 32
     return (compiled.n_regs + 7) // 8 * 8 * threads, compiled.metadata.shared + 1024, threads
 

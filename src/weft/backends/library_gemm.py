@@ -1,10 +1,10 @@
-"""The GEMMs of libraries: cuBLAS, torch's grouped one, and quack's (integrations/quack.py).
+"""The GEMMs of libraries: cuBLAS, torch's grouped GEMM, and quack's kernels (integrations/quack.py).
 
-The chooser times quack's kernels against cuBLAS, or torch's grouped GEMM, at the first call of a size; the fastest with
-correct results runs from then on. Each rank decides for itself, as results are equal up to rounding.
+The chooser times quack's kernels against cuBLAS, or torch's grouped GEMM, at the first call of a size; later calls run
+the fastest one with correct results. Each rank decides for itself, as results are equal up to rounding.
 
-Products of 8-bit operands (`ScaledOperands`) are torch's, DeepGEMM's if it is installed, and weft's own, chosen in the
-same way (ops/scaled_gemm.py).
+For 8-bit operands (`ScaledOperands`) it chooses in the same way among torch's GEMM, DeepGEMM's if it is installed, and
+weft's own (ops/scaled_gemm.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Form(NamedTuple):
 
 @functools.cache
 def quack() -> ModuleType:
-    """Return integrations/quack.py, which is imported when a product first asks for it."""
+    """Return integrations/quack.py, imported at the first use."""
     from ..integrations import quack
 
     return quack
@@ -52,9 +52,9 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def multiply_groups(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Return [M, N], whose rows starts[g] to starts[g + 1] are those of x [M, K] @ weight[g] [N, K].T, on the current
-    stream, by the fastest library for this size. starts: int32 [G + 1] on the device, rising from 0 to at most M; rows
-    beyond are undefined. bfloat16, on a GPU, N and K multiples of 8."""
+    """Return [M, N], with rows starts[g] to starts[g + 1] equal to the same rows of x [M, K] @ weight[g] [N, K].T, on
+    the current stream, by the fastest library for this size. starts: int32 [G + 1] on the device, rising from 0 to at
+    most M; rows after the last start are undefined. Requires bfloat16 on a GPU, and N and K multiples of 8."""
     if quack().lacks() is not None:
         return torch_groups(x, weight, None, starts)
     out = x.new_empty(x.shape[0], weight.shape[1])
@@ -66,17 +66,17 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Te
 
 
 def torch_groups(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, starts: torch.Tensor) -> torch.Tensor:
-    """Return torch's grouped GEMM, in new memory: torch takes no `out`."""
+    """Return torch's grouped GEMM, in new memory, since torch's function has no `out`."""
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=starts[1:])
 
 
-_steps_an_octave = 8  # in which calls share a trial
+_steps_an_octave = 8  # calls in one step share a trial
 
 
 def one_trial_per_power_of_two() -> None:
-    """Let all calls of this process with M up to the same power of two share a trial. Engines need it, whose batches
-    have any number of tokens: with eight trials an octave, requests of the first minutes would wait for some of
-    them."""
+    """Let all calls of this process with M up to the same power of two share a trial. Engines need this, since their
+    batches have any number of tokens: with eight trials an octave, requests of the first minutes would wait for
+    trials."""
     global _steps_an_octave
     _steps_an_octave = 1
 
@@ -89,9 +89,9 @@ def stepped(m: int) -> int:
 def fastest(
     library: GemmFunction, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *starts: torch.Tensor
 ) -> GemmFunction:
-    """Return the fastest product for these operands. It is the library's for operands that are not contiguous or whose
-    rows are not whole 16-byte words, and for a size first seen in a capture. weight: [N, K], or [G, N, K] for the
-    groups of rows that begin at `starts`. Writes `out` many times if the size is measured."""
+    """Return the fastest product for these operands; the library's if operands are not contiguous, if their rows are
+    not whole 16-byte words, or if the size is first seen in a capture. weight: [N, K], or [G, N, K] for the groups of
+    rows that begin at `starts`. The trial of a size writes `out` many times."""
     plain = x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     if not plain or x.shape[0] == 0 or x.shape[1] % 8 or weight.shape[-2] % 8:
         return library
@@ -111,7 +111,7 @@ def fastest(
 
 
 def correct_products(library: GemmFunction, operands: Sequence[torch.Tensor]) -> list[GemmFunction]:
-    """Return the library's product, and the forms of quack's GEMM with the same results."""
+    """Return the library's product, and the forms of quack's GEMM whose results are close to it."""
     try:
         expected = library(*operands).clone()
         return [library, *(product for product in quack().products() if is_close(product, operands, expected))]
@@ -130,7 +130,7 @@ def is_close(product: GemmFunction, operands: Sequence[torch.Tensor], expected: 
         return bool(error < CLOSE)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # this version of the library lacks the form, or it does not take this shape
+    except Exception:  # this version of the library lacks the form, or the form does not support this shape
         return False
 
 
@@ -138,8 +138,8 @@ def is_close(product: GemmFunction, operands: Sequence[torch.Tensor], expected: 
 
 
 class ScaledOperands(NamedTuple):
-    """The operands of a product: x [M, K], weight [N, K] and bias [N] or None. fast_accum: as use_fast_accum of
-    torch._scaled_mm."""
+    """The operands of a product: x [M, K], weight [N, K] and bias [N] or None. fast_accum: as torch._scaled_mm's
+    use_fast_accum."""
 
     x: ScaledTensor
     weight: ScaledTensor
@@ -171,9 +171,9 @@ def torch_scaled(o: ScaledOperands, out: torch.Tensor) -> None:
 
 
 def torch_scaled_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
-    """Multiply by torch with cuBLAS of CUDA 12.9 or later. It takes x's scales column-major, and the weight's with a
-    row stride of whole 16-byte words. `torch.nn.functional.scaled_mm` always returns new memory; the operator beneath
-    it writes `out`, without a copy of the result."""
+    """Multiply by torch with cuBLAS of CUDA 12.9 or later, which needs x's scales column-major, and the weight's scales
+    with a row stride of whole 16-byte words. `torch.nn.functional.scaled_mm` always returns new memory; the operator
+    that it calls writes `out`, without a copy of the result."""
     from torch.nn.functional import ScalingType
 
     x, weight = [o.x.scales.t().contiguous().t()], o.weight.scales
@@ -198,8 +198,8 @@ def deep_gemm_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
 
 @functools.cache
 def scaled_products(scaling: Scaling) -> dict[str, ScaledProduct]:
-    """Return the libraries' products with such scales, by name. One that cannot run here is dropped when it is tried
-    (`correct_names`)."""
+    """Return the libraries' products with this scaling, by name. `correct_names` drops a product that cannot run
+    here."""
     if not scaling.by_block:
         return {"torch": torch_scaled}
     products: dict[str, ScaledProduct] = {}
@@ -211,8 +211,8 @@ def scaled_products(scaling: Scaling) -> dict[str, ScaledProduct]:
 
 
 def correct_names(products: Mapping[str, Callable[[], object]], out: torch.Tensor) -> list[str]:
-    """Return the names of those functions, which write `out`, whose results are close to those of the function listed
-    before all others."""
+    """Return the names of the functions with results close to the first function's. Each function writes its result to
+    `out`."""
     trusted, *others = products
     try:
         products[trusted]()

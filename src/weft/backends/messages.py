@@ -25,7 +25,7 @@ EXCHANGE, GATHER, ALL_TO_ALL = range(len(CALL_KINDS))
 class Messages:
     """Messages among the ranks of a process group alone; `seconds` bounds every wait.
 
-    `new_group` is not used: it names a group by the number of groups that this process has, and ranks that are in
+    This class does not use `new_group`, which names a group by the number of groups in this process: ranks with
     different numbers of groups would wait for each other under different names.
     """
 
@@ -45,7 +45,7 @@ class Messages:
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Raise Timeout for a message that did not arrive, and for all later ones."""
+        """Raise Timeout for a message that did not arrive, and for all later messages."""
         if self._lost:
             raise Timeout(self._lost)
         try:
@@ -68,7 +68,7 @@ class Messages:
         ]
 
     def gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """All-gather x, of one shape and dtype on all ranks; return the tensors by rank. Any dtype will do."""
+        """All-gather x, of any dtype, with one shape and dtype on all ranks; return the tensors by rank."""
         nbytes = x.numel() * x.element_size()
         sizes = [header[0] for header in self._headers(GATHER, [nbytes] * self.size)]
         if len(set(sizes)) > 1:
@@ -92,9 +92,9 @@ class Messages:
             out.copy_(data.view(out.dtype).view(out.shape))
 
     def _headers(self, kind: int, sends: Sequence[int], expects: Sequence[int] | None = None) -> list[list[int]]:
-        """Return, by rank, the number of bytes that the rank sends to every rank, then those that it expects from every
-        rank. This goes ahead of every message, since gloo ends the process where ranks send what others do not expect.
-        Raise Mismatch, on every rank, where ranks make different calls."""
+        """Return, by rank, the numbers of bytes that the rank sends to each rank, then the numbers that it expects from
+        each rank. Headers precede every message, since gloo ends the process if it receives bytes that it does not
+        expect. Raise Mismatch, on every rank, if ranks make different calls."""
         header = torch.tensor([kind, *sends, *(sends if expects is None else expects)])
         headers = [header_words.tolist() for header_words in self._gathered(header)]
         kinds = [header[0] for header in headers]

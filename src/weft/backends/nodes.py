@@ -1,8 +1,8 @@
 """The nodes of a World: ranks whose hosts have the same name are on one node.
 
 Ranks of one node address each other's memory. Between nodes only NCCL's collectives move data. So a World over several
-nodes of equal size has two levels: a World of each node, and one of the ranks with the same local rank
-(`World.levels`); its operators run by plan "two_level" or by the library (`Op.choose`).
+nodes of equal size has two levels: a World of each node, and a World of the ranks with the same local rank
+(`World.levels`); its operators run plan "two_level" or "sequential" (`Op.choose`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ NODE_VARIABLE = "WEFT_NODE"  # replaces the host's name, so that tests can have 
 
 
 def host_name() -> str:
-    """Return the name of this process's node: that of the host and the container, since only processes of one container
-    share memory; or the environment's WEFT_NODE. Containers with the host's network have the host's name, but their own
-    namespaces of shared memory and of processes."""
+    """Return the name of this process's node, made of the host's name and the container's namespaces, since only
+    processes of one container share memory; or the environment's WEFT_NODE. A container with the host's network has the
+    host's name, but its own namespaces of shared memory and of processes."""
     boot, namespaces = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns")
     machine = [platform.node(), boot.read_text().strip() if boot.exists() else ""]
     machine += [os.readlink(namespaces / kind) for kind in ("ipc", "pid") if os.path.lexists(namespaces / kind)]
@@ -42,7 +42,7 @@ def spread(nodes: Sequence[int]) -> str | None:
 
 
 def why_no_levels(nodes: Sequence[int]) -> str | None:
-    """Return why ranks on these nodes, by rank, have no two levels; None where there are several nodes of equal size,
+    """Return why ranks on these nodes, by rank, have no two levels; None if there are several nodes of equal size, each
     of at least two ranks with consecutive numbers."""
     reason, count = spread(nodes), max(nodes) + 1
     if reason is None:
@@ -56,7 +56,7 @@ def why_no_levels(nodes: Sequence[int]) -> str | None:
 
 def placed(nodes: int | Sequence[int], size: int) -> tuple[int, ...]:
     """Return the number of each rank's node, by rank. nodes: the number of nodes of equal size, or the number of ranks
-    on each node. Raises ValueError where these do not make `size` ranks."""
+    on each node. Raises ValueError unless these nodes have `size` ranks together."""
     ranks_per_node = (size // nodes,) * nodes if isinstance(nodes, int) and nodes > 0 else nodes
     if isinstance(ranks_per_node, int) or min(ranks_per_node, default=0) < 1 or sum(ranks_per_node) != size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`weft.spmd` without a launcher: each rank is a spawned process, and results come through a queue."""
+"""`weft.spmd` without a launcher: each rank is a spawned process, and sends its result through a queue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class RankWorld(Protocol):
-    """What a process of one rank asks of its World."""
+    """The part of World that a rank's process needs."""
 
     def synchronize(self) -> None: ...
 
@@ -47,8 +47,8 @@ def _rank_main(
 
 
 def leave(queue: Queue[tuple[int, bytes]]) -> None:
-    """End this process once its result is sent, without Python's finalization: a thread of gloo that still holds a
-    tensor would then wait for the interpreter's lock, and abort the process (pytorch/pytorch#179291)."""
+    """End this process once its result is sent, without Python's finalization: during that, a gloo thread that still
+    holds a tensor would wait for the interpreter's lock, and abort the process (pytorch/pytorch#179291)."""
     queue.close()
     queue.join_thread()
     atexit._run_exitfuncs()
@@ -58,8 +58,8 @@ def leave(queue: Queue[tuple[int, bytes]]) -> None:
 
 
 def packed(result: object, world: RankWorld) -> bytes:
-    """Return a rank's result as bytes, made here, so that an object that cannot be sent raises here: a queue would send
-    handles of this process's memory. Raises Timeout where a wait of the rank has expired."""
+    """Return a rank's result as bytes: a queue would send handles of this process's memory, and would not raise here
+    for an object that cannot be sent. Raises Timeout if a wait of the rank has expired."""
     world.synchronize()
     file = io.BytesIO()
     torch.save(result, file)
@@ -67,12 +67,12 @@ def packed(result: object, world: RankWorld) -> bytes:
 
 
 def unpacked(sent: bytes) -> Any:
-    """Return the result, with tensors on the CPU: the GPU that they were on belongs to another process."""
+    """Return the result, with tensors on the CPU, since their GPU memory belonged to another process."""
     return torch.load(io.BytesIO(sent), map_location="cpu", weights_only=False)
 
 
 def check_gpus(size: int, share: bool) -> None:
-    """Raise ValueError where there are fewer GPUs than these ranks need. share: ranks may share GPUs."""
+    """Raise ValueError if there are fewer GPUs than these ranks need. share: ranks may share GPUs."""
     gpus, needed = torch.cuda.device_count(), 1 if share else size
     if gpus < needed:
         others = 'without any: backend="emulated" or "gloo"' if not gpus else 'to share: backend="shared"'
@@ -89,18 +89,18 @@ def spmd(
 ) -> list[R]:
     """Run `fn` as `size` spawned ranks; return the results by rank.
 
-    init makes a rank's World. Both functions must be importable by name (of a module), the arguments must be picklable,
-    and the result must be one that `torch.save` takes; tensors come back on the CPU. share: ranks may share GPUs. An
-    exception in one rank ends the others and is raised here.
+    init makes a rank's World. Both functions must be importable by name from a module, the arguments must be picklable,
+    and `torch.save` must support the result; its tensors return on the CPU. share: ranks may share GPUs. An exception
+    in one rank ends the others and is raised here.
     """
-    # This process has the store in which ranks find each other, so that nobody else can be given its port before.
+    # This process opens the store through which ranks find each other, so that no other process can get its port first.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = dict(
         WORLD_SIZE=str(size),
         LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(store.port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # as torchrun tells its ranks that the store is not rank 0's
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is not rank 0's; torchrun sets this too
         TORCHELASTIC_RESTART_COUNT="0",
     )
     environment[VARIABLE] = str(int(share))
@@ -119,7 +119,7 @@ def spmd(
             if ended:
                 missing = sorted(set(range(size)) - set(results))
                 raise RuntimeError(f"ranks {missing} ended without a result") from None
-            ended = running.join(timeout=0)  # raises what a rank raised, after ending the others
+            ended = running.join(timeout=0)  # ends the other ranks and raises if a rank has raised
     while not running.join():
         pass
     return [results[r] for r in range(size)]

@@ -1,10 +1,10 @@
 """Several ranks on one GPU, as processes: every operator works as on several GPUs, with a GPU's memory order, NCCL and
-torch's symmetric memory, but not at their speed.
+torch's symmetric memory, but not at the speed of several GPUs.
 
-The GPU gives each process a time slice in turn, so that a kernel that spins costs its slice and holds no other rank
-back. NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"). So up to NCCL 2.29 each rank declares
-itself a host of its own, and ranks communicate over a socket of the loopback device; from 2.30 on NCCL has an option to
-accept them. Both processes map symmetric memory as between GPUs.
+The GPU gives each process a time slice in turn, so that a spinning kernel costs only its own slice and blocks no other
+rank. NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"). So up to NCCL 2.29 each rank declares
+itself a separate host, and ranks communicate over a socket of the loopback device; from 2.30 on NCCL has an option to
+accept such ranks. The processes map each other's symmetric memory as between GPUs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ VARIABLE = "WEFT_SHARE_GPU"
 
 @dataclass(frozen=True)
 class RankDevice:
-    """The GPU of a rank. gpus: the UUIDs of those that the rank sees, in its order; index: its own among them. reason:
-    why it has no symmetric memory, whatever its peers are. may_share: whether WEFT_SHARE_GPU=1 is set."""
+    """The GPU of a rank. gpus: the UUIDs of all GPUs that the rank sees, in its order; index: its own GPU among them.
+    reason: why the rank has no symmetric memory, whatever its peers. may_share: whether WEFT_SHARE_GPU=1 is set."""
 
     host: str
     gpus: tuple[str, ...]
@@ -49,8 +49,8 @@ def may_share() -> bool:
 
 
 def settings(rank: int) -> dict[str, str]:
-    """Return the environment variables of a rank that shares its GPU. Multicast would bind one GPU twice to one
-    object."""
+    """Return the environment variables of a rank that shares its GPU. They disable multicast, which would bind one GPU
+    twice to one object."""
     return {
         "NCCL_HOSTID": f"rank{rank}",
         "NCCL_NET": "Socket",
@@ -63,10 +63,10 @@ def settings(rank: int) -> dict[str, str]:
 
 
 def prepare() -> None:
-    """Set these variables, except those that are set already, where WEFT_SHARE_GPU=1 and this host has more ranks than
-    GPUs; the loopback device only where all ranks are on this host. LOCAL_RANK becomes the number of the rank's GPU,
-    since Transformers and most scripts take it for that. Raises WeftError where torch.distributed has been initialised
-    without the variables, since NCCL reads them once."""
+    """Set the unset ones of these variables if WEFT_SHARE_GPU=1 and this host has more ranks than GPUs; set the
+    loopback device only if all ranks are on this host. LOCAL_RANK becomes the number of the rank's GPU, since
+    Transformers and most scripts use it as such. Raises WeftError if torch.distributed was initialised without the
+    variables, since NCCL reads them once."""
     if not may_share():
         return
     started = dist.is_initialized()
@@ -91,7 +91,7 @@ def prepare() -> None:
 
 
 def shared_gpus(devices: Sequence[RankDevice]) -> int:
-    """Return the number of GPUs that these ranks share, or 0 where each rank has its own."""
+    """Return the number of GPUs that these ranks share, or 0 if each rank has its own GPU."""
     gpus = len({device.gpu for device in devices})
     return gpus if gpus < len(devices) else 0
 

@@ -1,14 +1,14 @@
 """Exchange of data between the processes of one machine through shared memory: a rank can read another rank's post
-whenever it wants, while it can receive a gloo message only while it waits for one.
+whenever it wants, but can receive a gloo message only while it waits for one.
 
-Every rank writes its posts, one after another, into its own ring of 2 LEAD slots, and reads the posts of all others.
-The head of a slot has the number of its post and a checksum of the number and the data, so that a reader never takes a
-post that is half written, in whatever order its processor sees the writes. Every rank holds a file lock on its byte
-while it lives, so that the others notice when it has ended.
+Every rank writes its posts, one after another, into its own ring of 2 LEAD slots, and reads the posts of all other
+ranks. The head of a slot contains the number of its post and a checksum of the number and the data, so that a reader
+never accepts a half-written post, in whatever order its core sees the writes. Every rank holds a file lock on its byte
+while it runs, so that the other ranks notice when it has ended.
 
-A rank reuses a slot without asking whether all ranks have read it. When it writes post n, it has collected those up to
-n - LEAD from every rank. Every rank that has posted n - LEAD had collected those up to n - 2 LEAD before, and the slot
-of post n - 2 LEAD is the one that is reused.
+A rank reuses a slot without asking whether all ranks have read it. When it writes post n, it has collected all posts up
+to n - LEAD from every rank. Every rank that has posted n - LEAD had before collected all posts up to n - 2 LEAD, and
+post n reuses the slot of post n - 2 LEAD.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ..errors import Timeout
 
 FOLDER = Path("/dev/shm")
 LEAD = 32  # posts that a rank may be ahead of what it has collected
-BYTES = 4096  # the longest post has so many; longer data is sent by messages
+BYTES = 4096  # length of the longest post; messages carry longer data
 _HEAD = struct.Struct("<qiI")  # number, from 1 on; length; checksum
 _SLOT = _HEAD.size + BYTES
 _PART = 2 * LEAD * _SLOT
 _PREFIX = "weft-"  # of the file's name
-_ABANDONED = 10.0  # seconds after which a file that nobody has locked is removed; a rank locks it as soon as it is made
+_ABANDONED = 10.0  # seconds after which an unlocked file is removed; a rank locks its file as soon as it has made it
 _SPIN = 2e-3  # seconds of polling before a wait sleeps between polls
 
 
 class SharedMemoryExchange:
-    """Rank `rank`'s access to the memory behind `file`, an open descriptor of one file on all ranks, which is closed
-    with the exchange. `seconds` bounds every wait."""
+    """Rank `rank`'s access to the memory of `file`, an open descriptor of one file on all ranks, which `close` closes
+    too. `seconds` bounds every wait."""
 
     @staticmethod
     def shared(
@@ -70,10 +70,10 @@ class SharedMemoryExchange:
         self.close.atexit = False
         _open_exchanges.add(self)
         self.post_count = self.collect_count = 0
-        self._lost = ""  # why this rank can no longer tell which post belongs to which
+        self._lost = ""  # why this rank can no longer match the ranks' posts
 
     def post(self, data: bytes) -> None:
-        """Post `data` as this rank's next post. Raises Timeout after a `collect` that did."""
+        """Post `data` as this rank's next post. Raises Timeout if an earlier `collect` did."""
         if self._lost:
             raise Timeout(self._lost)
         assert self.post_count - self.collect_count < LEAD, "collect first"
@@ -82,8 +82,8 @@ class SharedMemoryExchange:
         self._write(offset, self.post_count, data)
 
     def end(self, data: bytes, seconds: float) -> list[bytes | None]:
-        """Write this rank's final data, and return by rank the final data of all that wrote theirs within `seconds`,
-        None for the others. It has slots of its own, which no post uses."""
+        """Write this rank's final data, and return, by rank, the final data of all ranks that wrote theirs within
+        `seconds`, None for the others. Final data has separate slots, which no post uses."""
         start = self.size * _PART
         self._write(start + self.rank * _SLOT, 1, data)
         ends: list[bytes | None] = []
@@ -100,8 +100,8 @@ class SharedMemoryExchange:
         _HEAD.pack_into(self.memory, offset, number, len(data), zlib.crc32(data, number))
 
     def collect(self, patience: float | None) -> list[bytes] | None:
-        """Return, by rank, the post after the last one that was collected, or None where not all ranks have posted it
-        within `patience` seconds. With patience=None it raises Timeout in the end, or when a rank has ended."""
+        """Return, by rank, the post after the last collected one, or None if a rank has not posted it within `patience`
+        seconds. With patience=None it raises Timeout after the bound of a wait, or when a rank has ended."""
         posts: list[bytes | None] = [None] * self.size
 
         def all_posted() -> bool:
@@ -151,7 +151,7 @@ class SharedMemoryExchange:
 
 
 def _opened(path: Path, rank: int, size: int, seconds: float) -> SharedMemoryExchange | None:
-    """Return the exchange of a rank over the file of that name, which rank 0 makes; None where it cannot be opened."""
+    """Return the exchange of a rank over the file of that name, which rank 0 makes; None if it cannot be opened."""
     file = None
     try:
         if rank == 0:
@@ -168,8 +168,8 @@ def _opened(path: Path, rank: int, size: int, seconds: float) -> SharedMemoryExc
 
 def _remove_abandoned() -> None:
     """Remove the files of ranks that were killed while they started: no process has locked them any more."""
-    for path in FOLDER.glob(_PREFIX + "[0-9a-f]" * 32):  # others' files may begin alike
-        with suppress(OSError):  # another user's, or removed meanwhile
+    for path in FOLDER.glob(_PREFIX + "[0-9a-f]" * 32):  # other programs' files may have the same prefix
+        with suppress(OSError):  # the file is another user's, or was removed meanwhile
             with path.open("r+b") as file:
                 held = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _lock(0, bytes=0))
                 locked = struct.unpack_from("h", held)[0] != fcntl.F_UNLCK
@@ -178,7 +178,8 @@ def _remove_abandoned() -> None:
 
 
 def _close(memory: mmap.mmap, file: int) -> None:
-    """Release the rank's lock, which belongs to the open file: both its descriptor and the mapping keep that open."""
+    """Release the rank's lock, which belongs to the open file: close the descriptor and the mapping, since both keep
+    the file open."""
     memory.close()
     os.close(file)
 
@@ -187,9 +188,9 @@ _open_exchanges: weakref.WeakSet[SharedMemoryExchange] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the exchanges in a forked child, such as a DataLoader's worker, which would otherwise hold the rank's lock
-    for longer than the rank lives. A child of that child finds them closed, and closes nothing: their descriptors are
-    other files by then."""
+    """Close the exchanges in a forked child, such as a DataLoader's worker, which could otherwise hold the rank's lock
+    after the rank has ended. In a child of that child they are closed already, so that it closes nothing: the
+    descriptors may refer to different files by then."""
     for shm in _open_exchanges:
         shm.close()
 
@@ -198,7 +199,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _lock(rank: int, bytes: int = 1) -> bytes:
-    """Return the struct flock of the byte that stands for the rank, or of so many from there on; 0 are all."""
+    """Return the struct flock of `bytes` bytes from the rank's byte on; bytes=0 means all bytes from there on."""
     return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, rank, bytes, 0)
 
 

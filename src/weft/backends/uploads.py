@@ -21,8 +21,8 @@ def driver() -> ctypes.CDLL:
 
 @contextmanager
 def any_call_allowed() -> Iterator[None]:
-    """Within it, this thread may look at events while streams are captured: it looks only at those of uploads, which no
-    capture contains."""
+    """Return a context manager that lets this thread query events while streams are captured: it queries only uploads'
+    events, which no capture contains."""
     mode = ctypes.c_int(RELAXED)
     driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -34,10 +34,10 @@ def any_call_allowed() -> Iterator[None]:
 class Uploads:
     """The uploads of a rank, and the order of other streams after them.
 
-    An upload is a copy from pinned memory on the current stream. What reads the tensor later may be on any stream, so
+    An upload is a copy from pinned memory on the current stream. A later reader of the tensor may be on any stream, so
     each launch, and each call of an operator, first orders its stream after the uploads that have not ended
-    (`precede`). Where there is none, that is one look at `pending`: by the event of each copy, the tensor, whose memory
-    nothing else may get before. Threads may add and remove entries at any time.
+    (`precede`). Without uploads it only checks that `pending` is empty. `pending` maps the event of each copy to the
+    tensor, which keeps the tensor's memory until the copy ends. Threads may add and remove entries at any time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,8 +45,8 @@ class Uploads:
         self.pending: dict[torch.cuda.Event, torch.Tensor] = {}
 
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of these values on the GPU. Raise WeftError in a capture, whose events nobody can wait
-        for."""
+        """Return a tensor of these values on the GPU. Raise WeftError in a capture, since streams outside cannot wait
+        for its events."""
         if torch.cuda.is_current_stream_capturing():
             raise WeftError("a table is needed inside a CUDA graph capture: make the call once before it")
         pinned = torch.tensor(list(values), dtype=dtype, device="cpu", pin_memory=True)
@@ -58,8 +58,8 @@ class Uploads:
         return tensor
 
     def precede(self, stream: torch.cuda.Stream) -> None:
-        """Order what `stream` gets from now on after all uploads. A stream that is captured cannot wait for an event
-        from outside, so the host waits instead: only a first call uploads, and a capture comes after it."""
+        """Order later operations of `stream` after all uploads. A captured stream cannot wait for an event from outside
+        the capture, so the host waits instead: only a first call uploads, and captures come later."""
         with any_call_allowed():
             capturing = torch.cuda.is_current_stream_capturing()
             for copied in list(self.pending):

@@ -1,6 +1,6 @@
 """The work of `weft check` and `weft trace`: run the function of a user's file as every rank of an emulated world,
-compile the kernels that ran for a GPU that is not there (offline.py), and check the PTX against the protocol's rules
-(ptx.py). schedules.py runs many schedules, and mutations."""
+compile the kernels that ran for a GPU that need not be present (offline.py), and check the PTX against the protocol's
+rules (ptx.py). schedules.py runs many schedules, and mutations."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from .offline import Compiled, compile_kernel, refusal, too_large
 from .ptx import broken_kernel_rules
 from .schedules import Exploration, explore
 
-TARGET = "weft_target_"  # begins the names of modules that are loaded from files
-Main = Callable[..., object]  # of a World, or of a rank and the number of ranks
+TARGET = "weft_target_"  # the prefix of the names of modules that are loaded from files
+Main = Callable[..., object]  # a function of a World, or of a rank and the number of ranks
 
 
 class RunOptions(TypedDict):
     """Options of a run (`Machine`). Kernels that were not written for weft often start more programs than a small GPU
-    has SMs, and rely on what GPUs do beyond PTX's promises."""
+    has SMs, and rely on GPU behaviour beyond PTX's promises."""
 
     sm_count: int
     ends_release: bool
 
 
 def load(target: str) -> Main:
-    """Return the function named by `FILE` (its `main`) or `FILE:function`. Raises WeftError where there is none, where
-    a call would not run it, or where the file fails. The file may use torch and Triton as on a GPU (`torch_ranks`)."""
+    """Return the function named by `FILE` (its `main`) or `FILE:function`. Raises WeftError if there is none, if a call
+    would not run its body, or if the file fails. The file may use torch and Triton as on a GPU (`torch_ranks`)."""
     with torch_ranks.patched():
         return _load(target)
 
@@ -59,7 +59,7 @@ def _load(target: str) -> Main:
         raise WeftError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
-    arguments, sys.argv = sys.argv, [str(path)]  # a file that parses arguments finds none
+    arguments, sys.argv = sys.argv, [str(path)]  # so that a file that parses arguments finds none
     try:
         with _importing_beside(module.__name__):
             spec.loader.exec_module(module)
@@ -81,9 +81,9 @@ def _load(target: str) -> Main:
 
 @contextmanager
 def _importing_beside(module: str) -> Iterator[None]:
-    """Let imports find what lies beside the file of a loaded module, as in a script. The path is restored at the end:
-    other modules of this process, and processes that it starts, would import the folder's files in place of others
-    with their names."""
+    """Let imports find the files beside a loaded module's file, as in a script. Restore the path at the end: other
+    modules of this process, and processes that it starts, would otherwise import the folder's files instead of
+    different modules with the same names."""
     before = sys.path[:]
     if module.startswith(TARGET):
         sys.path.insert(0, str(Path(str(sys.modules[module].__file__)).parent.resolve()))
@@ -94,7 +94,7 @@ def _importing_beside(module: str) -> Iterator[None]:
 
 
 def takes_rank(main: Main) -> bool:
-    """Return whether the function is called as torchrun would start it, main(rank, world_size), and not main(world)."""
+    """Return whether the function is main(rank, world_size), as for torchrun, and not main(world)."""
     parameters = inspect.signature(main).parameters.values()
     return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) == 2
 
@@ -142,9 +142,9 @@ def search(main: Main, world: int, seeds: Iterable[int]) -> Exploration:
 class CheckedKernel:
     """One compiled variant of a kernel."""
 
-    name: str  # the kernel's name and what distinguishes the variant from the kernel's others
+    name: str  # the kernel's name and the arguments that distinguish the variant from the kernel's other variants
     compiled: Compiled
-    problems: list[str]  # memory that it has not room for, and broken rules, as sentences
+    problems: list[str]  # lack of memory, and broken rules, as sentences
 
     def __str__(self) -> str:
         c = self.compiled
@@ -160,8 +160,8 @@ class CheckedKernel:
 def compile_and_check(
     ran: Ran, capability: int, track: Callable[[list[Variant]], Iterable[Variant]] = iter
 ) -> tuple[list[CheckedKernel], list[str]]:
-    """Compile every variant that ran, each once. Return the compiled kernels, and why others did not compile. track: an
-    iterator over the variants, which may show progress."""
+    """Compile every variant that ran, each once. Return the compiled kernels, and the reasons why other variants did
+    not compile. track: returns an iterator over the variants, which may show progress."""
     compiled_by_hash: dict[str, tuple[Variant, Compiled]] = {}
     refused: dict[str, None] = {}
     for variant in track(list(ran.variants.values())):

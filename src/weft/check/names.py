@@ -12,8 +12,8 @@ from ..emulator.ran import Pointer, Variant
 
 
 def variant_names(variants: Sequence[Variant]) -> list[str]:
-    """Return the name of each variant, with what distinguishes it from others of the same kernel: `shift (ch.world =
-    2)`."""
+    """Return the name of each variant, with the arguments that distinguish it from the same kernel's other variants:
+    `shift (ch.world = 2)`."""
     traits = [dict(_traits(variant)) for variant in variants]
     names = []
     for variant, trait in zip(variants, traits, strict=True):
@@ -44,7 +44,7 @@ def _traits(variant: Variant) -> Iterator[tuple[str, str]]:
 
 
 def _traits_of_value(path: str, value: object, constant: bool, specialised: bool) -> Iterator[tuple[str, str]]:
-    """Yield (path, what Triton compiles for) of an argument and its fields."""
+    """Yield (path, property that Triton compiles for) of an argument and its fields."""
     if isinstance(value, tl.constexpr):
         yield from _traits_of_value(path, value.value, True, specialised)
     elif isinstance(value, TensorDescriptor):

@@ -31,7 +31,7 @@ from .ptx import files_of
 
 
 class OfflineDriver(DriverBase):
-    """A stand-in for the CUDA driver, so that `JITFunction.warmup` compiles for a GPU that is not there."""
+    """A stand-in for the CUDA driver, so that `JITFunction.warmup` compiles for a GPU that need not be present."""
 
     def __init__(self, capability: int = HOPPER) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -53,7 +53,7 @@ class OfflineDriver(DriverBase):
         raise NotImplementedError
 
     def get_current_device(self) -> GPUTarget:
-        return self.target  # a real GPU's number would stand for its compiled kernels too
+        return self.target  # a real GPU's number would be the key of its compiled kernels too
 
     def get_current_stream(self, device: object = None) -> int:
         return 0
@@ -66,7 +66,7 @@ class OfflineDriver(DriverBase):
 def standing_in(driver: OfflineDriver) -> Iterator[None]:
     """Return a context manager in which Triton compiles for `driver`."""
     config: Any = triton.runtime.driver
-    before = config._active  # asking for `active` fails where there is no GPU
+    before = config._active  # `active` raises without a GPU
     config.set_active(driver)
     try:
         yield
@@ -76,7 +76,7 @@ def standing_in(driver: OfflineDriver) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Compiled:
-    hash: str  # Triton's key of the compiled kernel: equal for two launches of one compiled kernel
+    hash: str  # Triton's key of the compiled kernel; two launches of one compiled kernel have the same key
     ptx: str
     ttgir: str
     registers: int  # per thread
@@ -88,11 +88,11 @@ class Compiled:
 def compile_kernel(
     kernel: JITFunction, args: Mapping[str, object], options: Mapping[str, int], capability: int = HOPPER
 ) -> Compiled:
-    """Compile `kernel` as a launch with these arguments and options would. Device tensors may be CPU tensors or
-    stand-ins."""
+    """Compile `kernel` as a launch with these arguments and options would. CPU tensors or stand-ins may replace device
+    tensors."""
     for name, value in args.items():
         check_tuple(f"{kernel.__name__}, argument {name}", value)
-    with standing_in(OfflineDriver(capability)), redirect_stdout(io.StringIO()):  # Triton prints whole files that fail
+    with standing_in(OfflineDriver(capability)), redirect_stdout(io.StringIO()):  # Triton prints a whole failing file
         compile_it = functools.partial(
             kernel.warmup, **for_gpu(args, capability), **_triton.options(options), grid=(1,)
         )
@@ -112,12 +112,11 @@ def compile_kernel(
 
 
 def names_own_files(kernel: JITFunction, ptx: str) -> bool:
-    """Return whether the lines in the code are those of the kernel's file and of other files that this process has
-    loaded. Triton's cache goes by content: it may hold the code of a file that was copied, and the lines of that
-    file."""
+    """Return whether the code names only lines of the kernel's file and of other files that this process has loaded.
+    Triton's cache is keyed by content: it may contain code from a copy of the file, with the lines of that copy."""
     named, kernel_file = set(files_of(ptx).values()), kernel.fn.__code__.co_filename
     loaded = {kernel_file, *(file for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None)))}
-    if not named <= loaded:  # by other names, maybe
+    if not named <= loaded:  # the same files may have different names, such as links
         named, loaded = ({str(Path(file).resolve()) for file in files} for files in (named, loaded))
         kernel_file = str(Path(kernel_file).resolve())
     return kernel_file in named and named <= loaded
@@ -125,7 +124,7 @@ def names_own_files(kernel: JITFunction, ptx: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _ptxas(ptx: str, capability: int) -> str:
-    """Return the report of ptxas on the code. Triton runs ptxas too, but keeps no report."""
+    """Return ptxas' report on the code. Triton runs ptxas too, but keeps no report."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "k.ptx"
         source.write_text(ptx)
@@ -148,14 +147,14 @@ def too_large(compiled: Compiled, capability: int) -> str:
 
 
 def refusal(error: Exception, kernel: JITFunction, functions: Iterable[JITFunction]) -> str:
-    """Return one sentence that says at which line `kernel` did not compile, and why. functions: those in which a line
-    can be named."""
+    """Return one sentence that names the line where `kernel` did not compile, and the reason. functions: the functions
+    in which a line can be named."""
     where, reason = _line(kernel, 1), f"{type(error).__name__}: {error}"
-    if failed := re.search(r"(?:; error|ptxas fatal)\s*: (.*)", str(error)):  # among ptxas' lines
+    if failed := re.search(r"(?:; error|ptxas fatal)\s*: (.*)", str(error)):  # one of ptxas' lines
         reason = f"ptxas: {failed[1]}"
     by_source = {fn.src: fn for fn in functions}
     cause: BaseException | None = error
-    while isinstance(cause, CompilationError):  # the error in the kernel, then that in the function called there
+    while isinstance(cause, CompilationError):  # first the kernel's error, then the error of the function called there
         if cause.src in by_source and hasattr(cause.node, "lineno"):
             where = _line(by_source[cause.src], cause.node.lineno)
         inner = cause.__cause__ or cause.__context__
@@ -167,5 +166,5 @@ def refusal(error: Exception, kernel: JITFunction, functions: Iterable[JITFuncti
 
 
 def _line(fn: JITFunction, number: int) -> str:
-    """Return file:line of the `number`-th line of a function, where its `def` is line 1."""
+    """Return file:line of the `number`-th line of a function, counted from its `def` as line 1."""
     return f"{fn.fn.__code__.co_filename}:{source_tree(fn).body[0].lineno + number - 1}"

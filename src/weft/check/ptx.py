@@ -4,14 +4,14 @@
 
     release     no store before a release may still be in flight: ordinary stores have passed a block barrier, bulk
                 (TMA) stores `cp.async.bulk.wait_group 0`, a proxy fence of global memory and a block barrier; before a
-                relaxed atomic that stands for a release there is `fence.acq_rel.sys` too
+                relaxed atomic that serves as a release there is `fence.acq_rel.sys` too
     once        one thread makes each of a program's signals
     acquire     on every path from the kernel's start, an acquire, a block barrier (where one thread polls) and, for
                 bulk loads, a proxy fence come before the first load that has to wait for others. A branch around
                 nothing but a wait counts as not taken: Triton generates it for a loop (over the tile's channels) or
                 for an `if` (a flattened loop's next tile), and predicates the loads after it in the same way
 
-The caller says which atomics are signals and which loads have to wait.
+The caller specifies which atomics are signals and which loads have to wait.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from triton import JITFunction
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
-# How far an ordinary, and a bulk, store may be from being released; the worst over all paths is kept.
+# How far an ordinary store, and a bulk store, may be from its release; the worst state over all paths is kept.
 RELEASED, DRAINED, FENCED, COMPLETE, STORED = range(5)
-# What is still missing before an acquired value may be loaded.
+# The steps that are still missing before an acquired value may be loaded.
 READY, UNFENCED, UNSHARED, NOTHING = range(4)
 
 
@@ -59,14 +59,14 @@ class BasicBlock:
 
 
 def source_file(path: str) -> str:
-    """Return this package's file for one that Triton compiled, maybe in another checkout (its cache is keyed by
-    content)."""
+    """Return this package's file for a file that Triton compiled, maybe in a different checkout (Triton's cache is
+    keyed by content)."""
     own_path = PACKAGE / path.rpartition("/weft/")[2]
     return str(own_path) if own_path.is_file() else path
 
 
 def files_of(ptx: str) -> dict[str, str]:
-    """Return the files whose lines the code names, by their numbers there."""
+    """Return the files that the code names, by their numbers in the code."""
     named = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', ptx, re.M)
     return {number: source_file(f"{where}/{name}" if name else where) for number, where, name in named}
 
@@ -83,11 +83,11 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
         line = raw.strip()
         if assembly is not None:
             if line.startswith("// end inline asm"):
-                if any(assembly):  # `keep_before` has none
+                if any(assembly):  # `keep_before` has empty assembly
                     text = "\n".join(assembly)
                     blocks[name].steps.append(Instruction(text, location[0], location[1], number, location[2]))
                 assembly = None
-            elif not line.startswith(".loc"):  # since Triton 3.9 there are some between its lines
+            elif not line.startswith(".loc"):  # since Triton 3.9 there are .loc lines between the assembly's lines
                 assembly.append(line)
             continue
         if line.startswith("// begin inline asm"):
@@ -104,7 +104,7 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
             blocks[name], ended = BasicBlock(), False
         elif match := re.match(r"(@!?%p\d+\s+)?bra(?:\.uni)?\s+(\$L__BB\w+);", line):
             blocks[name].after.append(match[2])
-            if match[1]:  # the code after a conditional branch is a block of its own
+            if match[1]:  # the code after a conditional branch is a separate block
                 blocks[name].after.append(f"{name}+")
                 name += "+"
                 blocks[name] = BasicBlock()
@@ -122,7 +122,7 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
 TOKEN = re.compile(
     r"(?P<bulk_store>cp\.async\.bulk\.tensor\.\dd\.global\.shared)|(?P<bulk_load>cp\.async\.bulk\.tensor\.\dd\.shared)"
     r"|(?P<load>cp\.async\.c[ag]\.shared)"
-    # A wait of weft.lang, and what Triton makes of an atomic that adds 0.
+    # A wait of weft.lang, and Triton's code for an atomic that adds 0.
     r"|(?P<acquire>ld\.acquire)|(?P<acquire_by_atomic>(?<![\w.])ld\.global\.\w+\.acquire)"
     r"|(?P<plain_load>(?<![\w.])ld\.global)"
     r"|(?P<wait>cp\.async\.bulk\.wait_group\s+0)|(?P<proxy>fence\.proxy\.async(?:\.global)?;)"
@@ -133,8 +133,8 @@ TOKEN = re.compile(
 
 
 def is_stream_local(step: Instruction) -> bool:
-    """Return whether the step stores a word of `BlockChannel.state` or counts an epoch up, as `end_call` does: only
-    later work of the stream reads these."""
+    """Return whether the step stores a word of `BlockChannel.state` or increments an epoch, as `end_call` does: only
+    later work of the stream reads these words."""
     return "ch.state" in step.source or re.search(r"tl\.store\((\w+), tl\.load\(\1\) \+ 1\)", step.source) is not None
 
 
@@ -151,7 +151,7 @@ def no_instruction(step: Instruction) -> bool:
 
 
 def from_weft_lang(step: Instruction) -> bool:
-    """Return whether the step comes from weft.lang. The atomics that a kernel's author writes may be data."""
+    """Return whether the step comes from weft.lang. Atomics in a kernel's own source may operate on data."""
     return step.file.startswith(f"{PACKAGE / 'lang'}/")
 
 
@@ -217,7 +217,7 @@ def _wrong_signal(plain: int, bulk: int, step: Instruction, token: re.Match[str]
 
 
 def paths(blocks: dict[str, BasicBlock]) -> dict[str, list[str]]:
-    """Return the edges of the graph, without those around nothing but a wait."""
+    """Return the edges of the graph, without edges around nothing but a wait."""
     names = list(blocks)
     kinds = {
         name: {t.lastgroup for step in block.steps for t in TOKEN.finditer(step.text)} for name, block in blocks.items()
@@ -286,7 +286,7 @@ def values_of(ptx: str) -> dict[str, list[str]]:
 
 
 def counts(ptx: str, signal: Which) -> list[tuple[Instruction, str]]:
-    """Return the signals that one thread or a few make, with their predicate."""
+    """Return the signals that only one or a few threads make, with their predicates."""
     matches = (
         (step, re.match(r"@(%p\d+)\s+(?:atom|red)\.global", step.text.splitlines()[-1])) for step in steps_of(ptx)
     )
@@ -294,7 +294,7 @@ def counts(ptx: str, signal: Which) -> list[tuple[Instruction, str]]:
 
 
 def signals_not_by_thread_zero(ptx: str, signal: Which = any_instruction) -> list[str]:
-    """Return the signals whose predicate does not come from the thread's number."""
+    """Return the signals with a predicate that does not depend on the thread's number."""
     defined, bad = values_of(ptx), []
     for step, predicate in counts(ptx, signal):
         seen, queue = set(), [predicate]
@@ -309,8 +309,8 @@ def signals_not_by_thread_zero(ptx: str, signal: Which = any_instruction) -> lis
 
 
 def signals_outside_first_warp(ptx: str, signal: Which = any_instruction) -> list[str]:
-    """Return relaxed signals to other GPUs that threads of other warps than the first make too: only the first warp
-    makes the fence before them."""
+    """Return relaxed signals to other GPUs that threads outside the first warp make too: only the first warp makes the
+    fence before them."""
     defined = values_of(ptx)
     threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])  # type: ignore[index]
     do: dict[str, Callable[..., int]] = {"mov": lambda a: a, "and": lambda a, b: a & b, "or": lambda a, b: a | b}
@@ -318,7 +318,7 @@ def signals_outside_first_warp(ptx: str, signal: Which = any_instruction) -> lis
     do |= {"setp.eq": lambda a, b: a == b, "setp.ne": lambda a, b: a != b, "setp.lt": lambda a, b: a < b}
 
     def value(word: str, tid: int) -> int | None:
-        """Return the word's value in a thread; None where it is not known (a predicate may then hold)."""
+        """Return the word's value in a thread; None if it is not known (a predicate may then hold)."""
         if word == "%tid.x" or not word.startswith("%"):
             return tid if word == "%tid.x" else int(word, 0)
         texts = [*{*defined.get(word, [])}]
@@ -342,7 +342,7 @@ def signals_outside_first_warp(ptx: str, signal: Which = any_instruction) -> lis
 
 
 def forward(blocks: dict[str, BasicBlock]) -> list[str]:
-    """Return the blocks in an order in which each comes after all that lead to it, except by an edge back to a loop's
+    """Return the blocks in an order where each block follows all its predecessors, except for edges back to a loop's
     head."""
     seen, done, stack = {"entry"}, [], [("entry", iter(blocks["entry"].after))]
     while stack:
@@ -358,9 +358,9 @@ def forward(blocks: dict[str, BasicBlock]) -> list[str]:
 
 
 def loads_before_waits(ptx: str, waits: Which) -> list[str]:
-    """Return the loads to which no path leads through a wait, edges back to a loop's head left out: the compiler has
-    moved them before it. A path past the wait that the source has too, such as around a loop of no iterations, is no
-    fault of the load."""
+    """Return the loads that no path reaches through a wait (without edges back to a loop's head): the compiler has
+    moved them before the wait. A path past the wait that is also in the source, such as around a loop with no
+    iterations, is allowed."""
     blocks = blocks_of(ptx)
     order = {name: i for i, name in enumerate(forward(blocks))}
     before, broken = {"entry": NOTHING}, list[str]()
@@ -386,7 +386,7 @@ def _statements(file: str) -> list[tuple[int, int]]:
 
 
 def _may_be_same_calls(calls: Sequence[tuple[str, int]], awaited: Sequence[tuple[str, int]]) -> bool:
-    """Return whether these may be the same calls. The compiler may record another line of a call's statement."""
+    """Return whether these may be the same calls. The compiler may record a different line of a call's statement."""
     if not calls or len(calls) != len(awaited):
         return True
     for (name, line), (file, awaited_line) in zip(calls, awaited, strict=True):
@@ -399,12 +399,12 @@ def _may_be_same_calls(calls: Sequence[tuple[str, int]], awaited: Sequence[tuple
 
 
 def broken_kernel_rules(ptx: str, ttgir: str, awaited: Collection[tuple[tuple[str, int], ...]]) -> list[str]:
-    """Return the broken rules of a kernel of which it is known only that weft.lang's atomics are its signals. awaited:
-    the loads that need a wait and come after one in the source, each as its file and line and those of the calls around
-    it. A function that is called twice, once after a wait and once where there is nothing to wait for, is one line but
-    two loads."""
+    """Return the broken rules of a kernel, assuming only that weft.lang's atomics are its signals. awaited: the loads
+    that need a wait and come after one in the source, each as its file and line, followed by the file and line of each
+    call around it. If a function is called twice, once after a wait and once where there is nothing to wait for, one
+    line has two loads."""
     calls_by_line: dict[tuple[tuple[str, ...], int], list[Sequence[tuple[str, int]]]] = {}
-    for (file, line), *calls in awaited:  # by folder and file, since Triton's cache may name another checkout
+    for (file, line), *calls in awaited:  # by folder and file, since Triton's cache may name a different checkout
         calls_by_line.setdefault((Path(file).parts[-2:], line), []).append(calls)
 
     def waits(step: Instruction) -> bool:

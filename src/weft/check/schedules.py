@@ -16,10 +16,10 @@ from ..errors import Deadlock, Race
 
 @dataclass
 class Exploration:
-    """The results of a set of seeds. `findings`: (seed, exception) of those that failed."""
+    """The results of a set of seeds. `findings`: (seed, exception) of each seed that failed."""
 
     runs: int = 0
-    schedules: int = 0  # the number of different ones
+    schedules: int = 0  # the number of different schedules
     programs: int = 0  # kernel programs in all runs that did not fail
     switches: list[int] = field(default_factory=list)
     modes: Counter[str] = field(default_factory=Counter)

@@ -1,8 +1,8 @@
 """A world of ranks on one CPU thread: kernels, streams, copies and collectives run in an order that a seed decides.
 
-It runs the kernels' own source and reports races, deadlocks, lost and doubled signals, reads of memory that nothing
-wrote and accesses outside of the tensor that a kernel was launched with. `backends/emulated.py` is the way in; `mutate`
-breaks a protocol on purpose, one call at a time, to test that the fault is noticed; `check/schedules.py` runs many
+It runs the kernels' own source and reports races, deadlocks, lost and doubled signals, reads of unwritten memory, and
+accesses outside of the tensor that a kernel was launched with. `backends/emulated.py` is the entry point; `mutate`
+breaks a protocol on purpose, one call at a time, to test that the emulator notices; `check/schedules.py` runs many
 schedules.
 
     interpret   Triton's language on numpy, one program
@@ -11,17 +11,17 @@ schedules.
     bounds      the tensor that a pointer comes from
     threads     a program's loads of elements that its other threads have stored
     machine     the scheduler, vector clocks, counters
-    programs    what a running program does to memory and counters
-    streams     what host code enqueues on streams: launches, copies, collectives
+    programs    a running program's operations on memory and counters
+    streams     host code's operations on streams: launches, copies, collectives
     host        a rank's host code, on a thread of its own
-    torch_order a rank's torch operations in the order of its stream; torch_operation: what one reads and writes
+    torch_order a rank's torch operations in the order of its stream; torch_operation: an operation's reads and writes
     ran         the kernels that ran, for compiling them
     deadlock    the wait-for graph as text
 
-It sees what host code reads and writes by torch operations while a stream of its rank has work left, or where hosts run
-ahead. It does not see what compiled torch operations read and write, how the compiler lays blocks out over threads, how
-it reorders waits and loads (`weft check` reads the PTX for that), and integer overflow. Inline assembly runs where
-inline_ptx.py knows its instructions, and is refused elsewhere. Specialisation of integer arguments has no effect here.
+It sees the reads and writes of host code's torch operations while a stream of the rank has work left, or if hosts run
+ahead. It does not see the reads and writes of compiled torch operations, how the compiler lays blocks out over threads,
+how it reorders waits and loads (`weft check` reads the PTX for that), or integer overflow. Inline assembly runs if
+inline_ptx.py knows its instructions, and is refused otherwise. Specialisation of integer arguments has no effect here.
 """
 
 from importlib.util import find_spec

@@ -1,9 +1,9 @@
 """The tensor that a pointer comes from, and the check that an access stays inside it.
 
-A pointer argument of a kernel carries the number of its tensor in its upper bits, where no address has any. Arithmetic,
-`tl.where`, a table of addresses and a cast to an integer and back all keep it, element by element, so an access is
-checked against the very tensor that its address comes from. Number 0 stands for an address alone, which may be in any
-tracked memory.
+A pointer argument of a kernel carries the number of its tensor in its upper bits, which no address uses. Arithmetic,
+`tl.where`, a table of addresses and a cast to an integer and back all keep the number, element by element, so an access
+is checked against exactly the tensor that its address comes from. Number 0 means an address without a tensor, which may
+be in any tracked memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 BITS = 48  # the bits of an address
 ADDRESS = (1 << BITS) - 1
-NUMBERS = 1 << 15  # more would make an int64 address negative
+NUMBERS = 1 << 15  # a larger number would make an int64 address negative
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Extent:
         return sorted((i for i in moving if self.strides[i]), key=lambda i: -self.strides[i])
 
     def outside(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Return which of the accesses of `size` bytes at `addresses` (int64) touch bytes that belong to no element of
-        the tensor."""
+        """Return which of the accesses of `size` bytes at `addresses` (int64) touch bytes outside all elements of the
+        tensor."""
         out = (addresses < self.lo) | (addresses + size > self.end)
         if self.gaps:
             for byte in (0, size - 1):
@@ -50,8 +50,8 @@ class Extent:
         return out
 
     def index(self, address: int) -> str:
-        """Return the element that an address stands for, as text, for a report. Its index on the axis of the longest
-        stride may exceed the size."""
+        """Return the element at an address as text, for a report. Its index on the axis with the longest stride may
+        exceed the size."""
         rest, index = address - self.lo, [0] * len(self.shape)
         for i in self.axes:
             index[i], rest = divmod(rest, self.strides[i])
@@ -59,8 +59,8 @@ class Extent:
 
 
 def _gaps(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
-    """Return whether there are bytes between the elements. False where axes interlock, for which there is no simple
-    test."""
+    """Return whether there are bytes between the elements. False if axes interlock, since there is no simple test for
+    that."""
     span, gaps = size, False
     for stride, n in sorted((s, n) for s, n in zip(strides, shape, strict=True) if s and n > 1):
         if stride < span:
@@ -78,8 +78,8 @@ class PointerBounds:
         self._numbers: dict[tuple[int, tuple[int, ...], tuple[int, ...], int], int] = {}
 
     def pointer(self, tensor: torch.Tensor, name: str) -> int:
-        """Return the tensor's address and number as one integer. The address alone is returned for a tensor that may be
-        left (`weft.lang.beyond`), and once all numbers are taken."""
+        """Return the tensor's address and number as one integer; the address alone if accesses may leave the tensor
+        (`weft.lang.beyond`), or if all numbers are in use."""
         size, lo, shape = tensor.element_size(), tensor.data_ptr(), tuple(tensor.shape)
         if hasattr(tensor, "reaches_beyond"):
             return lo
@@ -93,7 +93,7 @@ class PointerBounds:
             span = size + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if tensor.numel() else 0
             self.extents.append(Extent(name, lo, lo + span, shape, strides, size, _gaps(shape, strides, size)))
         elif (known := self.extents[number]) is not None:
-            known.name = name  # the same memory may have been another tensor before
+            known.name = name  # the same memory may have belonged to a different tensor before
         return number << BITS | lo
 
     def extent_of(self, pointer: int) -> Extent | None:

@@ -1,4 +1,4 @@
-"""The wait-for graph of a deadlock as text: which task waits for what, and which tasks could still satisfy it."""
+"""The wait-for graph of a deadlock as text: each task's wait, and the tasks that could still satisfy it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def graph(machine: Machine) -> str:
-    """Return the wait-for graph of a machine of which no task can run."""
+    """Return the wait-for graph of a machine on which no task can run."""
     stuck = [t for t in machine.tasks if not t.done and t.waits not in (None, "idle")]
     lines = [f"{len(stuck)} tasks wait and none can go on (seed {machine.seed}, {machine.mode}):"]
     order = {"program": 0, "stream": 1, "host": 2}
@@ -70,8 +70,8 @@ def _describe(machine: Machine, tasks: list[Task]) -> list[str]:
 
 
 def _raisers(machine: Machine, address: int, pad: str) -> list[str]:
-    """Return lines that name the tasks that raised a word so far, and those still running that raised it or another
-    word of its tensor."""
+    """Return lines that name the tasks that raised a word so far, and the running tasks that raised it or another word
+    of its tensor."""
     region = machine.memory.find(address, address + 1)
     raisers = [u.task for u in machine.words.get(address, ())][-6:]
     so_far = ", ".join(dict.fromkeys(f"{t.name}{' (ended)' if t.done else ''}" for t in raisers))

@@ -1,12 +1,13 @@
-"""Host code of each rank runs on threads of its own, of which the emulator lets one run at a time.
+"""Host code of each rank runs on separate threads; the emulator lets one thread run at a time.
 
-Programs and streams are greenlets of one thread. Host code cannot be one: torch keeps the gradient mode, autograd's
-queue and more per thread, and two ranks inside `torch.no_grad()` or `backward()` would mix theirs. So a rank's greenlet
-only stands for its host thread: it hands control over, waits, and does for it what needs the machine's thread.
+Programs and streams are greenlets of one thread. Host code cannot be a greenlet: torch keeps the gradient mode,
+autograd's queue and more per thread, and two ranks inside `torch.no_grad()` or `backward()` would mix theirs. So a
+rank's greenlet only represents its host thread: it hands control to the thread, waits, and runs the thread's requests
+that need the machine's thread.
 
-The function that a rank runs may start threads, whose calls are the rank's too. Each call holds the rank's lock from
-its begin to its end, so that these calls are serialized. Without the lock a second thread would act while another rank
-runs.
+The function that a rank runs may start threads, whose calls belong to the rank too. Each call holds the rank's lock
+from its beginning to its end, which serializes these calls. Without the lock a second thread would act while another
+rank runs.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from ..errors import WeftError
 E = TypeVar("E", bound=BaseException)
 _PACKAGE = Path(__file__).parents[1]
 _EMULATOR = _PACKAGE / "emulator", _PACKAGE / "backends" / "emulated.py", Path(triton.__file__).parent
-SILENT = 60.0  # seconds after which host code that makes no call is named: its loop may have no end
+SILENT = 60.0  # seconds after which the emulator names host code that makes no call: its loop may be endless
 log = logging.getLogger("weft")
 LIMIT, RECOMPILES = "recompile_limit", 256  # the option of torch.compile, and its value: functions of one code
-LEFT_BEHIND = 5.0  # seconds that host code has to end after a failed run; a thread that waits for another may not end
+LEFT_BEHIND = 5.0  # seconds that host code gets to end after a failed run; a thread that waits for another may not end
 
 
 class HostThread:
@@ -41,11 +42,11 @@ class HostThread:
     def __init__(self, rank: int, body: Callable[[], None]) -> None:
         self.rank = rank
         self._thread = threading.Thread(target=self._whole, args=(body,), daemon=True)
-        # What the rank's threads ask the machine's thread to run, None when its function has ended; and the errors of
-        # these requests. At most one request is under way, so each queue hands control to the other side.
+        # Requests of the rank's threads to the machine's thread, None when the rank's function has ended; and these
+        # requests' errors. At most one request is pending, so each queue hands control to the other side.
         self._requests: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._answers: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._lock = threading.RLock()  # held by the thread of this rank whose call is under way
+        self._lock = threading.RLock()  # held by the thread of this rank that is making a call
         self._caller: int | None = None  # the identifier of the thread that holds the lock
         self._machine: int | None = None  # the identifier of the thread that runs programs and streams
         self._failed: BaseException | None = None
@@ -58,13 +59,13 @@ class HostThread:
             body()
         except BaseException as error:
             failed = error
-        with self._lock:  # a call that another thread of this rank has begun ends before
+        with self._lock:  # wait for the end of a call that another thread of this rank is making
             self._failed, self._ended = failed, True
             self._requests.put(None)
 
     def run(self) -> None:
-        """Serve the requests of the rank's threads until its function ends, as the greenlet's body; raise what it
-        raised."""
+        """Serve the requests of the rank's threads until its function ends, as the greenlet's body; raise the
+        function's error."""
         self._machine = threading.get_ident()
         self._thread.start()
         request = self._next_request()
@@ -72,7 +73,7 @@ class HostThread:
             failed: BaseException | None = None
             try:
                 request()
-            except BaseException as error:  # the run is being ended, and the thread with it
+            except BaseException as error:  # the machine is ending the run, and so the thread
                 failed = error
             self._answers.put(failed)
             try:
@@ -84,7 +85,7 @@ class HostThread:
             raise self._failed
 
     def _next_request(self) -> Callable[[], object] | None:
-        """Wait until the rank's function makes a call or ends, and say where it is if that takes long."""
+        """Wait until the rank's function makes a call or ends; log where it is if that takes long."""
         try:
             return self._requests.get(timeout=SILENT)
         except Empty:
@@ -94,7 +95,7 @@ class HostThread:
             return self._requests.get()
 
     def outside(self) -> bool:
-        """Return whether the caller is not on the machine's thread, and so has to `ask`."""
+        """Return whether the caller is not on the machine's thread, and therefore has to `ask`."""
         return threading.get_ident() != self._machine
 
     @contextmanager
@@ -119,7 +120,7 @@ class HostThread:
 
     @property
     def on_rank_thread(self) -> bool:
-        """Return whether the calling thread is the one that runs the rank's function, not one that this started."""
+        """Return whether the calling thread runs the rank's function, and is not a thread that the function started."""
         return threading.current_thread() is self._thread
 
     def _require_running(self) -> None:
@@ -141,17 +142,17 @@ class HostThread:
 
 
 def _allow_recompiles() -> None:
-    """Let torch.compile keep as many compiled functions as there are ranks of several runs. The limit is the calling
-    thread's own."""
+    """Let torch.compile keep as many compiled functions as several runs have ranks. The limit applies to the calling
+    thread."""
     config = sys.modules.get("torch._dynamo.config")
     if config is not None and getattr(config, LIMIT) < RECOMPILES:
         setattr(config, LIMIT, RECOMPILES)
 
 
 def folded(error: E) -> E:
-    """Return the error with a traceback that leaves out the frames of the machinery that runs ranks. The frames of
-    callers, of the rank's function and of kernels stay, and so does the last one, which raised the error, unless it is
-    a WeftError."""
+    """Return the error with a traceback without the frames of the machinery that runs ranks. The frames of callers, of
+    the rank's function and of kernels stay, as does the last frame, which raised the error, unless the error is a
+    WeftError."""
     frames: list[TracebackType] = []
     frame_below = error.__traceback__
     while frame_below is not None:

@@ -1,19 +1,19 @@
-"""Inline PTX in kernels: the instructions by which published kernels synchronise.
+"""Inline PTX in kernels: the instructions that published kernels use to synchronise.
 
-`tl.inline_asm_elementwise` runs its text for each element of a block, on the threads that have the element; a scalar is
-on every thread of the program. Here these threads take turns: each runs until it jumps backwards, which is a spin that
-has not ended. The model knows
+`tl.inline_asm_elementwise` runs its text for each element of a block, on the threads that hold the element; every
+thread of the program holds a scalar. Here these threads take turns: each runs until it jumps backwards, which means
+that a spin has not ended. The model knows
 
     ld, st           ordinary accesses; with .volatile, .relaxed, .acquire or .release atomic ones, of one thread
     atom, red        atomic updates of one thread
-    fence, membar    what the thread's later relaxed accesses release, and its earlier ones acquire
+    fence, membar    the thread's later relaxed accesses release, and its earlier ones acquire
     bar.sync 0       a barrier of the program's threads
 
-and moves, comparisons and integer arithmetic; any other instruction is refused by its name. An acquire by one thread
+and moves, comparisons and integer arithmetic; it refuses any other instruction, and names it. An acquire by one thread
 orders the other threads of its program only after their next barrier (`Programs.thread_access`).
 
-A value that the text makes of %tid or %laneid has a number for each thread (`ThreadTensor`). Under `if` it chooses the
-threads that go on, which `interpret` keeps in `Task.threads`.
+A value that the text computes from %tid or %laneid has a number for each thread (`ThreadTensor`). As the condition of
+an `if` it selects the threads that run the body, which `interpret` keeps in `Task.threads`.
 """
 
 from __future__ import annotations
@@ -113,36 +113,37 @@ class AsmInstruction:
 
     @functools.cached_property
     def order(self) -> str:
-        """Return the ordering that the words name; an instruction `atom` or `red` that names none is relaxed."""
+        """Return the ordering that the words name; an `atom` or `red` without an ordering is relaxed."""
         default = "relaxed" if self.words[0] in ("atom", "red") else ""
         return next((_ORDERS[w] for w in self.words if w in _ORDERS), default)
 
     @functools.cached_property
     def scope(self) -> str:
-        """Return the scope that the words name. A volatile access is as strong as a relaxed one of scope "sys"."""
+        """Return the scope that the words name. A volatile access is as strong as a relaxed access at scope "sys"."""
         default = "SYSTEM" if "volatile" in self.words else "GPU"
         return next((_SCOPES[w] for w in self.words if w in _SCOPES), default)
 
     @functools.cached_property
     def integers(self) -> bool:
-        """Return whether its words name no type of floating-point numbers."""
+        """Return whether the words name no floating-point type."""
         return not any(_FLOAT.fullmatch(w) for w in self.words[1:])
 
     @property
     def local(self) -> bool:
-        """Return whether it touches registers alone, and reads no special one that differs between programs."""
+        """Return whether the instruction uses only registers, and no special register that differs between
+        programs."""
         accesses = ("ld", "st", "atom", "red", "fence", "membar", "bar", "barrier", "bra")
         return self.words[0] not in accesses and not any("ctaid" in operand for operand in self.operands)
 
     def unknown(self, known: set[str]) -> list[str]:
-        """Return the words after the first that mean nothing here."""
+        """Return the words after the first that this model does not know."""
         common = known | _HINTS | set(_SIZES) | set(_ORDERS) | set(_SCOPES)
         return [w for w in self.words[1:] if w not in common and not _HINT.fullmatch(w)]
 
 
 @functools.cache
 def parsed(text: str) -> tuple[tuple[AsmInstruction, ...], dict[str, int]]:
-    """Return the instructions of an assembly text, and the index of the instruction behind each label."""
+    """Return the instructions of an assembly text, and the index of the instruction after each label."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
     instructions: list[AsmInstruction] = []
     labels: dict[str, int] = {}
@@ -185,8 +186,8 @@ def _operands(text: str) -> list[str]:
 
 
 class _Thread:
-    """One thread's run of the text. values: the placeholders $0, $1, ..: outputs, then inputs. number: of the thread in
-    its program, which has `threads`."""
+    """One thread's run of the text. values: the placeholders $0, $1, ..: outputs, then inputs. number: the thread's
+    number in its program, which has `threads` threads."""
 
     def __init__(self, text: str, values: list[int], number: int, threads: int) -> None:
         self.instructions, self.labels = parsed(text)
@@ -260,7 +261,7 @@ class _Thread:
         elif name in ("bar", "barrier") and "sync" in instruction.words and operands[0] == "0":
             interpret.hooks.flush_stores(bulk=False)
         elif name == "griddepcontrol":
-            pass  # a kernel begins when the one before it on its stream has ended, which is all that this waits for
+            pass  # this waits for the end of the stream's previous kernel, before which no kernel begins here
         elif name == "mov" or (name in ("cvt", "cvta") and integers):
             self.write(operands[0], self.read(operands[1]), size)
         elif name == "setp" and instruction.words[1] in _COMPARE and integers and len(operands) == 3:
@@ -322,7 +323,7 @@ class _Thread:
 
 
 def _signed(value: int, kind: str) -> int:
-    """Return a register's value as the type reads it."""
+    """Return a register's value, interpreted as the type."""
     bits = 8 * _SIZES[kind]
     value &= (1 << bits) - 1
     return value - (1 << bits) if kind[0] == "s" and value >> bits - 1 else value
@@ -333,7 +334,7 @@ def refused(instruction: AsmInstruction, reason: str = "the emulator does not mo
 
 
 class Outputs:
-    """The outputs of one call, as the language asks for them. threads: of each, the values by thread, where they differ
+    """The outputs of one call, in the language's form. threads: for each output, the values by thread, if they differ
     between threads."""
 
     def __init__(self, handles: Sequence[TensorHandle], threads: Sequence[np.ndarray | None]) -> None:
@@ -364,10 +365,10 @@ def run(text: str, constraints: str, inputs: Sequence[TensorHandle], types: Sequ
         return Outputs(handles, by_type if by_thread else [None] * len(types))
     if count > 1 and (handles_of_block := _block_move(text, outputs, inputs, types)) is not None:
         return Outputs(handles_of_block, [None] * len(types))
-    repeats = "atom" in text or "red." in text  # what else there is does the same once and several times
+    repeats = "atom" in text or "red." in text  # other instructions have the same effect once and several times
     copies = [int(t) for t in active] if count == 1 and (by_thread or repeats) else [int(active[0])]
     if count > 1 and repeats:
-        copies *= max(1, len(active) // count)  # elements that are fewer than the threads are on several threads
+        copies *= max(1, len(active) // count)  # with fewer elements than threads, several threads hold each element
     everywhere = count == 1 and len(active) == total
     threads = [
         (e, _Thread(text, [0] * outputs + [column[e] for column in columns], number, total))
@@ -424,7 +425,7 @@ def _block_move(
 
 @functools.cache
 def _values_by_thread(text: str, outputs: int, total: int) -> list[list[int]]:
-    """Return the outputs, by thread, of a text that touches registers alone."""
+    """Return the outputs, by thread, of a text that uses only registers."""
     threads = [_Thread(text, [0] * outputs, number, total) for number in range(total)]
     for thread in threads:
         for _ in thread.steps(everywhere=True):
@@ -447,7 +448,7 @@ def _me() -> str:
 
 
 def _take_turns(threads: list[Iterator[_Thread]]) -> None:
-    """Run all threads to their ends, each up to its next jump backwards in turn."""
+    """Run all threads to their ends; in each turn a thread runs up to its next jump backwards."""
     while threads:
         spinning = [(steps, thread) for steps in threads if (thread := next(steps, None)) is not None]
         threads = [steps for steps, _ in spinning]

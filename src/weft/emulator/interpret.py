@@ -1,13 +1,13 @@
 """Triton's language on numpy: one program of a kernel runs as ordinary Python.
 
 A kernel's source is rewritten once (assignments make tensors, `range` yields them, as in the compiler) and executed in
-its own module's globals, which stay untouched: the names that the rewriting needs come in as closure variables.
-`patched()` gives `triton.language` its interpreted form and takes it back, so the same process can compile the same
+its own module's globals, which stay unchanged: closure variables supply the names that the rewritten code needs.
+`patched()` replaces `triton.language` by its interpreted form and restores it, so the same process can compile the same
 kernel.
 
-Every access to memory, barrier and atomic goes to `hooks`, the machine that runs (machine.py); this module has no
-notion of ranks, streams or races. Numbers are right where Triton's own interpreter is wrong: bf16 is computed in fp32
-and rounded to nearest even, fp16 dots accumulate in fp32, minimum and maximum ignore NaN as on a GPU.
+Every access to memory, barrier and atomic goes to `hooks`, the running machine (machine.py); this module has no notion
+of ranks, streams or races. It corrects numbers that Triton's own interpreter gets wrong: bf16 is computed in fp32 and
+rounded to nearest even, fp16 dots accumulate in fp32, minimum and maximum ignore NaN as on a GPU.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ Constant: TypeAlias = tl.constexpr | int | str | None  # an argument of a tl.con
 
 stock, ConstexprFunction = _triton.interpreter()
 TensorHandle = stock.TensorHandle
-TURNS = 100_000  # a `while` loop of more turns is taken to be endless; it takes about two seconds
-hooks: Programs = None  # the Programs of the Machine that runs; None without a run
+TURNS = 100_000  # a `while` loop of more turns, which run for about two seconds, counts as endless
+hooks: Programs = None  # the Programs of the running Machine; None without a run
 assembly: Function = None  # runs inline PTX (inline_ptx.py, which sets it)
-# (kernel, grid, *arguments, **options) of Triton's launch; None where it is refused
+# A function of a Triton launch's (kernel, grid, *arguments, **options); None if launches are refused
 user_launch: Function | None = None
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
 
-# Rewritten functions other than Triton's own, by id, since a code object hashes its whole code.
+# Rewritten functions, except Triton's own, by id, since a code object hashes its whole code.
 _users: dict[int, CodeType] = {}
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Makes assignments convert numbers to tensors, drops annotations (a `tl.constexpr` stays what it is), counts the
-    turns of `while` loops, and lets a branch be taken by some threads of the program alone (`Branch`)."""
+    """Makes assignments convert numbers to tensors, drops annotations (a `tl.constexpr` stays one), counts the turns of
+    `while` loops, and allows a branch that only some threads of the program take (`Branch`)."""
 
     branches = 0
 
@@ -142,7 +142,7 @@ def source_tree(fn: JITFunction) -> ast.Module:
 
 def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None, reach: bool = False) -> Function:
     """Return the interpreted form of `fn`. change: edits the tree first (a mutation). reach: report the statements that
-    are reached."""
+    the program reaches."""
     tree = source_tree(fn)
     if change is not None:
         change(tree)
@@ -179,7 +179,7 @@ def _reached(key: tuple[str, int]) -> None:
 
 
 def _count_turns() -> Iterator[None]:
-    """Yield once for each turn of a loop; raise Deadlock after more than a loop that ends would make."""
+    """Yield once for each turn of a loop; raise Deadlock after more turns than a finite loop would make."""
     yield from itertools.repeat(None, TURNS)
     raise Deadlock(f"a loop has made {TURNS} turns and has not ended\n{hooks.machine.me()}")
 
@@ -200,7 +200,7 @@ def where() -> tuple[tuple[str, int, str], ...]:
 
 
 def trail() -> tuple[int, ...]:
-    """Return a key that is different for different values of `where()`, at less cost."""
+    """Return a key that distinguishes different values of `where()`, at a lower cost than `where()`."""
     frame = sys._getframe(1)
     codes: list[int] = []
     while frame is not None:
@@ -225,8 +225,8 @@ def _float8(kind: tl.dtype) -> torch.dtype:
 
 
 def to_float8(x: np.ndarray, kind: tl.dtype) -> np.ndarray:
-    """Return the bits of 8-bit floats, as `cvt.rn.satfinite` does: to nearest even, infinity and what is too large to
-    the largest number, and every NaN to the positive one."""
+    """Return the bits of 8-bit floats, as `cvt.rn.satfinite` does: round to nearest even, map infinity and numbers that
+    are too large to the largest number, and every NaN to the positive NaN."""
     dtype = _float8(kind)
     largest = torch.finfo(dtype).max
     wide = torch.from_numpy(np.array(x, np.float32))
@@ -235,7 +235,7 @@ def to_float8(x: np.ndarray, kind: tl.dtype) -> np.ndarray:
 
 
 def _f32(h: TensorHandle) -> np.ndarray:
-    """Return the numbers of a handle; one of bf16 or an 8-bit float has their bits."""
+    """Return the numbers of a handle; if it stores the bits of bf16 or 8-bit floats, return them in fp32."""
     kind = h.dtype.scalar
     if kind.name == "bf16":
         return (h.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -259,7 +259,7 @@ _small: dict[int, tl.tensor] = {}
 
 
 def int32(value: int) -> tl.tensor:
-    """Return a scalar of the language; small ones are shared, since nothing changes a scalar in place."""
+    """Return a scalar of the language; small scalars are shared, since nothing changes a scalar in place."""
     scalar = _small.get(value)
     if scalar is None:
         if not -(2**31) <= value < 2**31:
@@ -283,7 +283,7 @@ def to_tensor(x: object) -> tl.tensor | tuple:
         return int32(x)
     if kind is tuple:
         return tuple(to_tensor(part) for part in x)
-    if isinstance(x, tuple):  # a NamedTuple: its fields are tensors, or constants and stay so
+    if isinstance(x, tuple):  # a NamedTuple: its fields are tensors, or constants that stay constants
         return x
     return semantic.to_tensor(x, False)
 
@@ -312,7 +312,7 @@ def _condition(condition: T, disable_licm: object = False) -> T:
 
 
 def _extreme(name: str) -> Function:
-    """Return Python's min or max as kernels have it: of tensors, element by element."""
+    """Return the min or max of kernels: of tensors, element by element."""
 
     def call(*args: object) -> object:
         if any(isinstance(a, tl.tensor) for a in args):
@@ -376,7 +376,7 @@ def _fast(name: str, slow: Function) -> Function:
     logic = name in ("__and__", "__or__")
     to_bool = name in _COMPARE or logic
     add = name in ("__add__", "__radd__")
-    sign = -1 if name == "__sub__" else int(add)  # of an offset of a pointer; 0 where there is none
+    sign = -1 if name == "__sub__" else int(add)  # the sign of a pointer's offset; 0 if the operation has no offset
 
     def method(self: tl.tensor, other: object, **_: object) -> object:
         kind = type(other)
@@ -453,7 +453,7 @@ class Desc(stock.TensorDescHandle):
 
 
 class Builder(stock.InterpreterBuilder):
-    """Triton's numpy builder, with memory accesses handed to `hooks` and numbers corrected."""
+    """Triton's numpy builder, which passes memory accesses to `hooks`, and corrects numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -496,12 +496,12 @@ class Builder(stock.InterpreterBuilder):
         return TensorHandle(np.asarray(function(*(a.data for a in args))).astype(dtype), kind.scalar)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise for an operation that Triton's interpreter does not have. Its own tests for one get AttributeError."""
+        """Raise for an operation that Triton's interpreter lacks; AttributeError where Triton itself tests for it."""
         if not name.startswith("create_"):
             raise AttributeError(name)
         raise NotImplementedError(f"the emulator has no form of the operation {name.removeprefix('create_')}")
 
-    # memory; `caching` is two hints, and since Triton 3.9 one policy
+    # memory; `caching` stands for two hints, or since Triton 3.9 for one policy
     def create_load(self, ptr: TensorHandle, *caching_and_volatile: object) -> TensorHandle:
         return self.create_masked_load(ptr, None, None, *caching_and_volatile)
 
@@ -555,8 +555,8 @@ class Builder(stock.InterpreterBuilder):
     def create_atomic_poll(
         self, ptr: TensorHandle, expected: TensorHandle, timeout_ns: object, sem: object, scope: object
     ) -> TensorHandle:
-        """Look until every word has the expected value; with a time limit, which one look exceeds, once. Only words
-        that have it are acquired."""
+        """Poll until every word has the expected value; with a time limit, poll once, since one poll exceeds it.
+        Acquire only words that have the value."""
         everywhere = TensorHandle(np.ones(ptr.data.shape, bool), tl.int1)
         while True:
             seen = self.create_atomic_load(ptr, everywhere, "RELAXED", scope)
@@ -670,14 +670,14 @@ class Builder(stock.InterpreterBuilder):
             raise NotImplementedError(f"there is no cast from {source} to {kind}: cast to float16 in between")
         if truncate and not (kind == tl.float8e5 and source == tl.float32):
             raise NotImplementedError(f"a cast from {source} to {kind} rounds to nearest only")
-        if truncate:  # to fp16, whose upper byte it is
+        if truncate:  # round to fp16, since the result is its upper byte
             half = libdevice.directed("rz", np.dtype(np.float16), src.data)
             half[np.isnan(src.data)] = np.uint16(0x7FFF).view(np.float16)
             return TensorHandle((half.view(np.uint16) >> 8).astype(np.uint8), kind)
         wide = _f32(src).astype(np.float32)
         if kind.is_fp8():
             return TensorHandle(to_float8(wide, kind), kind)
-        if source == tl.float8e5 and kind == tl.bfloat16:  # by a shift and a product: exponents of all ones are numbers
+        if source == tl.float8e5 and kind == tl.bfloat16:  # by a shift and a product, so all-ones exponents are numbers
             finite = (src.data & 0x7F).astype(np.uint16) << 5
             signed = (finite | (src.data & 0x80).astype(np.uint16) << 8).astype(np.uint32) << np.uint32(16)
             wide = signed.view(np.float32) * np.float32(2.0**112)
@@ -691,7 +691,7 @@ class Builder(stock.InterpreterBuilder):
 
 
 def _atomic_bf16(op: str, ptr: TensorHandle, val: TensorHandle, mask: TensorHandle) -> TensorHandle:
-    """Add to, or exchange, bf16 numbers in memory, one after another; return what was there."""
+    """Add to, or exchange, bf16 numbers in memory, one after another; return the numbers before."""
     if op not in ("FADD", "XCHG"):
         raise NotImplementedError(f"GPUs have no atomic {op.lower()} of bf16")
     addresses, values, on = np.broadcast_arrays(_plain(ptr).data, val.data, mask.data)
@@ -706,8 +706,8 @@ def _atomic_bf16(op: str, ptr: TensorHandle, val: TensorHandle, mask: TensorHand
 
 
 def _matmul(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the product by torch on one thread: numpy would wait for a second thread, which costs more time than such
-    a product."""
+    """Return the product, computed by torch on one thread: numpy would wait for a second thread, which costs more time
+    than such a product."""
     if x.dtype != np.float32:
         return np.matmul(x, y)
     operands = [torch.from_numpy(a if a.flags.writeable else a.copy()) for a in (x, y)]
@@ -719,12 +719,12 @@ def _mask(mask: TensorHandle | np.ndarray | None) -> np.ndarray | None:
 
 
 def _plain(ptr: TensorHandle) -> TensorHandle:
-    """Return the addresses alone, without the numbers of tensors."""
+    """Return the addresses without the numbers of tensors."""
     return TensorHandle(ptr.data & np.uint64(ADDRESS), ptr.dtype)
 
 
 class _Semantic(stock.TritonSemantic):
-    """Triton's semantics, with what kernels do most done at once."""
+    """Triton's semantics, with shortcuts for the most frequent operations of kernels."""
 
     other_given = False  # whether the load that is being built has an `other`
 
@@ -738,12 +738,12 @@ class _Semantic(stock.TritonSemantic):
                 fill = None if other is None else self.cast(other, element).handle.data
                 data = hooks.load(ptr.handle.data, mask.handle.data, fill, _np_dtype(element), rest[-1])
                 return _tensor(data, element, ptr)
-        # Triton tests for an `other` by `if other`, which is false for one of one element that is 0.
+        # Triton tests for an `other` by `if other`, which is false for an `other` with one element that is 0.
         self.other_given = other is not None
         return super().load(ptr, mask, other, *rest)
 
     def to_tensor(self, x: object, check_type: bool = True) -> tl.tensor:
-        # To Python the product of a constexpr and a tensor is a constexpr, which since Triton 3.9 may not hold one.
+        # Python makes the product of a constexpr and a tensor a constexpr; since Triton 3.9 that may not hold a tensor.
         return super().to_tensor(plain(x), check_type)
 
     def broadcast_impl_value(self, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
@@ -752,7 +752,7 @@ class _Semantic(stock.TritonSemantic):
         try:
             shape = np.broadcast(lhs.handle.data, rhs.handle.data).shape
         except ValueError:
-            return super().broadcast_impl_value(lhs, rhs)  # which has a message for it
+            return super().broadcast_impl_value(lhs, rhs)  # raises with Triton's message
         return _broadcast(lhs, shape), _broadcast(rhs, shape)
 
     def where(self, condition: tl.tensor, x: object, y: object) -> tl.tensor:
@@ -786,13 +786,13 @@ def _broadcast(tensor: tl.tensor, shape: tuple[int, ...]) -> tl.tensor:
 
 
 def _pointed(ptr: object) -> tl.dtype | None:
-    """Return the type of the number that a tensor of pointers leads to; None for what Triton's own has to look at."""
+    """Return the type of the numbers that a tensor of pointers points to; None if Triton's own code has to decide."""
     element = getattr(ptr.dtype, "element_ty", None) if type(ptr) is tl.tensor else None
     return element if type(element) is tl.dtype and element is not tl.int1 else None
 
 
 def _operand(x: object, kind: tl.dtype) -> object:
-    """Return the numbers of an operand whose type is `kind` or, for a constant, becomes it; None for another."""
+    """Return the numbers of an operand of type `kind`, or of a constant converted to it; None for any other operand."""
     if type(x) is tl.tensor:
         return x.handle.data if x.dtype is kind else None
     if (type(x) is int and kind is tl.int32 and -(2**31) <= x < 2**31) or (type(x) is float and kind is tl.float32):
@@ -833,7 +833,7 @@ def _pointer(dtype: torch.dtype) -> tl.pointer_type:
 
 
 def convert(arg: object, name: str = "") -> object:
-    """Return a launch argument as the kernel sees it; `name` is its name in reports."""
+    """Return a launch argument in the kernel's form; `name` is its name in reports."""
     if isinstance(arg, tl.constexpr):
         return arg.value
     if isinstance(arg, bool):
@@ -952,7 +952,7 @@ def _dot(
 
 
 def _of_triton(fn: Function) -> Function:
-    """Mark a function as one that Triton's hash of a kernel, which host code may ask for during a run, leaves out."""
+    """Mark a function so that Triton omits it from a kernel's hash, which host code may request during a run."""
     setattr(fn, tl.core.TRITON_BUILTIN, True)
     return fn
 
@@ -961,10 +961,10 @@ NOT_RUN = " does not run in the emulator: "
 
 
 def _builtin(member: Function, title: str) -> Function:
-    """Return the interpreted form of a function of the language. Where the emulator has none, what is raised names it
+    """Return the interpreted form of a function of the language. If the emulator has none, the error names the function
     by its title."""
 
-    body = getattr(member, "__wrapped__", member)  # without the check that it is called in a kernel
+    body = getattr(member, "__wrapped__", member)  # without the check that a kernel calls it
 
     def call(*args: object, **kwargs: object) -> object:
         if ThreadTensor.exist:
@@ -973,7 +973,7 @@ def _builtin(member: Function, title: str) -> Function:
         try:
             return body(*args, **kwargs)
         except (NotImplementedError, Unsupported) as error:
-            if isinstance(error, Unsupported) and not title.startswith("tl.extra."):  # which is inline PTX itself
+            if isinstance(error, Unsupported) and not title.startswith("tl.extra."):  # tl.extra is itself inline PTX
                 raise
             reason = str(error).partition(NOT_RUN)[2] or str(error)
             raise NotImplementedError(f"{title}{NOT_RUN}{reason}") from None
@@ -1012,19 +1012,19 @@ _REFUSED = {
 
 
 def _late(member: Function) -> Function:
-    """Return a call of a function of the language that a kernel's module has imported by its name: the function that
-    is there when the kernel runs."""
+    """Return a function that calls the current form, when the kernel runs, of a function of the language that the
+    kernel's module imported by name."""
     return lambda *args, **kwargs: getattr(sys.modules[member.__module__], member.__name__)(*args, **kwargs)
 
 
 def _is_language(value: object) -> bool:
-    """Return whether a global of a kernel's module is a function of the language. Those of `libdevice` are ordinary
-    functions without a body, in place of which Triton compiles the ones of the GPU's own module."""
+    """Return whether a global of a kernel's module is a function of the language. `libdevice` has ordinary functions
+    without a body, which Triton replaces by functions of the GPU's own module when it compiles."""
     return tl.core.is_builtin(value) or (inspect.isfunction(value) and value.__module__ == generic_libdevice.__name__)
 
 
 def _inline_asm(*args: object, **kwargs: object) -> object:
-    """Return the outputs of inline assembly; those that differ between threads as ThreadTensors."""
+    """Return the outputs of inline assembly; outputs that differ between threads are ThreadTensors."""
     outputs = _stock_inline_asm(*args, **kwargs)
     several = not isinstance(outputs, tl.tensor)
     tensors = [
@@ -1064,7 +1064,7 @@ _np_dtypes: dict[tl.dtype, np.dtype] = {}
 
 
 def _np_dtype(kind: tl.dtype) -> np.dtype:
-    """Return what Triton's function of this name returns, from a cache."""
+    """Return the result of Triton's function of this name, from a cache."""
     if type(kind) is tl.block_type:
         kind = kind.element_ty
     if type(kind) is tl.pointer_type:
@@ -1092,7 +1092,7 @@ def _tensor_init(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
 
 
 def _handle_init(self: TensorHandle, data: np.ndarray, dtype: tl.dtype, attr: dict | None = None) -> None:
-    """Do what Triton's `__init__` does, without its check of the array's item size."""
+    """Initialise as Triton's `__init__` does, without its check of the array's item size."""
     self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 
@@ -1109,7 +1109,7 @@ def _block_type(element: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
         known = object.__new__(tl.block_type)
         _stock_block_type(known, element, list(shape))
         known.sizes = shape
-        _block_types[key] = known  # holds the element type, so its id stays its own
+        _block_types[key] = known  # keeps the element type alive, so that no other object gets its id
     return known
 
 
@@ -1128,7 +1128,7 @@ def _tuple_eq(self: tl.core.tuple, other: object) -> tl.constexpr:
 
 
 def _getitem(self: tl.tensor, slices: object) -> tl.tensor:
-    """Return the tensor with new axes, at once for the usual index of a block."""
+    """Return the tensor with new axes, by a shortcut for the usual index of a block."""
     if type(self.type) is tl.block_type and type(slices) is tuple and all(s is None or s == _WHOLE for s in slices):
         if len(slices) - slices.count(None) <= self.handle.data.ndim:
             return _tensor(self.handle.data[slices], self.dtype, self)
@@ -1153,7 +1153,7 @@ class _Recorder:
 
 @functools.cache
 def _changes() -> list[Change]:
-    """Return (object, attribute, interpreted value) of all that is patched, computed once while the language is
+    """Return (object, attribute, interpreted value) of each patched attribute, computed once while the language is
     unpatched."""
     scope = _Recorder()
     for path, spaces in _SPACES.items():
@@ -1171,7 +1171,7 @@ def _changes() -> list[Change]:
             scope.set_attr(space, name, _refused(f"{path}.{name}", _OTHER_GPUS))
     scope.set_attr(tl.target_info, "current_target", _of_triton(lambda: GPUTarget("cuda", HOPPER, 32)))
     stock._patch_lang_tensor(tl.core.tensor, scope)
-    scope.set_attr(tl.core.tensor, "__index__", as_int)  # numpy 2.4 takes no array of one element for a number
+    scope.set_attr(tl.core.tensor, "__index__", as_int)  # numpy 2.4 does not convert an array of one element
     for space in (tl, tl.core):
         stock._patch_lang_core(space, scope)
         for name, value in (
@@ -1204,7 +1204,7 @@ def _changes() -> list[Change]:
 
 @contextmanager
 def patched(programs: Programs) -> Iterator[None]:
-    """Interpret `triton.language`, with memory accesses and barriers handed to `programs`, until the block ends."""
+    """Interpret `triton.language`, passing memory accesses and barriers to `programs`, until the block ends."""
     global hooks
     if hooks is not None:
         raise RuntimeError("an emulated run is already going on in this process")

@@ -71,7 +71,7 @@ def release_fence(SCOPE: Constant = "sys") -> None:
 
 
 def _scope_sys(intrinsic: str, scope: Constant) -> bool:
-    """Return whether a scope is "sys". Raise ValueError for scopes at which other programs see nothing."""
+    """Return whether a scope is "sys". Raise ValueError for a scope that excludes other programs."""
     if plain(scope) not in ("gpu", "sys"):
         raise ValueError(f'{intrinsic}: SCOPE is "gpu" or "sys", not {plain(scope)!r}')
     return plain(scope) == "sys"
@@ -106,7 +106,7 @@ def load_pairs(ptr: tl.tensor, seen: tl.tensor) -> tl.tensor:
 def look_again(
     tries: Scalar, began: tl.tensor, guard: tl.tensor, ptr: tl.tensor, tile: Scalar, peer: Scalar
 ) -> tl.tensor:
-    """Sleep if nothing anywhere has changed since this program's last call."""
+    """Sleep if no word has changed since this program's last call."""
     interpret.hooks.look_again()
     return int32(1)
 
@@ -116,7 +116,7 @@ def globaltimer() -> tl.tensor:
 
 
 def keep_before(x: tl.tensor) -> tl.tensor:
-    """Return x unchanged: the emulator moves no operation."""
+    """Return x unchanged: the emulator reorders no operations."""
     return x
 
 
@@ -143,7 +143,7 @@ def window_store(row: tl.tensor, y: tl.tensor, H: Constant, P: Constant) -> None
 
 
 def _elements(start: int, width: int) -> np.ndarray:
-    """Return the addresses of elements of 16 bits."""
+    """Return the addresses of 16-bit elements."""
     return np.uint64(start) + np.arange(width, dtype=np.uint64) * np.uint64(2)
 
 

@@ -1,7 +1,7 @@
 """CUDA's libdevice on numpy: the functions that `triton.language.extra.libdevice` names, by their symbols.
 
-fp32 is computed in fp64 and rounded once. A GPU's results differ in the last bits: its functions are allowed an error
-of a few units in the last place. The Bessel functions are right to 1e-6.
+fp32 functions are computed in fp64 and rounded once. A GPU's results differ in the last bits, since its functions may
+have an error of a few units in the last place. The Bessel functions are correct to 1e-6.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _by_torch(fn: Callable[..., torch.Tensor]) -> ArrayFunction:
 
 
 def _by_math(fn: Callable[..., float]) -> ArrayFunction:
-    """Return a function of elements as one of arrays; it is NaN where Python's raises."""
+    """Return a function of arrays that applies `fn` to each element; the result is NaN where `fn` raises."""
 
     def of_elements(*args: float) -> float:
         try:
@@ -39,8 +39,8 @@ def _by_math(fn: Callable[..., float]) -> ArrayFunction:
 
 
 def _bessel(order: Array, x: Array, order_0: ArrayFunction, order_1: ArrayFunction) -> Array:
-    """Return a Bessel function of integer order from those of order 0 and 1, by the recurrence in the order. It loses
-    digits where the order is much larger than the argument."""
+    """Return a Bessel function of integer order from the functions of order 0 and 1, by the recurrence in the order. It
+    loses digits if the order is much larger than the argument."""
     out = np.empty(np.broadcast_shapes(order.shape, x.shape))
     orders = np.broadcast_to(order, out.shape)
     for n in np.unique(orders):
@@ -54,7 +54,7 @@ def _bessel(order: Array, x: Array, order_0: ArrayFunction, order_1: ArrayFuncti
 _j0, _j1, _y0, _y1 = (_by_torch(getattr(torch.special, f"bessel_{name}")) for name in ("j0", "j1", "y0", "y1"))
 _erfc, _ndtri = _by_torch(torch.special.erfc), _by_torch(torch.special.ndtri)
 
-# Functions of real numbers, of fp64 arguments.
+# Functions of real numbers, with fp64 arguments.
 OF_REAL_NUMBERS: dict[str, ArrayFunction] = {
     "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x),
@@ -125,7 +125,7 @@ def _half_away(x: Array) -> Array:
 
 
 def _exponent(x: Array) -> Array:
-    """Return the exponent of each number; of 0 and of numbers that are not finite, what C's logb returns."""
+    """Return the exponent of each number; for 0 and for numbers that are not finite, the result of C's logb."""
     exponent = np.frexp(x)[1].astype(np.float64) - 1
     return np.where(x == 0, -np.inf, np.where(np.isnan(x), np.nan, np.where(np.isinf(x), np.inf, exponent)))
 
@@ -160,7 +160,8 @@ def _reversed_bits(x: Array) -> Array:
 
 
 def _in_python(fn: Callable[..., int]) -> ArrayFunction:
-    """Return a function of Python integers, which do not overflow, as one of arrays, of the first one's dtype."""
+    """Return a function of arrays that applies `fn` to Python integers, which do not overflow; the result has the first
+    array's dtype."""
 
     def of_arrays(*args: Array) -> Array:
         dtype = args[0].dtype
@@ -180,7 +181,7 @@ def _low_24(x: int, signed: bool) -> int:
     return x - (1 << 24) if signed and x >> 23 else x
 
 
-# Functions of bits and of exact numbers, of arguments in their own dtypes.
+# Functions of bits and of exact numbers, with arguments in their own dtypes.
 IN_OWN_DTYPE: dict[str, ArrayFunction] = {
     "abs": np.abs,
     "llabs": np.abs,
@@ -239,7 +240,7 @@ ARITHMETIC: dict[str, tuple[ArrayFunction, Callable[..., Fraction]]] = {  # in t
     "div": (np.divide, lambda x, y: x / y),
     "rcp": (np.reciprocal, lambda x: 1 / x),
     "fma": (lambda x, y, z: x * y + z, lambda x, y, z: x * y + z),
-    "sqrt": (np.sqrt, lambda x: x),  # whose square root is meant
+    "sqrt": (np.sqrt, lambda x: x),  # the exact value is given by its square
     "rsqrt": (lambda x: 1 / np.sqrt(x), lambda x: x),
 }
 INTEGERS: dict[str, np.dtype] = {
@@ -251,8 +252,8 @@ INTEGERS: dict[str, np.dtype] = {
 
 
 def _to_integer(x: Array, dtype: np.dtype) -> Array:
-    """Return whole numbers as integers, those out of range as the nearest one in it. NaN becomes 0 in 32 bits and the
-    top bit in 64."""
+    """Return whole numbers as integers; a number out of range becomes the nearest integer in range. NaN becomes 0 in 32
+    bits and the top bit in 64 bits."""
     limits, nan = np.iinfo(dtype), 0 if dtype.itemsize == 4 else 1 << 63
     whole = [nan if math.isnan(v) else limits.max if v > limits.max else max(limits.min, int(v)) for v in x.ravel()]
     bits = np.array([w % 2 ** (8 * dtype.itemsize) for w in whole], f"u{dtype.itemsize}")
@@ -260,12 +261,12 @@ def _to_integer(x: Array, dtype: np.dtype) -> Array:
 
 
 def _rounded(nearest: Array, exact: Fraction, root: bool, side: str, dtype: np.dtype) -> Array:
-    """Return the number of `dtype` that is next to `exact`, or to its square root, on a side. nearest: one close to
-    it."""
+    """Return the number of `dtype` next to `exact`, or to its square root, on the given side. nearest: a number close
+    to it."""
     lowest, highest = dtype.type(-np.inf), dtype.type(np.inf)
 
     def above(x: float) -> Fraction:
-        """Return a number of the sign of the difference to the exact value."""
+        """Return a number with the sign of the difference from the exact value."""
         if math.isinf(x):
             return Fraction(1 if x > 0 else -1)
         return Fraction(float(x)) ** (2 if root else 1) - exact
@@ -287,7 +288,7 @@ def _rounded(nearest: Array, exact: Fraction, root: bool, side: str, dtype: np.d
 def _arithmetic(operation: str, side: str, *args: Array) -> Array:
     in_dtype, exactly = ARITHMETIC[operation]
     dtype, args = args[0].dtype, tuple(np.broadcast_arrays(*args))
-    if operation == "rsqrt":  # which rounds to nearest only, and of fp32
+    if operation == "rsqrt":  # libdevice has it only for fp32, rounded to nearest
         return in_dtype(*(a.astype(np.float64) for a in args)).astype(dtype)
     out = np.array(in_dtype(*args))
     if side == "rn" and operation != "fma":
@@ -303,7 +304,7 @@ def _arithmetic(operation: str, side: str, *args: Array) -> Array:
 
 
 def directed(side: str, dtype: np.dtype, x: Array) -> Array:
-    """Return numbers as floats of a dtype, rounded to a side: rn, rz, rd or ru."""
+    """Return numbers as floats of a dtype, rounded by `side`: rn, rz, rd or ru."""
     out = x.astype(dtype)
     if side == "rn":
         return out
@@ -317,7 +318,7 @@ _AS_INTEGERS = np.vectorize(int, otypes=[object])
 
 
 def _converter(symbol: str) -> ArrayFunction | None:
-    """Return the function of a symbol such as float2int_rd or dadd_ru, whose last letters say how it rounds."""
+    """Return the function of a symbol such as float2int_rd or dadd_ru, whose last letters give the rounding."""
     name, _, side = symbol.rpartition("_")
     if side not in TO_INTEGER:
         return None
@@ -333,7 +334,8 @@ def _converter(symbol: str) -> ArrayFunction | None:
 
 @functools.cache
 def function_of(symbol: str) -> ArrayFunction | None:
-    """Return the function of libdevice's symbol, or None where there is none here. It takes broadcast arrays."""
+    """Return the function of libdevice's symbol, or None if this module lacks it. Its arguments are broadcast
+    arrays."""
     name = UNLIKE.get(symbol.removeprefix("__nv_"), symbol.removeprefix("__nv_"))
     for known in (name, re.sub(r"(f|d|ll)$", "", name)):
         if (exact := IN_OWN_DTYPE.get(known)) is not None:

@@ -1,8 +1,8 @@
 """All ranks of a world as greenlets of one thread, scheduled by a seed, with happens-before kept in vector clocks.
 
 A task is the host code of a rank (host.py), a stream, which runs its operations in order, or a resident program of a
-running kernel. The current task goes on until a scheduling point (an atomic, an intrinsic, an operation enqueued on a
-stream, now and then a load or store), which picks the next task. When no task can run, the run is over or deadlocked.
+running kernel. The current task runs until a scheduling point (an atomic, an intrinsic, an operation enqueued on a
+stream, sometimes a load or store), which picks the next task. When no task can run, the run is over or deadlocked.
 
 These edges order two tasks:
     host -> stream                  the host's clock when it enqueues an operation (`synchronize`, `exchange`)
@@ -13,7 +13,7 @@ These edges order two tasks:
 Inside a program the GPU's order is weaker than program order, and so is this model's:
     - a release by one thread covers ordinary accesses, and atomics of a block, which many threads make, only up to the
       last `flush_stores` or `tl.debug_barrier` (`flushed`);
-    - bulk (TMA) stores are made by an agent of their own (`bulk_agent`), which joins the program at
+    - a separate agent (`bulk_agent`) makes bulk (TMA) stores; it joins the program at
       `flush_stores(BULK=True)`;
     - bulk loads and stores have the clock that the program had at its last proxy fence (`bulk_view`).
 """
@@ -79,8 +79,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-LOG = 128  # the number of latest changes of a word that are kept
-IDLE_ROUNDS = 64  # rounds in which all spinning tasks look again without any change before they are deadlocked
+LOG = 128  # the number of a word's latest changes that are kept
+IDLE_ROUNDS = 64  # spinning tasks are deadlocked after this number of rounds of polls without any change
 
 MODES = ("clock", "random", "starve", "burst")
 
@@ -91,9 +91,9 @@ WINDOW, WINDOW_STEP = 1 << 60, 1 << 36  # the first multicast address, and the d
 class Machine:
     """One run of a world."""
 
-    # A relaxed atomic of a kernel publishes what the operations before the kernel on its stream have written, and what
-    # it reads orders the operations behind the kernel. PTX does not promise that, but GPUs make writes visible to all
-    # when an operation ends, and the signals of published kernels rely on it. weft's own kernels release and acquire.
+    # If true, a relaxed atomic of a kernel publishes the writes of earlier operations on the kernel's stream, and the
+    # update that it reads orders later operations. PTX does not promise that, but GPUs make writes visible to all when
+    # an operation ends, and the signals of published kernels rely on it. weft's own kernels release and acquire.
     ends_release = False
 
     def __init__(
@@ -131,8 +131,8 @@ class Machine:
         # clocks
         self.clocks: list[int] = []
         self.agents: dict[Hashable, int] = {}
-        self.ranks: list[int] = []  # of each agent, the rank
-        self.owners: list[list[tuple[int, Owner]]] = []  # of each agent, (a tick, the owner of accesses from it on)
+        self.ranks: list[int] = []  # the rank of each agent
+        self.owners: list[list[tuple[int, Owner]]] = []  # by agent, (a tick, the owner of accesses from it on)
         self.width = 64
         self.sites: list[SourceSite] = [()]
         self.site_ids: dict[tuple[int, ...], int] = {}  # the site of each `interpret.trail`
@@ -140,19 +140,19 @@ class Machine:
         self.words: dict[int, deque[Update]] = {}  # latest changes of every counter and flag
         self.ledgers: dict[int, Ledgers] = {}  # by rank
         self.calls: dict[Hashable, dict[int, object]] = {}  # calls by rank, until all ranks have made them
-        # The bytes of each multicast window, and the address of every rank's memory behind it.
+        # The bytes of each multicast window, and the address of its memory on every rank.
         self.windows: list[tuple[int, list[int]]] = []
         self.waiting: dict[int, list[Task]] = {}
         self.polling: list[Task] = []
         self.not_resident: dict[KernelRun, str] = {}  # the error message for launches that signal but are not resident
         self.hosts: list[Task] = []
-        self.program_of_agent: dict[int, int] = {}  # of each agent of a program, the program's own agent
+        self.program_of_agent: dict[int, int] = {}  # by agent of a program, the program's main agent
         # Filled by `EmulatedBackend.register_channel`.
         self.channels: dict[
             tuple[int, str, int], tuple[str, int, torch.Tensor, torch.Tensor | int, list[int] | int | None]
         ] = {}
-        self.channel_names: dict[int, list[Callable[[int], str]]] = {}  # of each rank, functions that name a counter
-        self.disagreements: dict[int, Callable[[dict[int, int]], Mismatch]] = {}  # makes a World's error, by its guard
+        self.channel_names: dict[int, list[Callable[[int], str]]] = {}  # by rank, functions that name a counter
+        self.disagreements: dict[int, Callable[[dict[int, int]], Mismatch]] = {}  # by a World's guard, makes its error
         self.seen_sites: set[tuple[str, int, str]] = set()
         self.programs, self.streams = Programs(self), Streams(self)
         self.world_numbers = [itertools.count() for _ in range(size)]
@@ -160,12 +160,13 @@ class Machine:
 
     # -- running -----------------------------------------------------------------------------------------------------
     def add_window(self, nbytes: int, starts: list[int]) -> int:
-        """Return a new multicast address for memory of which every rank has a copy. No rank's own memory is there."""
+        """Return a new multicast address for memory with a copy on every rank. It is no address of any rank's own
+        memory."""
         self.windows.append((nbytes, starts))
         return WINDOW + (len(self.windows) - 1) * WINDOW_STEP
 
     def window(self, address: int) -> list[int]:
-        """Return the address in every rank's memory that a multicast address stands for."""
+        """Return the address in every rank's memory to which a multicast address refers."""
         number, offset = divmod(address - WINDOW, WINDOW_STEP)
         if not 0 <= number < len(self.windows) or offset >= self.windows[number][0]:
             raise ValueError(f"{address:#x} is no multicast address")
@@ -212,7 +213,7 @@ class Machine:
         return [results[rank] for rank in range(self.size)]
 
     def _loop(self) -> None:
-        """Resume one task after another. This greenlet, the hub, gets control when a task ends or nothing can run."""
+        """Resume one task after another. This greenlet, the hub, gets control when a task ends or no task can run."""
         while True:
             task, self.beginning = self.beginning, None
             if task is None:
@@ -223,8 +224,8 @@ class Machine:
             task.greenlet.switch()
 
     def _stalled(self) -> bool:
-        """Wake tasks when none is ready: those whose word host code has changed, then those that spin. Returns False
-        where the run is over, and raises Deadlock where no task can go on."""
+        """Wake tasks when none is ready: first tasks that wait for a word that host code has changed, then tasks that
+        spin. Returns False if the run is over, and raises Deadlock if no task can continue."""
         for address, tasks in list(self.waiting.items()):
             value = self.peek(address)
             for task in list(tasks):
@@ -245,7 +246,7 @@ class Machine:
         raise Deadlock(deadlock.graph(self))
 
     def _cut(self) -> None:
-        """Complete the timeline of a run that fails: waits that did not end are drawn for a tenth of the run longer."""
+        """Complete the timeline of a failed run: draw unfinished waits for a tenth of the run longer."""
         end = 1.1 * max(task.time for task in self.tasks)
         for task in self.tasks:
             if task.kind == "program" and not task.done and task.run is not None:
@@ -259,14 +260,14 @@ class Machine:
         self.closing = True
         for task in self.tasks:
             if task.greenlet is not None and task.greenlet and not task.greenlet.dead:
-                self.current = task  # whose host code, as it ends, may make calls: they are its own rank's
+                self.current = task  # since host code may make calls as it ends, which belong to the task's rank
                 task.greenlet.throw(GreenletExit)
         self.streams.clear()
         self.report.host_sites = sorted(self.seen_sites)
 
     # -- tasks and the scheduler -------------------------------------------------------------------------------------
     def task(self, name: str, rank: int, kind: str, track: str, key: Hashable, clock: np.ndarray | None = None) -> Task:
-        """Return a new task with a clock of its own; its rank's memory model knows it by `key`."""
+        """Return a new task with its own clock; its rank's memory model identifies it by `key`."""
         agent = self.agent(key, rank)
         task = Task(self, name, rank, kind, track, agent, np.zeros(self.width, np.int32))
         if clock is not None:
@@ -361,7 +362,7 @@ class Machine:
         return ready[int(self.rng.random() * n)]
 
     def _switch(self) -> None:
-        """Give control to the task that is picked; returns when this task is picked again."""
+        """Give control to the picked task; return when this task is picked again."""
         me, task = self.current, None
         if self.ready and not self.closing:
             task = self._pick()
@@ -373,7 +374,7 @@ class Machine:
             self._switch_to(task)
 
     def _switch_to(self, task: Task | None) -> None:
-        """Give control to the task, or to the hub if there is none; on the machine's thread."""
+        """Give control to the task, or without a task to the hub. Called on the machine's thread."""
         if self.closing:
             raise GreenletExit
         if task is None:
@@ -451,9 +452,9 @@ class Machine:
     def await_word(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
         """Block until the word has reached `target`, then acquire.
 
-        The program then knows only that the target was reached. So it acquires what had been released when the word
-        last rose to the target, even if more has been released since: a target that is one arrival too low is found in
-        every schedule.
+        The program then knows only that the word has reached the target. So it acquires the releases up to the word's
+        last rise to the target, even if there are later ones: in every schedule the emulator finds a target that is one
+        arrival too low.
         """
         task = self.current
         if self.record and scope_sys and task.kind == "program":
@@ -479,7 +480,7 @@ class Machine:
         return value
 
     def signals(self, action: str) -> None:
-        """Note that the current task waits or notifies: if it is a program, all of its grid should be resident at
+        """Note that the current task waits or notifies: if it is a program, its whole grid should be resident at
         once."""
         run = self.current.run
         if run is not None and not run.fits and run not in self.not_resident:
@@ -490,7 +491,8 @@ class Machine:
             )
 
     def acquire(self, task: Task, update: Update, scope_sys: bool, later: bool = False) -> None:
-        """Order the task after what an update of a word released; later: from its threads' next barrier on."""
+        """Order the task after the clock that an update of a word released; later: from its threads' next barrier
+        on."""
         task.acquired = True
         for clock in self.published(task, update, scope_sys):
             if later:
@@ -500,16 +502,16 @@ class Machine:
                 self.show_copies(task)
 
     def show_copies(self, task: Task) -> None:
-        """Let the task's bulk accesses see operations of streams that it is ordered after, with `ends_release`: these
-        do not write through the caches of the SM that a proxy fence is for."""
+        """Let the task's bulk accesses see stream operations that it is ordered after, with `ends_release`: these do
+        not write through the SM's caches, which a proxy fence is for."""
         if self.ends_release and task.kind == "program":
             self.widen(task)
             streams = [agent for key, agent in self.agents.items() if isinstance(key, tuple) and key[0] == "stream"]
             task.bulk_view[streams] = np.maximum(task.bulk_view[streams], task.clock[streams])
 
     def observe(self, task: Task, update: Update, scope_sys: bool) -> None:
-        """Note that a relaxed atomic has read an update. With `ends_release`, what follows the task's next fence, or
-        its kernel on the stream, comes after what the update released."""
+        """Note that a relaxed atomic has read an update. With `ends_release`, accesses after the task's next fence, and
+        operations after its kernel on the stream, are ordered after the clock that the update released."""
         if self.ends_release and task.kind == "program":
             for wide, clock in enumerate((update.ranks.get(task.rank), update.system if scope_sys else None)):
                 if clock is not None:
@@ -524,9 +526,9 @@ class Machine:
     def release(
         self, task: Task, address: int, scope_sys: bool, store: bool, released: bool, fenced: bool = True
     ) -> None:
-        """Record a change of a word, and publish the task's flushed accesses with it. store: a store, which begins a
-        new release sequence, where an update continues one. released: whether the change itself is a release. fenced:
-        whether a release fence before it covers it."""
+        """Record a change of a word, and publish the task's flushed accesses with it. store: the change is a store,
+        which begins a new release sequence; an update continues one. released: whether the change itself is a release.
+        fenced: whether an earlier release fence covers the change."""
         log = self.words.get(address)
         if log is None:
             log = self.words[address] = deque(maxlen=LOG)
@@ -586,8 +588,8 @@ class Machine:
         return number
 
     def loaded(self, agent: int, clock: int, site: int) -> None:
-        """Note a load of an element that `agent` wrote at `clock`, where only a wait of its own orders the program
-        after it."""
+        """Note a load of an element that `agent` wrote at `clock`, if only the program's own wait orders the program
+        after that write."""
         task = self.current
         if task.kind == "program" and task.acquired and agent not in (task.agent, task.bulk_agent):
             if agent >= len(task.start) or task.start[agent] < clock:
@@ -611,7 +613,7 @@ class Machine:
         return region
 
     def outside(self, bounds: Extent, address: int, kind: int) -> NoReturn:
-        """Raise for an access to bytes that are no element of the tensor that its pointer was derived from."""
+        """Raise for an access to bytes outside all elements of the tensor that the pointer comes from."""
         region = self.memory.find(bounds.lo, bounds.lo + 1)
         rank = region.rank if region else self.current.rank
         text = f"{verb(kind)} of {bounds.index(address)} of rank {rank}, which has the shape {list(bounds.shape)}"
@@ -643,8 +645,8 @@ class Machine:
         return region.label(address)
 
     def _counter(self, rank: int, address: int) -> str:
-        """Return the name of a rank's counter. A rank may belong to several Worlds: the name is that of the World that
-        has the counter."""
+        """Return the name of a rank's counter. A rank may belong to several Worlds: the World with this counter
+        supplies the name."""
         labels = [name(address) for name in self.channel_names.get(rank, [])]
         return next((name for name in labels if not name.startswith("address ")), f"address {address:#x}")
 
@@ -658,7 +660,7 @@ class Machine:
         return owner_then
 
     def explain(self, access: Finding) -> None:
-        """Raise a finding with its message: which accesses, by whom, where, and which edge is missing."""
+        """Raise a finding with its message, which names the accesses, their tasks and sites, and the missing edge."""
         region = access.region
         element = region.label(region.base + access.granule * region.granule)
         if access.stamp is None:
@@ -690,7 +692,7 @@ class Machine:
         ) from None
 
     def unsynchronized(self, address: int, site: int) -> NoReturn:
-        """Raise for a load of an element that another thread of the program has stored."""
+        """Raise for a load of an element that a different thread of the program has stored."""
         task = self.current
         raise Race(
             f"race on {self.label(address)}: read after write by another thread of the program\n"
@@ -701,8 +703,8 @@ class Machine:
         )
 
     def _early(self, earlier: Owner, kind: int, later: Owner, later_kind: int) -> str:
-        """Return the reason of a race in which memory is written again while a peer still reads it, or a call was not
-        counted; empty if neither is so."""
+        """Return the reason of a race if a program overwrites memory that a peer still reads, or if a call was not
+        counted; else ""."""
         reasons = []
         for reader, read, writer, write in ((earlier, kind, later, later_kind), (later, later_kind, earlier, kind)):
             if read in (READ, BULK_READ) and write in (WRITE, BULK_WRITE) and (text := self._reused(reader, writer)):
@@ -713,8 +715,8 @@ class Machine:
         return "\n    ".join(dict.fromkeys(reasons))
 
     def _reused(self, reader: Owner, writer: Owner) -> str:
-        """Return why a write is one call too early, or nothing. The launches of a kernel that reads or writes tell
-        which calls the two accesses belong to."""
+        """Return why a write is one call too early, or "". The launches of a kernel that reads or writes determine the
+        calls of the two accesses."""
         run = reader.run or writer.run
         if run is None or reader.rank == writer.rank:
             return ""
@@ -729,7 +731,7 @@ class Machine:
         )
 
     def _unflushed(self, task: Task, agent: int, clock: int) -> bool:
-        """Return whether `task` acquired a release of the program that made the access, but one from before the access
+        """Return whether `task` acquired a release of the program that made the access, but a release before the access
         was flushed."""
         program = self.program_of_agent.get(agent)
         if program is None:
@@ -746,7 +748,7 @@ class Machine:
             self.report.timeline.append(Span(task.rank, task.track, name, kind, start, task.time, detail, releaser))
 
     def waited(self, task: Task, until: float, detail: str, releaser: tuple[int, str] | None) -> None:
-        """Record that the task could not go on before virtual time `until`."""
+        """Record that the task could not continue before virtual time `until`."""
         if until <= task.time:
             return
         name = task.run.kernel.__name__ if task.run else task.name

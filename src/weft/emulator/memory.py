@@ -1,10 +1,10 @@
 """The history of every element: who wrote it last, who has read it since, and whether it was written at all.
 
 A `Region` is one storage, or one allocation of the backend with untracked bytes around it. Its `states` holds one
-integer per granule, an index into `Memory.states`, where equal histories are stored once: a tile that one program wrote
-and another read is one state, so a block is checked by looking at one number (FastTrack's epochs, interned).
+integer per granule, an index into `Memory.states`, which stores equal histories once: a tile that one program wrote
+and another read has one state, so the check of a block compares one number (FastTrack's epochs, interned).
 
-An access by an agent with vector clock V is ordered after an earlier one by agent q at tick c if V[q] >= c.
+An access by an agent with vector clock V is ordered after an earlier access by agent q at tick c if V[q] >= c.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from .machine import Machine
     from .tasks import Task
 
-# The bytes of memory that nothing has written, again and again: NaN in bf16, fp16, fp32 and fp64, and such that no four
-# of them are equal numbers of 8 or 16 bits, as host code may write them.
+# The repeated bytes of unwritten memory: NaN in bf16, fp16, fp32 and fp64, and no four bytes of them are equal numbers
+# of 8 or 16 bits, as host code may write them.
 POISON = np.array([0x7FFB, 0x7FF3, 0x7FFD, 0x7FF5, 0x7FF9, 0x7FFE, 0x7FF7, 0x7FFA], "<u2").view(np.uint8)
-MARGIN = 256  # an access at most so many bytes outside a tensor is reported as a small mistake in its index
+MARGIN = 256  # an access at most MARGIN bytes outside a tensor is reported as a small mistake in its index
 UNWRITTEN, INITIAL = 0, 1
 READ, WRITE, BULK_READ, BULK_WRITE, ATOMIC_READ, ATOMIC_WRITE = range(6)
 BY_MANY_THREADS = 8  # flag of an atomic kind: many threads of the program make it, each for some elements of a block
 GPU_SCOPE = 16  # flag of an atomic kind: it has scope "gpu", and so is not atomic to other ranks
 CTA_SCOPE = 64  # flag of an atomic kind: it has scope "cta", and so is not atomic to other programs
-MAYBE_UNWRITTEN = 32  # flag of a read by torch, which may take elements that mean nothing, such as rows of padding
+MAYBE_UNWRITTEN = 32  # flag of a read by torch, which may include meaningless elements, such as rows of padding
 VERB = ("read", "write", "bulk read", "bulk write", "atomic read", "atomic update")
 WRITES = (WRITE, BULK_WRITE, ATOMIC_WRITE)
 
 
 def verb(kind: int) -> str:
-    """Return the kind of an access in words, for a report."""
+    """Return the kind of an access as text, for a report."""
     scope = "gpu" if kind & GPU_SCOPE else "cta" if kind & CTA_SCOPE else ""
     return VERB[kind & 7] + (f' at scope "{scope}"' if scope else "")
 
@@ -72,7 +72,7 @@ class View:
         return self.lo + self.size + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
     def index(self, address: int) -> str | None:
-        """Return `name[index]` for the element at an address, or None where the view has none there."""
+        """Return `name[index]` for the element at an address, or None if the view has no element there."""
         rest, out = address - self.lo, [0] * len(self.shape)
         for i in sorted(range(len(self.shape)), key=lambda i: -self.strides[i]):
             if self.strides[i]:
@@ -88,15 +88,15 @@ class Region:
 
     base: int  # the first address
     end: int  # the address after the last
-    granule: int  # bytes for which there is one state
+    granule: int  # bytes that share one state
     name: str
     rank: int
     storage: StorageWeakRef
     states: np.ndarray
     bytes: np.ndarray
-    fresh: bool  # whether it may have elements that are not written yet
-    words: bool = False  # whether it has counters or flags through which accesses were released
-    node_local: bool = False  # whether only the rank's node can address it, as memory that the backend allocates
+    fresh: bool  # whether the region may contain unwritten elements
+    words: bool = False  # whether the region contains counters or flags that released accesses
+    node_local: bool = False  # whether only the rank's node can address the region, as memory of the backend
     views: dict[tuple[str, int, tuple[int, ...]], View] = field(default_factory=dict)
 
     def refine(self, granule: int) -> None:
@@ -150,8 +150,8 @@ class Memory:
 
     # -- regions -----------------------------------------------------------------------------------------------------
     def forget(self) -> None:
-        """Drop the states after a run. They take as much memory as its tensors, and would stay until Python's cyclic
-        collector frees the run."""
+        """Drop the states after a run. They occupy as much memory as the run's tensors, and would stay until Python's
+        cyclic collector frees the run."""
         self.regions, self.bases, self.last_region = [], [], None
 
     def add(
@@ -162,7 +162,7 @@ class Memory:
         i = bisect.bisect_left(self.bases, base)
         if i and self.regions[i - 1].end > base:
             i -= 1
-        while i < len(self.regions) and self.regions[i].base < end:  # a region that was freed; its addresses are reused
+        while i < len(self.regions) and self.regions[i].base < end:  # a freed region, whose addresses are reused
             del self.regions[i], self.bases[i]
         self.last_region = None
         view = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(base))
@@ -184,7 +184,7 @@ class Memory:
         return self.last_region
 
     def neighbour_hint(self, address: int) -> str:
-        """Return what ends or begins within `MARGIN` of an address in no region."""
+        """Return a description of regions that end or begin within `MARGIN` of an address in no region."""
         i = bisect.bisect_right(self.bases, address)
         if i and address - self.regions[i - 1].end < MARGIN:
             last = self.regions[i - 1]
@@ -194,7 +194,7 @@ class Memory:
         return ""
 
     def register(self, tensor: torch.Tensor, name: str, rank: int) -> Region | None:
-        """Track a tensor that is given to an operation; memory that the backend did not allocate counts as written."""
+        """Track a tensor that an operation uses; memory that the backend did not allocate counts as written."""
         if tensor.numel() == 0:
             return None
         size, lo = tensor.element_size(), tensor.data_ptr()
@@ -212,14 +212,14 @@ class Memory:
         return region
 
     def refresh(self, region: Region) -> None:
-        """Count as written what host code has filled since the backend allocated `region`: elements that are not
-        poison, and all in 4 bytes of which one is not, since a number of 8 or 16 bits alone may look like poison."""
+        """Count elements as written that host code has filled since the backend allocated `region`: elements that are
+        not poison, and all elements in the same 4 bytes, since an 8-bit or 16-bit number may itself equal poison."""
         unwritten = region.states == UNWRITTEN
         if not unwritten.any():
             region.fresh = False
             return
         step, whole = max(4, region.granule), region.bytes.size // 4 * 4
-        differs = np.zeros(-(-region.bytes.size // step) * step // 4, np.bool_)  # of each 4 bytes
+        differs = np.zeros(-(-region.bytes.size // step) * step // 4, np.bool_)  # one for each 4 bytes
         differs[: whole // 4] = region.bytes[:whole].view(np.uint32) != np.resize(POISON.view(np.uint32), whole // 4)
         if rest := region.bytes[whole:].size:
             differs[whole // 4] = (region.bytes[whole:] != np.resize(POISON, whole % 16 + rest)[-rest:]).any()
@@ -228,8 +228,8 @@ class Memory:
 
     # -- accesses ----------------------------------------------------------------------------------------------------
     def touch(self, task: Task, region: Region, block: np.ndarray, kind: int) -> None:
-        """Record an access by `task` to the states in `block`, a view into `region.states`. Raises Finding where it is
-        a race or reads what nothing has written. All elements in one state get the same next state, which is
+        """Record an access by `task` to the states in `block`, a view into `region.states`. Raises Finding if the
+        access is a race or reads unwritten elements. All elements in one state get the same next state, which is
         cached."""
         if not self.races:
             return
@@ -268,7 +268,7 @@ class Memory:
         region.states[index] = block
 
     def _intern(self, state: AccessState) -> int:
-        """Return the number that stands for a state in `Region.states`."""
+        """Return the number that represents a state in `Region.states`."""
         i = self.numbers.get(state)
         if i is None:
             i = self.numbers[state] = len(self.states)
@@ -276,7 +276,7 @@ class Memory:
         return i
 
     def _step(self, task: Task, region: Region, block: np.ndarray, number: int, kind: int, site: int) -> int:
-        """Return the state after the access; raises Finding where the access is a race or an unwritten read."""
+        """Return the state after the access; raise Finding if the access is a race or an unwritten read."""
         if number == UNWRITTEN and kind & MAYBE_UNWRITTEN:
             return UNWRITTEN
         state = self.states[number]
@@ -311,7 +311,7 @@ class Memory:
         keep, ranks = [], self.machine.ranks
         for a in state.atoms:
             covered = a[0] == agent or clock[a[0]] >= a[1]
-            # An earlier atomic of this tick covers this one, unless another agent's came between, which this one reads.
+            # An earlier atomic of this tick covers this one, unless this one reads another agent's atomic between them.
             if a[0] == agent and a[1] == tick and a[2] | stamp == a[2] and state.atoms[-1][0] == agent:
                 return number
             scopes = a[2] | stamp
@@ -324,9 +324,9 @@ class Memory:
         return self._intern(AccessState(w, state.reads, (*keep, (agent, tick, stamp, site))))
 
     def _observed(self, task: Task, atoms: Sequence[Stamp], clock: np.ndarray) -> bool:
-        """Return whether the first of these atomics is an update that a later one read, which is the task's own or
-        comes before `clock`. The update then comes before what follows the read, and nothing else that its agent has
-        written does (PTX's causality order: observation, then base causality)."""
+        """Return whether a later one of these atomics, by the task itself or ordered before `clock`, has read the first
+        one's update. Then the update is ordered before accesses after that read, but its agent's other writes are not
+        (PTX's causality order: observation, then base causality)."""
         update, ranks = atoms[0], self.machine.ranks
         if update[2] & 7 != ATOMIC_WRITE:
             return False
@@ -352,7 +352,7 @@ class Memory:
 
 
 class Finding(Exception):
-    """A race or an unwritten read, without its message yet. `stamp`: the earlier access, None for an unwritten read."""
+    """A race or an unwritten read, still without a message. `stamp`: the earlier access, None for an unwritten read."""
 
     def __init__(self, region: Region, granule: int, kind: int, stamp: Stamp | None) -> None:
         self.region, self.granule, self.kind, self.stamp = region, granule, kind, stamp

@@ -1,8 +1,8 @@
 """Breaks a protocol on purpose, one call at a time, to test that the emulator or the test's own check notices.
 
-The sites are those that a recorded run (`record=True`) reached. In kernels, a wait, notify, barrier or signal is
-removed, a signal is doubled, a release or acquire is made relaxed, a scope is narrowed to one GPU, a wait's target is
-lowered by one arrival. In host code, an event edge, a wait, a signal or a barrier of streams is dropped.
+The mutated sites are the ones that a recorded run (`record=True`) reached. In kernels, a mutation removes a wait,
+notify, barrier or signal, doubles a signal, makes a release or acquire relaxed, narrows a scope to one GPU, or lowers a
+wait's target by one arrival. In host code, it drops an event edge, a wait, a signal or a barrier of streams.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _expressions_of(statement: ast.stmt) -> list[ast.AST]:
 
 
 def _facts(fn: JITFunction, seen: set[str] | None = None) -> tuple[bool, bool]:
-    """Return whether the function takes part in a protocol, and whether it moves data, by itself or in the functions
+    """Return whether the function is part of a protocol, and whether it moves data, in its own body or in the functions
     that it calls."""
     seen = seen if seen is not None else set()
     key = f"{fn.__module__}.{fn.fn.__qualname__}"
@@ -225,10 +225,11 @@ def sites(
     kernels: Sequence[JITFunction] | None, trace_run: Report | Callable[[], Report], names: Sequence[str] = ()
 ) -> list[Mutation]:
     """Return every mutation of the calls that a recorded run (`record=True`) reached. trace_run: the run's report, or a
-    function that makes it.
+    function that returns it.
 
-    kernels: restrict the kernel sites to these and what they call; None: all that ran. names: further functions whose
-    calls are removed; weft.lang's functions that wait, notify or flush stores always are.
+    kernels: restrict the kernel sites to these kernels and the functions that they call; None: all kernels that ran.
+    names: further functions whose calls are removed, in addition to weft.lang's functions that wait, notify or flush
+    stores.
     """
     report = trace_run if isinstance(trace_run, Report) else trace_run()
     functions = [f for f in report.ran.functions.values() if not f.__module__.startswith("triton.")]

@@ -36,9 +36,9 @@ from .threads import AccessedBlock, moved
 if TYPE_CHECKING:
     from .machine import Machine
 
-WARP = 32  # threads of the first warp, which alone makes a release fence
+WARP = 32  # threads of a warp; only the first warp makes a release fence
 SCOPES = {"SYSTEM": 0, "GPU": GPU_SCOPE, "CTA": CTA_SCOPE}  # flags of an atomic kind
-SPIN = 512  # reads of one address, without any change in between, after which a program is taken to spin on it
+SPIN = 512  # after this number of reads of one address without any change, a program counts as spinning on it
 
 R = TypeVar("R")
 
@@ -71,8 +71,8 @@ class Programs:
             machine.pause()
 
     def interpreted(self, fn: JITFunction) -> Function:
-        """Return the interpreted form of a kernel or device function, mutated where the mutation under test is in
-        it."""
+        """Return the interpreted form of a kernel or device function, mutated if it contains the mutation under
+        test."""
         body = self.bodies.get(fn.fn)
         if body is None:
             self.machine.report.ran.functions[fn.fn] = fn
@@ -106,9 +106,9 @@ class Programs:
         whole: WholeBlock | None = None,
         scope: str = "SYSTEM",
     ) -> np.ndarray:
-        """Return the elements at `ptrs`. polls: a volatile load is a program's look at a word that it waits for, unless
-        the program calls `look_again` itself. whole: the block and mask of which this call loads the part where the
-        mask is on. scope: that of a volatile load, as in `atomic`."""
+        """Return the elements at `ptrs`. polls: a volatile load counts as a poll of a word that the program waits for,
+        unless the program calls `look_again` itself. whole: the complete block and mask; this call loads the part where
+        the mask is on. scope: the scope of a volatile load, as in `atomic`."""
         whole = whole or (ptrs, mask)
         task = self.machine.current
         if volatile:
@@ -185,8 +185,8 @@ class Programs:
 
     def _within(self, lo: int, hi: int, size: int, kind: int, ptrs: Callable[[], np.ndarray]) -> tuple[Region, int]:
         """Return the region of an access from pointer `lo` to `hi`, and the number to subtract from a pointer there to
-        get its address. Raises where an access leaves the tensor that `lo` comes from. ptrs: returns the pointer of
-        each access."""
+        get its address. Raises if an access leaves the tensor that `lo` comes from. ptrs: returns the pointer of each
+        access."""
         bounds = self.machine.bounds.extent_of(lo)
         number = 0
         if bounds is not None:
@@ -218,7 +218,7 @@ class Programs:
         return pointer - self._element(pointer, kind, size)[1]
 
     def _first_region(self, ptrs: np.ndarray, size: int, kind: int) -> tuple[Region, np.ndarray, np.ndarray]:
-        """Return the elements that are in the same tensor as the lowest: (region, which elements, byte offsets)."""
+        """Return the elements in the same tensor as the lowest element: (region, which elements, byte offsets)."""
         low = int(ptrs.min())
         region, number = self._element(low, kind, size)
         inside = ptrs + np.uint64(size) <= np.uint64(number + region.end)
@@ -284,7 +284,7 @@ class Programs:
         self, desc: interpret.Desc, offsets: list[int], kind: int
     ) -> tuple[Box, int, int, Region, np.ndarray] | None:
         """Return the part of a descriptor's block inside its tensor: (slices of the block, first byte, end, region,
-        elements); None where it is empty."""
+        elements); None if it is empty."""
         base, dims, strides, size, dtype = desc.plain
         inner, shape, start = [], [], base
         for offset, block, dim, stride in zip(offsets, desc.block_shape, dims, strides, strict=True):
@@ -333,7 +333,7 @@ class Programs:
         scope: str,
     ) -> R:
         """Run an atomic operation `do` on each element, and record its access, its acquire and its release. scope:
-        "SYSTEM", "GPU" or "CTA", in which it neither acquires from other programs nor releases to them."""
+        "SYSTEM", "GPU" or "CTA"; with "CTA" it neither acquires from other programs nor releases to them."""
         self.machine.pause()
         task = self.machine.current
         scope_sys = scope == "SYSTEM"
@@ -368,7 +368,7 @@ class Programs:
         return result
 
     def _polled(self, seen: tuple[int, ...], address: int | None) -> None:
-        """Note a look that changed nothing: after the second one in a row, the task sleeps until something changes."""
+        """Note a poll that changed nothing: after the second one in a row, the task sleeps until something changes."""
         task = self.machine.current
         same = task.polled == seen
         task.polled = seen
@@ -415,10 +415,11 @@ class Programs:
         store: bool = False,
         everywhere: bool = False,
     ) -> int:
-        """Make one thread's access to a word of `size` bytes, and return its value before. order: "" for an ordinary
-        access, "relaxed", "acquire", "release" or "acq_rel"; scope: as in `atomic`. new: makes the new value of the one
-        before; None for a load. store: the new value does not depend on it. everywhere: all threads of the program make
-        the same access, so that they all acquire. Otherwise a barrier has to order the others behind an acquire."""
+        """Make one thread's access to a word of `size` bytes, and return the old value. order: "" for an ordinary
+        access, "relaxed", "acquire", "release" or "acq_rel"; scope: as in `atomic`. new: computes the new value from
+        the old; None for a load. store: the new value does not depend on the old. everywhere: all threads of the
+        program make the same access, so that all acquire; otherwise a barrier must order the others after an
+        acquire."""
         if not order:
             ptrs, dtype = np.array([pointer], np.uint64), np.dtype(f"u{size}")
             if new is None:
@@ -449,8 +450,8 @@ class Programs:
         return before
 
     def look_again(self, address: int | None = None) -> None:
-        """Note that the task looked at words that are not there yet: it sleeps if nothing has changed since its last
-        look, or, with an address, until that word changes."""
+        """Note that the task polled words that have not arrived yet: it sleeps if nothing has changed since its last
+        poll, or, with an address, until that word changes."""
         task, machine = self.machine.current, self.machine
         machine.signals("waits")
         if task.polled != (machine.progress,):
@@ -481,7 +482,7 @@ class Programs:
             task.advance()
 
     def release_fence(self, scope_sys: bool) -> None:
-        """Note the clock that relaxed atomics of this program release from now on."""
+        """Record the clock that later relaxed atomics of this program release."""
         self.machine.pause()
         task = self.machine.current
         if self.machine.record and scope_sys:
@@ -489,8 +490,8 @@ class Programs:
         task.fenced = (self.machine.covered(task), scope_sys)
 
     def acquire_fence(self, scope_sys: bool, everywhere: bool) -> None:
-        """Order the program after what its relaxed atomics have read. everywhere: all its threads make the fence;
-        otherwise a barrier has to order the others behind it."""
+        """Order the program after the releases that its relaxed atomics have read. everywhere: all its threads make the
+        fence; otherwise a barrier must order the other threads after it."""
         task = self.machine.current
         for clock in task.observed[: 1 + scope_sys]:
             if clock is not None and everywhere:
@@ -500,7 +501,7 @@ class Programs:
                 task.later = merged(task.later, clock)
 
     def worked(self, flops: float) -> None:
-        """Add the time of so many FLOPs to the program's virtual time."""
+        """Add the time of `flops` FLOPs to the program's virtual time."""
         self.machine.current.time += flops * self.machine.costs.flop
 
     def wait_until(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
@@ -515,7 +516,7 @@ class Programs:
         raise self.machine.disagreements[self._address(guard, READ)](words)
 
     def window(self, address: int) -> list[int]:
-        """Return the address in every rank's memory that a multicast address stands for."""
+        """Return the address in every rank's memory to which a multicast address refers."""
         return self.machine.window(address)
 
     def bulk_fence(self) -> None:
@@ -525,8 +526,8 @@ class Programs:
 
 
 def _fill(shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray | None) -> np.ndarray:
-    """Return the value of a load where its mask is off: `other`, or without it the poison that a GPU may have left
-    there."""
+    """Return the value of a load where its mask is off: `other`, or without it the poison, as a GPU may return any
+    value."""
     out = np.empty(shape, dtype)
     out[...] = np.resize(POISON, dtype.itemsize).view(dtype) if value is None else value
     return out
@@ -575,7 +576,7 @@ def _steps(n: int, step: int) -> np.ndarray:
 
 
 def sub_block(ptrs: np.ndarray, mask: np.ndarray) -> Literal[True] | Box | None:
-    """Return True where the mask is all set, slices where it is a leading box, None otherwise."""
+    """Return True if the mask is all set, slices if it is a leading box, None otherwise."""
     if np.count_nonzero(mask) == mask.size:
         return True
     if mask.shape != ptrs.shape:

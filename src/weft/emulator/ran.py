@@ -17,7 +17,7 @@ Function = Callable[..., object]  # the Python function of a kernel or device fu
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor without its memory: Triton compiles for its dtype and for whether its address is a multiple of 16
+    """A tensor without its memory: Triton specialises for its dtype and for whether its address is a multiple of 16
     bytes."""
 
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class Pointer:
 
 
 def stand_in(value: object) -> object:
-    """Return the launch argument without memory."""
+    """Return a launch argument without its memory."""
     if isinstance(value, torch.Tensor):
         return Pointer(value.dtype, value.data_ptr() % 16 == 0)
     if isinstance(value, TensorDescriptor):
@@ -40,8 +40,8 @@ def stand_in(value: object) -> object:
 
 
 def _key(value: object) -> Hashable:
-    """Return a key that is equal for stand-ins that compile to the same code. It hashes no kernel: Triton would compute
-    that hash while its language is patched."""
+    """Return a key that is equal for stand-ins that compile to the same code. The key hashes no kernel, since Triton
+    would compute a kernel's hash while its language is patched."""
     if isinstance(value, Pointer):
         return value
     if isinstance(value, TensorDescriptor):
@@ -67,13 +67,13 @@ class Ran:
     """The kernels of a run."""
 
     variants: dict[Hashable, Variant] = field(default_factory=dict)
-    functions: dict[Function, JITFunction] = field(default_factory=dict)  # kernels and what they call
+    functions: dict[Function, JITFunction] = field(default_factory=dict)  # kernels and the functions that they call
     behind: set[Place] = field(default_factory=set)  # loads that only a wait of the program orders after the store
     before: set[Place] = field(default_factory=set)  # loads that some program makes before any wait
 
     @property
     def awaited(self) -> set[Place]:
-        """Return the loads that need a wait, on lines whose loads all came after one."""
+        """Return the loads that need a wait, on lines where every load came after a wait."""
         before = {place[0] for place in self.before}
         return {place for place in self.behind if place[0] not in before}
 

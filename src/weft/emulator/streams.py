@@ -1,9 +1,9 @@
 """The operations that host code enqueues on a rank's streams, and how they run: launches, copies, calls, signals,
 events, collectives.
 
-An operation starts with the clock that its host task had when it was enqueued, runs when its stream comes to it, and
-ends before the stream's next one begins. A launch keeps its stream busy until all its programs have ended. At most
-`sm_count` programs are resident at once, of all streams of the rank together.
+An operation starts with the clock that its host task had when it was enqueued, runs when its stream reaches it, and
+ends before the stream's next operation begins. A launch keeps its stream busy until all its programs have ended. At
+most `sm_count` programs of all streams of a rank together are resident at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 R = TypeVar("R")
-WorldRanks = tuple[int, ...]  # the machine's ranks that a World consists of
+WorldRanks = tuple[int, ...]  # the machine's ranks that form a World
 
 
 class Streams:
@@ -57,22 +57,22 @@ class Streams:
         size = machine.size
         self.streams: dict[tuple[int, str], EmulatedStream] = {}
         self.pending: list[list[KernelRun]] = [[] for _ in range(size)]
-        # For each rank, the time since which each free SM has been free.
+        # For each rank, the time at which each free SM became free.
         self.free = [[0.0] * machine.sm_count for _ in range(size)]
         self.calls_end = [0.0] * size  # when the last library call of each rank ended
         self.resident: list[list[Task]] = [[] for _ in range(size)]
-        self.waiting_for_sm: list[list[Task]] = [[] for _ in range(size)]  # streams whose library work finds no free SM
-        self.current: list[EmulatedStream | None] = [None] * size  # of each rank; None: the main stream
+        self.waiting_for_sm: list[list[Task]] = [[] for _ in range(size)]  # streams with library work but no free SM
+        self.current: list[EmulatedStream | None] = [None] * size  # by rank; None: the main stream
         self.collectives: dict[WorldRanks, list[Collective]] = defaultdict(list)
         self.collective_counts: Counter[tuple[WorldRanks, int]] = Counter()
-        # The collective that was enqueued last, by rank and communicator.
+        # The last collective that was enqueued, by rank and communicator.
         self.latest: dict[tuple[int, WorldRanks, str | None], Collective] = {}
         self.exchanges: dict[WorldRanks, list[dict[int, object]]] = defaultdict(list)
         self.exchanged: Counter[tuple[WorldRanks, int]] = Counter()
         self.enqueued = [0] * size  # the number of operations that each rank's host code has enqueued
         self.launches: dict[tuple[int, Function], list[int]] = defaultdict(list)  # enqueue indices by rank and kernel
         self.launched: Counter[int] = Counter()  # launches by the address of a channel's state
-        # The launch that began last, by kernel and address of a channel's state.
+        # The last launch that began, by kernel and address of a channel's state.
         self.running: dict[tuple[Function, int], KernelRun] = {}
 
     @property
@@ -123,7 +123,7 @@ class Streams:
             except BaseException as error:
                 error.add_note(f"in {owner.name} (seed {self.machine.seed})")
                 raise
-            del do  # and with it the operation's tensors
+            del do  # frees the operation's tensors too
             task.advance()
             stream.busy = ""
             self.machine.progress += 1
@@ -154,9 +154,9 @@ class Streams:
     def torch_operation(
         self, rank: int, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], numbers: bool
     ) -> None:
-        """Let the host make a torch operation in the order of the rank's current stream: enqueue its accesses, and
-        block until the stream has come to them. numbers: the operation returns numbers to the host, which it orders
-        after the stream."""
+        """Run the host's torch operation in the order of the rank's current stream: enqueue its accesses, and block
+        until the stream has made them. numbers: the operation returns numbers to the host, and so orders the host after
+        the stream."""
         stream = self.current_stream(rank)
 
         def do() -> None:
@@ -226,8 +226,8 @@ class Streams:
         per_sm: int = 1,
         warps: int = 4,
     ) -> None:
-        """Enqueue a launch. co_resident: its programs become resident at once, and take no SM from others. per_sm: the
-        number of programs that share an SM. warps: of a program."""
+        """Enqueue a launch. co_resident: its programs become resident at once, and occupy no SM that others need.
+        per_sm: the number of programs that share an SM. warps: warps of a program."""
         rank = stream.rank
         for name, value in args.items():
             self.track(name, value, rank)
@@ -274,14 +274,14 @@ class Streams:
                 self.machine.block(f"the end of {kernel.__name__}")
             stream.task.join(run.clock)
             stream.task.time = run.ended
-            for references in (args, bound, states):  # the kernel's tensors have been kept alive until here
+            for references in (args, bound, states):  # until here these keep the kernel's tensors alive
                 references.clear()
 
         self.enqueue(stream, kernel.__name__, do)
 
     def _number(self, run: KernelRun, states: list[torch.Tensor]) -> None:
-        """Set `run.call`, the number of the call by its channels' state, and `run.uncounted` where the launch before it
-        did not count its call."""
+        """Set `run.call`, the number of the call by its channels' state, and `run.uncounted` if the previous launch did
+        not count its call."""
         for state in states:
             call, done, key = int(state[CALLS.value]) + 1, int(state[DONE.value]), (run.kernel.fn, state.data_ptr())
             run.call, before = run.call or call, self.running.get(key)
@@ -296,7 +296,7 @@ class Streams:
         return bisect.bisect_left(self.launches[owner.rank, kernel.fn], owner.enqueue_index) + 1
 
     def track(self, name: str, value: object, rank: int) -> None:
-        """Register every tensor of an argument under `name`; with an empty name each keeps the name it has."""
+        """Register every tensor of an argument under `name`; with an empty name each tensor keeps its current name."""
         if isinstance(value, torch.Tensor):
             region = self.machine.memory.find(value.data_ptr(), value.data_ptr() + 1) if value.numel() else None
             if region is not None and not region.storage.expired():
@@ -330,8 +330,8 @@ class Streams:
                 self._start_program(run, pid, max(free_since, run.begun), running)
 
     def _wait_for_free_sm(self, stream: EmulatedStream, work: str) -> None:
-        """Block until the rank has a free SM on which library work can begin. The work takes no SM from programs: it
-        ends whatever they do."""
+        """Block until the rank has a free SM on which library work can begin. The work occupies no SM that programs
+        need: it ends whatever they do."""
         rank = stream.rank
         if not self.free[rank]:
             held = ", ".join(t.name for t in self.resident[rank])
@@ -339,15 +339,15 @@ class Streams:
             self.machine.block(f"an SM for {work}: all {self.machine.sm_count} SMs of the rank are held by {held}")
 
     def _start_program(self, run: KernelRun, pid: int, time: float, running_on_sm: list[int]) -> None:
-        """Start program `pid` of a launch. running_on_sm: a list whose one element counts the programs on its SM that
-        have not ended."""
+        """Start program `pid` of a launch. running_on_sm: a list of one element, which counts the running programs on
+        the program's SM."""
         stream = run.stream
         rank, kernel = stream.rank, run.kernel.__name__
         key = (rank, stream.name, pid)
         bulk_agent, atomic_agent = (self.machine.agent((agent, *key), rank) for agent in ("bulk", "atom"))
         self.machine.widen(stream.task)
         name = f"rank {rank} {kernel}[{pid}]"
-        track = kernel if stream.name == "main" else f"{kernel} ({stream.name})"  # two launches of it may overlap
+        track = kernel if stream.name == "main" else f"{kernel} ({stream.name})"  # two launches of a kernel may overlap
         task = self.machine.task(name, rank, "program", f"{track}:{pid}", key, stream.task.clock)
         task.run, task.grid, task.time, task.begun = run, run.grid, time, time
         owner = Owner(task.report_name, rank, run, run.enqueue_index)
@@ -406,19 +406,19 @@ class Streams:
             self.machine.touch(region, region.shadow(start - region.base, tuple(tensor.shape), strides, size), kind)
 
     def changed(self, tensor: torch.Tensor) -> None:
-        """Wake the tasks that wait for a word in a tensor whose contents have changed."""
+        """Wake the tasks that wait for a word in a tensor, after its contents have changed."""
         if tensor.numel():
             size = tensor.element_size()
             lo, hi, _ = extent(tensor.data_ptr(), tensor.shape, [s * size for s in tensor.stride()], size)
             self.machine.range_changed(lo, hi, self.machine.region(lo, hi, WRITE))
 
     def _rank_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the rank whose memory has a tensor, or None for memory that is not tracked."""
+        """Return the rank whose memory contains a tensor, or None for memory that is not tracked."""
         region = self.machine.memory.find(tensor.data_ptr(), tensor.data_ptr() + 1)
         return None if region is None else region.rank
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: EmulatedStream) -> None:
-        """Enqueue a copy, in up to four chunks, between which other tasks may run."""
+        """Enqueue a copy, in up to four chunks; other tasks may run between two chunks."""
         self.track("", dst, stream.rank)
         self.track("", src, stream.rank)
         counted = CountedWrites([dst])
@@ -506,8 +506,8 @@ class Streams:
         self.enqueue(stream, "wait", do)
 
     def _call_time(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> float:
-        """Return the virtual time of a library call: by its bytes, or by its FLOPs where the sizes are those of a
-        matrix product (|A| |B| |C| = (M N K)^2)."""
+        """Return the virtual time of a library call: from its FLOPs if the sizes fit a matrix product
+        (|A| |B| |C| = (M N K)^2), else from its bytes."""
         product = len(reads) >= 2 and len(writes) > 0
         flops = 2 * (reads[0].numel() * reads[1].numel() * writes[0].numel()) ** 0.5 if product else 0.0
         nbytes = sum(map(nbytes_of, (*reads, *writes)))
@@ -526,12 +526,12 @@ class Streams:
         among: WorldRanks = (),
     ) -> None:
         """Enqueue a barrier or a collective of the streams of the ranks `among`; the last rank to arrive runs `work`.
-        sources: the indices of the ranks whose data this one receives, by default all. communicator: its collectives
+        sources: the indices of the ranks whose data this rank receives, by default all. communicator: its collectives
         run one after another, whatever streams they are on.
 
-        A collective orders each rank after what its sources had done when they arrived, not after the end of the
-        collective there: their part may still run when this rank's has ended, so each rank's own stream makes its reads
-        and writes.
+        A collective orders each rank after its sources' work before they arrived, not after the end of the collective
+        on them: their part may still run when this rank's part has ended, so each rank's own stream makes its reads and
+        writes.
         """
         rank = stream.rank
         number = self.collective_counts[among, rank]
@@ -572,7 +572,7 @@ class Streams:
         self.enqueue(stream, kind, do)
 
     def _complete(self, collective: Collective, task: Task, work: Callable[[list[Arrival]], None] | None) -> None:
-        """Run a collective whose ranks have all arrived, `task` last, and wake the others."""
+        """Run a collective after all its ranks have arrived, `task` last, and wake the others."""
         kind = collective.kind
         arrivals = [collective.arrived[r] for r in collective.ranks]
         clocks = [arrival.task.clock.copy() for arrival in arrivals]
@@ -602,8 +602,8 @@ class Streams:
             self.machine.wake(waiting)
 
     def _access_tensors(self, collective: str, arrival: Arrival) -> float:
-        """Record a rank's reads and writes in a collective; return the time in which all of them would cross its link,
-        in each direction."""
+        """Record a rank's reads and writes in a collective; return the time in which all these bytes would cross the
+        rank's link, in each direction."""
         previous, self.machine.current = self.machine.current, arrival.task
         try:
             for kind, tensors in ((READ, arrival.reads), (WRITE, arrival.writes)):
@@ -615,7 +615,7 @@ class Streams:
         return (2 if collective == "all_reduce" else 1) * max(sent, received) * self.machine.costs.link
 
     def exchange(self, rank: int, obj: R, among: WorldRanks) -> list[R]:
-        """All-gather an object on the hosts of the ranks `among`, of which `rank` is one."""
+        """All-gather an object on the hosts of the ranks `among`, including `rank`."""
         number = self.exchanged[among, rank]
         self.exchanged[among, rank] += 1
         exchanges = self.exchanges[among]
@@ -639,7 +639,7 @@ class Streams:
 
 
 def _described(argument: tuple[str, object]) -> str:
-    """Return a kernel's argument as its type, or as its value where it is a number or a string."""
+    """Return a kernel's argument as text: a number or a string as its value, any other argument as its type."""
     name, value = argument
     if isinstance(value, tl.tensor):
         return f"{name}: {value.type}"
@@ -649,8 +649,8 @@ def _described(argument: tuple[str, object]) -> str:
 
 
 def bound(fn: Callable[[], object]) -> Callable[[], object]:
-    """Return `fn` with the present values of its free variables: on a GPU it is called at once, here when the stream
-    comes to it."""
+    """Return `fn` with the present values of its free variables: on a GPU `fn` is called at once, here only when the
+    stream reaches it."""
     if (
         not isinstance(fn, FunctionType)
         or fn.__closure__ is None

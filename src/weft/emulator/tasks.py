@@ -1,4 +1,4 @@
-"""The data of an emulated run: tasks, streams, running kernels, what tasks wait for, and the report of the run."""
+"""The data of an emulated run: tasks, streams, running kernels, waits of tasks, and the report of the run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Costs:
-    """The virtual time that work takes. flop: one floating-point operation of a program; byte: one byte that a program
-    reads or writes; link: one byte that a copy engine or a collective brings to a rank. unit: in words.
+    """The virtual time of work. flop: one floating-point operation of a program; byte: one byte that a program reads or
+    writes; link: one byte that a copy engine or a collective brings to a rank. unit: the unit, in words.
 
-    By default 1 is the time in which one SM touches 1 kB, and the rest is in proportion to that, for an H200 (690
-    TFLOP/s on 132 SMs, 330 GB/s a link, about 80 GB/s an SM).
+    By default 1 is the time in which one SM touches 1 kB, and all other times are in proportion, for an H200 (690
+    TFLOP/s on 132 SMs, 330 GB/s per link, about 80 GB/s per SM).
     """
 
     flop: float = 1 / 65_000
@@ -57,8 +57,8 @@ def place(site: SourceSite) -> str:
 class Task:
     """One agent of the happens-before relation: host code, a stream or a program.
 
-    `clock` is its vector clock, `agent` its index there. `tick` is its own entry, with which its accesses are stamped,
-    and `flushed` the tick up to which its ordinary stores are covered by a release.
+    `clock` is its vector clock, `agent` its index in all clocks. `tick`, its own entry, stamps its accesses; `flushed`
+    is the tick up to which a release covers its ordinary stores.
     """
 
     machine: Machine
@@ -78,12 +78,12 @@ class Task:
     bulk_clock: int = 0
     bulk_view: np.ndarray = None  # type: ignore[assignment]
     later: np.ndarray | None = (
-        None  # what one thread of a program acquired, and its others have from their next barrier
+        None  # the clock that one thread of a program acquired, and the other threads acquire at their next barrier
     )
-    at_end: np.ndarray | None = None  # what follows a program's kernel is ordered after this too (`Machine.observe`)
-    # What its relaxed atomics have read, released to its own rank and to all: its next fence acquires that.
+    at_end: np.ndarray | None = None  # operations after a program's kernel are ordered after this (`Machine.observe`)
+    # The clocks that its relaxed atomics have read, released to its own rank and to all: its next fence acquires them.
     observed: list[np.ndarray | None] = field(default_factory=lambda: [None, None])
-    threads: np.ndarray | None = None  # bool [threads], those that run the present branch; None: all of the program's
+    threads: np.ndarray | None = None  # bool [threads], whether a thread runs the present branch; None: all threads do
     fenced: tuple[np.ndarray, bool] | None = None  # the clock that its last release fence covered; whether scope "sys"
     cache: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (site, state, kind) -> state after it
     greenlet: greenlet = None
@@ -97,7 +97,7 @@ class Task:
     polled: tuple[int, ...] = ()
     reads: dict[int, int] = field(default_factory=dict)  # the number of plain loads of each address since `reads_at`
     reads_at: int = 0  # a value of `machine.progress`
-    stored: dict[Region, dict[Hashable, AccessedBlock]] = field(default_factory=dict)  # since its threads' last barrier
+    stored: dict[Region, dict[Hashable, AccessedBlock]] = field(default_factory=dict)  # stores since the last barrier
     index: tuple[int, int, int] = (0, 0, 0)
     grid: tuple[int, int, int] = (1, 1, 1)
     run: KernelRun | None = None
@@ -106,7 +106,7 @@ class Task:
 
     @property
     def report_name(self) -> str:
-        """Return the task's name in a report, with the number of the launch where its kernel was launched several
+        """Return the task's name in a report, with the number of the launch if its kernel was launched several
         times."""
         return f"{self.name}, launch {self.run.number}" if self.run and self.run.number > 1 else self.name
 
@@ -146,7 +146,7 @@ class Task:
 
 @dataclass(eq=False)
 class Wait:
-    """The reason of a task that is blocked until a counter reaches a target."""
+    """The reason why a task is blocked: it waits until a counter reaches a target."""
 
     address: int
     target: int
@@ -157,7 +157,7 @@ class Wait:
 
 @dataclass(eq=False)
 class Poll:
-    """The reason of a task that spins on a word which does not change."""
+    """The reason why a task sleeps: it spins on a word that does not change."""
 
     address: int | None
     site: SourceSite
@@ -166,7 +166,7 @@ class Poll:
 
 @dataclass(eq=False)
 class Update:
-    """A change of a word, with the clocks that all releases up to it covered, which are never changed in place."""
+    """A change of a word, with the clocks that all releases up to it cover; these are never changed in place."""
 
     value: int
     time: float
@@ -187,14 +187,14 @@ class KernelRun:
     left: int  # programs that have not ended
     begun: float
     ended: float
-    number: int  # this rank's launches of this kernel so far, this one included
+    number: int  # this rank's launches of this kernel so far, including this launch
     enqueue_index: int  # its index among the operations that the rank's host code enqueued
     co_resident: bool = False  # whether its programs are resident together with other kernels' programs
     per_sm: int = 1  # programs that share an SM
     fits: bool = True  # whether all its programs can be resident at once
-    warps: int = 4  # of a program
+    warps: int = 4  # warps of a program
     call: int = 0  # the call's number in the first channel when the launch began; 0 without a channel
-    uncounted: str = ""  # why `call` is the number of an earlier launch; empty where it is not
+    uncounted: str = ""  # why `call` is the number of an earlier launch; empty if it is not
     started: int = 0
     clock: np.ndarray = None  # type: ignore[assignment]
 
@@ -238,15 +238,15 @@ class EmulatedStream:
 
 
 class CountedWrites:
-    """The tensors that a stream operation writes by torch. Their versions, by which autograd sees that a tensor was
-    changed, count the write when it is enqueued, as on a GPU, and not when the stream comes to it (`kept`)."""
+    """The tensors that a stream operation writes by torch. Their versions, which show autograd that a tensor was
+    changed, count the write when it is enqueued, as on a GPU, and not when the stream makes it (`kept`)."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._versioned = tuple(t for t in tensors if not t.is_inference())
         torch.autograd.graph.increment_version(self._versioned)
 
     def kept(self) -> AbstractContextManager[None]:
-        """Return a context manager within which writes leave the versions as they are."""
+        """Return a context manager within which writes do not change the versions."""
         return torch.autograd._unsafe_preserve_version_counter(self._versioned)
 
 
@@ -263,7 +263,7 @@ class Arrival:
 
 @dataclass(eq=False)
 class Collective:
-    """One barrier or collective, which all of its ranks have to call with the same signature."""
+    """One barrier or collective, which all its ranks must call with the same signature."""
 
     ranks: tuple[int, ...]
     number: int
@@ -271,7 +271,7 @@ class Collective:
     signature: tuple[Hashable, ...]
     first_rank: int
     arrived: dict[int, Arrival] = field(default_factory=dict)
-    next: list[Task] = field(default_factory=list)  # tasks in the communicator's next collective, which wait for this
+    next: list[Task] = field(default_factory=list)  # tasks in the communicator's next collective, waiting for this one
     done: bool = False
 
 

@@ -1,8 +1,8 @@
-"""Values that differ between the threads of one program, which kernels make of %tid, and branches that depend on them.
+"""Values that differ between the threads of one program, computed from %tid, and branches that depend on them.
 
-A program is one task here, and its values are whole blocks. The number of a thread is an exception: `ThreadTensor` has
-a value for each thread. It can be computed with, compared and branched on. `if` then runs its body for the threads
-whose condition is true, and after that `else` for the others. Anything else that depends on it is refused.
+A program is one task here, and its values are whole blocks. The number of a thread is an exception: a `ThreadTensor`
+has a value for each thread. Kernels can compute with it, compare it and branch on it. `if` then runs its body for the
+threads whose condition is true, and after that `else` for the other threads. The emulator refuses any other use.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def _refuse(use: str) -> NoReturn:
 
 
 class ThreadTensor(tl.tensor):
-    """A scalar whose value is by_thread[t] on thread t; as a tensor it has the value of thread 0."""
+    """A scalar with the value by_thread[t] on thread t; as a tensor it has the value of thread 0."""
 
-    exist = False  # whether there is any, so that the language is checked for them
+    exist = False  # whether there is any ThreadTensor, so that functions of the language have to check for them
 
     def __init__(self, plain: tl.tensor, by_thread: np.ndarray) -> None:
         super().__init__(plain.handle, plain.type)
@@ -92,7 +92,7 @@ def refuse_thread_values(*values: object) -> None:
 
 class Branch:
     """An `if` statement whose condition may differ between threads. While `then()` or `otherwise()` is true and until
-    `leave()`, the task's `threads` are those for which the branch is taken."""
+    `leave()`, the task's `threads` are the threads that take the branch."""
 
     def __init__(self, task: Task, condition: object) -> None:
         self.task, self.before = task, task.threads

@@ -1,9 +1,9 @@
 """Finds a store and a later load of the same elements by different threads of one program with no barrier in between.
 
-The compiler decides which thread has which element of a block. An element that a program stores and loads again is
-taken to stay with its thread if it has the same index in two blocks of one shape and element size, which is mostly so.
-Otherwise another thread is taken to load it, which may do so before it is stored. A scalar is stored by one thread and
-loaded by all.
+The compiler assigns the elements of a block to threads. If a program stores an element and loads it again at the same
+index of a block with the same shape and element size, this module assumes that one thread does both, which is mostly
+true. Otherwise it assumes that a different thread loads the element, maybe before the store. One thread stores a
+scalar, and all threads load it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AccessedBlock:
 
 
 def moved(stored: AccessedBlock, loaded: AccessedBlock) -> int | None:
-    """Return the address of an element that one thread has stored and another one may load; None where there is
+    """Return the address of an element that one thread has stored and a different thread may load; None if there is
     none."""
     if stored.hi <= loaded.lo or loaded.hi <= stored.lo:
         return None

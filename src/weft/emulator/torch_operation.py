@@ -1,4 +1,4 @@
-"""What a torch operation reads and writes, and whether its result is for the host."""
+"""The reads and writes of a torch operation, and whether its result goes to the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _operators(names: str) -> set[object]:
     return {getattr(torch.ops.aten, name) for name in names.split()}
 
 
-# Operations that take a tensor for its shape, dtype and device alone, and those that do not read what they write over.
+# Operations that use only a tensor's shape, dtype and device, and operations that do not read what they overwrite.
 _SHAPE_ONLY = _operators(
     "empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_empty_strided new_zeros new_ones "
     "new_full is_same_size"
@@ -29,7 +29,7 @@ _OVERWRITE = _operators("copy_ fill_ zero_ random_ normal_ uniform_ exponential_
 
 class TorchOperation(NamedTuple):
     """One operation on tensors. writes: the arguments that it writes, in the order of its results. returns_numbers: its
-    result depends on values that the host has to know, as that of `Tensor.item` does."""
+    result depends on values that the host has to know, as the result of `Tensor.item` does."""
 
     reads: list[Tensor]
     writes: list[Tensor]
@@ -37,7 +37,7 @@ class TorchOperation(NamedTuple):
 
     @classmethod
     def from_call(cls, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> TorchOperation:
-        """Return what a call of the dispatcher does, by its schema."""
+        """Return the operation of a call of the dispatcher, from its schema."""
         arguments = func._schema.arguments
         named = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
         written = [(argument, t) for argument, value in named if argument.is_write for t in tensors_in(value)]

@@ -1,13 +1,13 @@
 """Torch operations of host code, put in the order of the rank's current stream.
 
-On a GPU a torch operation is enqueued on the current stream, behind the kernels that are there already. Here it
-computes on CPU memory at once. So an operation on a tensor that was given to the emulator first waits until the current
-stream is drained, and its reads and writes are recorded as the stream's own: an operation that no event orders after a
-kernel on another stream is a race. An operation that returns a number, and not a tensor, also orders the host after the
-stream, as on a GPU.
+On a GPU a torch operation is enqueued on the current stream, after the kernels that are already there. Here it computes
+on CPU memory at once. So an operation on a tensor that the emulator knows first waits until the current stream is
+drained, and its reads and writes are recorded as the stream's own: an operation that no event orders after a kernel on
+another stream is a race. An operation that returns a number instead of a tensor also orders the host after the stream,
+as on a GPU.
 
-Where operators return after their streams are drained, that is done only while a stream of the rank has work left,
-which host code has enqueued by itself (`OrderWhileBusy`); where they do not (`spmd(..., ahead=True)`), always.
+If operators return after their streams are drained, torch operations are ordered only while a stream of the rank has
+work left that host code itself has enqueued (`OrderWhileBusy`); if not (`spmd(..., ahead=True)`), always.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StreamOrder(TorchDispatchMode):
         return self.machine.ahead or not self.machine.streams.idle_on(self.rank)
 
     def _known(self, t: Tensor) -> bool:
-        """Return whether an operation of the emulator was given this memory."""
+        """Return whether an operation of the emulator has used this memory."""
         if not _in_memory(t):
             return False
         region = self.machine.memory.find(t.data_ptr(), t.data_ptr() + 1)
@@ -90,7 +90,7 @@ class StreamOrder(TorchDispatchMode):
 
 
 class HostReads(TorchFunctionMode):
-    """Orders what reads a tensor's memory on the host without an operation that `StreamOrder` sees."""
+    """Orders host reads of a tensor's memory that make no operation that `StreamOrder` sees."""
 
     def __init__(self, order: StreamOrder) -> None:
         super().__init__()
@@ -116,8 +116,8 @@ class OrderWhileBusy:
         self.function = HostReads(self.dispatch)
 
     def set(self, busy: bool) -> None:
-        """Begin or end the order on the calling thread. The modes stand below those that host code has entered, which
-        may leave them in any order with this."""
+        """Begin or end the order on the calling thread. Its modes are below the modes that host code has entered, so
+        that host code may leave its modes before or after this."""
         dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
         if (self.dispatch in dispatch_modes) != busy:
             _put_lowest(self.dispatch, busy, dispatch_modes, _python_dispatch)
@@ -125,7 +125,7 @@ class OrderWhileBusy:
 
 
 def _put_lowest(mode: Mode, present: bool, stack: Sequence[Mode], of_torch: ModuleType) -> None:
-    """Put a mode below all others of torch's stack of them, or take it away. of_torch: the module of the stack."""
+    """Put a mode below all other modes of torch's stack, or remove it. of_torch: the module of the stack."""
     for _ in stack:
         of_torch._pop_mode()
     for kept in [*([mode] if present else ()), *(m for m in stack if m is not mode)]:

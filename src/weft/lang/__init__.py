@@ -1,4 +1,4 @@
-"""What a kernel author imports: `import weft.lang as wl`."""
+"""The module that kernel authors import: `import weft.lang as wl`."""
 
 from .channel import BlockChannel, calls_of, end_call, rank_of, take_ticket
 from .descriptors import tiles_of

@@ -1,4 +1,4 @@
-"""Bulk (TMA) copies: whether the GPU has them, and the fence between them and ordinary accesses, which Triton lacks."""
+"""Bulk (TMA) copies: whether the GPU has them, and a fence between bulk and ordinary accesses, which Triton lacks."""
 
 import triton.language as tl
 from triton.language.target_info import current_target
@@ -9,7 +9,7 @@ from .jit import Intrinsic
 
 
 def _target_features():
-    """Return the features of the GPU that is compiled for, or None where Triton has no target."""
+    """Return the features of the GPU that Triton compiles for, or None if Triton has no target."""
     target = current_target()
     return None if target is None else features(target.arch)
 
@@ -19,8 +19,8 @@ _target_features.__triton_builtin__ = True  # Python's own, for Triton
 
 @constexpr_function
 def bulk_copies():
-    """Return whether the target GPU has bulk (TMA) copies, which use a proxy of their own. For an older GPU Triton
-    makes ordinary accesses of those through a descriptor, which need neither the wait for bulk stores nor a proxy
+    """Return whether the target GPU has bulk (TMA) copies, which use a separate proxy. For a GPU without them Triton
+    turns accesses through a descriptor into ordinary accesses, which need neither the wait for bulk stores nor a proxy
     fence: the next block barrier covers them."""
     gpu = _target_features()
     return gpu is not None and gpu.tma

@@ -1,9 +1,9 @@
 """BlockChannel: the counters through which a kernel's tiles signal, and the mapping from tiles to counters.
 
-A channel is a counter in symmetric memory that only grows. `state` is in this rank's own memory and has the number of
-finished calls, so a wait compares with (calls + 1) x arrivals, nothing is reset between calls, and a CUDA graph that
-contains the launch can be replayed. All integers that differ between ranks are read from `state`, because Triton
-specialises integers inside a NamedTuple.
+A channel is a counter in symmetric memory that only grows. `state` is in this rank's own memory and counts finished
+calls, so a wait compares with (calls + 1) x arrivals, nothing is reset between calls, and a CUDA graph that contains
+the launch can be replayed. Kernels read all integers that differ between ranks from `state`, because Triton specialises
+integers inside a NamedTuple.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ STATE_WORDS = 4
 
 
 class BlockChannel(NamedTuple):
-    """A kernel's argument with which its programs notify and wait (`World.channel`)."""
+    """The kernel argument that programs use to notify and wait (`World.channel`)."""
 
     counters: torch.Tensor  # int32 [n], this rank's counters
     peers: torch.Tensor  # int64 [world], the address of every rank's counters
@@ -75,10 +75,10 @@ def take_ticket(ch, count):
 @jit
 def end_call(ch, epoch, programs):
     """End the call for this program, as its last statement. The last of `programs` programs clears the tickets and adds
-    one to the number of calls, and to `epoch`, a word of the caller's, unless it is None.
+    one to the number of calls and, unless it is None, to the caller's word `epoch`.
 
-    The acquire-release count orders every program's use of this call's numbers before the next call's: a kernel later
-    on the stream starts after this one has ended.
+    The acquire-release count orders every program's use of this call's numbers before the next call's use: a kernel
+    later on the stream starts after this one has ended.
     """
     flush_stores(True)
     if tl.atomic_add(ch.state + DONE, 1, sem="acq_rel", scope="gpu") == programs - 1:

@@ -1,10 +1,10 @@
 """Tensor descriptors for GPUs without bulk (TMA) copies, of compute capability 8.x.
 
-A kernel that takes descriptors begins with `x_desc = tiles_of(x_desc)`. On Hopper and later that is the descriptor that
-the host encoded. For an older GPU Triton turns a descriptor's accesses into ordinary ones, but for a descriptor from
-the host it does not know what divides the sizes and strides, and would load element by element. So there a launch
-passes the fields of a descriptor in its place (`for_gpu`), for which Triton does know that rows are whole 16-byte
-words, as a descriptor's always are, and `tiles_of` makes a descriptor of them on the device: its loads become
+A kernel with descriptor arguments begins with `x_desc = tiles_of(x_desc)`. On Hopper and later this returns the
+descriptor that the host encoded. For an older GPU Triton turns a descriptor's accesses into ordinary ones; but it does
+not know the divisors of a host descriptor's sizes and strides, and would load element by element. So for an older GPU a
+launch passes the descriptor's fields instead (`for_gpu`), for which Triton does know that rows are whole 16-byte words,
+as a descriptor's rows always are; and `tiles_of` makes a descriptor of them on the device, with loads that become
 `cp.async` of 16 bytes.
 """
 
@@ -22,8 +22,8 @@ OUTER = tl.constexpr(16)  # sizes that may differ by rank are passed multiplied 
 
 
 def for_gpu(args: Mapping[str, object], capability: int) -> Mapping[str, object]:
-    """Return a launch's arguments for a GPU of that capability. Without bulk copies each TensorDescriptor is replaced
-    by its tensor, sizes, strides and block.
+    """Return a launch's arguments for a GPU of that capability. For a GPU without bulk copies, each TensorDescriptor is
+    replaced by its tensor, sizes, strides and block.
 
     Triton compiles a different kernel for an integer that 16 divides, so the outer sizes, such as the number of this
     rank's rows, are multiplied by 16, and every rank runs the same kernel.
@@ -34,7 +34,7 @@ def for_gpu(args: Mapping[str, object], capability: int) -> Mapping[str, object]
 
 
 def _unpacked(descriptor: TensorDescriptor) -> tuple[object, ...]:
-    """Return the fields of a descriptor as a plain tuple, whose tensor a prepared launch does not keep alive."""
+    """Return the fields of a descriptor as a plain tuple, so that a prepared launch does not keep its tensor alive."""
     word = 16 // descriptor.base.dtype.itemsize
     *outer, last = descriptor.shape
     sizes = (*(size * OUTER.value for size in outer), last // word)
@@ -44,7 +44,7 @@ def _unpacked(descriptor: TensorDescriptor) -> tuple[object, ...]:
 
 @jit
 def tiles_of(desc):
-    """Return the descriptor that a kernel's argument stands for."""
+    """Return the descriptor that a kernel's argument is, or contains the fields of."""
     if isinstance(desc, tl.tuple):  # a constant that is assigned to a name would no longer be a constexpr
         WORD: tl.constexpr = 128 // desc[0].dtype.element_ty.primitive_bitwidth
         LAST: tl.constexpr = len(desc[3]) - 1

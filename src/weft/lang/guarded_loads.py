@@ -1,21 +1,21 @@
-"""Keeps the loads of a loop behind its waits, whatever Triton's pipeliner does to the loop.
+"""Keeps the loads of a loop after its waits, whatever Triton's pipeliner does to the loop.
 
-A pipelined loop issues the loads of later iterations ahead of time, and leaves a wait where it is: the loads would come
-before the wait that they need. `guard_loads` rewrites a kernel's Triton IR, in which all calls are inlined, before
-Triton's own passes. `is_pipelined` says for which loops Triton does that. Each of them with a wait becomes one of
-two things:
+A pipelined loop issues the loads of later iterations ahead of time, but does not move a wait: the loads would run
+before the wait that they need. `guard_loads` rewrites a kernel's Triton IR, with all calls inlined, before Triton's own
+passes. `is_pipelined` returns whether Triton pipelines a loop. Each pipelined loop with a wait is rewritten in one of
+two ways:
 
     no signal in the loop     Every load is made to depend on the last wait before it in the source, in this iteration
-                              or the one before: its address has a zero added to it, the output of an opaque
+                              or the previous one: a zero is added to its address, the output of an opaque
                               instruction that reads the word that the wait returned. The pipeliner has to move the
-                              wait along with the load. The wait stands in an `if` that is always taken, because that
-                              is what the pipeliner knows how to leave out in iterations that do not exist.
+                              wait along with the load. The wait is inside an `if` that is always taken, because that
+                              is the form that the pipeliner can omit in iterations that do not exist.
     a signal in the loop      The loop is not pipelined, and not flattened: a wait that ran ahead could come before the
                               notify that, through other programs or ranks, it waits for.
 
 Either way the waits and signals of a program stay in the order of the source, so a kernel hangs only if its source
-does. Loads of a loop without waits are left alone, and so is every loop that is not pipelined: nothing else moves a
-load across a wait's assembly.
+does. Loops without waits and loops that are not pipelined stay unchanged: only the pipeliner moves a load across a
+wait's assembly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 VALUE = r"%[\w.$-]+(?:#\d+)?"
-ZERO_HINT = 1 << 20  # what the zero is known to be a multiple of, so that an address keeps its own alignment
+ZERO_HINT = 1 << 20  # Triton assumes that this divides the zero, so that an address keeps its alignment
 ADDRESS_OPS = ("tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.bitcast")
 BULK_LOADS = ("tt.descriptor_load", "tt.descriptor_gather")
 LOADS = ("tt.load", *BULK_LOADS)
@@ -34,7 +34,7 @@ LOADS = ("tt.load", *BULK_LOADS)
 
 @dataclass(eq=False)
 class Operation:
-    """An operation of the IR: its text up to its first region, its regions with what stands between them, its end."""
+    """An operation of the IR: its text up to its first region, its regions with the text between them, its end."""
 
     text: str
     regions: list[list[Operation]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Operation:
         return match[0] if match else ""
 
     def inside(self) -> Iterator[Operation]:
-        """This operation and all those inside it."""
+        """Yield this operation and all operations inside it."""
         yield self
         for op in itertools.chain.from_iterable(self.regions):
             yield from op.inside()
@@ -71,7 +71,7 @@ class Operation:
 
 
 def parse(text: str) -> list[Operation]:
-    """The operations of printed IR. Triton prints one on a line, and a region from a line's last brace on."""
+    """Return the operations of printed IR. Triton prints one operation per line; a line's last brace opens a region."""
     top: list[Operation] = []
     stack: list[tuple[Operation | None, list[Operation]]] = [(None, top)]
     for line in text.splitlines():
@@ -95,7 +95,7 @@ def parse(text: str) -> list[Operation]:
 
 
 def may_wait(text: str) -> bool:
-    """Whether printed IR may have anything to guard."""
+    """Return whether printed IR may contain loads to guard."""
     return "scf.for" in text and ("ld.acquire" in text or "tt.atomic" in text)
 
 
@@ -104,8 +104,8 @@ def is_loop(op: Operation) -> bool:
 
 
 def is_pipelined(loop: Operation) -> bool:
-    """Whether Triton may issue loads of later iterations ahead: those that feed a dot product, or any where the author
-    names a number of stages, in a loop that is flattened or that has no loop inside but for those within an `if`."""
+    """Return whether Triton may issue loads of later iterations ahead: loads that feed a dot product, or any loads if
+    the author names a number of stages; in a loop that is flattened, or that contains loops only within an `if`."""
     if loop.name != "scf.for" or "tt.flatten" not in loop.end and any(map(is_loop, loop.regions[0])):
         return False
     if stages := re.search(r"tt\.num_stages = (\d+)", loop.end):
@@ -114,21 +114,21 @@ def is_pipelined(loop: Operation) -> bool:
 
 
 def is_wait(op: Operation) -> bool:
-    """Whether the operation acquires: weft's waits, and atomics on one word."""
+    """Return whether the operation acquires: weft's waits, and atomics on one word."""
     if op.name == "tt.elementwise_inline_asm":
         return "ld.acquire" in op.text
     return op.name.startswith("tt.atomic") and re.search(r"\bacq", op.text) is not None and "tensor<" not in op.text
 
 
 def is_signal(op: Operation) -> bool:
-    """Whether others may wait for the operation: atomics, and assembly with effects that is no wait."""
+    """Return whether other programs may wait for the operation: atomics, and assembly with effects other than waits."""
     if op.name == "tt.elementwise_inline_asm":
         return "pure = true" not in op.text and "ld.acquire" not in op.text
     return op.name.startswith("tt.atomic")
 
 
 def guard_loads(text: str) -> str | None:
-    """The IR with every load of a pipelined loop kept behind the loop's waits; None where nothing has to change."""
+    """Return the IR with every load of a pipelined loop kept after the loop's waits; None if nothing has to change."""
     top = parse(text)
     rewriting = Rewriting()
     changed = False
@@ -156,7 +156,7 @@ def _visit(op: Operation, rewriting: Rewriting) -> bool:
 
 
 def _can_depend(inside: Iterable[Operation]) -> bool:
-    """Whether loads can be made to depend on these waits: assembly, and no load through a block pointer."""
+    """Return whether loads can depend on these waits: the waits are assembly, and no load uses a block pointer."""
     for op in inside:
         if is_wait(op) and not (op.name == "tt.elementwise_inline_asm" and f"-> i32{op.location}" in op.text):
             return False
@@ -168,7 +168,7 @@ def _can_depend(inside: Iterable[Operation]) -> bool:
 
 
 def in_order(loop: Operation) -> None:
-    """Make the loop one that is neither pipelined nor flattened."""
+    """Keep Triton from pipelining or flattening the loop."""
     attributes = re.search(r"\{(.*?)\}(?= loc|$)", loop.end[loop.end.index("}") + 1 :])
     names = attributes[1].split(", ") if attributes else []
     kept = [name for name in names if not name.startswith(("tt.num_stages", "tt.flatten"))]
@@ -177,8 +177,8 @@ def in_order(loop: Operation) -> None:
 
 
 class Rewriting:
-    """Rewrites loops whose loads are to depend on their waits. `word`, below, is the name of the zero that depends on
-    the last wait so far."""
+    """Rewrites loops so that their loads depend on their waits. `word` in the methods is the name of the zero that
+    depends on the last wait so far."""
 
     def __init__(self) -> None:
         self._count = itertools.count()
@@ -188,7 +188,7 @@ class Rewriting:
         return f"%weft_{next(self._count)}"
 
     def guarded(self, region: list[Operation], loop: Operation) -> list[Operation]:
-        """The operations of the loop's block, with the loop rewritten."""
+        """Return the operations of the loop's block, with the loop rewritten."""
         self._start = self._new()
         i = region.index(loop)
         start = Operation(f"{self._start} = arith.constant 0 : i32")
@@ -199,7 +199,7 @@ class Rewriting:
         return [*region[:i], start, loop, *region[i + 1 :]]
 
     def _zero(self, words: list[str], location: str) -> tuple[Operation, str]:
-        """An opaque zero that depends on these words."""
+        """Return an opaque zero that depends on these words."""
         name = self._new()
         words = [word for word in words if word != self._start]
         text = (
@@ -210,8 +210,8 @@ class Rewriting:
         return Operation(text), name
 
     def _loop(self, loop: Operation, word: str, conditional: bool) -> tuple[list[Operation], str]:
-        """Rewrite a loop with waits, which then takes and yields the word. What has to come after it, and the word.
-        conditional: it is inside an `if` of a pipelined loop."""
+        """Rewrite a loop with waits so that it carries and yields the word. Return the operations that must follow the
+        loop, and the word. conditional: the loop is inside an `if` of a pipelined loop."""
         carried, result = self._new(), self._new()
         if "iter_args(" in loop.text:
             arguments = rf"iter_args(\1, {carried} = {word}) -> (\2, i32)"
@@ -225,7 +225,7 @@ class Rewriting:
         return [zero], word
 
     def _if(self, op: Operation, word: str, conditional: bool) -> tuple[list[Operation], str]:
-        """The same of an `if` with waits."""
+        """Rewrite an `if` with waits, as `_loop` does a loop."""
         result = self._new()
         for i, region in enumerate(op.regions):
             op.regions[i], last = self._block(region, word, True)
@@ -243,8 +243,8 @@ class Rewriting:
         return [zero], word
 
     def _block(self, block: list[Operation], word: str, conditional: bool) -> tuple[list[Operation], str]:
-        """A block whose loads depend on `word`, later ones on its waits; and the word at its end. Where it is not
-        conditional, and no loop's outer part, its waits need an `if` of their own."""
+        """Return a block with loads that depend on `word`, or on the block's waits before them, and the word at its
+        end. If the block is not conditional and contains no loop, its waits need their own `if`."""
         out: list[Operation] = []
         defined: dict[str, Operation] = {}  # by the name of the result, since the last wait
         predicated = not conditional and not any(map(is_loop, block))
@@ -274,7 +274,7 @@ class Rewriting:
         return out, word
 
     def _if_taken(self, op: Operation) -> list[Operation]:
-        """The operation in an `if` that is always taken, which only the assembler knows."""
+        """Return the operation inside an `if` that is always taken, which only the assembler knows."""
         programs, least, taken, inner_result, otherwise = (self._new() for _ in range(5))
         result, kind, location = op.result, op.text.removesuffix(op.location).rsplit(" ", 1)[1], op.location
         kind = re.sub(r"^!tt\.ptr<(.*)>$", r"\1", kind) if op.name == "tt.load" else kind
@@ -294,8 +294,8 @@ class Rewriting:
         ]
 
     def _guard_pointer(self, load: Operation, word: str, defined: dict[str, Operation], out: list[Operation]) -> None:
-        """Add the zero to the load's pointer: to the one scalar that a block of pointers is made of, if that is done
-        after the wait."""
+        """Add the zero to the load's pointer; if a block of pointers is made from one scalar after the wait, add it to
+        that scalar."""
         user = load
         while (source := defined.get(_operand(user))) is not None and source.name in ADDRESS_OPS:
             user = source
@@ -324,7 +324,7 @@ class Rewriting:
 
 
 def _has_early_load(block: list[Operation]) -> bool:
-    """Whether a load comes before the block's first wait, other than for the wait's own arguments."""
+    """Return whether a load comes before the block's first wait, other than for the wait's own arguments."""
     arguments = _numbers_for_waits(block)
     for op in block:
         if any(map(is_wait, op.inside())):
@@ -335,8 +335,8 @@ def _has_early_load(block: list[Operation]) -> bool:
 
 
 def _numbers_for_waits(block: list[Operation]) -> set[Operation]:
-    """The loads of integers from which a wait's arguments are computed. To the pipeliner these would be loads that
-    address the loads behind the wait, for which it halves the pipeline's depth, unless they are inside an `if`."""
+    """Return the loads of integers from which a wait's arguments are computed. Unless they are inside an `if`, the
+    pipeliner would treat them as addresses of the loads after the wait, and halve the pipeline's depth."""
     by_result = {op.result: op for op in block if op.result}
     queue = [op for op in block if any(map(is_wait, op.inside()))]
     seen = set[Operation]()
@@ -349,13 +349,13 @@ def _numbers_for_waits(block: list[Operation]) -> set[Operation]:
 
 
 def _operand(op: Operation) -> str:
-    """The first operand."""
+    """Return the first operand."""
     match = re.search(rf"{re.escape(op.name)} ({VALUE})", op.text)
     return match[1] if match else ""
 
 
 def _type(op: Operation) -> str:
-    """The type of the first operand."""
+    """Return the type of the first operand."""
     types = op.text.removesuffix(op.location).rsplit(" : ", 1)[1]
     return types.split(" -> ")[0].split(", ")[0].strip()
 
@@ -366,7 +366,7 @@ def _add_result(op: Operation, name: str) -> None:
 
 
 def _yield(block: list[Operation], word: str) -> None:
-    """Yield the word too."""
+    """Make the block yield the word too."""
     if block and block[-1].name == "scf.yield":
         last = block[-1]
         values, types = last.text.removesuffix(last.location).rsplit(" : ", 1)

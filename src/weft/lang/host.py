@@ -3,8 +3,8 @@
     stream of rank r   rank_copy_data(chunk -> p) | rank_notify(channel of the chunk, p) | next chunk ...
     kernel of rank p   consumer_tile_wait(tile)           passes once the flag behind the tile's chunk has arrived
 
-A copy engine cannot add, so `rank_notify` stores the number of the call: one rank alone notifies such a channel, and it
-has one arrival per call. Copies to a peer need no SM, so they proceed while a kernel that waits for them fills the GPU.
+A copy engine cannot add, so `rank_notify` stores the number of the call: only one rank notifies such a channel, once
+per call. Copies to a peer need no SM, so they proceed while a kernel that waits for them fills the GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .channel import BlockChannel
 
 
 class Host(Protocol):
-    """What these functions need of a World."""
+    """The part of World that these functions need."""
 
     @property
     def rank(self) -> int: ...
@@ -36,7 +36,7 @@ class Host(Protocol):
 
 
 def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """Raise for a copy that a copy engine cannot do: torch would broadcast, convert, or copy by a kernel, which needs
+    """Raise for a copy that a copy engine cannot make: torch would broadcast, convert, or copy by a kernel, which needs
     SMs."""
     check_tensors("copy", dst, src)
     if dst.shape != src.shape or dst.dtype != src.dtype:
@@ -48,8 +48,8 @@ def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 def beyond(x: torch.Tensor) -> torch.Tensor:
     """Return `x` as an argument of a kernel that accesses memory outside of it, at a known distance. The emulator
-    checks an access against the tensor that its pointer was derived from; a pointer derived from this one may go to any
-    tensor there is."""
+    checks an access against the tensor that its pointer comes from; a pointer from this argument may access any
+    tensor."""
     out = x.view_as(x)
     out.reaches_beyond = True  # type: ignore[attr-defined]
     return out
@@ -57,7 +57,7 @@ def beyond(x: torch.Tensor) -> torch.Tensor:
 
 def rank_copy_data(world: Host, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
     """Copy `src` to `dst` (this rank's tensor, or `SymmetricTensor.peers[rank]`) by a copy engine. Both are contiguous
-    and of one shape and dtype."""
+    and have the same shape and dtype."""
     check_copy(dst, src)
     world.copy(dst, src, stream)
 
@@ -66,8 +66,8 @@ def rank_notify(world: Host, ch: BlockChannel, channel: int, rank: int, call: to
     """Release by a copy engine: store `*call` to `channel` of `rank`, after everything enqueued on `stream` before.
 
     call: int32 [1] on the device, the number of this call from 1 (`calls_of(ch)` in the kernel that waits). It must not
-    change before the copy has read it. A copy within one GPU may need SMs, so for this rank's own channel, enqueue it
-    on the stream that launches the kernel that waits, before the launch.
+    change before the copy has read it. A copy within one GPU may need SMs: to notify this rank's own channel, enqueue
+    the copy on the stream of the kernel that waits, before that kernel's launch.
     """
     _check_channel(ch)
     if not 0 <= rank < world.size:

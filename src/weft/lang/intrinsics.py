@@ -1,12 +1,12 @@
 """The operations that Triton's language lacks, as opaque assembly blocks; emulator/intrinsics.py has their emulated
 forms.
 
-Proxy fences name global memory, which is all that weft orders between ordinary and bulk accesses: without the name
-ptxas compiles each into a fence of the whole GPU on every thread.
+Proxy fences name global memory, the only memory where weft orders ordinary against bulk accesses: without the name
+ptxas compiles each fence into a fence of the whole GPU, on every thread.
 
 The blocks are assembly, and opaque, because a `tl.debug_barrier()` or an atomic spin inside a flattened persistent loop
 stops Triton from overlapping a tile's epilogue with the next tile's loads, and one assembly block does not. Scalar
-assembly runs on every thread of the program, so whatever must happen once is predicated on thread 0.
+assembly runs on every thread of the program, so operations that must happen once are predicated on thread 0.
 
 The guard block (int64 words, one block per rank, shared by all waits of a World):
     0  bound of a wait in ns
@@ -14,8 +14,8 @@ The guard block (int64 words, one block per rank, shared by all waits of a World
     2  address of the record in pinned host memory, int64 words:
          0 flag, written last: EXPIRED, or DIFFERS (ranks make different calls), 1 address of the awaited word,
          2 target (0: low-latency words), 3 value seen, 4 tile, 5 peer; from 6 on the guard's words from 3 on
-    3  rows dropped for lack of room, in all calls so far; 4 + r: those that rank r dropped, all of them where r is this
-       rank, of this rank's tokens where it is another
+    3  rows dropped for lack of room, in all calls so far; 4 + r: rows that rank r dropped (all of them if r is this
+       rank, else only the rows of this rank's tokens)
 """
 
 from collections.abc import Callable
@@ -28,14 +28,14 @@ from .bulk import bulk_fence as bulk_fence
 from .jit import Intrinsic, Kernel
 
 EXPIRED, DIFFERS = 1, 2
-GUARD_WORDS, RECORD_WORDS = 36, 39  # for 32 ranks, the most that a launch waits for
+GUARD_WORDS, RECORD_WORDS = 36, 39  # for 32 ranks, the most ranks that a launch waits for
 NUMBER_BITS = 20  # the bits of the call's number in a word of `same_call`; the bits above count its calls
 CALL = -2  # the tile in the record of a wait in `same_call`
 
 
 def intrinsic(fn: Callable[..., object]) -> Intrinsic | Kernel:
-    """Decorate a device function whose body is inline assembly (see `Intrinsic`). Return that of stock.py in its place
-    where those are in use and there is one."""
+    """Decorate a device function whose body is inline assembly (see `Intrinsic`). Return stock.py's function of this
+    name instead, if stock.py is in use and has one."""
     in_stock: Kernel | None = getattr(stock, fn.__name__, None)
     return in_stock if stock.IN_USE and in_stock else Intrinsic(fn)
 
@@ -46,14 +46,14 @@ def wait_until(
 ):
     """Acquire: block until `*ptr >= target` (int32, modulo 2^32), or until the guard's bound expires.
 
-    MANY: the number of words from `ptr` on, at most 32, of ranks `peer`, `peer` + 1, .., that are awaited concurrently;
-    each wait in turn would cost a round trip to memory.
+    MANY: the number of words from `ptr` on, at most 32, of ranks `peer`, `peer` + 1, .., to await concurrently; waits
+    one after another would cost a round trip to memory each.
 
-    After it, ordinary loads and bulk (TMA) loads of this program see everything released before the counter reached
-    `target`. `tile` and `peer` are only for the record of an expired wait (peer -1: any). SCOPE is "gpu" if every
-    writer of the counter runs on this GPU, else "sys". One thread per word polls, with a pause, and a block barrier
-    passes on what it acquired: a thousand warps polling one word would keep its slice of L2 from serving any other
-    access.
+    After the wait, ordinary loads and bulk (TMA) loads of this program see everything released before the counter
+    reached `target`. `tile` and `peer` are only for the record of an expired wait (peer -1: any). SCOPE is "gpu" if
+    every writer of the counter runs on this GPU, else "sys". One thread per word polls, with a pause, and a block
+    barrier extends its acquire to all threads: a thousand warps polling one word would keep its slice of L2 from
+    serving any other access.
     """
     tl.static_assert(MANY <= 32, "a warp polls at most 32 words")
     asm: tl.constexpr = (
@@ -103,15 +103,16 @@ def wait_until(
 @intrinsic
 def same_call(calls, number):
     """Check that this launch belongs to call `number` (`World.begin`) on every rank; a difference raises Mismatch. One
-    program of a launch calls it.
+    program of a launch calls this function.
 
     It stores the number to every rank's memory, with the count of these launches in the bits above, and waits (acquire)
-    for the words of all ranks. calls: a BlockChannel of 2 W counters (`World.calls`), between whose halves launches
-    alternate: a rank that stores its word of launch n + 2 has read all words of launch n + 1, and each rank stored that
-    word after it had read those of launch n. The store is relaxed; after a `release_fence` it is a release too.
+    for the words of all ranks. calls: a BlockChannel of 2 W counters (`World.calls`); launches alternate between its
+    halves. A rank that stores its word of launch n + 2 has read all words of launch n + 1, and each rank stored its
+    word of launch n + 1 after it had read all words of launch n. The store is relaxed; after a `release_fence` it is a
+    release too.
 
-    A number that differs is recorded as an expired wait is, and every later wait falls through: the rows that this
-    launch reads may be those of another call.
+    A number that differs is recorded like an expired wait, and every later wait falls through: the rows that this
+    launch reads may belong to another call.
     """
     tl.static_assert(calls.world <= 32, "a warp polls at most 32 words")
     tl.inline_asm_elementwise(
@@ -172,8 +173,8 @@ def same_call(calls, number):
 @intrinsic
 def count_lost(guard, rank, rows):
     """Count `rows` (int32) rows that `rank` dropped for lack of room: the next call on this rank raises Overflow. One
-    program of a launch calls it. The host, which looks at the number of all ranks' rows, then finds those of the
-    rank."""
+    program of a launch calls this function. The host polls only the count of all ranks' rows, and then reads the counts
+    by rank."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred p, q; .reg .b32 tid; .reg .b64 lost, sum, rec, off, at;
@@ -217,11 +218,11 @@ def flush_stores(BULK: tl.constexpr = True):
 @intrinsic
 def release_fence(SCOPE: tl.constexpr = tl.constexpr("sys")):
     """Make each later relaxed atomic of this program, of up to 32 elements, release all stores flushed so far: one
-    fence for many notifies.
+    fence serves many notifies.
 
-    Only the first warp, whose threads make such atomics, executes the fence. It covers what a barrier put before it;
-    the other warps' fences would only make it wait for more stores: with an unqualified proxy fence they took 0.5% to
-    5.0% of fused sums (2 H200, 2026-11).
+    Only the first warp, which makes such atomics, executes the fence. It covers all stores before the last barrier; the
+    other warps' fences would only wait for more stores: with an unqualified proxy fence they took 0.5% to 5.0% of fused
+    sums (2 H200, 2026-11).
     """
     asm: tl.constexpr = (
         "{.reg .pred p; .reg .b32 tid; mov.u32 tid, %tid.x; setp.lt.u32 p, tid, 32; @p fence.acq_rel."
@@ -234,8 +235,8 @@ def release_fence(SCOPE: tl.constexpr = tl.constexpr("sys")):
 @intrinsic
 def post(ptr, w0, w1, w2, w3, ok):
     """Store four int32 words to each 16-byte address of a block, where `ok`, for a reader that polls the words
-    themselves (`peek`). It is one store, but a reader may see each word before the others, and it orders no other
-    access."""
+    themselves (`peek`). The four words are one store, but a reader may see each word before the others, and the store
+    orders no other access."""
     tl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.relaxed.sys.global.v4.b32 [$1], {$3, $4, $5, $6}; mov.b32 $0, 0;}",
         "=r,l,r,r,r,r,r",
@@ -248,15 +249,15 @@ def post(ptr, w0, w1, w2, w3, ok):
 
 @intrinsic
 def peek(ptr, ok):
-    """Return int32 words that another rank may be posting: each has its old or its new value. 0 where not `ok`."""
+    """Return int32 words that another rank may be posting: each has its old or its new value; 0 where not `ok`."""
     return tl.load(ptr, mask=ok, other=0, volatile=True)
 
 
 @intrinsic
 def store_pairs(ptr, x):
-    """Store 32-bit words from the registers in which the tensor cores left them: each thread stores its pairs of
-    neighbours, whose addresses must be neighbours too. An ordinary store would first move them through shared memory,
-    to write longer lines."""
+    """Store 32-bit words from the registers where the tensor cores left them: each thread stores its pairs of
+    neighbouring words, which must have neighbouring addresses. An ordinary store would first move the words through
+    shared memory, to write longer lines."""
     tl.inline_asm_elementwise(
         "st.global.v2.b32 [$2], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0;",
         "=r,=r,l,l,r,r",
@@ -269,9 +270,9 @@ def store_pairs(ptr, x):
 
 @intrinsic
 def load_pairs(ptr, seen):
-    """Return the float32 words that `store_pairs` stored, loaded after the wait that returned `seen`. Without that
-    operand the compiler might move an opaque load without effects before the wait; one with effects would be made
-    twice, for two layouts."""
+    """Return the float32 words that `store_pairs` stored, loaded after the wait that returned `seen`. Without the
+    operand `seen` the compiler might move an opaque load without effects before the wait; a load with effects would be
+    made twice, for two layouts."""
     words = tl.inline_asm_elementwise(
         "ld.global.v2.b32 {$0, $1}, [$2];",
         "=r,=r,l,l,r,r",
@@ -285,9 +286,9 @@ def load_pairs(ptr, seen):
 
 @intrinsic
 def look_again(tries, began, guard, ptr, tile, peer):
-    """Return whether to poll on: 1, or 0 once a wait for posted words at `ptr` that began at time `began`
+    """Return whether to continue polling: 1, or 0 once a wait for posted words at `ptr` that began at time `began`
     (`globaltimer`) has taken longer than the guard's bound; the same for all threads. tries: the number of polls so
-    far; the clock is read at every 64th. tile, peer: as in `wait_until`."""
+    far; every 64th poll reads the clock. tile, peer: as in `wait_until`."""
     asm: tl.constexpr = """{
         .reg .pred p, q; .reg .b32 v, tid; .reg .b64 t, bound, flag, rec, wide;
         mov.b32 $0, 1; and.b32 v, $1, 63; setp.ne.s32 p, v, 63; @p bra OUT;
@@ -325,16 +326,16 @@ def globaltimer():
 
 @intrinsic
 def window_fence():
-    """Order this program's accesses through a multicast address with those through ordinary addresses of the same
-    memory."""
+    """Order this program's accesses through a multicast address with its accesses through ordinary addresses of the
+    same memory."""
     tl.inline_asm_elementwise("fence.proxy.alias; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @intrinsic
 def window_sum(row, H: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
     """Return fp32 [P], the sums over all ranks of H elements of DTYPE (bfloat16 or float16) from the multicast address
-    `row` on, padded with zeros. The switch adds in fp32, in an unspecified order. H is a multiple of 8, `row` of 16
-    bytes."""
+    `row` on, padded with zeros. The switch adds in fp32, in an unspecified order. H is a multiple of 8, and `row` is a
+    multiple of 16 bytes."""
     KIND: tl.constexpr = "bf16x2" if DTYPE == tl.bfloat16 else "f16x2"
     asm: tl.constexpr = (
         """{
@@ -363,7 +364,7 @@ def window_sum(row, H: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
 
 @intrinsic
 def window_store(row, y, H: tl.constexpr, P: tl.constexpr):
-    """Store the first H of [P] elements of 16 bits to the multicast address `row`, on every rank. H and `row` are as in
+    """Store the first H of [P] 16-bit elements to the multicast address `row`, on every rank. H and `row` are as in
     `window_sum`."""
     low, high = tl.split(tl.reshape(y.to(tl.int16, bitcast=True), (P // 8, 2, 2, 2)))
     packed = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)  # [.., c, b]
@@ -384,7 +385,7 @@ def window_store(row, y, H: tl.constexpr, P: tl.constexpr):
 
 @intrinsic
 def keep_before(x):
-    """Return x (float32), computed before all assembly that follows: tensor-core products and their waits among it.
-    LLVM would else move arithmetic behind a product that is under way, where it needs registers that the product
+    """Return x (float32), computed before all assembly that follows, including tensor-core products and their waits.
+    Otherwise LLVM would move the arithmetic after a running product's start, where it needs registers that the product
     writes."""
     return tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=False, pack=1)

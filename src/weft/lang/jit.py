@@ -1,5 +1,5 @@
-"""`weft.jit` makes a Triton kernel that also runs in the emulator; `Intrinsic` is the class of the few functions that
-differ there.
+"""`weft.jit` makes a Triton kernel that also runs in the emulator; `Intrinsic` is the class of the few functions with a
+separate emulated form.
 
 One process can compile a kernel for a GPU and interpret it, because nothing is decided at import: a `Kernel` is an
 ordinary `JITFunction` to Triton's compiler, and the emulator interprets its Python source. The environment variable
@@ -22,9 +22,9 @@ from .guarded_loads import guard_loads, may_wait
 
 
 class Kernel(JITFunction):
-    """A kernel or device function of weft. Kernels are launched by `World.launch` only, which checks them first."""
+    """A kernel or device function of weft. Only `World.launch` launches kernels, after checking them."""
 
-    guard_loads = True  # of a kernel, for all that it calls
+    guard_loads = True  # a kernel's value also applies to all functions that it calls
 
     def create_binder(self) -> tuple[object, ...]:
         binder: tuple[object, ...] = super().create_binder()
@@ -40,7 +40,7 @@ OPTIONS = (  # `Backend.launch`
 
 
 def check_launch(kernel: object, grid: object, options: object) -> None:
-    """Raise for a kernel, a grid or options that not every backend would take."""
+    """Raise for a kernel, a grid or options that some backend would refuse."""
     name = getattr(kernel, "__name__", repr(kernel))
     if not isinstance(kernel, JITFunction):
         raise TypeError(f"{name} is not a kernel: decorate it with @weft.jit")
@@ -55,7 +55,7 @@ def check_launch(kernel: object, grid: object, options: object) -> None:
 
 
 def check_arguments(kernel: JITFunction, args: object, device: torch.device) -> None:
-    """Raise for arguments of a launch that no kernel takes, or that are not on its device."""
+    """Raise for arguments of a launch that no kernel accepts, or that are not on the launch's device."""
     if not isinstance(args, dict):
         raise TypeError(f"{kernel.__name__}: arguments are a dict by name, not {type(args).__name__}")
     constant = {p.name for p in kernel.params if p.is_constexpr}
@@ -101,7 +101,7 @@ def _fields(value: tuple[object, ...]) -> Iterable[tuple[object, object]]:
 
 
 class Intrinsic(JITFunction):
-    """A device function whose compiled body is inline assembly, and which has an emulated form.
+    """A device function with inline assembly as its compiled body, and with an emulated form.
 
     While an emulated kernel runs, calling it calls `Intrinsic.emulated[name](*args, **kwargs)` with the interpreter's
     own scalars and tensors. The emulator fills the table when it is imported.
@@ -128,13 +128,13 @@ def jit(
 ) -> Kernel | Callable[[Callable[..., object]], Kernel]:
     """Decorate a kernel or a device function (Triton syntax).
 
-    do_not_specialize: integer arguments that differ between ranks, or from call to call. Triton compiles another kernel
-    for an integer that is 1 or divisible by 16; ranks that run different kernels can hang, and a call may wait for the
-    compiler. Integers inside a NamedTuple cannot be listed and must be equal on every rank.
+    do_not_specialize: integer arguments that differ between ranks, or from call to call. Triton compiles a separate
+    kernel for an integer that is 1 or divisible by 16; ranks that run different kernels can hang, and a call may wait
+    for the compiler. Integers inside a NamedTuple cannot be listed and must be equal on every rank.
 
-    guard_loads: keep the loads of the kernel behind its waits in loops that Triton pipelines or flattens, and its waits
-    and signals in the order of the source (lang/guarded_loads.py). Without it, `weft check` says which loads come too
-    early, and nothing says which waits do. It is taken from the kernel, for all device functions that it calls.
+    guard_loads: keep the loads of the kernel after its waits in loops that Triton pipelines or flattens, and its waits
+    and signals in the order of the source (lang/guarded_loads.py). Without it, `weft check` reports loads that come too
+    early, but nothing reports such waits. The kernel's value applies to all device functions that it calls.
     """
 
     def wrap(f: Callable[..., object]) -> Kernel:
@@ -149,6 +149,6 @@ T = TypeVar("T", bound=tuple)
 
 
 def constants(kind: type[T], **values: object) -> T:
-    """Return a NamedTuple of a kernel's constants: each field is a `tl.constexpr` to the kernel, or again such a
-    NamedTuple."""
+    """Return a NamedTuple of a kernel's constants: the kernel receives each field as a `tl.constexpr`, or again as such
+    a NamedTuple."""
     return kind(**{name: v if isinstance(v, tuple) else tl.constexpr(v) for name, v in values.items()})

@@ -2,8 +2,8 @@
 
 There are two mappings, with the same functions. `StaticMapping` is affine: its functions are divisions, and a kernel
 reads no memory for them. `TableMapping` reads tables that are filled at run time, for uneven shards and for routing
-that is known only on the device (MoE). The functions of a StaticMapping are plain arithmetic: on the host they are
-called as `static_rows.fn(mapping, tile)`, and take and return Python ints.
+that is known only on the device (MoE). The functions of a StaticMapping are plain arithmetic: host code calls them as
+`static_rows.fn(mapping, tile)`, with Python ints as arguments and results.
 """
 
 import operator
@@ -18,8 +18,8 @@ from .jit import jit
 
 
 def check_numbers(**numbers: tuple[object, int]) -> None:
-    """Raise TypeError for a value that is no integer, ValueError for one below its least. numbers: (value, least) by
-    name."""
+    """Raise TypeError for a value that is not an integer, ValueError for a value below its least. numbers: (value,
+    least) by name."""
     for name, (number, least) in numbers.items():
         if not isinstance(number, int):
             raise TypeError(f"{name} is an integer, not {number!r}")
@@ -45,8 +45,8 @@ class StaticMapping(NamedTuple):
 
     @classmethod
     def over(cls, rows: int, world: int, *, tile_rows: int, channel_rows: int, arrivals: int) -> "StaticMapping":
-        """Return the mapping of `rows` split evenly over `world` ranks. Raises ValueError where the affine form does
-        not hold."""
+        """Return the mapping of `rows` split evenly over `world` ranks. Raises ValueError if no affine mapping
+        exists."""
         check_numbers(rows=(rows, 0), world=(world, 1), tile_rows=(tile_rows, 1), channel_rows=(channel_rows, 1))
         if rows % world:
             raise ValueError(f"{rows} rows do not split evenly over {world} ranks; use TableMapping")
@@ -58,7 +58,7 @@ class StaticMapping(NamedTuple):
 
 
 class TableMapping(NamedTuple):
-    """Tiles whose rows, rank and channels are read from int32 device tables indexed by tile.
+    """Tiles with rows, rank and channels in int32 device tables that are indexed by tile.
 
     row_lo, row_hi: f_S. rank: f_R. channel_lo, channel_hi: f_C. arrivals: the number of notifies per call, by channel.
     """
@@ -146,8 +146,8 @@ def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) ->
     """Return the tables of a `TableMapping` for shards of any length, one after another without padding.
 
     Channels number each shard's runs of `channel_rows` rows in order, so a tile that spans shards waits for a
-    contiguous range. Also returns, by rank, `offset` (first row, world + 1 entries) and `channel_base` (first channel,
-    likewise).
+    contiguous range. The result also contains, by rank, `offset` (first row) and `channel_base` (first channel), each
+    with world + 1 entries.
     """
     check_numbers(tile_rows=(tile_rows, 1), channel_rows=(channel_rows, 1))
     shards = [operator.index(rows) for rows in shards]

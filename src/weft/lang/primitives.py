@@ -1,8 +1,8 @@
 """The tile-centric primitives (TileLink, Table 3), for use inside a `weft.jit` kernel.
 
-A notify is a release: it covers every store that the program made before it. A wait is an acquire. `channel_notify` and
-`channel_wait` are what the tile-level primitives are made of; a kernel whose tiles do not map onto rows may use them
-directly. SCOPE is "gpu" when producer and consumer run on one GPU, else "sys".
+A notify is a release: it covers every earlier store of the program. A wait is an acquire. The tile-level primitives are
+built on `channel_notify` and `channel_wait`, which a kernel may call directly if its tiles do not map onto rows. SCOPE
+is "gpu" if producer and consumer run on one GPU, else "sys".
 """
 
 import triton
@@ -34,14 +34,15 @@ def channel_broadcast(ch, channel, BULK: tl.constexpr = True):
 
 @jit
 def channel_wait(ch, channel, arrivals, tile, peer, SCOPE: tl.constexpr = tl.constexpr("sys")):
-    """Acquire: block until this rank's `channel` has had this call's `arrivals`. A Timeout names `tile` and `peer`."""
+    """Acquire: block until this rank's `channel` has received `arrivals` notifies of this call. A Timeout names `tile`
+    and `peer`."""
     wait_until(ch.counters + channel, calls_of(ch) * arrivals, ch.guard, tile, peer, SCOPE)
 
 
 @jit
 def producer_tile_notify(ch, tile, MODE: tl.constexpr = tl.constexpr("p2p"), BULK: tl.constexpr = True):
-    """Notify that this producer tile is done. MODE "p2p" notifies the rank that it belongs to (f_R), "broadcast" all
-    ranks.
+    """Notify that this producer tile is done. MODE "p2p" notifies the rank that the tile belongs to (f_R), "broadcast"
+    notifies all ranks.
 
     The tile must be in one channel (`mapping.single`, or a table whose ranges have length one).
     """
@@ -67,8 +68,8 @@ def consumer_tile_wait(ch, tile, SCOPE: tl.constexpr = tl.constexpr("sys")):
 
 @jit
 def peer_tile_notify(ch, tile, rank, BULK: tl.constexpr = True):
-    """Notify `rank` that this rank's `tile` is done, between tiles of one operator on different ranks (rings). BULK: as
-    in `channel_notify`."""
+    """Notify `rank` that this rank's `tile` is done, for tiles of one operator on different ranks (rings). BULK: as in
+    `channel_notify`."""
     channel_notify(ch, tile, rank, BULK)
 
 
@@ -81,12 +82,12 @@ def peer_tile_wait(ch, tile, rank):
 @jit
 def tile_pull_data(addresses, rank, offsets, mask, DTYPE: tl.constexpr):
     """Load elements at `offsets` of `rank`'s copy of a symmetric tensor of DTYPE (`addresses`:
-    SymmetricTensor.addresses). Where `mask` is False the result is 0. Nothing is ordered: wait before."""
+    SymmetricTensor.addresses). Where `mask` is False the result is 0. The load orders nothing: wait before it."""
     return tl.load(tl.load(addresses + rank).to(tl.pointer_type(DTYPE)) + offsets, mask=mask, other=0.0)
 
 
 @jit
 def tile_push_data(addresses, rank, offsets, data, mask):
     """Store `data` at `offsets` of `rank`'s copy of a symmetric tensor (`addresses`: SymmetricTensor.addresses), where
-    `mask` is True or None. Nothing is ordered: notify after."""
+    `mask` is True or None. The store orders nothing: notify after it."""
     tl.store(tl.load(addresses + rank).to(tl.pointer_type(data.dtype)) + offsets, data, mask=mask)

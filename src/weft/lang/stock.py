@@ -1,10 +1,10 @@
-"""weft.lang's intrinsics by the atomics, with semantics and scope, of Triton 3.9 in place of assembly.
+"""weft.lang's intrinsics by Triton 3.9's atomics, with semantics and scope, instead of assembly.
 
-With WEFT_STOCK_TRITON=1 in the environment they stand for those of intrinsics.py, whose docstrings say what each does.
-They are for checkers that see no assembly, such as Triton's GSan (docs/check.md), and not for speed. Stock Triton has
-no fences, so the atomics behind `release_fence` are releases themselves (`AFTER_FENCE`). Its only clock is the time
-limit of `tl.atomic_poll`. What it has no word for stays assembly: the order of bulk (TMA) and ordinary accesses, and
-accesses through multicast addresses.
+With WEFT_STOCK_TRITON=1 in the environment they replace the functions of intrinsics.py, which documents them. They are
+for checkers that see no assembly, such as Triton's GSan (docs/check.md), and not for speed. Stock Triton has no fences,
+so the atomics after `release_fence` are releases themselves (`AFTER_FENCE`). Its only clock is the time limit of
+`tl.atomic_poll`. Operations that it lacks stay assembly: the order of bulk (TMA) and ordinary accesses, and accesses
+through multicast addresses.
 """
 
 import os
@@ -15,7 +15,7 @@ from .bulk import bulk_fence
 from .jit import jit
 
 IN_USE = os.environ.get("WEFT_STOCK_TRITON") == "1"
-AFTER_FENCE = tl.constexpr("release" if IN_USE else "relaxed")  # the semantics of an atomic behind `release_fence`
+AFTER_FENCE = tl.constexpr("release" if IN_USE else "relaxed")  # the semantics of an atomic after `release_fence`
 POLL_NS = tl.constexpr(1024)
 
 
@@ -34,7 +34,7 @@ def record(guard, kind, address, target, seen, tile, peer):
 
 @jit
 def pause(guard):
-    """Return whether any wait of this rank has failed, after POLL_NS if none has."""
+    """Return whether any wait of this rank has failed; sleep for POLL_NS if none has."""
     return tl.atomic_poll(guard + 1, 1, sem="relaxed", scope="gpu", timeout_ns=POLL_NS)
 
 

@@ -1,10 +1,10 @@
 """The plan that plan="auto" expects to be fastest, and `weft.explain(..)`, which shows it.
 
-For a shape in the measured table it is the plan stored there; for another shape it is the plan predicted fastest from
-the machine's profile. Sequential is kept unless another plan was measured or predicted to be faster. Without a profile,
-a shape that is not in the table is sequential until it is timed: on a Hopper GPU its first call times the op's variants
-(`unmeasured`). A profile file that cannot be used is reported once. Ranks that share a GPU cannot time anything; they
-decide as on the nearest machine with a profile, and time nothing.
+For a shape in the measured table it is the stored plan; for any other shape it is the plan predicted fastest from the
+machine's profile. The plan is sequential unless another was measured or predicted to be faster than it. Without a
+profile, a shape that is not in the table runs sequential until it is timed: on a Hopper GPU its first call times the
+op's variants (`unmeasured`). weft reports once that it cannot use a profile file. Ranks that share a GPU time nothing;
+they decide as the nearest machine with a profile does.
 
 All ranks must choose the same plan, so they compare their profiles once. Predictions use the launch time that the
 slowest host measures at its start, which all ranks exchange. A GPU whose speed differs from its profile (`self_check`)
@@ -44,13 +44,13 @@ __all__ = ["auto", "explain", "unmeasured"]
 
 log = logging.getLogger("weft")
 CHECK = (4096, 4096, 2048)  # M, N, K of the self-check's GEMM
-DRIFT = 0.10  # a GPU whose check GEMM differs from its profile by more than this causes a warning
-UNUSABLE = "unusable"  # stands for the planner of a World whose profile cannot be used
+DRIFT = 0.10  # weft warns if the time of the check GEMM differs from the profile's by more than this share
+UNUSABLE = "unusable"  # replaces the planner of a World whose profile cannot be used
 
 
 def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
-    """Return the plan expected to be fastest for one call. mode: "graph" or "eager". Collective at the first call whose
-    shape is not in the table."""
+    """Return the plan expected to be fastest for one call. mode: "graph" or "eager". Collective at the first call with
+    a shape that is not in the table."""
     if m == 0:
         return Sequential()
     limits = world.backend.limits_ctas
@@ -71,9 +71,9 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
 
 
 def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
-    """Return plans to time at the first call in addition to those that the op names. There are some only if the machine
-    has neither a profile nor a table row for this shape, or if operands have 8 bits, for which no profile has rates;
-    and only on Hopper, because the kernels have not been run on newer GPUs. Collective at the first call."""
+    """Return plans to time at the first call in addition to the op's own. They exist only if the machine has neither a
+    profile nor a table row for this shape, or if operands have 8 bits, for which no profile has rates; and only on
+    Hopper, because nobody has run the kernels on newer GPUs. Collective at the first call."""
     if (
         not op.variants
         or world.backend.capturing()
@@ -92,12 +92,12 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
 
 @functools.cache
 def _is_measured(device: torch.device) -> bool:
-    """Return whether the plans of "auto" were measured on such GPUs."""
+    """Return whether the plans of "auto" were measured on GPUs of this capability."""
     return features(device_capability(device)).wgmma
 
 
 def _limited(plan: Plan) -> bool:
-    """Return whether the plan needs a communicator that is limited to its number of CTAs."""
+    """Return whether the plan needs a communicator that is limited to the plan's number of CTAs."""
     return isinstance(plan, Signaled) and not plan.copies
 
 
@@ -123,7 +123,7 @@ def _make_planner(world: World) -> Planner | str | None:
     Collective."""
     if world.backend.name != "cuda" or world.size == 1:
         return None
-    # A rank whose shape is in the table, or has no rows, does not call this: the next check of its call raises
+    # A rank does not come here if its shape is in the table or has no rows: the next check of its call then raises
     # Mismatch.
     world.check_same_on_all_ranks('the first call with plan="auto"')
     profile, problem = None, None
@@ -141,7 +141,7 @@ def _make_planner(world: World) -> Planner | str | None:
         return None
     planner = None
     if profile is not None and len(set(digests)) == 1:
-        try:  # all ranks have the same profile, so all of them fail or none
+        try:  # all ranks have the same profile, so either all of them fail or none does
             planner = planner_of(profile, host_time(launches))
         except Exception as e:
             problem = f"the planner cannot use its profile: {type(e).__name__}: {e}"
@@ -163,8 +163,8 @@ def _make_planner(world: World) -> Planner | str | None:
 
 
 def self_check(profile: Profile, device: torch.device) -> float | None:
-    """Return the time of the profile's check GEMM now, over its time in the profile. It takes about 20 ms. None if the
-    profile has no such time, or if a model has left no memory for the operands."""
+    """Return the time of the check GEMM now, over its time in the profile; None if the profile has no such time, or if
+    a model has left no memory for the operands. The measurement takes about 20 ms."""
     known = profile.constant("check")
     if known is None:
         return None
@@ -191,8 +191,8 @@ def time_check(device: torch.device) -> float:
 
 @functools.cache
 def time_launch(device: torch.device) -> float | None:
-    """Return the us that the host takes for a copy on a side stream and the event that orders it. It takes about 2 ms.
-    None without a GPU."""
+    """Return the us that the host needs for a copy on a side stream and the event that orders it; None without a GPU.
+    The measurement takes about 2 ms."""
     if device.type != "cuda":
         return None
     word, stream, side = torch.zeros(2, device=device), torch.cuda.current_stream(device), torch.cuda.Stream(device)
@@ -210,8 +210,8 @@ def time_launch(device: torch.device) -> float | None:
 
 
 def host_time(launches: Iterable[float | None]) -> float | None:
-    """Return the slowest rank's time, rounded to a power of two, so that small differences between two starts change no
-    plan."""
+    """Return the slowest rank's time, rounded to a power of two, so that small differences between two starts do not
+    change plans."""
     known = [us for us in launches if us is not None]
     return 2.0 ** round(math.log2(max(known))) if known else None
 
@@ -232,14 +232,14 @@ def explain(
     `weft.explain(...)` is this function.
 
     Args:
-        op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul_all_to_all". Another op needs
-            the World of a call of these sizes that was timed; its times are the measured ones.
+        op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul_all_to_all". For any other op,
+            pass the World that timed a call of these sizes; the Decision then has the measured times.
         m, n, k: sizes of the GEMM on one rank; m counts the rows of all ranks (all-to-all: of the rank that sends
             most).
-        world: the World, whose trials of earlier calls count, or the number of GPUs. Default: the profile's.
+        world: the World, with its trials of earlier calls, or the number of GPUs. Default: the profile's number.
         mode: "graph" (captured in a CUDA graph) or "eager".
         profile: a Profile, a file, or the name of one that ships with weft ("nvidia-h200-x4"). Default: this machine's.
-        received: all-to-all: rows that the busiest receiver gets, if more than m.
+        received: all-to-all: rows that the busiest receiver gets, if there are more than m.
         recipe: "tensor", "row" or "block", for 8-bit operands. No profile has rates for them: "auto" times plans at the
             first call of a size, which `world` remembers, and without such a call nothing is predicted.
 
@@ -247,7 +247,7 @@ def explain(
         A Decision; print it.
 
     Raises:
-        ProfileError: there is no profile, it cannot be used, or it lacks what this needs.
+        ProfileError: there is no profile, it cannot be used, or it lacks a measurement that this needs.
         TypeError: a size is not an int.
         ValueError: the op or mode is unknown, or a size is below 1.
     """
@@ -303,7 +303,7 @@ def explain(
 def _explained_by_trial(
     op: str, sizes: tuple[int, int, int], size: int, mode: str, title: str, trial: AnyTrial | None
 ) -> Decision:
-    """Return `explain`'s Decision for calls of which nothing is predicted, such as those of 8-bit operands. It rests on
+    """Return `explain`'s Decision for calls without predictions, such as calls of 8-bit operands. The Decision rests on
     the trial of an earlier call."""
     if trial is not None:
         why = trial.timings(mode) if title == op else f"{title}: {trial.timings(mode)}"
@@ -315,13 +315,13 @@ def _explained_by_trial(
 
 
 def _timed(trial: AnyTrial, mode: str) -> tuple[Option, ...]:
-    """Return the plans of a trial, the fastest one before the others."""
+    """Return the plans of a trial with their times, the fastest plan first."""
     return tuple(sorted((Option(plan, time.us(mode)) for plan, time in trial.times.items()), key=lambda o: o.us))
 
 
 def profile_for(profile: Profile | Path | str | None, size: int | None, shares: bool = False) -> Profile:
-    """Return the profile that `explain` uses for its argument `profile`, of `size` GPUs if the argument leaves that
-    open. shares: the ranks share a GPU."""
+    """Return the profile that `explain` uses for its argument `profile`, with `size` GPUs if the argument does not fix
+    their number. shares: the ranks share a GPU."""
     if isinstance(profile, Profile):
         return profile
     if profile is not None:
@@ -342,8 +342,8 @@ _planners: dict[tuple[str, float | None], Planner] = {}
 
 
 def planner_of(profile: Profile, launch: float | None = None) -> Planner:
-    """Return the one Planner for all Worlds of a machine, since fitting it takes a second and its decisions are the
-    same for all. launch: as in Predictor."""
+    """Return the one Planner for all Worlds of a machine: to fit it takes a second, and its decisions are the same for
+    all Worlds. launch: as in Predictor."""
     key = profile.digest, launch
     if key not in _planners:
         _planners[key] = Planner(Predictor(profile, launch=launch))

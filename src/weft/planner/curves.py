@@ -10,8 +10,8 @@ import numpy as np
 
 
 class Smooth:
-    """A smooth function through scattered points, by local linear regression: each value comes from a linear fit in
-    which near points count most. It passes (almost) through the points, never leaves their range, and is constant
+    """A smooth function through scattered points, by local linear regression: each value comes from a linear fit that
+    weights near points most. The function passes (almost) through the points, never leaves their range, and is constant
     beyond the outermost points."""
 
     def __init__(self, points: Sequence[Sequence[float]], values: Sequence[float], slope: float = 0.05) -> None:
@@ -49,12 +49,12 @@ class Curve:
 
 
 def near_mean(points: dict[tuple[int, int, int], list[float]]) -> Callable[[int, int, int], float]:
-    """Return a correction by shape: the mean of the values of near points (M, N, K), and half their median far from all
-    of them."""
+    """Return a correction by shape: the mean of the values at near points (M, N, K), or half the median of all values
+    far from all points."""
     if not points:
         return lambda m, n, k: 0.0
     log_sizes = np.log2(np.array(list(points), float))
-    squared_distances: dict[tuple[int, int], np.ndarray] = {}  # by (N, K); a layer has few of these and many M
+    squared_distances: dict[tuple[int, int], np.ndarray] = {}  # by (N, K); a layer has few (N, K) and many M
     values = np.array([sum(v) / len(v) for v in points.values()])
     middle = float(np.median(values))
 
@@ -70,7 +70,7 @@ def near_mean(points: dict[tuple[int, int, int], list[float]]) -> Callable[[int,
 
 
 def least_squares(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray, rounds: int = 25) -> np.ndarray:
-    """Minimise by Levenberg-Marquardt, robust to outliers; its differences are wide enough for a function with steps
+    """Minimise by Levenberg-Marquardt, robust to outliers, with differences wide enough for a function with steps
     (waves)."""
     damping, step_size = 1e-2, 0.03
 

@@ -1,6 +1,6 @@
-"""Parameters that cannot be measured alone. They are fitted to a profile's calls of the plan's kind: the time that
-ranks wait for each other at every barrier and collective, the rates of copies and collectives inside a call, and for
-each fused variant a pull rate under the GEMM and after it, the slow-down of its tiles and a fixed cost."""
+"""Parameters that cannot be measured alone, fitted to a profile's calls of the plan's kind: the time that ranks wait
+for each other at every barrier and collective, the rates of copies and collectives inside a call, and for each fused
+variant a pull rate during the GEMM and one after it, the slow-down of its tiles and a fixed cost."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .curves import least_squares
 from .parts import NotMeasured, PartTimes
 from .profile import Profile, TimedCall
 
-FEWEST = 3  # calls to which parameters are fitted
+FEWEST = 3  # the fewest calls for which parameters are fitted
 Fit = TypeVar("Fit", Chunking, Moving, Pulling, Signaling)
 
 
 class Fits(PartTimes):
-    """The parts, and the parameters fitted to the profile's calls. Each is fitted when it is first needed."""
+    """The parts, and the parameters fitted to the profile's calls. Each parameter is fitted when first needed."""
 
     def __init__(self, profile: Profile, clock: float = 1.0) -> None:
         super().__init__(profile, clock)
@@ -46,11 +46,11 @@ class Fits(PartTimes):
         return [r for r in self.calls.get((op, name), []) if r.mode == "graph"]
 
     def measured_plans(self, op: str) -> list[Plan]:
-        """Return the plans of which the profile has calls."""
+        """Return the plans for which the profile has calls."""
         return list(self._measured.get(op, ()))
 
     def cost(self, op: str, plan: Plan) -> AnyCost:
-        """Return the model of the plan. Raises NotMeasured if there is none on this machine."""
+        """Return the model of the plan. Raises NotMeasured if the plan has no model on this machine."""
         cost = REGISTRY[op].costs.get(type(plan))
         if cost is None or not cost.possible(self):
             raise NotMeasured(f"no model of {plan} for {op}")
@@ -61,7 +61,7 @@ class Fits(PartTimes):
         """Return the parameters fitted to the profile's decomposed calls of all ops; the defaults if there are fewer
         than three."""
         ran = [r for op in collectives() for r in self.graphs(op, Decomposed.kind)]
-        with contextlib.suppress(NotMeasured):  # `weft tune` was stopped before it measured what the model needs
+        with contextlib.suppress(NotMeasured):  # `weft tune` may stop before it has measured all parts of the model
             return self._fitted(Chunking(), ran)
         return Chunking()
 
@@ -95,9 +95,9 @@ def fitted(
     parameters: Sequence[str] = (),
 ) -> Fit:
     """Fit the named `parameters` of `start` (empty: all) so that `model` predicts the measured times, by least squares
-    of log(model / measured). A penalty keeps the parameters' logs near their start values; it is smaller for those that
-    describe waits and links than for slow-downs. model: returns the us of a call from its plan, its row of the profile
-    and the parameters."""
+    of log(model / measured). A penalty keeps the parameters' logs near their start values; it is smaller for parameters
+    of waits and links than for slow-downs. model: returns the us of a call from its plan, its row of the profile and
+    the parameters."""
     parameters = parameters or tuple(vars(start))
     start_logs = np.log([getattr(start, n) for n in parameters])
     penalty = np.array([0.3 if n in ("slow", "gemm", "transfer", "copy") else 0.05 for n in parameters])

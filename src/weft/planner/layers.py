@@ -1,18 +1,18 @@
-"""The time of a decoder layer by each way of running it, predicted from a profile, and the fastest way.
+"""The predicted time of a decoder layer for each way of running it, from a profile, and the fastest way.
 
     plain      GEMMs + all-reduces + adds and norms
     fused      GEMMs + low-latency two-shot all-reduces on SMs, whose kernel also adds and norms
-    sequence   the four calls as `Predictor` models them, adds and norms of this rank's rows
+    sequence   the four calls as `Predictor` models them, and adds and norms of this rank's rows
     woven      four steps, each as long as the longer of its GEMMs and the other half's all-reduce by copy engines
                (barriers, two rounds of copies, a sum), but no shorter in all than one half's GEMMs and all-reduces in a
                row
 
-The parts that all ways share (attention, rotary embedding) are left out. GEMMs take longer in a pass than alone,
-because weights come from memory and the power limit lowers the clock. While only links work the GPU cools, and the
-GEMMs that follow run faster: an all-reduce on SMs therefore costs less than its own time, and transfers by copy engines
-under GEMMs cost little, but not nothing. HEAT, SUM_SHARE and COPY_SHARE hold these effects. They and the other
-constants were fitted to layers of Llama-70B's sizes on two and four H200s (2026-11), and checked against two other
-models (tests/planner/test_layers.py).
+The prediction omits the parts that all ways share (attention, rotary embedding). GEMMs take longer in a pass than
+alone, because weights come from memory and the power limit lowers the clock. While only links work, the GPU cools, and
+the next GEMMs run faster than without the pause: an all-reduce on SMs therefore costs less than its own time, and
+transfers by copy engines during GEMMs cost little, but not nothing. HEAT, SUM_SHARE and COPY_SHARE model these effects.
+They and the other constants were fitted to layers of Llama-70B's sizes on two and four H200s (2026-11), and checked
+against two other models (tests/planner/test_layers.py).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .search import Planner, gain, near
 
 HEAT = 1.2  # time of a GEMM in a pass over its time alone
 SUM_SHARE, SUM_LATENCY = 0.65, 20.0  # an all-reduce on SMs costs its first SUM_LATENCY us and this share of the rest
-COPY_SHARE = 0.2  # a transfer by copy engines under GEMMs costs this share of its time alone
+COPY_SHARE = 0.2  # a transfer by copy engines during GEMMs costs this share of its time alone
 CACHED_SHARE = 0.7  # an elementwise kernel takes this share of a copy's time, as part of its input is in the L2 cache
 WAIT = 4.0  # us that ranks wait for each other at every collective
 STEP_GAP = 8.0  # us of the events between two steps of a woven layer
 TAIL = 0.1  # waves that the programs of weft's GEMM lose by sharing the last tiles
 HALF = 512  # fewest rows of a half; smaller halves were often much slower than predicted
-# The host's time for a layer, in units of its time for a library GEMM with a collective; and the slow-down of the host
-# against the profile's that overlapped plans must still win with.
+# The host's time for a layer, over its time for a library GEMM with a collective; and the slow-down of the host against
+# the profile's host with which overlapped plans must still win.
 HOST_CALLS, SLOW_HOSTS = {"plain": 10, "fused": 18, "sequence": 13, "woven": 30}, 2.0
 
 
@@ -69,22 +69,22 @@ class DecoderSizes:
 
     @property
     def has_16_byte_rows(self) -> bool:
-        """Return whether weft's own GEMM takes these sizes, whose rows must be whole 16-byte words."""
+        """Return whether weft's own GEMM supports these sizes: rows must be whole 16-byte words."""
         return all(n % 8 == 0 == k % 8 for n, k in (self.qkv, self.out, self.gate_up, self.down))
 
 
 class LayerPredictor:
-    """us of one layer in a pass of several, on the machine of the planner's profile. limits: as in `candidates`. Raises
-    NotMeasured if the profile lacks a part."""
+    """us of one layer in a pass of several layers, on the machine of the planner's profile. limits: as in `candidates`.
+    Raises NotMeasured if the profile lacks a part."""
 
     def __init__(self, planner: Planner, sizes: DecoderSizes, limits: bool = True) -> None:
         self.planner, self.p, self.sizes, self.limits = planner, planner.predictor, sizes, limits
         self.best = functools.cache(self._best)
-        # By collective: weft's op, which is registered before users' ops with the same collective.
+        # By collective: weft's op, which is registered before users' ops that have the same collective.
         self.op_names = {name: op for op, name in reversed(collectives().items())}
 
     def ways(self, tokens: int) -> list[Way]:
-        """Return the ways that can run so many tokens."""
+        """Return the ways that can run this number of tokens."""
         ways = [_PLAIN, Way("fused"), Way("sequence")]
         if tokens >= 2 * HALF:
             sms = (0, self.p.sms) if self.sizes.has_16_byte_rows else (0,)
@@ -100,7 +100,7 @@ class LayerPredictor:
         return us
 
     def _best(self, tokens: int, mode: str = "graph") -> Way:
-        """Return the fastest way, or plain if none is predicted faster by more than `gain`."""
+        """Return the fastest way, or plain if no way is predicted faster than plain by more than `gain`."""
         times = {way: self.time(way, tokens, mode) for way in self.ways(tokens)}
         fastest = min(times, key=lambda way: times[way])
         return fastest if times[_PLAIN] > gain(mode) * times[fastest] else _PLAIN
@@ -108,8 +108,8 @@ class LayerPredictor:
     # -- parts
     @functools.cached_property
     def _host(self) -> float:
-        """Return the host's time, now, for one library GEMM with a collective. The profile's shortest eager call is an
-        upper bound."""
+        """Return the host's current time for one library GEMM with a collective, for which the profile's shortest eager
+        call is an upper bound."""
         library = Sequential().to_json()
         calls = [r.us for r in self.p.profile.calls if (r.plan, r.mode) == (library, "eager")]
         return self.p.pace * min(calls, default=0.0)
@@ -118,14 +118,14 @@ class LayerPredictor:
         return HEAT * self.p.gemm(m, n, k)
 
     def _own_gemm(self, m: int, n: int, k: int) -> float:
-        """Return the us of weft's own GEMM on all SMs, whose programs share the last tiles."""
+        """Return the us of weft's own GEMM on all SMs; its programs share the last tiles."""
         tile, sms = GemmTile(), self.p.sms
         tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
         shared = min(1.0, (tiles / sms + TAIL) / -(-tiles // sms))
         return HEAT * shared * self.p.tiles(Occupancy(tile), sms, tiles, m, n, k)
 
     def _elementwise(self, nbytes: float) -> float:
-        """Return the us of an elementwise kernel that reads `nbytes` and writes as many."""
+        """Return the us of an elementwise kernel that reads `nbytes` and writes `nbytes`."""
         return CACHED_SHARE * self.p.optional("local", nbytes)
 
     def _activation(self, m: int) -> float:
@@ -150,7 +150,7 @@ class LayerPredictor:
         return self.p.latency(low_latency_name("all_reduce", SHOTS[-1]), self._bytes(m))
 
     def _by_copies(self, m: int) -> float:
-        """Return the us of a two-shot all-reduce whose rows copy engines move."""
+        """Return the us of a two-shot all-reduce by copy engines."""
         p, nbytes = self.p, self._bytes(m)
         barrier, moved = p.latency("barrier") + p.chunking.gap, nbytes * (p.world - 1) / p.world
         return 3 * barrier + 2 * p.chunking.copy * p.latency("copy", moved) + p.optional("sum", nbytes / p.world)
@@ -191,7 +191,7 @@ class LayerPredictor:
 
 def predicted(world: World, sizes: DecoderSizes, tokens: int, mode: str) -> Way:
     """Return the way that is predicted fastest for layers of these sizes on this World's machine; plain without a
-    profile, or where the ranks have no memory in common. Collective the first time. mode: "graph" or "eager"."""
+    profile, or if ranks cannot address each other's memory. The first call is collective. mode: "graph" or "eager"."""
     planner = None if world.backend.symmetric_unsupported or tokens == 0 else planner_on(world)
     if planner is None:
         return _PLAIN

@@ -16,7 +16,7 @@ from ..plans import Plan
 from .curves import Curve, Smooth
 from .profile import Gemm, Profile, ProfileError, Slowdown, Wave
 
-# Tile shapes that a library may choose among; which one it takes is not known.
+# Tile shapes that a library may choose among; its choice is not known.
 _SHAPES = np.array([(a, b) for a in (64, 128, 192, 256) for b in range(64, 257, 16) if a * b <= 192 * 256])
 
 
@@ -24,16 +24,16 @@ class NotMeasured(ProfileError):
     """The profile lacks a measurement that this prediction needs."""
 
 
-# The shape of a library's GEMM time, set by hand when the predictor was written and not fitted. `Smooth` corrects it by
-# the ratios to the GEMMs measured on the machine, so that it decides only what lies between these.
-WHOLE_WAVES = 0.7  # the share of the time that grows with waves rounded up; the rest grows with the tiles themselves
+# The shape of a library's GEMM time, set by hand when the predictor was written, not fitted. `Smooth` corrects it by
+# the ratios to the GEMMs measured on the machine, so that it only decides how to interpolate between them.
+WHOLE_WAVES = 0.7  # the share of the time that grows with waves rounded up; the rest grows with the number of tiles
 TILE_POWER = 0.9  # a tile of half the size takes more than half the time: 0.54
-K_OF_EPILOGUE = 200  # a tile's prologue and epilogue take as long as this many columns of K
+K_OF_EPILOGUE = 200  # a tile's prologue and epilogue take as long as this number of columns of K
 
 
 class Gemms:
-    """Times of library GEMMs of any size, from some measured ones. The library picks one of many tile shapes: the model
-    takes the tile shape with the cheapest whole number of waves, or the memory traffic if that takes longer, times a
+    """Times of library GEMMs of any size, from measured GEMMs of some sizes. The library picks one of many tile shapes:
+    the model's time is the cheapest tile shape's whole waves, or the memory traffic's time if that is longer, times a
     smooth correction through the measured ratios."""
 
     def __init__(self, rows: Sequence[Gemm], sms: int) -> None:
@@ -103,8 +103,8 @@ class Tiles:
 
 
 class PartTimes:
-    """us of the parts of calls on the profile's machine. clock: time of a GEMM now over its time when the profile was
-    made. over_nodes: times between nodes, for ranks on several nodes."""
+    """us of the parts of calls on the profile's machine. clock: time of a GEMM now over its time in the profile.
+    over_nodes: times between nodes, for ranks on several nodes."""
 
     over_nodes: OverNodes | None = None
 
@@ -135,9 +135,8 @@ class PartTimes:
         return {key: Tiles(v) for key, v in rows.items()}
 
     def tiles(self, occupancy: Occupancy, programs: int, tiles: int, m: int, n: int, k: int) -> float:
-        """Return the us of a persistent GEMM of `tiles` such tiles over `programs` programs. It is no less than the
-        memory traffic takes and, with so few rows that reading the weight dominates, no less than the library's GEMM
-        takes."""
+        """Return the us of a persistent GEMM of `tiles` tiles over `programs` programs: at least the time of the memory
+        traffic and, with so few rows that reading the weight dominates, at least the time of the library's GEMM."""
         us, memory = self._tiles_us(occupancy, programs, tiles, k), self._gemms.memory(m, n, k)
         if us < 2 * memory:
             library = self._gemms(m, n, k)
@@ -187,11 +186,11 @@ class PartTimes:
         return curve(nbytes)
 
     def limited(self, operation: str) -> list[int]:
-        """Return the limits of CTAs with which a collective was measured."""
+        """Return the CTA limits with which a collective was measured."""
         return sorted(ctas for name, ctas in self.curves if name == operation and ctas)
 
     def low_latency_times(self, operation: str, nbytes: int) -> dict[Plan, float]:
-        """Return the us of a collective by each low-latency plan that was measured for at least so many bytes."""
+        """Return the us of a collective by each low-latency plan that was measured for at least `nbytes` bytes."""
         curves = {plan: self.curves.get((low_latency_name(operation, plan), 0)) for plan in SHOTS}
         return {plan: c(nbytes) for plan, c in curves.items() if c is not None and nbytes <= c.sizes[-1]}
 
@@ -200,5 +199,5 @@ class PartTimes:
         return self.latency(operation, nbytes) if (operation, 0) in self.curves else 0.0
 
     def slowdown(self, operation: str, ctas: int) -> Slowdown:
-        """Return how a GEMM and a transfer slow each other down; not at all if that was not measured."""
+        """Return how a GEMM and a transfer slow each other down; 1 for both if that was not measured."""
         return self.contention.get((operation, ctas)) or Slowdown(operation, ctas, 1.0, 1.0)

@@ -3,9 +3,9 @@
 Each op declares a short model of what runs concurrently for each class of its plans (`Op.costs`; `weft.cost`, and
 `cost.py` beside the ops).
 
-Parts come from the profile (`parts`); parameters that cannot be measured alone are fitted to the profile's calls of the
-plan's kind (`fits`). Finally the measured / predicted ratio of the profile's own calls near the shape corrects what the
-model leaves out.
+Times of parts come from the profile (`parts`); parameters that cannot be measured alone are fitted to the profile's
+calls of the plan's kind (`fits`). Finally the measured / predicted ratio of the profile's own calls near the shape
+corrects the prediction for effects that the model omits.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ GPU_BOUND = 1.5  # an eager call that takes this many times the host's time is b
 
 
 class Predictor(Fits):
-    """Times of any plan at any shape on the profile's machine, in us. M, N, K are those of the GEMM on one rank, but M
-    counts the rows of all ranks.
+    """Times of any plan at any shape on the profile's machine, in us. N and K are the GEMM's on one rank; M counts the
+    rows of all ranks.
 
-    clock: time of a GEMM now over its time when the profile was made. launch: us that the host takes now for one of a
-    call's `operations`; None: the profile's time, if it has one.
+    clock: time of a GEMM now over its time in the profile. launch: us that the host currently needs for one of a call's
+    `operations`; None: the profile's time, if it has one.
     """
 
     def __init__(self, profile: Profile, clock: float = 1.0, launch: float | None = None) -> None:
         super().__init__(profile, clock)
         profile_launch = profile.constant("launch")
         self.launch = profile_launch if launch is None else launch
-        # The host's time for a launch now, over that in the profile.
+        # The host's time for a launch now, over its time in the profile.
         self.pace = 1.0 if self.launch is None or profile_launch is None else self.launch / profile_launch
         self._eagers: dict[str, tuple[float, float]] = {}
         self._corrections: dict[Hashable, Callable[[int, int, int], float]] = {}
@@ -56,9 +56,9 @@ class Predictor(Fits):
         received: int | None = None,
         slow: float = 1.0,
     ) -> float:
-        """Return the us of one call, back to back with others. received: all-to-all: rows that the busiest receiver
-        gets, if more than M, the rows that the busiest sender sends. slow: eager calls: slow-down of the host against
-        the profile, or against a launch now. Raises NotMeasured if the profile lacks a part."""
+        """Return the us of one call in back-to-back calls. received: all-to-all: rows that the busiest receiver gets,
+        if there are more than M, the rows that the busiest sender sends. slow: eager calls: slow-down of the host
+        against the profile, or against `launch`. Raises NotMeasured if the profile lacks a part."""
         us = self.model(op, plan, m, n, k, received) * math.exp(self._correction(op, plan)(m, n, k))
         if mode == "eager":
             cost = self.cost(op, plan)
@@ -72,8 +72,8 @@ class Predictor(Fits):
         return self.cost(op, plan).operations(plan, self.world)
 
     def _eager(self, group: str) -> tuple[float, float]:
-        """Return, for a family (all fused plans are one), the us by which an eager call is longer than a captured one,
-        and the host's us for a launch, of which the shortest measured eager call is an upper bound."""
+        """Return, for a family (all fused plans form one), the us by which an eager call takes longer than a captured
+        call, and the host's us for a launch, for which the shortest measured eager call is an upper bound."""
         if group not in self._eagers:
             calls = [
                 (r, cost.launches(plan, self.world))
@@ -86,7 +86,7 @@ class Predictor(Fits):
             eager = [(r, launches) for r, launches in calls if r.mode == "eager"]
             host = min((r.us / launches for r, launches in eager), default=0.0)
             gpu_bound = [r for r, launches in eager if identity(r) in graph and r.us > GPU_BOUND * host * launches]
-            differences = [r.us - graph[identity(r)] for r in gpu_bound]  # calls whose GPU time hides the host's
+            differences = [r.us - graph[identity(r)] for r in gpu_bound]  # in these calls GPU time hides host time
             self._eagers[group] = max(min(differences, default=0.0), 0.0), host
         return self._eagers[group]
 
@@ -107,13 +107,13 @@ class Predictor(Fits):
     def signaled_parts(
         self, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None = None
     ) -> SignaledParts:
-        """Return what the accumulate rule works with."""
+        """Return the times of parts that the accumulate rule combines."""
         cost = self.cost(op, plan)
         assert isinstance(cost, SignaledCost)
         return cost.parts(self, REGISTRY[op].gemm_call(m, n, k, received), plan, self.parameters(op, plan))
 
     def fit(self) -> None:
-        """Fit all parameters now, so that no prediction waits for it."""
+        """Fit all parameters now, so that no prediction waits for a fit."""
         for op in dict.fromkeys(op for op, _ in self.calls):
             for plan in self.measured_plans(op):
                 with contextlib.suppress(NotMeasured):

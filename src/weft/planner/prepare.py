@@ -1,4 +1,4 @@
-"""`weft.prepare`: calls of every size that has a plan of its own, made before the first user waits for one."""
+"""`weft.prepare`: call every size that has its own plan before the first user's request waits for compilation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from .search import near
 
 
 def sizes(rows: int, multiple: int, world: int) -> list[int]:
-    """Return the multiples of `multiple` up to `rows`, in descending order: of those that share one plan, the largest
-    two. The second one's shards may not be whole tiles where the largest one's are, which takes another compiled
-    kernel."""
+    """Return multiples of `multiple` up to `rows`, in descending order: the two largest for each plan. If the largest
+    has shards of whole tiles, the second may not, and then needs a separately compiled kernel."""
     by_planned_size: dict[int, list[int]] = {}
     for m in range(rows // multiple * multiple, 0, -multiple):
         by_planned_size.setdefault(near(m, world), []).append(m)
@@ -23,8 +22,8 @@ def sizes(rows: int, multiple: int, world: int) -> list[int]:
 
 
 def prepare(call: Callable[[int], object], rows: int, *, multiple: int | None = None, world: World) -> None:
-    """Call `call` once for every size that has a plan of its own. Later calls then compile no kernel and search for no
-    plan. Collective; outside CUDA graphs; waits for the GPU. Rank 0 shows its progress on stderr.
+    """Call `call` once for every size that has its own plan, so that later calls compile no kernel and search for no
+    plan. The function is collective, runs outside CUDA graphs, and waits for the GPU. Rank 0 shows progress on stderr.
 
         weft.prepare(lambda m: weft.matmul_all_reduce(x[:m], w, world=world), 8192, world=world)
 
@@ -33,7 +32,7 @@ def prepare(call: Callable[[int], object], rows: int, *, multiple: int | None = 
     Args:
         call: makes the calls of one size, in rows of all ranks together; the same on all ranks.
         rows: the largest size.
-        multiple: sizes are multiples of it. None: of the number of ranks, as in an all-gather of even shards.
+        multiple: all sizes are multiples of this. None: the number of ranks, as in an all-gather of even shards.
         world: the World of the calls.
 
     Raises:

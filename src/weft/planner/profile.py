@@ -1,10 +1,10 @@
 """The measurements of one machine, and their file. The predictor computes with these numbers (`predict.py`).
 
-`weft tune` makes a profile. It holds measurements only, no conclusions: times of library GEMMs, of waves of Triton
-tiles, of collectives and copies by size, how much a GEMM and a transfer slow each other down, and some calls of whole
-ops. It is JSON with one measurement a line, in the user's cache directory, one file for each machine (GPU model, number
-of ranks, link, versions of torch, Triton and NCCL). Profiles that ship with weft are `profiles/<gpu>-x<ranks>.json`. A
-profile that `weft tune` has not finished is valid; the next run continues it.
+`weft tune` makes a profile. A profile contains only measurements, no conclusions: times of library GEMMs, of waves of
+Triton tiles, of collectives and copies by size, how much a GEMM and a transfer slow each other down, and some calls of
+whole ops. Its file is JSON with one measurement per line, in the user's cache directory, one file for each machine (GPU
+model, number of ranks, link, versions of torch, Triton and NCCL). Profiles that ship with weft are
+`profiles/<gpu>-x<ranks>.json`. A profile that `weft tune` has not finished is valid; the next run continues it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORMAT = 3  # version of the file, which includes the format of the plans in it
 
 
 class ProfileError(WeftError):
-    """A profile cannot be used; the message says which one and why."""
+    """A profile cannot be used; the message names it and the reason."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Hardware:
         return f"{self.gpu}-x{self.world}"
 
     def differences(self, measured: Hardware) -> list[str]:
-        """Return, in words, the fields in which the machine of a profile, `measured`, differs from this one."""
+        """Return, in words, the fields where a profile's machine, `measured`, differs from this machine."""
         pairs = [(f.name, getattr(self, f.name), getattr(measured, f.name)) for f in fields(self)]
         return [
             f"{name} {measured_value}, here {value}" for name, value, measured_value in pairs if value != measured_value
@@ -64,7 +64,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Gemm:
-    """us a call of the library's GEMM [m, k] x [n, k]^T alone."""
+    """us per call of the library's GEMM [m, k] x [n, k]^T alone."""
 
     m: int
     n: int
@@ -74,7 +74,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Wave:
-    """us a call of a persistent Triton GEMM of `tiles` tiles over `programs` programs, per_sm on each SM that they
+    """us per call of a persistent Triton GEMM of `tiles` tiles over `programs` programs, per_sm on each SM that they
     use."""
 
     block_m: int
@@ -96,14 +96,14 @@ class Latency:
     operation:
         "all_gather", "reduce_scatter", "all_reduce", "all_to_all": bytes of the whole tensor (gathered, unreduced,
             reduced, sent by a rank); ctas: limit of the communicator, 0 for none
-        "one_shot all_gather" and the like: the same by a low-latency plan
+        "one_shot all_gather" and the like: the same bytes by a low-latency plan
         "copy": one of a chain of copies from a peer
         "local": a copy within a GPU
         "sum": adding the partial sums of all ranks; bytes of the result
         "barrier"
         "check": the GEMM of the self-check
         "launch": the host's time for submitting an operation to a stream, with its event
-        SEND_TO_NODE: every rank sends so many bytes to the rank with the same local rank in another node
+        SEND_TO_NODE: every rank sends these bytes to the rank with the same local rank on another node
     """
 
     operation: str
@@ -114,7 +114,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Slowdown:
-    """Time of a GEMM, and of a transfer, while both run, over the time alone. operation, ctas: as in Latency."""
+    """Times of a GEMM and of a transfer while both run, each over its time alone. operation, ctas: as in Latency."""
 
     operation: str
     ctas: int
@@ -150,7 +150,7 @@ Measurement = Gemm | Wave | Latency | Slowdown | UsedCtas | TimedCall
 
 @dataclass(frozen=True)
 class Profile:
-    """All measurements of one machine. created: ISO date. source: "weft tune", or what the profile was derived from."""
+    """All measurements of one machine. created: ISO date. source: "weft tune", or the origin of a derived profile."""
 
     machine: Hardware
     created: str
@@ -167,7 +167,7 @@ class Profile:
             yield from getattr(self, name)
 
     def __add__(self, rows: Iterable[Measurement]) -> Profile:
-        """Return this profile with further measurements, which replace those of the same thing."""
+        """Return this profile with further measurements, which replace earlier ones with the same `identity`."""
         measured = {identity(row): row for row in (*self.rows(), *rows)}
         sections: dict[str, Any] = {
             name: tuple(row for row in measured.values() if type(row) is cls) for name, (cls, _) in SECTIONS.items()
@@ -194,7 +194,7 @@ class Profile:
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']}, this weft reads {FORMAT}")
             sections = {name: tuple(_row(cls, row) for row in data[key]) for name, (cls, key) in SECTIONS.items()}
-            # A plan is measured once: fields that are gone, which an older weft has written, make no other plan.
+            # A plan is measured once: removed fields, which an older weft wrote, must not make it a different plan.
             sections["calls"] = tuple(replace(c, plan=Plan.from_json(c.plan).to_json()) for c in sections["calls"])
             machine = _row(Hardware, [data["machine"][f.name] for f in fields(Hardware)])
             profile = Profile(machine, str(data["made"]), str(data["source"]), **sections)
@@ -209,7 +209,7 @@ class Profile:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
-# The fields of a Profile that hold measurements, each with its class and its key in the file.
+# By field of a Profile that holds measurements, the measurements' class and the key in the file.
 SECTIONS: dict[str, tuple[type, str]] = {
     "gemms": (Gemm, "gemms"),
     "waves": (Wave, "waves"),
@@ -218,17 +218,17 @@ SECTIONS: dict[str, tuple[type, str]] = {
     "used_ctas": (UsedCtas, "takes"),
     "calls": (TimedCall, "ran"),
 }
-_RESULTS = {"us", "gemm", "transfer", "used"}  # fields that hold a result; the others say what was measured
+_RESULTS = {"us", "gemm", "transfer", "used"}  # fields that hold a result; the others identify the measurement
 
 
 def identity(row: Measurement) -> tuple:
-    """Return the fields that say what was measured, without the results."""
+    """Return the fields that identify the measurement, without its results."""
     return type(row), *(value for name, value in vars(row).items() if name not in _RESULTS)
 
 
 def _check(profile: Profile) -> None:
-    """Raise ValueError for rows that no measurement gives. A prediction would fail with them later, in a call of an
-    op."""
+    """Raise ValueError for rows that no measurement can produce, since a prediction would fail with them later, in a
+    call of an op."""
     sms, seen = profile.machine.sms, set()
     for row in (profile.machine, *profile.rows()):
         for name, value in vars(row).items():
@@ -295,8 +295,8 @@ def _plain(version: str) -> str:
 
 
 def cache_path(machine: Hardware) -> Path | None:
-    """Return the file in which `weft tune` keeps this machine's profile, $XDG_CACHE_HOME/weft/profiles/.. on Linux.
-    None if platformdirs is not installed, as in a source tree with torch and Triton alone."""
+    """Return the file where `weft tune` stores this machine's profile, $XDG_CACHE_HOME/weft/profiles/.. on Linux; None
+    if platformdirs is not installed, as in a source tree with torch and Triton alone."""
     try:
         from platformdirs import user_cache_dir
     except ModuleNotFoundError:
@@ -336,7 +336,7 @@ def read(path: Path) -> Profile:
 
 
 def write(profile: Profile, path: Path) -> None:
-    """Write the profile atomically: a reader never sees half a file."""
+    """Write the profile atomically: a reader never reads half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(profile.to_json())
@@ -344,8 +344,8 @@ def write(profile: Profile, path: Path) -> None:
 
 
 def find(machine: Hardware) -> Profile | None:
-    """Return the cached profile of exactly this machine, else the shipped one of its GPU, count and link; None if there
-    is neither. Raises ProfileError if the file cannot be used."""
+    """Return the cached profile of exactly this machine, else the shipped profile of its GPU, number of GPUs and link;
+    None if neither exists. Raises ProfileError if the file cannot be used."""
     path = cache_path(machine)
     if path is not None and exists(path):
         profile = read(path)
@@ -362,8 +362,8 @@ def find(machine: Hardware) -> Profile | None:
 
 
 def nearest_machine(machine: Hardware) -> Profile | None:
-    """Return the shipped profile of as many GPUs, of this GPU model if there is one, or None. For ranks that share a
-    GPU."""
+    """Return the shipped profile with this number of GPUs, preferably of this GPU model, or None. It serves ranks that
+    share a GPU."""
     same = [p for p in map(shipped, names()) if p is not None and p.machine.world == machine.world]
     return min(same, key=lambda p: p.machine.gpu != machine.gpu, default=None)
 

@@ -1,5 +1,5 @@
-"""The best plan for a shape, without running any: the candidates that the models of its plans name (`Op.costs`), their
-predicted times, and the fastest.
+"""The best plan for a shape, without running any plan: the candidates that the op's models name (`Op.costs`), their
+predicted times, and the fastest candidate.
 
 An overlapped plan is chosen only if it is predicted faster than sequential by more than `gain`.
 """
@@ -31,11 +31,11 @@ class Option:
 
 @dataclass(frozen=True)
 class Decision:
-    """The plan chosen for one op and shape, and the candidates. M, N, K are those of the GEMM on one rank, but M counts
-    the rows of all ranks.
+    """The plan chosen for one op and shape, and the candidates. N and K are the GEMM's on one rank; M counts the rows
+    of all ranks.
 
-    plan: the one that "auto" runs. why: in words, what the decision rests on. options: all candidates by predicted
-    time, the fastest first; empty if nothing was predicted. `print` shows the best one of every kind.
+    plan: the plan that "auto" runs. why: the basis of the decision, in words. options: all candidates by predicted
+    time, the fastest first; empty if nothing was predicted. `print` shows the best candidate of every kind.
     """
 
     op: str
@@ -74,21 +74,21 @@ class Decision:
 
 
 def gain(mode: str) -> float:
-    """Return how many times as fast as sequential a plan must be predicted to be. Eager calls need EAGER_GAIN: those
-    predicted to win by less lost as often as they won (2 H200, 2026-11), since hosts differ from call to call."""
+    """Return how many times as fast as sequential a plan must be predicted to be. Eager calls need EAGER_GAIN: plans
+    predicted to win by less lost as often as they won (2 H200, 2026-11), since host time varies from call to call."""
     return GAIN if mode == "graph" else EAGER_GAIN
 
 
 def host_overhead_factor(launches: int, mode: str) -> float:
-    """Return how many times as slow as in the profile the host is assumed to be when an eager plan must be predicted to
-    win. The profile has the shortest call, and hosts are often slower: 53 us there, 61 to 147 us in two runs
-    (sequential calls of the smallest sizes, 2 H200, 2026-11, median 100). That delays plans of few launches as much as
-    sequential; a plan on several streams launches three times as much, and must win even then."""
+    """Return the factor by which the host is assumed to be slower than in the profile when an eager plan must be
+    predicted to win. The profile has the shortest call, and hosts are often slower: 53 us in the profile, 61 to 147 us
+    in two runs (sequential calls of the smallest sizes, 2 H200, 2026-11, median 100). A slower host delays plans of few
+    launches as much as sequential; a plan on several streams makes three times as many launches, and must still win."""
     return SLOW_HOST if mode == "eager" and launches > 1 else 1.0
 
 
 def brief(plan: Plan) -> str:
-    """Return a plan as its kind, a word for its variant, and the fields that differ from the defaults of its class."""
+    """Return a plan as text: its kind, a word for its variant, and the fields that differ from its class's defaults."""
     defaults = settings(type(plan)())
     settings_text = [plan.variant] if plan.variant else []
     settings_text += [f"{name}={value}" for name, value in settings(plan).items() if value != defaults[name]]
@@ -106,9 +106,9 @@ def candidates(
     movable: bool | None = None,
     limits: bool = True,
 ) -> list[Plan]:
-    """Return the plans worth predicting: those that the models of the op's plans name.
+    """Return the plans worth predicting, which the models of the op's plans name.
 
-    even, movable, limits: as in `Conditions`; movable None: as M says (`Op.movable`).
+    even, movable, limits: as in `Conditions`; movable None: depends on M (`Op.movable`).
     """
     if p.world == 1:
         return [Sequential()]
@@ -121,15 +121,14 @@ def candidates(
 
 
 def near(m: int, world: int) -> int:
-    """Return the next M, upwards, of a grid of 16 steps an octave, for which the plan of `m` is chosen. It rounds up
-    because fewer rows may take a wave less, and a plan for that wave less would leave the last tiles to a wave of their
-    own."""
+    """Return m rounded up to a grid of 16 steps per octave; the plan of `m` is chosen for the returned M. Rounding down
+    could give one wave fewer, and a plan for fewer waves would leave the last tiles to a wave of their own."""
     rounded = bucket(m, 16)
     return rounded if m % world else -(-rounded // world) * world
 
 
 class Planner:
-    """Choose plans with one profile's predictor, and remember them."""
+    """Chooses plans with one profile's predictor, and remembers them."""
 
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
@@ -151,8 +150,8 @@ class Planner:
         limits: bool = True,
     ) -> Decision:
         """Return the fastest of the candidates that are predicted faster than sequential by more than `gain`, on a host
-        of their `host_overhead_factor`; else sequential. Raises NotMeasured if the profile lacks even the sequential
-        time."""
+        that is slower by their `host_overhead_factor`; else sequential. Raises NotMeasured if the profile lacks even
+        the sequential time."""
         p, options = self.predictor, []
         for plan in candidates(p, op, m, n, k, even, received, movable, limits):
             try:
@@ -178,9 +177,9 @@ class Planner:
         return sequential > gain(mode) * us
 
     def _sum(self, nbytes: int, passes: float = 0.0) -> Plan:
-        """Return the fastest plan of an all-reduce of so many bytes alone: the library's, or a low-latency one. passes:
-        bytes that the kernels after the library's read and write, over `nbytes`; a low-latency plan includes their
-        work. Raises NotMeasured."""
+        """Return the fastest plan of an all-reduce of `nbytes` bytes alone: NCCL's, or a low-latency plan. passes:
+        bytes that the kernels after NCCL's read and write, over `nbytes`; a low-latency plan includes their work.
+        Raises NotMeasured."""
         p = self.predictor
         library = p.latency("all_reduce", nbytes) + p.optional("local", passes * nbytes)
         times = p.low_latency_times("all_reduce", nbytes)
@@ -188,9 +187,9 @@ class Planner:
         return best if best in times and library > GAIN * times[best] else Sequential()
 
     def _nearest(self, op: str, m: int, n: int, k: int, mode: str, limits: bool = True) -> Plan:
-        """Return the plan that "auto" runs: that of `near(m)`, so that serving, where M changes with every batch,
-        searches a few hundred times and not once for every M; sequential if that plan is not predicted faster at M
-        itself. It is the same on every rank, whatever the rank chose before. Raises NotMeasured."""
+        """Return the plan that "auto" runs: the plan of `near(m)`, so that serving, where M changes with every batch,
+        searches a few hundred times and not once for every M; sequential if that plan is not predicted faster than
+        sequential at M itself. Every rank gets the same plan, whatever it chose before. Raises NotMeasured."""
         p, planned_m = self.predictor, near(m, self.predictor.world)
         movable = REGISTRY[op].movable(Signaled(copies=True), m, p.world)
         plan = self.decide(op, planned_m, n, k, mode, m % p.world == 0, movable=movable, limits=limits).plan

@@ -10,10 +10,10 @@ stay as measured, since the GPUs are the profile's. Times of transfers are scale
                profile's shortest time (launch, protocol) stays
     pulling    programs that read peers keep their measured rate, but are no faster than a copy engine on a slower link
 
-Copies, pulling programs and their barriers need memory that all ranks can address: a topology of one level. Over
-several levels there are the library's collectives (sequential, decomposed all-reduce, signaled), and over two levels,
-if GPUs of the inner one address each other's memory, the two-level plans. The library's collectives over all ranks
-follow the first rule: all network cards of a node together carry the whole tensor once, as NCCL's rings do.
+Copies, pulling programs and their barriers need memory that all ranks can address: a topology of one level. Topologies
+of several levels allow plans by NCCL's collectives (sequential, decomposed all-reduce, signaled), and topologies of two
+levels also the two-level plans, if GPUs of the inner level address each other's memory. NCCL's collectives over all
+ranks follow the first rule: all network cards of a node together carry the whole tensor once, as NCCL's rings do.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .profile import SEND_TO_NODE, Latency, Profile
 from .search import Decision, Planner, brief, gain
 
 CURVE_SIZES = tuple(1 << i for i in range(16, 33))
-# By collective: bytes that cross a boundary, over those of the tensor.
+# By collective: bytes that cross a boundary, over the tensor's bytes.
 MOVED = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 
 
 @dataclass(frozen=True)
 class Level:
-    """A level of `count` GPUs, or of groups of the level below. latency_us: of one message. gbs: GB/s a GPU in one
-    direction."""
+    """A level of `count` GPUs, or of `count` groups of the level below. latency_us: latency of one message. gbs: GB/s
+    of a GPU in one direction."""
 
     count: int
     latency_us: float
@@ -72,7 +72,7 @@ class Topology:
         return self.peer_access and all(x.count == 1 for x in self.levels[1:])
 
     def resized(self, gpus: int) -> Topology:
-        """Return the same links with as many GPUs: inner levels are filled first, the outermost grows."""
+        """Return a topology of `gpus` GPUs with the same links: inner levels are filled first, the outermost grows."""
         counts, left = [], gpus
         for x in self.levels[:-1]:
             counts.append(math.gcd(x.count, left))
@@ -82,8 +82,8 @@ class Topology:
         return replace(self, name=self.name, levels=levels)
 
     def rate(self) -> float:
-        """Return the GB/s of a GPU in a ring through all GPUs: that of the slowest boundary, whose links all GPUs
-        inside share."""
+        """Return the GB/s of a GPU in a ring through all GPUs. The slowest boundary sets it; all GPUs inside a boundary
+        share its links."""
         inside, rates = 1, []
         for x in self.levels:
             if x.count > 1:
@@ -92,7 +92,7 @@ class Topology:
         return min(rates, default=math.inf)
 
     def latency(self) -> float:
-        """Return the us of the steps of a ring or a tree through all GPUs, one way."""
+        """Return the us of all steps of a ring or a tree through all GPUs, one way."""
         used = [x for x in self.levels if x.count > 1]
         tree = sum(math.ceil(math.log2(x.count)) * x.latency_us for x in used)
         ring = (self.gpus - 1) * max((x.latency_us for x in used), default=0.0)
@@ -103,7 +103,7 @@ class Topology:
 # PCIe 5 x16 carries 64 GB/s, PCIe 4 x16 32 GB/s, a 400 Gb/s network card 50 GB/s, one for each GPU. Latencies are
 # typical orders of magnitude.
 def nvlink(gpus: int = 8, links: int = 18) -> Topology:
-    """Return the GPUs of one node on a switch, with so many NVLink 4 links each."""
+    """Return the GPUs of one node on a switch, with `links` NVLink 4 links each."""
     return Topology(f"NVLink, {links} links", (Level(gpus, 1.3, 26.562 * links),))
 
 
@@ -125,8 +125,8 @@ def cluster(gpus: int, per_node: int = 8, gbs: float = 50.0) -> Topology:
 
 
 class ScaledPredictor(Predictor):
-    """A predictor of another topology. Its transfers are scaled; fitted parameters are those of the measured
-    predictor."""
+    """A predictor of a topology that was not measured. It scales the times of transfers, and keeps the measured
+    predictor's fitted parameters."""
 
     def __init__(self, measured: Predictor, topology: Topology, measured_on: Topology) -> None:
         self.measured, self.topology = measured, topology
@@ -163,8 +163,8 @@ class ScaledPredictor(Predictor):
 
 
 def _over_nodes(measured: Predictor, node: Level, network: Level, measured_on: Topology) -> OverNodes:
-    """Return the times of two levels: a node as a topology of its own, transfers over the network as those of a pair of
-    GPUs, and all-reduces as those of one GPU a node."""
+    """Return the times of two levels: a node is a topology of its own, a transfer over the network takes as long as
+    between a pair of GPUs, and an all-reduce as long as over one GPU per node."""
     inside = Planner(ScaledPredictor(measured, Topology("a node", (node,)), measured_on))
     across = ScaledPredictor(measured, Topology("a GPU a node", (network,), peer_access=False), measured_on)
     pair = ScaledPredictor(measured, Topology("a pair", (replace(network, count=2),), peer_access=False), measured_on)
@@ -186,8 +186,8 @@ def _over_nodes(measured: Predictor, node: Level, network: Level, measured_on: T
 
 
 def over_nodes(profile: Profile, nodes: int) -> Topology:
-    """Return so many nodes like the profile's machine, joined by the link that `weft tune` measured between nodes, with
-    the us of the shortest message and the rate at the longest. Raises NotMeasured if the profile has no such link."""
+    """Return `nodes` nodes like the profile's machine, joined by the link that `weft tune` measured between nodes, with
+    the shortest message's us and the longest message's rate. Raises NotMeasured if the profile lacks this link."""
     sends = {x.nbytes: x.us for x in profile.latencies if x.operation == SEND_TO_NODE}
     if len(sends) < 2:
         raise NotMeasured(f"the link between nodes was not measured on {profile.machine.name}")
@@ -206,7 +206,7 @@ def _latencies(measured: Predictor, topology: Topology, measured_on: Topology) -
             base = max(short - measured_on.latency() * MOVED[operation], 0.0)
             for size in CURVE_SIZES:
                 moved = size * (w - 1) / w
-                same = moved * w0 / (w0 - 1)  # the tensor of which each measured GPU moved as many bytes
+                same = moved * w0 / (w0 - 1)  # bytes of the tensor for which each measured GPU moved as many bytes
                 bandwidth = (curve(same) - short) * measured_on.rate() / topology.rate()
                 us = base + topology.latency() * MOVED[operation] + max(bandwidth, 0.0)
                 rows.append(Latency(operation, ctas, size, us))
@@ -230,9 +230,9 @@ SimulatedCall = tuple[str, int, int, int]  # op, M, N, K on one rank
 
 
 def calls_of(workload: str, size: tuple[int, int, int], gpus: int) -> list[SimulatedCall]:
-    """Return the ops of a workload, each on one of `gpus` ranks. "mlp" and "decoder" have size (tokens, hidden,
-    intermediate), a decoder's ops being its four projections, without attention; an op has size (M, N, K) of the whole
-    layer."""
+    """Return the ops of a workload, each on one of `gpus` ranks. size: for "mlp" and "decoder" (tokens, hidden,
+    intermediate), for an op (M, N, K) of the whole layer. A decoder's ops are its four projections, without
+    attention."""
     part = lambda n: max(-(-n // gpus) + 7, 8) // 8 * 8  # noqa: E731
     m, a, b = size
     if workload in ("mlp", "decoder"):
@@ -247,7 +247,7 @@ def calls_of(workload: str, size: tuple[int, int, int], gpus: int) -> list[Simul
 
 @dataclass(frozen=True)
 class Simulated:
-    """One size: us of the fastest predicted plans, of the sequential ones, and of GEMMs and transfers alone."""
+    """One size: us of the fastest predicted plans, of sequential plans, and of GEMMs and transfers alone."""
 
     size: tuple[int, int, int]
     us: float
@@ -262,7 +262,7 @@ class Simulated:
 
     @property
     def bound_share(self) -> float:
-        """Return the longer of GEMMs and transfers alone, over the time."""
+        """Return the longer of the times of GEMMs alone and transfers alone, over the predicted time."""
         return max(self.gemm, self.comm) / self.us
 
 
@@ -319,20 +319,20 @@ def simulate(
 
     Args:
         topology: GPUs and links (`nvlink`, `pcie`, `cluster`, or your own levels); the GPUs are the profile's model.
-        workload: "mlp", "decoder" (its projections), or an op ("matmul_all_reduce", ..).
+        workload: "mlp", "decoder" (a decoder's projections), or an op ("matmul_all_reduce", ..).
         sizes: (tokens, hidden, intermediate) of the layer, or (M, N, K) of the op, before they are divided over the
             GPUs.
         profile: as in `weft.explain`. Default: this machine's.
         measured_on: the links of the profile's machine. Default: NVLink with as many links as the profile says, or PCIe
             5.
-        eight_bits: operands of GEMMs have 8 bits, sums and results 16. No profile has their rates: a GEMM is assumed to
-            be as fast as a 16-bit one of half K, whose rows have as many bytes. The Simulation says so.
+        eight_bits: operands of GEMMs have 8 bits, sums and results 16. No profile has 8-bit rates: an 8-bit GEMM is
+            assumed to be as fast as a 16-bit GEMM of half K, whose rows have as many bytes. The Simulation prints this.
 
     Returns:
         A Simulation.
 
     Raises:
-        ProfileError: there is no profile, it cannot be used, or it lacks what this needs.
+        ProfileError: there is no profile, it cannot be used, or it lacks a measurement that this needs.
         TypeError: `topology` is not a Topology.
         ValueError: the workload is unknown, an entry of `sizes` is not three positive integers, or `measured_on`
             and the profile have different numbers of GPUs.
@@ -387,7 +387,7 @@ def simulate_from(
             gemm += predictor.gemm(m, n, k)
             call = REGISTRY[op].gemm_call(m, n, k)
             comm += predictor.latency(call.collective, call.moved(m)) if predictor.world > 1 else 0
-        if workload in ("mlp", "decoder"):  # gate and up are read, and their product is written
+        if workload in ("mlp", "decoder"):  # the activation reads gate and up, and writes their product
             activation = predictor.latency("local", size[0] * -(-size[2] // topology.gpus) * 3 * ITEM // 2)
             us, sequential = us + activation, sequential + activation
         rows.append(Simulated(size, us, sequential, gemm, comm, tuple(plans)))
@@ -398,7 +398,7 @@ def simulate_from(
 
 
 def _without_signals(decision: Decision) -> Decision:
-    """Return the decision among the plans that take 8-bit operands."""
+    """Return the decision among the plans that support 8-bit operands."""
     if not isinstance(decision.plan, Signaled) or decision.sequential is None:
         return decision
     others = (o.plan for o in decision.options if not isinstance(o.plan, Signaled))

@@ -1,4 +1,4 @@
-"""The last output of `weft tune`: what the profile predicts for the operators of a Llama-70B layer on this machine, as
+"""The last output of `weft tune`: the profile's predictions for the operators of a Llama-70B layer on this machine, as
 a table and as a plot."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class Gain:
-    """Predicted us in a CUDA graph of one operator: sequential (the library's GEMM and NCCL), and by the plan that
-    "auto" takes."""
+    """Predicted us of one operator in a CUDA graph: by sequential (cuBLAS and NCCL), and by the plan that "auto"
+    chooses."""
 
     op: str
     tokens: int
@@ -37,7 +37,8 @@ class Gain:
 
 
 def gains(profile: Profile) -> list[Gain]:
-    """Return the predictions for Llama-70B's MLP, split over the profile's GPUs, leaving out what was not measured."""
+    """Return the predictions for Llama-70B's MLP, split over the profile's GPUs, without sizes that the profile cannot
+    predict."""
     planner, gpus = Planner(Predictor(profile)), profile.machine.world
     gains = []
     for op in map(op_around, COLLECTIVES):

@@ -1,12 +1,12 @@
 """The measured plans: the fastest one for each measured shape, by GPU model and way of launching.
 
 `bench/pages/table.py` makes `tables/<gpu>.json` from the results of `bench/measure/run.py --tune`. A row has the op,
-world, M, N, K (of the GEMM on one rank, but M of all ranks), mode ("graph": captured in a CUDA graph, "eager"), the
-fastest plan and its speedup over cuBLAS + NCCL: the one that the benchmark confirmed, or that of the tuning run, less
-what such runs overstated elsewhere.
+world, M, N, K (N and K of the GEMM on one rank, M of all ranks), mode ("graph": captured in a CUDA graph, "eager"), the
+fastest plan and its speedup over cuBLAS + NCCL. The speedup is the one that the benchmark confirmed, or the tuning
+run's, reduced by the amount that tuning runs overstated elsewhere.
 
-Rows of the op DECODER, from `bench/measure/decoder.py --tune`, have the way in which a decoder's layers run from M
-tokens on; N and K are its hidden and its intermediate size (`nn.weave.Table`).
+Rows of the op DECODER, from `bench/measure/decoder.py --tune`, contain the fastest way to run a decoder's layers from M
+tokens on; N and K are the decoder's hidden and intermediate size (`nn.weave.Table`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..world import World
 
 DECODER = "decoder"
-StoredRow: TypeAlias = dict[str, Any]  # as it is stored
+StoredRow: TypeAlias = dict[str, Any]  # a row in its stored form
 KEY = ("op", "world", "M", "N", "K", "mode")  # the fields that identify a row
 GAIN = 1.02  # a plan with a smaller speedup is not worth its memory
 
@@ -47,14 +47,14 @@ class Measured:
 
 @functools.cache
 def stored(gpu: str) -> tuple[StoredRow, ...]:
-    """Return the rows of one GPU model as they are stored; empty if it was not measured."""
+    """Return the rows of one GPU model in their stored form; empty if the model was not measured."""
     path = resources.files(__package__) / "tables" / f"{gpu}.json"
     return tuple(json.loads(path.read_text())) if path.is_file() else ()
 
 
 @functools.cache
 def load(gpu: str) -> tuple[Measured, ...]:
-    """Return the rows of ops on one GPU model."""
+    """Return the rows of ops on one GPU model, without rows of decoders."""
     return tuple(
         Measured(op, world, m, n, k, mode, Plan.from_json(json.dumps(r["plan"])), r["speedup"], r["us"])
         for r in stored(gpu)
@@ -71,7 +71,7 @@ def layers(gpu: str, world: int, hidden: int, intermediate: int) -> list[StoredR
 
 def gpu_of(world: World) -> str:
     """Return the GPU model whose plans this World runs: its own, or, for ranks that share a GPU without measured plans,
-    a model that has some."""
+    a model with measured plans."""
     gpu = gpu_model(world.device)
     return gpu if load(gpu) or not world.backend.shares_gpu else next(iter(models()), gpu)
 
@@ -86,8 +86,8 @@ _learned: list[Measured] = []
 
 
 def learn(rows: list[Measured]) -> None:
-    """Add rows measured in this process; they take precedence over the shipped ones of the same shape. Every rank must
-    learn the same rows."""
+    """Add rows measured in this process; they take precedence over shipped rows of the same shape. Every rank must add
+    the same rows."""
     _learned[:0] = rows
     Op.table_version += 1
     exact.cache_clear()
@@ -103,14 +103,14 @@ def gpu_model(device: torch.device) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def exact(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> Plan | None:
-    """Return the plan of the row of exactly this shape, Sequential if nothing won there, None without a row."""
+    """Return the plan in the row of exactly this shape, Sequential if no plan was faster there, None without a row."""
     measured = row(gpu, op, world, m, n, k, mode)
     return None if measured is None else measured.plan if measured.speedup >= GAIN else Sequential()
 
 
 def row(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> Measured | None:
-    """Return the row of exactly this shape, or None. The rows of an op that was only measured in graphs also count for
-    eager calls: its plan is one launch in place of several."""
+    """Return the row of exactly this shape, or None. The rows of an op that was only measured in graphs also serve
+    eager calls: the op's plan is one launch instead of several."""
     rows = [r for r in (*_learned, *load(gpu)) if r.op == op]
     modes = (mode, *({"graph"} if all(r.mode == "graph" for r in rows) else ()))
     for r in rows:

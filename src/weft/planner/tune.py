@@ -1,12 +1,11 @@
-"""`weft tune`: take the measurements of a profile and keep them (`planner/profile.py`).
+"""`weft tune`: make the measurements of a profile and store them (`planner/profile.py`).
 
-The probes are a list, the most important first; each returns one or a few measurements. Before each probe the ranks
-check together that there is time left; after it rank 0 adds the measurements to the file. A probe whose measurements
-are in the file is skipped, so a run that was stopped is continued by the next. A probe that fails is reported and
-skipped.
+The probes form a list, the most important first; each returns one or a few measurements. Before each probe the ranks
+check together that there is time left; after it rank 0 adds the measurements to the file. A run skips probes that have
+their measurements in the file, so it continues a run that was stopped. It reports a probe that fails, and skips it.
 
 Calls are captured in a CUDA graph and replayed back to back: ops are meant to run in graphs, and a GPU that idles
-between probes would run at clocks that it does not keep. The median over replays counts, then the slowest rank.
+between probes would run at clocks that it cannot sustain. A result is the slowest rank's median over replays.
 
     weft tune                                                     on all GPUs of this machine
     torchrun --nnodes 2 ... -m weft.planner.tune                  the link between nodes, once each node has a profile
@@ -48,7 +47,7 @@ SAVE_EVERY = 3.0  # seconds between two writes of the file
 
 
 def probes_of(b: Bench) -> Iterator[Probe]:
-    """Yield all probes, the most important first; for ranks on several nodes those of the link between nodes."""
+    """Yield all probes, the most important first; for ranks on several nodes the probes of the link between nodes."""
     coarse, rest = b.sizes.nbytes
     if b.world.multi_node_unsupported is not None:
         yield from moves.sends(b, (*coarse, *rest))
@@ -113,8 +112,8 @@ def measure(
     save: Callable[[Profile], None],
     report: Progress,
 ) -> Profile:
-    """Return `profile` with what the probes measured in about `seconds`. Rank 0 saves it every few seconds. Collective.
-    Raises Timeout if a rank is gone."""
+    """Return `profile` with the measurements that the probes made in about `seconds`. Rank 0 saves it every few
+    seconds. Collective. Raises Timeout if a rank is gone."""
     start = saved_at = time.monotonic()
     measured = {identity(row) for row in profile.rows()}
     remaining = []
@@ -139,7 +138,7 @@ def measure(
         except Exception as e:
             problem = f"{probe.name}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
         failed: list[str] | None = None
-        while failed is None:  # ranks that were in another exchange raise RuntimeError there, and then join this one
+        while failed is None:  # ranks in a different exchange raise RuntimeError there, and then join this exchange
             try:
                 failed = [s for s in exchanged(world, "probe", problem) if s]
             except Timeout:
@@ -160,8 +159,8 @@ def measure(
 
 
 def start_of(machine: Hardware, path: Path, again: bool = False) -> Profile:
-    """Return the profile in the file, with its date; an empty profile of today if there is no file, or with `again`.
-    Raises ProfileError if the file is not a profile of this machine."""
+    """Return the profile in the file, with its date; or an empty profile with today's date if there is no file, or with
+    `again`. Raises ProfileError if the file is not a profile of this machine."""
     empty = Profile(machine, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "weft tune")
     if again or not exists(path):
         return empty
@@ -176,12 +175,12 @@ def start_of(machine: Hardware, path: Path, again: bool = False) -> Profile:
 
 
 def run(world: World, seconds: float, out: Path | None, report: Progress, again: bool = False) -> tuple[str, int, int]:
-    """Measure this machine into `out`, or the file in which weft looks for its profile. again: measure everything, and
-    replace the file. On several equal nodes only the link between nodes is measured, into the profile of one of them.
+    """Measure this machine into `out`, by default the file where weft looks for its profile. again: measure everything,
+    and replace the file. On several equal nodes only the link between nodes is measured, into the profile of one node.
     Collective.
 
-    Returns the file, how many measurements it has, and how many there are in all. Raises ProfileError for a file that
-    cannot be continued, for nodes that differ, and for ranks that share a GPU.
+    Returns the file, the number of measurements in it, and the number of all measurements. Raises ProfileError for a
+    file that cannot be continued, for nodes that differ, and for ranks that share a GPU.
     """
     if world.multi_node_unsupported and world.backend.two_level_unsupported:
         raise ProfileError(

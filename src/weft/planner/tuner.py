@@ -15,13 +15,12 @@ from ..world import World
 GRAPH_US = 3000.0  # us of a captured graph, at most BATCH calls
 BATCH, REPLAYS, MOST_REPLAYS = 20, 4, 16  # graphs shorter than GRAPH_US are replayed up to MOST_REPLAYS times
 
-Timed = Callable[[int], Events]  # submits so many calls and returns the events around them
+Timed = Callable[[int], Events]  # submits this number of calls and returns the events around them
 R = TypeVar("R")
 
 
 def exchanged(world: World, step: str, value: R) -> list[R]:
-    """Return every rank's value. Raises RuntimeError if another rank is at another step, because something failed
-    there."""
+    """Return every rank's value. Raises RuntimeError if another rank is at a different step, because it failed."""
     values = world.exchange((step, value))
     if any(t[0] != step for t in values):
         raise RuntimeError("another rank failed")
@@ -29,7 +28,7 @@ def exchanged(world: World, step: str, value: R) -> list[R]:
 
 
 class Timer(Protocol):
-    """Times in us, those of the slowest rank. Collective."""
+    """Times of the slowest rank in us. All methods are collective."""
 
     def graph(self, fn: Callable[[], object]) -> float:
         """Return the time of a call of fn, captured and replayed back to back."""
@@ -56,7 +55,7 @@ class CudaTimer:
         self.world.all_reduce(self.word, self.world.current_stream())
 
     def _once(self, fn: Callable[[], object]) -> float:
-        """Return the rough us of a call, after one to warm up."""
+        """Return the approximate us of a call, after a warm-up call."""
         fn()
         self._rendezvous()
         two = span(repeated(fn, 2))
@@ -84,8 +83,8 @@ class CudaTimer:
             return self._slowest(statistics.median(map(length, spans)) / BATCH)
 
     def together(self, fn: Callable[[], object], transfer: Callable[[Stream], object]) -> tuple[float, float]:
-        """Time one function while another runs. The measured one runs a third as long as the other, in the middle of
-        its time."""
+        """Time each function while the other runs: the measured one runs a third as long, in the middle of the other's
+        time."""
         with torch.cuda.stream(self.stream):
             side = self.world.side_stream("tune")
 

@@ -1,6 +1,7 @@
 """Spans as Chrome trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
 
-A rank is a process, a track is a thread of it, and an arrow leads to each wait from the track whose notify ended it.
+A rank is a process, a track is a thread of the process, and an arrow leads to each wait from the track whose notify
+ended the wait.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 from ..span import Span
 from .tracks import lanes
 
-TraceEvent = dict[str, Any]  # an event as it stands in the JSON
+TraceEvent = dict[str, Any]  # an event in its JSON form
 
 
 def events(spans: Sequence[Span]) -> list[TraceEvent]:
-    """Trace events with times in microseconds (the emulator's unit, one kB, counts as a microsecond)."""
+    """Return trace events with times in microseconds (the emulator's unit, one kB, counts as a microsecond)."""
     thread = {lane: number for number, lane in enumerate(lanes(spans))}
     out: list[TraceEvent] = []
     for rank in sorted({rank for rank, _ in thread}):

@@ -2,7 +2,7 @@
 
 Work is filled in the colour of its kind. A wait is a pale bar in the colour of the rank whose notify ended it, with a
 line from that notify's lane; the matrix on the right sums the waits. Several runs are drawn below each other on one
-axis, each from its own start, and each after the first is labelled with the time that it ended sooner.
+axis, each from its own start; each run after the first is labelled with the time by which it ended before the first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tracks import lanes
 
 Lane = tuple[int, str]
 
-# Okabe and Ito's colours, and Paul Tol's for ranks, which the colour-blind can distinguish; four ranks' also when pale.
+# Okabe and Ito's colours, and Paul Tol's for ranks. The colour-blind can distinguish all; four ranks' even when pale.
 WORK = {
     "compute": "#0072b2",
     "local": "#56b4e9",
@@ -45,7 +45,7 @@ WIDTH, DPI = 10, 180  # inches, dots per inch: at a page's 900 pixels the smalle
 LITTLE, NORMAL, LARGE = 7, 8, 9.5  # points
 NAMELESS, ROOM = 0.003, 0.05  # bars shorter than this part of the axis have no name; inches around a name
 FAINT = 0.5  # opacity of a wait
-_ARROWS = 60  # the number of longest waits that have a line; more lines would hide the bars
+_ARROWS = 60  # only this number of the longest waits have a line; more lines would hide the bars
 _BETWEEN = 0.9  # lanes left free between two ranks, for the names of short bars
 
 
@@ -63,7 +63,7 @@ def stacked(spans: Sequence[Span]) -> list[Span]:
     """Return the same spans with kernels that follow one another on a rank in the same lanes: `program:3` for every
     program 3.
 
-    A kernel that runs at the same time as another one keeps its own lanes.
+    A kernel that runs at the same time as another kernel keeps its own lanes.
     """
     extent: dict[tuple[int, str], tuple[float, float]] = {}
     for s in spans:
@@ -115,7 +115,7 @@ def render(panels: Mapping[str, Sequence[Span]], *, unit: str, heading: str = ""
     if heading:
         figure.suptitle(heading, x=0.008, ha="left", fontsize=NORMAL, color=INK)
     _legend(figure, shown)
-    figure.draw_without_rendering()  # computes the layout, which says how wide a name may be
+    figure.draw_without_rendering()  # computes the layout, which determines how wide a name may be
     for axes, spans, row, limit in zip(timelines, runs.values(), rows, [reach, *ends[1:]], strict=False):
         _name_bars(axes, spans, row, limit)
     return figure
@@ -144,8 +144,8 @@ def _rows(spans: Sequence[Span]) -> dict[Lane, float]:
 
 
 def _family(track: str) -> tuple[str, str]:
-    """Return the name that a lane shares with others like it, and its number among them: "gemm (pull):3" is ("pull",
-    "3")."""
+    """Return the name that a lane shares with the other lanes of its family, and its number among them: "gemm (pull):3"
+    is ("pull", "3")."""
     family, _, rest = track.rpartition(":")
     if family == "stream":
         return f"{rest} stream", ""
@@ -229,7 +229,7 @@ def _arrows(axes: Axes, spans: Sequence[Span], row: dict[Lane, float]) -> None:
 
 
 def _compare(axes: Axes, end: float, first_end: float, unit: str) -> None:
-    """Mark the time between the end of this run and of the first: how much sooner, or later, this one ended."""
+    """Mark the time between the ends of this run and of the first: how much sooner, or later, this run ended."""
     sooner = end <= first_end
     colour = SAVED if sooner else LOST
     axes.axvspan(end, first_end, color=to_rgba(colour, 0.15), lw=0, zorder=1)
@@ -288,16 +288,16 @@ def _name_bars(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], limit:
 
 
 def _middle_outside_bars(wide: float, start: float, end: float, before: float, after: float) -> float | None:
-    """Return the middle of a name after bars from `start` to `end` in a lane that is free until `after`, else before
-    them if it is free from `before` on; None where there is no room."""
+    """Return the middle of a name next to bars from `start` to `end`: after them if the lane is free until `after`,
+    else before them if it is free from `before` on; None if there is no room."""
     if wide <= after - end:
         return end + wide / 2
     return start - wide / 2 if wide <= start - before else None
 
 
 def _runs(bars: Iterable[Span]) -> list[list[Span]]:
-    """Return a lane's bars in groups of equal names that follow one another, with the waits before the first and after
-    each."""
+    """Return a lane's bars in groups of consecutive equal names, with the waits before the first bar and after each
+    bar."""
     runs: list[list[Span]] = []
     for s in bars:
         names = {bar.name for bar in runs[-1] if bar.kind != "wait"} if runs else {""}
@@ -309,7 +309,7 @@ def _runs(bars: Iterable[Span]) -> list[list[Span]]:
 
 
 def _on(colour: str) -> str:
-    """Return a text colour that can be read on this colour."""
+    """Return a text colour that is legible on this colour."""
     red, green, blue = to_rgb(colour)
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.4 else INK
 

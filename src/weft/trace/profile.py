@@ -6,7 +6,7 @@
                          launched its call
 
 The barrier, an all-reduce of one word, ends on all ranks within a few microseconds. Its end is time 0 on every rank, so
-that clocks that differ do not matter, and what the profiler recorded before it is not drawn.
+that differences between clocks do not matter. Events before it are not drawn.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ..world import World
 from .perfetto import TraceEvent
 
 ACTIVITIES = (ProfilerActivity.CUDA,)
-HEAD_START = 10_000_000  # cycles, about 5 ms, which is more than the hosts are apart
+HEAD_START = 10_000_000  # cycles, about 5 ms, which is longer than the hosts are apart
 CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-TOUCH = 5.0  # microseconds by which a kernel and the next one in its lane may overlap
+TOUCH = 5.0  # most microseconds of overlap between a kernel and the next kernel in its lane
 
 
 class Role(NamedTuple):
@@ -40,8 +40,8 @@ class Role(NamedTuple):
 
 
 REDUCE = Role("reduce", "reduce-scatter", "reduce")
-# Roles by a pattern that the name of a kernel or copy begins with; the first that matches counts. A profiler does not
-# say whether the copy engine or SMs made a copy within one GPU.
+# Roles by a pattern for the beginning of a kernel's or copy's name; the first match counts. A profiler does not report
+# whether the copy engine or SMs made a copy within one GPU.
 ROLES = {
     r"nccl\w*AllGather|gather_low_latency$": Role("all-gather", "all-gather", "gather"),
     r"nccl|scatter_low_latency$": REDUCE,
@@ -56,7 +56,7 @@ ROLES = {
 
 
 def profiled(world: World, fn: Callable[[], object]) -> list[Span]:
-    """Call `fn` on all ranks, twice, and return what the second call did on this rank's GPU (see `spans_of`)."""
+    """Call `fn` twice on all ranks, and return the second call's spans on this rank's GPU (see `spans_of`)."""
     return spans_of(world.rank, recorded(world, fn))
 
 
@@ -83,8 +83,8 @@ def recorded(world: World, fn: Callable[[], object]) -> list[TraceEvent]:
 
 
 def spans_of(rank: int, events: Iterable[TraceEvent]) -> list[Span]:
-    """Return the spans after the barrier, which is the first NCCL kernel among one rank's events; none without it.
-    Times are in microseconds from its end; a span's `detail` is the name of the kernel, without its arguments."""
+    """Return the spans after the barrier, which is the first NCCL kernel among one rank's events; without a barrier
+    return none. Times are in microseconds from its end; a span's `detail` is the kernel's name, without arguments."""
     work = sorted((e for e in events if e.get("cat") in CATEGORIES), key=lambda e: e["ts"])
     ends = [e["ts"] + e["dur"] for e in work if _kernel(e).startswith("nccl")]
     call = [e for e in work if ends and e["ts"] >= ends[0]]
@@ -111,8 +111,8 @@ def _threads(event: TraceEvent) -> int:
 
 
 def _helps(event: TraceEvent, call: Sequence[TraceEvent]) -> bool:
-    """Return whether the event is the launch of `gemm_reduce` that sums tiles: of two that overlap, the one with fewer
-    threads sums tiles, and the other computes them."""
+    """Return whether the event is the launch of `gemm_reduce` that sums tiles: of two overlapping launches, the one
+    with fewer threads sums tiles, and the other computes them."""
     lo, hi = event["ts"], event["ts"] + event["dur"]
     return _kernel(event) == "gemm_reduce" and any(
         _kernel(e) == "gemm_reduce" and e["ts"] < hi and lo < e["ts"] + e["dur"] and _threads(event) < _threads(e)

@@ -1,8 +1,9 @@
 """Programs written against torch and plain Triton, as torchrun would start them, on emulated ranks.
 
-`main(rank, world_size)` runs once a rank, unchanged: its kernels are `@triton.jit` functions launched as
+`main(rank, world_size)` runs once per rank, unchanged: its kernels are `@triton.jit` functions launched as
 `kernel[grid](..)`, its memory comes from torch.distributed._symmetric_memory or torch's factories, its streams, events
-and graphs from torch.cuda, its collectives from torch.distributed. While `patched` lasts, these names lead here:
+and graphs from torch.cuda, its collectives from torch.distributed. While `patched` lasts, modules here replace these
+names:
 
     ranks.py         the rank of the calling thread, and its streams
     operations.py    every operation of torch, in the order of the rank's current stream
@@ -12,8 +13,8 @@ and graphs from torch.cuda, its collectives from torch.distributed. While `patch
     collectives.py   torch.distributed
     launches.py      kernel[grid](..)
 
-All tensors are CPU tensors of the emulator, whatever device they ask for. As on a GPU, the host runs ahead of its
-streams: it waits where it asks for a value, or synchronises.
+All tensors are CPU tensors of the emulator, whatever device the program names. As on a GPU, the host runs ahead of its
+streams: it waits only where it reads a value, or synchronises.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _MISSING = object()
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """Lead the names of torch and Triton that ranks use to the emulator, until the block ends."""
+    """Replace the names of torch and Triton that ranks use by the emulator's, until the block ends."""
     undo: list[tuple[object, str, object]] = []
     missing: list[str] = []
     try:
@@ -63,8 +64,8 @@ def patched() -> Iterator[None]:
 
 
 def as_rank(main: MainOfRank) -> Callable[[EmulatedBackend], object]:
-    """Return the function of one emulated rank that runs main(rank, world_size) and then waits for its streams. It is
-    called while `patched`."""
+    """Return the function of one emulated rank that runs main(rank, world_size) and then waits for its streams. The
+    caller calls it inside `patched`."""
 
     @functools.wraps(main)
     def run(backend: EmulatedBackend) -> object:

@@ -21,11 +21,11 @@ _REDUCE: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
     "MIN": lambda parts: torch.stack(parts).amin(0),
     "PRODUCT": lambda parts: torch.stack(parts).prod(0),
 }
-NCCL = "nccl"  # the side stream of collectives that are not waited for at once
+NCCL = "nccl"  # the side stream of asynchronous collectives
 
 
 class Group:
-    """The group of all ranks, for the calling thread's one."""
+    """The group of all ranks, for the calling thread's rank."""
 
     group_name, group_desc = "0", "default_pg"
 
@@ -40,7 +40,7 @@ class Group:
 
 
 class PendingCollective:
-    """A collective that was enqueued on a stream of NCCL's."""
+    """A collective that was enqueued on NCCL's stream."""
 
     def __init__(self, stream: EmulatedStream) -> None:
         self.stream, self.event = stream, current_rank().streams.record_event(stream)
@@ -63,7 +63,7 @@ def _collective(
     async_op: bool,
     signature: tuple[object, ...] | None = None,
 ) -> PendingCollective | None:
-    """Enqueue a collective of all ranks on the current stream, or, if it is not waited for, on NCCL's."""
+    """Enqueue a collective of all ranks on the current stream, or, if it is asynchronous, on NCCL's stream."""
     if group not in (None, WORLD, dist.group.WORLD):
         raise Unsupported(f"{kind} of {group}: the emulator has one group, of all ranks")
     all_dense(kind, (*reads, *writes))
@@ -175,7 +175,7 @@ def broadcast(
 
 
 def barrier(group: object = None, async_op: bool = False, device_ids: object = None) -> None:
-    """Let the host wait until the current streams of all ranks have come here."""
+    """Make the host wait until the current streams of all ranks have reached this barrier."""
     rank = current_rank()
     stream = rank.stream()
     rank.enqueue_or_capture(lambda: rank.streams.collective("barrier", stream, among=rank.backend.ranks))
@@ -228,7 +228,7 @@ _LEFT_OUT = (
 
 
 def replacements() -> Iterator[tuple[object, str, object]]:
-    """Yield (place, name, value) of all that stands in for torch's own."""
+    """Yield (place, name, value) of each object that replaces torch's."""
     functions: dict[str, object] = dict(
         init_process_group=lambda *_, **__: None,
         destroy_process_group=lambda group=None: None,

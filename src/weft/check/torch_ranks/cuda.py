@@ -1,4 +1,4 @@
-"""torch.cuda on emulated ranks: one GPU each, streams, events, and graphs, which are lists that are replayed."""
+"""torch.cuda on emulated ranks: one GPU each, streams, events, and graphs, which are lists of operations to replay."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Event:
         waiting = rank.stream() if stream is None else stream.emulated
 
         def enqueue() -> None:
-            if self.recorded is not None:  # a wait for an event that was never recorded is none
+            if self.recorded is not None:  # a wait for an event that was never recorded does nothing
                 rank.streams.wait_event(waiting, self.recorded)
 
         rank.enqueue_or_capture(enqueue)
@@ -107,7 +107,7 @@ class Event:
 
 
 class CapturedGraph:
-    """torch.cuda.CUDAGraph: what was enqueued while it was captured, enqueued again by each replay."""
+    """torch.cuda.CUDAGraph: the operations enqueued during the capture, which each replay enqueues again."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.operations: list[Callable[[], object]] = []
@@ -168,7 +168,7 @@ class device:
 
 
 def set_device(which: object) -> None:
-    """Check that a rank takes the GPU of its own number."""
+    """Check that a rank selects the GPU of its own number."""
     number = which if isinstance(which, int) else torch.device(str(which)).index
     if number is not None and number != rank_number():
         raise Unsupported(f"rank {rank_number()} uses GPU {number}: every emulated rank has the GPU of its own number")
@@ -199,7 +199,7 @@ def _seed(seed: int) -> torch.Generator:
 
 
 def replacements() -> Iterator[tuple[object, str, object]]:
-    """Yield (place, name, value) of all that stands in for torch's own."""
+    """Yield (place, name, value) of each object that replaces torch's."""
     functions: dict[str, object] = dict(
         is_available=lambda: True,
         is_initialized=lambda: True,

@@ -1,5 +1,5 @@
-"""Words that streams store and wait for, as `cuda.bindings.driver` names these operations of the driver. Where that
-package is not installed, a module of its name stands in for it while `patched` lasts."""
+"""Words that streams store and wait for, by the driver's operations as `cuda.bindings.driver` names them. If that
+package is not installed, a module of the same name replaces it while `patched` lasts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _enqueue(stream: EmulatedStream, text: str, do: Callable[[], None]) -> tuple
 def cuStreamWriteValue32(
     stream: SupportsInt, address: SupportsInt, value: SupportsInt, flags: int = 0
 ) -> tuple[CUresult]:
-    """Enqueue a store of a word, behind a barrier of memory unless the flags say that there is none."""
+    """Enqueue a store of a word, after a memory barrier unless the flags exclude it."""
     target, machine, where = stream_of(int(stream)), current_rank().backend.machine, int(address) & ADDRESS
 
     def do() -> None:
@@ -94,7 +94,7 @@ def _signed(value: int) -> int:
 
 
 class _Driver(ModuleType):
-    """A module with what is above; anything else that is asked of it is refused."""
+    """A module with the functions above; it refuses any other name."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -123,7 +123,7 @@ def modules() -> Iterator[tuple[str, ModuleType]]:
 
 
 def replacements() -> Iterator[tuple[object, str, object]]:
-    """Yield (place, name, value) of all that stands in for the package's own, where it is installed."""
+    """Yield (place, name, value) of each object that replaces the package's, if the package is installed."""
     if INSTALLED:
         installed = importlib.import_module(DRIVER)
         yield installed, "cuStreamWriteValue32", cuStreamWriteValue32

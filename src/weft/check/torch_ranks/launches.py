@@ -11,7 +11,7 @@ from triton.runtime.autotuner import Autotuner
 from ...errors import Unsupported
 from .ranks import current_rank
 
-# Options of a launch that change nothing here, by name with the only value that is taken, or None for any.
+# Options of a launch that change nothing here, by name, with the only accepted value, or None for any value.
 _OPTIONS: Mapping[str, object] = dict(
     num_warps=None,
     num_stages=None,
@@ -55,7 +55,7 @@ def _run(kernel: JITFunction, *args: object, grid: LaunchGrid, warmup: bool = Fa
 
 
 def _run_autotuned(tuner: Autotuner, *args: object, **kwargs: object) -> object:
-    """Launch with one of the configurations, which the seed of the schedule picks on all ranks alike."""
+    """Launch with one of the configurations; the schedule's seed picks the same one on all ranks."""
     config = tuner.configs[current_rank().backend.machine.seed % len(tuner.configs)]
     tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
     whole = {**tuner.nargs, **kwargs, **config.all_kwargs()}

@@ -1,4 +1,4 @@
-"""Operations of torch in the order of a rank's current stream, with what they read and write."""
+"""Operations of torch in the order of a rank's current stream, with their reads and writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...emulator.torch_operation import HOST_READS, TorchOperation, tensors_in
 from ...errors import Unsupported
 from .ranks import Rank, current_rank, untracked
 
-Operator: TypeAlias = Any  # what torch dispatches, an argument of it, or a result
+Operator: TypeAlias = Any  # an operator that torch dispatches, or an argument or result of one
 Operands: TypeAlias = tuple[Operator, ...]
 Keywords: TypeAlias = dict[str, Operator]
 
@@ -46,7 +46,7 @@ def _to_host(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
 
 
 class Devices(TorchFunctionMode):
-    """Gives every tensor the rank's GPU as its device, and puts it in CPU memory."""
+    """Makes every tensor report the rank's GPU as its device, and allocates it in CPU memory."""
 
     def __torch_function__(
         self, func: Operator, types: object, args: Operands = (), kwargs: Keywords | None = None
@@ -76,8 +76,8 @@ class Devices(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Enqueues every operation on the rank's current stream. Its results have memory at once, and values once the
-    stream has come to it."""
+    """Enqueues every operation on the rank's current stream. The results have memory at once, and values once the
+    stream has run the operation."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__()
@@ -96,18 +96,18 @@ class Operations(TorchDispatchMode):
             if func.is_view:
                 out = func(*args, **kwargs)
                 if _shares_memory(out, args, kwargs):
-                    return out  # otherwise it was a copy
+                    return out  # otherwise the operation was a copy
             operation = TorchOperation.from_call(func, args, kwargs)
             if operation.returns_numbers:
                 return self._value(func, operation, args, kwargs)
             try:
                 shapes = self._shapes(func, args, kwargs)
-            except NotImplementedError:  # torch cannot tell the shapes without the values
+            except NotImplementedError:  # torch cannot compute the shapes without the values
                 return self._value(func, operation, args, kwargs)
             return self._enqueued(func, operation, args, kwargs, shapes)
 
     def _value(self, func: Operator, operation: TorchOperation, args: Operands, kwargs: Keywords) -> object:
-        """Run an operation whose value the host needs, when the stream has come to it."""
+        """Run an operation whose value the host needs, when the stream has reached it."""
         result: list[object] = []
         stream = self.rank.stream()
         self._run(lambda: result.append(func(*args, **kwargs)), func, operation.reads, [], stream)
@@ -175,14 +175,14 @@ class Operations(TorchDispatchMode):
         return func(*meta[0], **meta_kwargs)
 
     def _memory(self, like: torch.Tensor) -> torch.Tensor:
-        """Return new memory of the rank with a tensor's shape and strides, which nothing has written."""
+        """Return new, unwritten memory of the rank with a tensor's shape and strides."""
         span = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) if like.numel() else 0
         memory = self.rank.backend.empty((span,), like.dtype)
         self.rank.allocated.append(memory)
         return memory.as_strided(like.shape, like.stride())
 
     def _write_value(self, word: torch.Tensor, offset: int, val: int) -> torch.Tensor:
-        """Store a word by the stream itself, behind a barrier of memory (cuStreamWriteValue32)."""
+        """Store a word by the stream itself, after a memory barrier (cuStreamWriteValue32)."""
         with untracked():
             target = word.view(torch.int32)[offset : offset + 1]
             value = self.rank.backend.tensor([val - (1 << 32) if val >= 1 << 31 else val], torch.int32)
@@ -197,6 +197,6 @@ def _shares_memory(out: object, args: object, kwargs: object) -> bool:
 
 
 def all_dense(name: str, tensors: Iterable[torch.Tensor]) -> None:
-    """Raise ValueError for a tensor that is not contiguous, which NCCL does not take."""
+    """Raise ValueError for a tensor that is not contiguous, since NCCL refuses it."""
     if not all(t.is_contiguous() for t in tensors):
         raise ValueError(f"{name}: tensors must be contiguous")

@@ -29,7 +29,7 @@ class Rank:
         self.generator = torch.Generator()
         self.capture: CapturedGraph | None = None
         self.stream_count = 0  # streams, for their names
-        # Memory that kernels may know by its address alone. On a GPU, freed memory is used again in the stream's order.
+        # Memory that kernels may know only by its address. On a GPU, stream order also orders reuse of freed memory.
         self.allocated: list[torch.Tensor] = []
 
     def stream(self) -> EmulatedStream:
@@ -50,7 +50,7 @@ class Rank:
             enqueue()
 
     def with_random_numbers(self, run: Callable[[], object]) -> None:
-        """Call a function with this rank's random numbers in place of the process's, which all ranks share."""
+        """Call a function with this rank's random numbers instead of the process's, which all ranks share."""
         process = torch.default_generator
         state = process.get_state()
         process.set_state(self.generator.get_state())
@@ -61,7 +61,7 @@ class Rank:
             process.set_state(state)
 
     def wait_for(self, stream: EmulatedStream) -> None:
-        """Make the host wait until a stream has done what was enqueued."""
+        """Make the host wait until a stream has run all operations enqueued so far."""
         if self.capture is not None:
             raise Unsupported("a synchronisation while a CUDA graph is captured: torch raises here too")
         self.backend.finish(stream)
@@ -83,7 +83,7 @@ def acting(rank: Rank) -> Iterator[None]:
 
 
 def current_rank() -> Rank:
-    """Return the calling thread's rank. Raises Unsupported in a thread that has none."""
+    """Return the calling thread's rank. Raises Unsupported in a thread without a rank."""
     rank = getattr(_thread, "rank", None)
     if rank is None:
         raise Unsupported("this call belongs into main(rank, world_size), on the thread that runs it")
@@ -99,6 +99,6 @@ def rank_number() -> int:
 
 @contextmanager
 def untracked() -> Iterator[None]:
-    """Call torch itself: for what the emulator does with tensors, which is no operation of the rank."""
+    """Call torch itself, for the emulator's own work on tensors, which is not an operation of the rank."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield

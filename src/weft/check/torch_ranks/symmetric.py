@@ -1,5 +1,5 @@
-"""torch.distributed._symmetric_memory on emulated ranks: memory of which every rank addresses every copy, and signal
-pads."""
+"""torch.distributed._symmetric_memory on emulated ranks: memory with one copy per rank, which all ranks address, and
+signal pads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _state = {"signal pad": SIGNAL_PAD_BYTES}
 
 
 class SymmetricHandle:
-    """What `rendezvous` returns: every rank's copy of a tensor of `empty`, and every rank's signal pad."""
+    """The result of `rendezvous`: every rank's copy of a tensor of `empty`, and every rank's signal pad."""
 
     def __init__(self, rank: Rank, tensor: torch.Tensor) -> None:
         self._rank, self.rank, self.world_size = rank, rank.rank, rank.size
@@ -119,7 +119,7 @@ class SymmetricHandle:
 
 
 def _part(raw: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int) -> torch.Tensor:
-    """Return elements of a rank's bytes as a tensor. Raises ValueError for elements outside of them."""
+    """Return elements of a rank's bytes as a tensor. Raises ValueError for elements outside these bytes."""
     shape = [int(n) for n in sizes]
     begin, end = storage_offset * dtype.itemsize, (storage_offset + math.prod(shape)) * dtype.itemsize
     if end > raw.numel():
@@ -129,7 +129,7 @@ def _part(raw: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype, storage_o
 
 
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, device: object = None) -> torch.Tensor:
-    """Return memory that `rendezvous` takes; nothing has written it."""
+    """Return unwritten memory for `rendezvous`."""
     shape = size[0] if isinstance(size[0], Sequence) else [int(n) for n in size if isinstance(n, int)]
     rank = current_rank()
     with untracked():
@@ -139,7 +139,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, device: 
 
 
 def rendezvous(tensor: torch.Tensor, group: object = None) -> SymmetricHandle:
-    """Collective. Return the SymmetricHandle of a tensor of `empty`, the same one each time."""
+    """Return the SymmetricHandle of a tensor of `empty`, the same object each time. Collective."""
     rank = current_rank()
     handles = rank.__dict__.setdefault("handles", {})
     key = tensor.data_ptr()
@@ -158,7 +158,7 @@ def _workspace(group: object, min_size: int) -> SymmetricHandle:
 
 
 def _backend_stream(priority: int = 0) -> Stream:
-    """Return the rank's stream of this priority for torch's local pipelines, the same one each time."""
+    """Return the rank's stream of this priority for torch's local pipelines, the same stream each time."""
     streams = current_rank().__dict__.setdefault("backend_streams", {})
     if priority not in streams:
         streams[priority] = Stream(priority=priority)
@@ -174,7 +174,7 @@ def _unsupported(name: str) -> Callable[..., None]:
 
 
 def replacements() -> Iterator[tuple[object, str, object]]:
-    """Yield (place, name, value) of all that stands in for torch's local."""
+    """Yield (place, name, value) of each object that replaces torch's."""
     functions = dict(
         empty=empty,
         rendezvous=rendezvous,

@@ -20,7 +20,7 @@ MOST_LOW_LATENCY_BYTES = 32 << 20  # the largest low-latency collective that is 
 
 
 def variants(capability: int = HOPPER) -> dict[str, Sequence[Plan]]:
-    """Return each op's variants, those that won on most shapes first, with tiles that fit a GPU of that compute
+    """Return each op's variants, the fastest on most shapes first, with tiles that fit a GPU of that compute
     capability."""
     named = {name: op.variants for name, op in REGISTRY.items() if op.variants}
     return {
@@ -30,8 +30,8 @@ def variants(capability: int = HOPPER) -> dict[str, Sequence[Plan]]:
 
 
 def most_low_latency_bytes(op: str, plan: LowLatencyShot, world: int) -> int:
-    """Return the most bytes that are tried with a low-latency plan, fewer where every rank receives everything; 0 if
-    the op does not have the plan."""
+    """Return the most bytes to time with a low-latency plan, fewer if every rank receives everything; 0 if the op does
+    not have the plan."""
     if plan.kind not in REGISTRY[op].kinds:
         return 0
     return (
@@ -46,7 +46,7 @@ def call(b: Bench, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "gra
     rows = m // b.world.size if REGISTRY[op].gathers else m
     x, w = b.x[: rows * k].view(rows, k), b.w[: n * k].view(n, k)
 
-    # The public function stands beside the op's definition. It is timed, including its work on the host.
+    # The public function is in the module of the op's definition. The probe times it, including its work on the host.
     public = vars(sys.modules[type(REGISTRY[op]).__module__])
 
     def run() -> list[Measurement]:
@@ -82,7 +82,7 @@ def calls(b: Bench, part: int) -> Iterator[Probe]:
 
 
 def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
-    """Yield calls by signaled plans: of few groups and of many, with a short first group and a short last one."""
+    """Yield calls by signaled plans with few and with many groups, with a short first and a short last group."""
     for op in (op for op in collectives() if Signaled in REGISTRY[op].costs):
         for ctas in b.sizes.ctas[:2]:
             for groups in ((), (1, 2, 4, 8, 16), (2,) * 16):
@@ -94,8 +94,8 @@ def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
 
 
 def eager_calls(b: Bench) -> Iterator[Probe]:
-    """Yield, for every op and kind of plan, an eager call whose GPU time is negligible, which shows the host's time,
-    and one that is bound by the GPU."""
+    """Yield, for every op and kind of plan, an eager call with negligible GPU time, which measures the host's time, and
+    a call that the GPU bounds."""
     for op, fused in variants(b.world.backend.capability).items():
         plans: list[Plan] = [Sequential(), *((Decomposed(), fused[0]) if b.copies else ())]
         if Signaled in REGISTRY[op].costs:
@@ -114,7 +114,7 @@ def eager_calls(b: Bench) -> Iterator[Probe]:
 
 
 def low_latency_calls(b: Bench) -> Iterator[Probe]:
-    """Yield the low-latency collectives alone, and whole ops by them and by other plans."""
+    """Yield the low-latency collectives alone, and whole ops by these collectives and by other plans."""
     by_op = variants(b.world.backend.capability)
     for op in by_op:
         largest = {plan: most_low_latency_bytes(op, plan, b.world.size) for plan in SHOTS}

@@ -1,4 +1,4 @@
-"""What probes share: the measured sizes, the memory that probes use, and the class of a probe."""
+"""The measured sizes, the memory that all probes use, and the class of a probe."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..tuner import Timer
 
 BF = torch.bfloat16
 GemmShape = tuple[int, int, int]
-# The tiles and programs on an SM of all GEMMs in the ops' plans.
+# The tiles, with their programs per SM, of all GEMMs in the ops' plans.
 WAVES = (Occupancy(GemmTile()), Occupancy(NARROW, 2), Occupancy(GemmTile(stages=4)))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The measured sizes. Where there are two parts, the second is measured when everything else is done.
+    """The measured sizes. If a field has two parts, the second is measured after everything else.
 
-    gemms: (M, N, K). waves: (row tiles, column tiles, K). nbytes: of collectives and copies. gather, reduce: (M, N, K),
-    of the GEMM on one rank, of whole ops. ctas: limits of communicators. moved_bytes, concurrent_gemm: bytes of a
-    transfer and (M, N, K) of a GEMM that run concurrently. low_latency_bytes, low_latency_shapes: bytes of low-latency
-    collectives, and (M, N, K) of whole ops by them. tiles: configurations whose waves are measured. signaled: the plan
-    from which measured signaled plans differ in groups and CTAs.
+    gemms: (M, N, K). waves: (row tiles, column tiles, K). nbytes: bytes of collectives and copies. gather, reduce: of
+    whole ops, (M, N, K) of the GEMM on one rank. ctas: limits of communicators. moved_bytes, concurrent_gemm: bytes of
+    a transfer and (M, N, K) of a GEMM that run concurrently. low_latency_bytes, low_latency_shapes: bytes of
+    low-latency collectives, and (M, N, K) of whole ops by them. tiles: tile configurations with measured waves.
+    signaled: measured signaled plans differ from this plan only in groups and CTAs.
     """
 
     gemms: tuple[tuple[GemmShape, ...], tuple[GemmShape, ...]]
@@ -86,7 +86,7 @@ SIZES = Sizes(
 
 
 def fitted(sizes: Sizes, capability: int) -> Sizes:
-    """Return `sizes` with the tiles that fused and signaled plans have on a GPU of that compute capability."""
+    """Return `sizes` with the tiles of fused and signaled plans on a GPU of that compute capability."""
     fused, signaled = (
         with_architecture_tiles(FusedGather(), capability),
         with_architecture_tiles(sizes.signaled, capability),
@@ -99,7 +99,7 @@ def fitted(sizes: Sizes, capability: int) -> Sizes:
 
 @dataclass(frozen=True)
 class Probe:
-    """One measurement to make. rows: the rows that `run` returns, with placeholders for the results."""
+    """A probe: one or a few measurements. rows: the rows that `run` returns, with placeholders for the results."""
 
     name: str
     rows: tuple[Measurement, ...]
@@ -107,7 +107,7 @@ class Probe:
 
 
 class Bench:
-    """What probes work with: a World, a timer, sizes, and memory for the largest of them."""
+    """The objects that probes use: a World, a timer, sizes, and memory for the largest sizes."""
 
     def __init__(self, world: World, timer: Timer, sizes: Sizes = SIZES) -> None:
         self.world, self.timer, self.sizes = world, timer, fitted(sizes, world.backend.capability)

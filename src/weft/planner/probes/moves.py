@@ -106,16 +106,16 @@ def sends(b: Bench, sizes: Sequence[int]) -> Iterator[Probe]:
 
 
 def sum_of_parts(b: Bench, count: int) -> None:
-    """Run the sum at the end of a decomposed reduce-scatter, over rows of 1024 elements, or of `count` if that is
-    less."""
+    """Run the sum at the end of a decomposed reduce-scatter, over rows of 1024 elements, or of `count` elements if
+    `count` is smaller."""
     n = min(1024, count)
     out = b.out.view(-1)[: count // n * n].view(count // n, n)
     sum_parts(b.part, b.full, out, None, b.world, b.world.current_stream())
 
 
 def concurrent_probes(b: Bench, operation: str, ctas: int) -> Iterator[Probe]:
-    """Yield a probe of a collective or copy concurrent with a GEMM. With a limited communicator the GEMM is weft's own,
-    which leaves the communicator's SMs free."""
+    """Yield a probe of a collective or copy concurrent with a GEMM. With a limited communicator the probe runs weft's
+    own GEMM, which leaves the communicator's SMs free."""
     world, (m, n, k) = b.world, b.sizes.concurrent_gemm
     row = Slowdown(operation, ctas, 1.0, 1.0)
 
