@@ -8,7 +8,8 @@ way a decoder's layers run. A `Choice` lists the candidates. The decision is, in
     predicted     inside a capture, and where ranks share a GPU or are emulated
 
 The stored candidate, or else the predicted one, is the `expected` candidate. It is timed with the other candidates,
-which must be faster than it to be chosen.
+which must be faster than it to be chosen. An op chooses its plan by `Op.choose` (op.py), which reads the stored plan
+(planner/table.py) and asks for `trial` and `remembered`; all other choices are made by `Chooser.choose`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@ torch.distributed._symmetric_memory, collectives from NCCL.
 
 weft makes no NVLink multicast object. If torch's symmetric memory has made one, plan "multicast" can use its address;
 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making one.
+
+A wait that expires in a kernel is recorded in pinned memory (`Record`), and `GpuBackend.check` raises the Timeout.
 """
 
 from __future__ import annotations
