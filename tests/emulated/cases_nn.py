@@ -376,7 +376,7 @@ def mlp_graph(world: weft.World, rows: int, hidden: int, inner: int, replays: in
 
 
 def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
-    """Return the name, the error bound and the case of each, for a driver that runs them all on one world."""
+    """Yield the name, the error bound and the function of each GPU case, for a driver that runs all on one World."""
     w = world.size
     inner = 200 * w
     even, uneven, odd = [256] * w, balanced_rows(1000, w), [0, 300, *[33] * (w - 2)]

@@ -24,7 +24,7 @@ LAYER = Layer(6, 8, 2, 32, 24, torch.bfloat16)
 def local_operands(
     world: weft.World, layer: Layer, tokens: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x, ids and weights of this rank, by its number in the World."""
+    """Return this rank's x, ids and weights, drawn with a seed that depends on its rank."""
     ids = at_random(seed, world.rank, tokens, layer, world.size).int()
     weights = draw(10 * seed + 5 + world.rank, tokens, layer.k, dtype=torch.float32).abs()
     return draw(10 * seed + world.rank, tokens, layer.hidden), ids, weights

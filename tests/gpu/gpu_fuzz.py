@@ -418,8 +418,9 @@ class Run:
 
 
 def counts_in(path: Path, ranks: int) -> dict[str, int]:
-    """Return the calls of every kind on so many ranks, of all versions of a record (gpu_record.json); or, from a
-    run's results (fuzz<N>.json), the counts by which it drew, so that it can be repeated."""
+    """Return how often each kind was called on `ranks` ranks, summed over all versions in a record (gpu_record.json).
+    From a run's results (fuzz<N>.json), return the counts that the run used to draw its calls, so that the run can be
+    repeated."""
     known = json.loads(path.read_text()) if path.exists() else {}
     if "drawn_by" in known:
         return known["drawn_by"]  # type: ignore[no-any-return]

@@ -69,7 +69,7 @@ class BackwardMemory:
 
 def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMemory:
     """Return the memory of a backward pass, which all layers share except for the parts that depend on
-    max_tokens_per_rank and k. The call is collective when it has to grow."""
+    max_tokens_per_rank and k. The call is collective when the memory has to grow."""
     layer, rows = state.layer, state.rows
     workspace = dispatched.make_workspace(world, layer, rows)
     x_inbox = dispatched.make_workspace(world, layer, rows, "inbox of x").inbox

@@ -81,7 +81,7 @@ def in_best_groups(
 
 @jit
 def scores_of(x, SCORING: tl.constexpr):
-    """Return the unnormalised weights of logits x [R, P], which are -inf where there is no expert."""
+    """Return the unnormalised weights of logits x [R, P]. The logits are -inf in columns without an expert."""
     if SCORING == SOFTMAX:
         w = tl.exp(x - tl.max(x, 1)[:, None])
         w = w / tl.sum(w, 1)[:, None]
