@@ -14,7 +14,7 @@ def _target_features():
     return None if target is None else features(target.arch)
 
 
-_target_features.__triton_builtin__ = True  # Python's own, for Triton
+_target_features.__triton_builtin__ = True  # Triton calls the function while it compiles
 
 
 @constexpr_function

@@ -75,7 +75,7 @@ def take_ticket(ch, count):
 @jit
 def end_call(ch, epoch, programs):
     """End the call for this program, as its last statement. The last of `programs` programs clears the tickets and adds
-    one to the number of calls and, unless it is None, to the caller's word `epoch`.
+    one to the number of calls, and to the caller's word `epoch` unless that is None.
 
     The acquire-release count orders every program's use of this call's numbers before the next call's use: a kernel
     later on the stream starts after this one has ended.

@@ -3,9 +3,9 @@
 A kernel with descriptor arguments begins with `x_desc = tiles_of(x_desc)`. On Hopper and later this returns the
 descriptor that the host encoded. For an older GPU Triton turns a descriptor's accesses into ordinary ones; but it does
 not know the divisors of a host descriptor's sizes and strides, and would load element by element. So for an older GPU a
-launch passes the descriptor's fields instead (`for_gpu`), for which Triton does know that rows are whole 16-byte words,
-as a descriptor's rows always are; and `tiles_of` makes a descriptor of them on the device, with loads that become
-`cp.async` of 16 bytes.
+launch passes the descriptor's fields instead (`for_gpu`): for these Triton knows that rows are whole 16-byte words, as
+a descriptor's rows always are. `tiles_of` makes a descriptor of the fields on the device, whose loads become `cp.async`
+of 16 bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _unpacked(descriptor: TensorDescriptor) -> tuple[object, ...]:
 
 @jit
 def tiles_of(desc):
-    """Return the descriptor that a kernel's argument is, or contains the fields of."""
+    """Return a kernel's argument if it is a descriptor; otherwise make a descriptor of the fields that it contains."""
     if isinstance(desc, tl.tuple):  # a constant that is assigned to a name would no longer be a constexpr
         WORD: tl.constexpr = 128 // desc[0].dtype.element_ty.primitive_bitwidth
         LAST: tl.constexpr = len(desc[3]) - 1

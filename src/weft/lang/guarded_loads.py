@@ -11,7 +11,7 @@ two ways:
                               wait along with the load. The wait is inside an `if` that is always taken, because that
                               is the form that the pipeliner can omit in iterations that do not exist.
     a signal in the loop      The loop is not pipelined, and not flattened: a wait that ran ahead could come before the
-                              notify that, through other programs or ranks, it waits for.
+                              notify for which it waits through other programs or ranks.
 
 Either way the waits and signals of a program stay in the order of the source, so a kernel hangs only if its source
 does. Loops without waits and loops that are not pipelined stay unchanged: only the pipeliner moves a load across a
@@ -104,8 +104,9 @@ def is_loop(op: Operation) -> bool:
 
 
 def is_pipelined(loop: Operation) -> bool:
-    """Return whether Triton may issue loads of later iterations ahead: loads that feed a dot product, or any loads if
-    the author names a number of stages; in a loop that is flattened, or that contains loops only within an `if`."""
+    """Return whether Triton may issue loads of later iterations ahead. It may do so for loads that feed a dot product,
+    or for any loads if the author names a number of stages, in a loop that is flattened or contains loops only within
+    an `if`."""
     if loop.name != "scf.for" or "tt.flatten" not in loop.end and any(map(is_loop, loop.regions[0])):
         return False
     if stages := re.search(r"tt\.num_stages = (\d+)", loop.end):
@@ -274,7 +275,7 @@ class Rewriting:
         return out, word
 
     def _if_taken(self, op: Operation) -> list[Operation]:
-        """Return the operation inside an `if` that is always taken, which only the assembler knows."""
+        """Return the operation inside an `if` that is always taken, although only the assembler knows this."""
         programs, least, taken, inner_result, otherwise = (self._new() for _ in range(5))
         result, kind, location = op.result, op.text.removesuffix(op.location).rsplit(" ", 1)[1], op.location
         kind = re.sub(r"^!tt\.ptr<(.*)>$", r"\1", kind) if op.name == "tt.load" else kind

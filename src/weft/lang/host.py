@@ -63,7 +63,7 @@ def rank_copy_data(world: Host, dst: torch.Tensor, src: torch.Tensor, stream: St
 
 
 def rank_notify(world: Host, ch: BlockChannel, channel: int, rank: int, call: torch.Tensor, stream: Stream) -> None:
-    """Release by a copy engine: store `*call` to `channel` of `rank`, after everything enqueued on `stream` before.
+    """Release by a copy engine: store `*call` to `channel` of `rank`, after all work enqueued on `stream` before.
 
     call: int32 [1] on the device, the number of this call from 1 (`calls_of(ch)` in the kernel that waits). It must not
     change before the copy has read it. A copy within one GPU may need SMs: to notify this rank's own channel, enqueue

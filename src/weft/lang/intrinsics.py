@@ -49,7 +49,7 @@ def wait_until(
     MANY: the number of words from `ptr` on, at most 32, of ranks `peer`, `peer` + 1, .., to await concurrently; waits
     one after another would cost a round trip to memory each.
 
-    After the wait, ordinary loads and bulk (TMA) loads of this program see everything released before the counter
+    After the wait, ordinary loads and bulk (TMA) loads of this program see all stores released before the counter
     reached `target`. `tile` and `peer` are only for the record of an expired wait (peer -1: any). SCOPE is "gpu" if
     every writer of the counter runs on this GPU, else "sys". One thread per word polls, with a pause, and a block
     barrier extends its acquire to all threads: a thousand warps polling one word would keep its slice of L2 from

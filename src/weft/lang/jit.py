@@ -33,7 +33,7 @@ class Kernel(JITFunction):
         return binder
 
 
-Options = Mapping[str, int]  # the options of a launch, of these names
+Options = Mapping[str, int]  # the options of a launch, by these names
 OPTIONS = (  # `Backend.launch`
     *("num_warps", "num_stages", "maxnreg", "co_resident", "local", "per_sm", "few_registers", "enable_fp_fusion"),
 )
@@ -103,8 +103,8 @@ def _fields(value: tuple[object, ...]) -> Iterable[tuple[object, object]]:
 class Intrinsic(JITFunction):
     """A device function with inline assembly as its compiled body, and with an emulated form.
 
-    While an emulated kernel runs, calling it calls `Intrinsic.emulated[name](*args, **kwargs)` with the interpreter's
-    own scalars and tensors. The emulator fills the table when it is imported.
+    While an emulated kernel runs, a call of the function calls `Intrinsic.emulated[name](*args, **kwargs)` with the
+    interpreter's own scalars and tensors. The emulator fills the table when it is imported.
     """
 
     emulated: dict[str, Callable[..., object]] = {}
@@ -134,7 +134,8 @@ def jit(
 
     guard_loads: keep the loads of the kernel after its waits in loops that Triton pipelines or flattens, and its waits
     and signals in the order of the source (lang/guarded_loads.py). Without it, `weft check` reports loads that come too
-    early, but nothing reports such waits. The kernel's value applies to all device functions that it calls.
+    early, but nothing reports waits that come too early. The kernel's value applies to all device functions that it
+    calls.
     """
 
     def wrap(f: Callable[..., object]) -> Kernel:
@@ -149,6 +150,6 @@ T = TypeVar("T", bound=tuple)
 
 
 def constants(kind: type[T], **values: object) -> T:
-    """Return a NamedTuple of a kernel's constants: the kernel receives each field as a `tl.constexpr`, or again as such
-    a NamedTuple."""
+    """Return a NamedTuple of a kernel's constants: the kernel receives each field as a `tl.constexpr`, or as a
+    NamedTuple of this kind again."""
     return kind(**{name: v if isinstance(v, tuple) else tl.constexpr(v) for name, v in values.items()})

@@ -145,7 +145,7 @@ def first_row(rank, M, W: tl.constexpr):
 def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) -> dict[str, list[int]]:
     """Return the tables of a `TableMapping` for shards of any length, one after another without padding.
 
-    Channels number each shard's runs of `channel_rows` rows in order, so a tile that spans shards waits for a
+    Channels are assigned to each shard's runs of `channel_rows` rows in order, so a tile that spans shards waits for a
     contiguous range. The result also contains, by rank, `offset` (first row) and `channel_base` (first channel), each
     with world + 1 entries.
     """

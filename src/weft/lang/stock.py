@@ -1,4 +1,4 @@
-"""weft.lang's intrinsics by Triton 3.9's atomics, with semantics and scope, instead of assembly.
+"""weft.lang's intrinsics, built on Triton 3.9's atomics with semantics and scope instead of on assembly.
 
 With WEFT_STOCK_TRITON=1 in the environment they replace the functions of intrinsics.py, which documents them. They are
 for checkers that see no assembly, such as Triton's GSan (docs/check.md), and not for speed. Stock Triton has no fences,

@@ -65,7 +65,7 @@ class Weights(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The tensors that a call saves for its backward pass; None is not saved.
+    """The tensors that a call saves for its backward pass; a tensor that is not saved is None.
 
     rows [W, max_tokens, H]: the tokens as they arrived. preactivation [rows, N]: the result of the first GEMM with its
     bias, to which the activation is applied.

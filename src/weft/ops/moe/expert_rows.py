@@ -82,7 +82,7 @@ def tables(ids: Tensor, me: int, layer: Split, local_experts: int) -> dict[str, 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     """Return [rows, N] for x [rows, K] in expert order, where each expert's rows begin at offsets [El + 1], by the
-    library's grouped GEMM where it takes these tensors. Values after the last expert's rows are undefined."""
+    library's grouped GEMM if it supports these tensors. Values after the last expert's rows are undefined."""
     if takes_groups(x, *weight.shape[1:]):
         y = library_gemm.multiply_groups(x, weight, offsets.int())
     else:
@@ -105,7 +105,7 @@ def expert_of_rows(rows: int, offsets: Tensor) -> Tensor:
 
 def sums(rows: Tensor, offsets: Tensor) -> Tensor:
     """Return float32 [El, N], the sums of each expert's rows; `rows` is zero where there is no token. An infinity
-    stays in its expert's sum, which it would not in a product with zeros and ones."""
+    affects only its expert's sum; a product with zeros and ones would spread it to the others."""
     return torch.segment_reduce(rows.float(), "sum", offsets=offsets.long(), axis=0)
 
 
@@ -164,8 +164,8 @@ class RowOrder:
         return by_row.index_copy(0, row, self.weights.flatten())[:rows, None] * self.is_token
 
     def store_gradients(self, gradients: list[Tensor], a: Tensor, b: Tensor) -> None:
-        """Fill the gradients that are asked for: of the matrices, a^T b of each expert's rows, and of the biases, the
-        sums of a's rows. a is zero where there is no token."""
+        """Fill the requested gradients: the matrices' with a^T b of each expert's rows, and the biases' with the sums
+        of a's rows. a is zero where there is no token."""
         if gradients:
             gradients[0].copy_(products(a, torch.where(self.is_token, b, 0), self.offsets))
         if len(gradients) > 1:

@@ -40,7 +40,7 @@ def gather_tokens(
 
 
 def pick_rows(world: World, tokens: Tensor, sources: Tensor, rows: Tensor) -> None:
-    """Fill rows [.., H], in expert order, with the tokens of `sources`, and with zeros if there is none."""
+    """Fill rows [.., H], in expert order, with the tokens of `sources`, or with zeros in rows without a token."""
     flat, source = rows.view(-1, rows.shape[-1]), sources.flatten()
 
     def copy() -> None:

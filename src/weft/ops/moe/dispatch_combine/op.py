@@ -123,7 +123,7 @@ class CombineOperands(NamedTuple):
 
 @dataclass(eq=False)
 class ExchangeState:
-    """The state that calls of one kind and buffer share. kernels: None where NCCL's collectives move the rows."""
+    """The state that calls of one kind and buffer share. kernels: None if NCCL's collectives move the rows."""
 
     exchange: Exchange
     numbers: tuple[int, int]  # the calls' numbers of dispatch and of combine (`World.begin`)
@@ -248,19 +248,18 @@ def dispatch(
         experts: the number of experts of all ranks.
         world: the ranks. All of them must make the same calls in the same order.
         layout: "contiguous" returns rows [R, H]: experts follow one another, each starting at a multiple of
-            `expert_alignment`. R is the worst case, W max_tokens min(k, El) and El alignments, where max_tokens is the
+            `expert_alignment`. R is the worst case, W max_tokens min(k, El) plus El alignments, where max_tokens is the
             largest number of tokens of a rank. Padding between experts is zero; rows after the last expert are not
             written. "masked" returns rows [El, max_m, H]: only the first counts[e] rows of expert e are written.
         expert_alignment: 1, 16 or 128; for the layout "contiguous".
         max_m: for the layout "masked", the most rows of an expert; None: W max_tokens. If an expert has more, its last
             rows, by source rank (this one, then the one before it, ..), token and top-k slot, are left out: they add
             nothing to the result. Once the device has counted them, the next call of an op or `World.synchronize`
-            raises Overflow; on the ranks of their tokens it does so once `combine` has run.
-        rows: the numbers of tokens of all ranks, where they are not all equal. None: all ranks have as many as this
-            one.
+            raises Overflow; on the ranks of these rows' tokens it does so once `combine` has run.
+        rows: the numbers of tokens of all ranks, if they are not all equal. None: all ranks have as many as this one.
         buffer_index: 0 or 1; None: the first that is free. A CUDA graph's replays use the buffers that its capture
             used.
-        plan: "auto", "dispatched", "sequential" or such a Plan, also for the combine; the same on all ranks.
+        plan: "auto", "dispatched", "sequential" or such a Plan, which the combine uses too; the same on all ranks.
 
     Returns:
         rows, memory that belongs to the caller, and the Handle, which must be combined (or cancelled,
@@ -270,9 +269,9 @@ def dispatch(
 
     An expert's rows are sorted by source rank (this one, then the one before it, ..), token and top-k slot, so the same
     call makes the same rows. The host reads nothing. With "sequential", which is also used without symmetric memory,
-    NCCL's collectives move the rows, and every rank receives all tokens on the way. Memory of a buffer, which all calls
-    share: symmetric, 2 W max_tokens H elements and 8 W max_tokens k bytes. In a graph of torch.compile the handle's
-    tensors are copies.
+    NCCL's collectives move the rows, and every rank receives all tokens on the way. A buffer, which all calls share,
+    has 2 W max_tokens H elements and 8 W max_tokens k bytes of symmetric memory. In a graph of torch.compile the
+    handle's tensors are copies.
 
     The function is differentiable: combine's backward pass dispatches the gradient of the result, and dispatch's
     backward pass combines the rows' gradients, with all weights 1. So both must be called, and ids and weights must not
@@ -403,7 +402,7 @@ def check_handle(handle: Handle, world: World | None) -> None:
 
 
 def check_sums(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None) -> None:
-    """Raise ValueError or TypeError where y or shared do not fit the handle."""
+    """Raise ValueError or TypeError if y or shared do not fit the handle."""
     tokens, dtype, h = handle.ids.shape[0], handle.dtype, handle.shape[-1]
     for name, t, shape in (("y", y, handle.shape), ("shared", shared, (tokens, h))):
         if t is None and name == "shared":
@@ -530,7 +529,7 @@ def place_launch(world: World, state: ExchangeState, kernels: KernelState, rows:
 
 @prepared
 def mask_launch(world: World, state: ExchangeState, is_backward: bool) -> Launch:
-    """Return the launch of `mask_rows`. A backward pass counts nothing, since its forward pass has."""
+    """Return the launch of `mask_rows`. A backward pass counts no rows, since its forward pass has counted them."""
     left_out = None if state.kernels is None or is_backward else state.kernels.dispatched.left_out
     routes, block = state.row_order.route_rows.numel(), world.backend.scale.routes
     programs = min(max(-(-routes // block), state.local_experts), world.sm_count)

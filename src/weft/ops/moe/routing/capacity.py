@@ -25,7 +25,7 @@ from .route_tables import power
 
 APPLY_CAPACITY = "apply_capacity"
 DROPS = ("position", "probability")
-LIST = 1024  # routes of a list that a program takes at a time, at most
+LIST = 1024  # the most routes of a list that a program reads at a time
 
 
 @dataclass(frozen=True)

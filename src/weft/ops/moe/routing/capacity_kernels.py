@@ -1,11 +1,11 @@
 """The kernel that gives every expert a capacity. No rank and no program waits for another.
 
-A program takes one expert at a time, and in place of an expert also the routes to none. It reads the ids of all routes
-in order, so a route's position among those of its expert is a running count, and the result does not depend on how
-programs are scheduled.
+A program handles one expert at a time, and the routes to no expert like those of one more expert. It reads the ids of
+all routes in order, so a route's position among those of its expert is a running count, and the result does not depend
+on how programs are scheduled.
 
     by position    one pass over the ids: a route at a position from the capacity on is dropped
-    by weight      the same pass keeps all routes and counts them; only where there are more than the capacity:
+    by weight      the same pass keeps all routes and counts them; only if there are more than the capacity:
                        a second pass lists the expert's routes, each with a sort key of its weight
                        | all threads' stores are complete
                        four passes over the list find the smallest key that is kept, a byte at a time (radix selection)
@@ -105,7 +105,7 @@ def limit_experts(
 ):
     """kept_ids [routes] = the ids, with -1 for those outside 0 to E - 1 and for routes beyond an expert's capacity;
     dropped [E] = the number of the latter. listed int32 [2, routes] is memory for the lists, used only BY_WEIGHT.
-    BLOCK routes of the ids, LIST of a list, are taken at a time."""
+    The kernel reads BLOCK routes of the ids, or LIST routes of a list, at a time."""
     for expert in range(tl.program_id(0), E + 1, tl.num_programs(0)):
         count, lower_count = 0, 0
         for lo in range(0, routes, BLOCK):

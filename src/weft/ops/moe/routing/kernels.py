@@ -11,18 +11,18 @@ arrive. A block of routes lies within one source step, and blocks have the order
 is therefore the first row of its expert, plus the counts of all earlier blocks, plus the earlier routes of its own
 block. All of this is integer arithmetic on the ids.
 
-Every program of `place_routes` sums the counts of all blocks by itself. For 128 experts they are at most 132 KiB and
-come from L2. Within a block, the routes of earlier sections and runs are counted by histograms, and those of the same
-run are found by comparing pairs of routes, whose cost does not depend on the number of experts.
+Every program of `place_routes` sums the counts of all blocks by itself. For 128 experts the counts are at most 132 KiB
+and come from L2. Within a block, the routes of earlier sections and runs are counted by histograms, and those of the
+same run are found by comparing pairs of routes, whose cost does not depend on the number of experts.
 
 Memory order. `count_routes` reads a source's ids after it has waited for that source's flag, and `place_routes` reads
 them because it runs later on the same stream. Only the programs of one source increment that source's flag, each once a
 call, so one counter per source is enough. `share` only increments flags; the epoch is read and advanced by
-`count_routes`, which waits for all W flags in every call. Where HALVES is 1, nothing in this file keeps a source from
+`count_routes`, which waits for all W flags in every call. If HALVES is 1, nothing in this file keeps a source from
 overwriting routes that this rank still reads: see `share` in route_tables.py.
 
-Where HALVES is 2, calls alternate between two halves of the shared memory, and `count_routes`, its only reader, copies
-the routes to local memory. A rank shares call n + 2 after its own `count_routes` of call n + 1, which waited for every
+If HALVES is 2, calls alternate between two halves of the shared memory, and `count_routes`, its only reader, copies the
+routes to local memory. A rank shares call n + 2 after its own `count_routes` of call n + 1, which waited for every
 rank's flag of call n + 1; and each rank set that flag after its reads of call n.
 
 A rank reports rows for which it has no room to the ranks of their tokens. A rank has a word for every other rank
@@ -31,8 +31,8 @@ words on other ranks before the rows are sent back, so the release of the rows c
 words after it has waited for the rows (`take_left_out`). It clears the words before it shares the routes of its next
 call, and in that call every rank waits for these routes before it adds to the words.
 
-A rank has columns of EL experts. TP_SIZE neighbouring ranks have columns of the same experts; with 1 an expert belongs
-to one rank.
+A rank has columns of EL experts. TP_SIZE neighbouring ranks have columns of the same experts; with TP_SIZE 1 an expert
+belongs to one rank.
 
 Symbols of shapes:
 
@@ -196,8 +196,8 @@ def count_routes(
     """counts [W * blocks of a source, ELP] = the number of routes of each block to each of the EL own experts, after a
     wait for every source's flag (`arrivals` arrivals).
 
-    With two halves it also copies the routes of this call's half to ids and weights [W, routes_per_source]. And it sets
-    sources [rows] to -1.
+    With two halves it also copies the routes of this call's half to ids and weights [W, routes_per_source]. It
+    always sets sources [rows] to -1.
     """
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
@@ -372,10 +372,10 @@ def take_left_out(left_out, guard, W: tl.constexpr):
 def place_routes(ids, counts, tables, rank, guard, left_out, routes_per_source, rows, s):
     """Fill the tables (`Tables` in route_tables.py) of `rows` rows, which are whole tiles. s: `TableKernelSizes`.
 
-    A unit of work is one block of routes and one expert's tiles (none where TILES is 0); unit 0 also stores the totals.
-    Where more rows arrive than there is room for, the last rows of the last experts are left out: their route row is
-    LEFT_OUT and they are in no tile. They are counted unless guard is None, and told to their tokens' ranks unless
-    left_out is None.
+    A unit of work is one block of routes and one expert's tiles (none if TILES is 0); unit 0 also stores the totals.
+    If more rows arrive than there is room for, the last rows of the last experts are left out: their route row is
+    LEFT_OUT and they are in no tile. These rows are counted unless guard is None, and reported to their tokens' ranks
+    unless left_out is None.
     """
     place_units(ids, counts, tables, tl.load(rank), guard, left_out, routes_per_source, rows, s)
 

@@ -26,7 +26,7 @@ BALANCE, Z_LOSS = "load_balancing_loss", "z_loss"
 
 @dataclass(frozen=True)
 class LossCall(RowsCall):
-    """logits [m, e], and ids [m, k] where the loss has them."""
+    """logits [m, e], and ids [m, k] if the loss has them."""
 
     e: int
     k: int

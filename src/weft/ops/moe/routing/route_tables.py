@@ -2,8 +2,8 @@
 experts.
 
 There are W ranks with T <= max_tokens tokens each, where max_tokens is the same on all ranks, and k routes a token.
-Rank d holds experts d * El .. (d + 1) * El - 1. Everything stays on the device: two launches follow the router's and
-`share`'s, the host reads no number, and a CUDA graph can capture them.
+Rank d holds experts d * El .. (d + 1) * El - 1. All data stay on the device: two launches follow the router's and
+`share`'s, the host reads no number, and a CUDA graph can capture the launches.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .kernels import LeftOut, TableKernelSizes, count_routes, place_routes
 from .kernels import share as share_kernel
 
 SHARE, TABLES = "share", "tables"
-MAX_SHARE_PROGRAMS = 32  # programs of `share` at most; each of them sets a flag on every rank
-MAX_LOCAL_EXPERTS = 512  # experts of one rank at most
+MAX_SHARE_PROGRAMS = 32  # the most programs of `share`, each of which sets a flag on every rank
+MAX_LOCAL_EXPERTS = 512  # the most experts of one rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Routes:
     ids: torch.Tensor  # int32 [W, max_tokens, k], local: the only half, or the copy that `count_routes` makes
     flags: BlockChannel  # one counter for each source
     calls: BlockChannel
-    left_out: LeftOut | None  # None where columns of experts are split
+    left_out: LeftOut | None  # None if columns of experts are split
     block: int  # routes that a program of `share` stores at once
     programs: int
 
@@ -136,7 +136,7 @@ def share(
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
-        Mismatch: on every rank, where max_tokens_per_rank or k differ.
+        Mismatch: on every rank, if max_tokens_per_rank or k differ.
     """
     check_call(SHARE, world)
     for name, t, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
@@ -203,20 +203,21 @@ def build_tables(
         local_experts: El, experts on every rank, at most 512.
         max_tokens_per_rank: as passed to `share`.
         block_m: rows of a tile.
-        max_rows: rows for which there is room at least, however they fall on the experts. None: as many as can arrive
-            where the experts of a token are distinct.
+        max_rows: the least number of rows for which there is room, whatever their experts are. None: as many as can
+            arrive if the experts of a token are distinct.
         name: calls of one name and these sizes share one set of tables and `targets`; layers with different counters
             need different names.
         buffer_index: as passed to `share`. For a `dispatch` by itself the tiles are not listed.
         is_backward: the routes come from a forward pass, which has counted the rows that it left out.
 
-    Routes to experts from W * El on have no row. Rows beyond `rows_of` are left out, the last experts' first, and
-    counted (Overflow). The first call of its kind allocates memory; it cannot be captured in a CUDA graph.
+    Routes to experts from W * El on have no row. Rows beyond `rows_of` are left out, starting with the last experts,
+    and counted (Overflow). The first call of its kind allocates memory; it cannot be captured in a CUDA graph.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
         Timeout: at a later call or `World.synchronize`, naming a rank whose routes did not arrive.
-        Overflow: there, if this rank left rows out, and on the ranks of their tokens once `take_left_out` has run.
+        Overflow: at such a call too, if this rank left rows out, and on the ranks of their tokens once `take_left_out`
+        has run.
     """
     check_call(TABLES, world)
     check_device(TABLES, world, "ids_all", ids_all)
@@ -345,9 +346,9 @@ def make_builder(
 ) -> TableBuilder:
     """Return the builder of tables for experts whose columns `tp_size` neighbouring ranks share.
 
-    list_tiles: whether tiles are listed. Where they are not, a call of the other buffer may run at the same time, and
-    the waiting programs share the SMs with it. cumulative_targets: whether `targets` grow from call to call. A section
-    has 128 routes, and a block as many sections as leave at most two blocks an SM.
+    list_tiles: whether tiles are listed. If they are not, a call of the other buffer may run at the same time, and the
+    waiting programs share the SMs with it. cumulative_targets: whether `targets` grow from call to call. A section has
+    128 routes, and a block as many sections as leave at most two blocks an SM.
     """
     kernel_sizes = table_kernel_sizes(world, routes, sizes, list_tiles, tp_size, cumulative_targets)
     block, elp, k = kernel_sizes.BLOCK.value, kernel_sizes.ELP.value, routes.ids.shape[2]

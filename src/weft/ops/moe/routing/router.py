@@ -53,15 +53,15 @@ def gate(
             "sigmoid"        sigmoid of the logit (DeepSeek-V3)
             "llama4"         the same, chosen by the logits and never divided by the sum
         renormalise: divide by the sum of the chosen experts' weights ("softmax" and "sigmoid" only).
-        bias: [E], float32 or of the dtype of logits, added to the scores (to the logits where these decide) for the
-            choice alone, not to the weights (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing").
+        bias: [E], float32 or of the dtype of logits, added to the scores (to the logits if these decide) for the choice
+            alone, not to the weights (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing").
         groups, top_groups: the experts form `groups` groups of consecutive experts, and only those of the best
             top_groups can be chosen; a group's score is the sum of its two best biased scores (DeepSeek-V3, section
             2.1.2). 0: no groups.
         scale: a factor for the final weights.
         ids: int32 [T, k], experts that were chosen before (routing replay; Zheng et al. 2025, "Group Sequence Policy
-            Optimization", section 5.3). Those of a token are distinct; -1 is none, of weight 0. For the ids that `gate`
-            itself chose, the weights have the same bits. None: the experts are chosen.
+            Optimization", section 5.3). A token's ids are distinct; -1 stands for no expert, and its weight is 0. For
+            the ids that `gate` itself chose, the weights have the same bits. None: the experts are chosen.
 
     The computation is in float32. The greatest scores are chosen, and among equal scores the lower expert. A NaN
     sorts after all numbers, so the ids of a token are distinct whatever the logits are.

@@ -1,9 +1,9 @@
 """The router's kernels: from a row of logits to its best experts and their weights, and the gradient. No rank waits
 here.
 
-A program processes a few rows at a time, each in one warp where there are enough of them. A column of the block is an
-expert; with groups, padded to powers of two, the columns are [group, expert of the group], so columns and experts have
-one order.
+A program processes a few rows at a time, each in one warp if there are enough rows. A column of the block is an expert;
+with groups, padded to powers of two, the columns are [group, expert of the group], so columns and experts have one
+order.
 
     scores -> sort keys (integers in the order of the numbers) -> [mask all but the best groups] -> K times: take the
         greatest key and mask its column
@@ -103,8 +103,8 @@ def order_of_ids(ids, row, mask, expert, K: tl.constexpr, R: tl.constexpr, P: tl
 
 @jit
 def among_chosen(w, x, chosen, SCORING: tl.constexpr, RENORMALISE: tl.constexpr):
-    """Return [R, P], the scores w of logits x before normalisation, and [R], the sum by which they are divided, which
-    is 1 where they are not."""
+    """Return [R, P], the scores w of logits x before normalisation, and [R], the sum by which the scores are divided,
+    which is 1 if they are not divided."""
     if SCORING == SOFTMAX_AFTER:
         best = tl.max(tl.where(chosen, x, float("-inf")), 1)
         w = tl.exp(x - tl.where(best == float("-inf"), 0.0, best)[:, None])
@@ -147,7 +147,7 @@ def choose_rows(logits, bias, ids, weights, rows, scale, s):
             w = w / total[:, None]
         # The hint is for the layout alone: each element has a mask of its own, so no store is wider. Without it the
         # stores' layout spreads a row over all warps, and Triton computes the weights a second time in that layout
-        # (39 registers for 16 experts, 23 with the hint), whose sums have another order in 8 warps than in 4.
+        # (39 registers for 16 experts, 23 with the hint); sums in that layout have another order in 8 warps than in 4.
         offsets = tl.max_contiguous(row * s.K + order, (1, 2))
         if not s.IDS_GIVEN:
             tl.store(ids + offsets, tl.broadcast_to(expert[None, :], (s.R, P)), mask=mask & chosen)
