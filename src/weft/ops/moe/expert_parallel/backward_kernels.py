@@ -144,7 +144,7 @@ def activation_gradient(
     s,
     BIAS: tl.constexpr,
 ):
-    """Compute the gradient of the activation, and what depends on it.
+    """Compute the gradient of the activation, and the outputs that depend on it.
 
     preactivation [rows, N]: the input of the activation, with bias. hidden [rows, inner]: dy @ w2, replaced by the
     activation times the route's weight. out [rows, N]: the gradient of preactivation. dy [rows, H], bias [experts, H]:

@@ -4,8 +4,8 @@
     main stream  share, tables     | GEMM 1 (with dispatch)  | GEMM 2                 | sum
 
 Programs of the side stream share the SMs with a GEMM's programs, and one of the two kinds waits for the other. So one
-side program and the GEMM's `per_sm` programs must fit on an SM at the same time, whichever are launched first. Before
-the first call of a kind launches anything, this is checked and all kernels are loaded.
+side program and the GEMM's `per_sm` programs must fit on an SM at the same time, whichever are launched first. The
+first call of a kind checks this and loads all kernels before it launches one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DispatchedState:
     layer: Layer
     plan: DispatchedGemms
     local_experts: int  # experts on every rank
-    rows: int  # rows in expert order at most
+    rows: int  # the most rows in expert order
     dispatch_programs: int
     combine_programs: int
     dispatch_flags: BlockChannel  # counters of arrived rows, by source step
@@ -132,8 +132,8 @@ class DispatchedState:
 class LayerWorkspace:
     """The memory of a call.
 
-    epoch, half_size: where calls alternate between two halves of inbox or outbox, the word whose parity selects the
-    half, and the elements from the first half to the second.
+    epoch, half_size: if calls alternate between two halves of inbox or outbox, the word whose parity selects the half,
+    and the elements from the first half to the second.
     """
 
     inbox: SymmetricTensor
@@ -244,7 +244,8 @@ def make_workspace(world: World, layer: Layer, rows: int, inbox: str = "inbox") 
 
 
 def token_memory(world: World, layer: Layer, name: str) -> SymmetricTensor:
-    """Return [W, max_tokens, H] of the symmetric memory of that name. The call is collective when it has to grow."""
+    """Return [W, max_tokens, H] of the symmetric memory of that name. The call is collective when the memory has to
+    grow."""
     shape = world.size, layer.max_tokens_per_rank, layer.hidden
     return world.buffer(name, math.prod(shape) * layer.dtype.itemsize).view(0, shape, layer.dtype)
 
@@ -559,17 +560,18 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
     current stream. A run returns the numbers of received rows, or None, and the saved tensors.
 
     The operands of a run are contiguous, on world.device; T is at most the layer's max_tokens_per_rank and may differ
-    between ranks. `out` may be x or shared. Layer and plan are the same on all ranks, for which `unsupported` returns
-    None.
+    between ranks. `out` may be x or shared. Layer and plan are the same on all ranks, and `unsupported` returns None
+    for them.
 
     Sums are accumulated in float32; an expert's result, and a rank's sum of a token, are rounded to the layer's dtype.
-    Memory, which all layers share: symmetric, 2 W max_tokens H elements; ordinary, (H + I) elements for each of
-    `layer_rows` rows. The first call of its kind allocates it and cannot be captured in a CUDA graph.
+    All layers share one memory: 2 W max_tokens H elements of symmetric memory, and H + I elements of ordinary memory
+    for each of `layer_rows` rows. The first call of its kind allocates it and cannot be captured in a CUDA graph.
 
     A run raises:
         Unsupported: the plan's programs do not fit on an SM together.
         Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
-        Overflow: there, on a rank whose experts received more rows than `layer_rows`, and on their tokens' ranks.
+        Overflow: at such a call too, on a rank whose experts received more rows than `layer_rows`, and on their tokens'
+        ranks.
     """
     layer, state = call.layer, plan_state(world, call.layer, plan)
     space, (builder, tables, counters) = make_workspace(world, layer, state.rows), tables_of(world, state)

@@ -1,5 +1,5 @@
 """The plan that runs all of an MoE layer's experts in one launch (fused_kernels.py), on the current stream; with the
-router in the same launch where the plan says `route` (route_kernels.py)."""
+router in the same launch if the plan says `route` (route_kernels.py)."""
 
 from __future__ import annotations
 
@@ -235,12 +235,12 @@ def stamped(world: World, programs: int) -> torch.Tensor:
 
 def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Callable[..., tuple[torch.Tensor | None]]:
     """Prepare calls that compute what plan Dispatched does, with the same bits and in the same memory except for the
-    inbox. `out` may be shared, not x. A small launch before it compares the ranks' calls, which takes some us, as a
-    barrier does.
+    inbox. `out` may be shared, not x. First a small launch compares the ranks' calls; it takes some us, as a barrier
+    does.
 
     A run takes operands, out, and the router's tensors if the call has a router. Then the launch writes the operands
-    ids and weights, and compares the calls itself. A run raises Unsupported where the plan's programs are not all
-    resident at once.
+    ids and weights, and compares the calls itself. A run raises Unsupported if the plan's programs are not all resident
+    at once.
     """
     layer, has_router, holder = call.layer, call.router is not None, lock(world, NAME)
     if not has_router:  # a state of its own, since only launches with a router count all barriers

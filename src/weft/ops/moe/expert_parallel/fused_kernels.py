@@ -24,11 +24,11 @@ all programs' choices. These are waits for programs of the same launch, all of t
 before, except that one of them, after its choices, waits until every other rank's launch has reached the same point.
 So all experts of a rank's tokens are chosen before any rank counts them. A tile of GEMM 1 waits for the rows of its
 source steps, which the copy programs of another rank send before they draw a ticket. A tile of GEMM 2 waits for its row
-of tiles of GEMM 1, which has earlier tickets. A copy program sends the sums of a source step after it has drawn a
-ticket after all tiles that have rows of the step. So a ticket waits for earlier tickets of this rank, or for work that
-other ranks' copy programs did before all tickets; the sums of a copy program wait for tickets before its current one;
-and the end waits only for tickets and for other ranks' copy programs. Programs draw tickets in rising order, so with
-all of them resident some program can always proceed. There is no barrier between the phases.
+of tiles of GEMM 1, which has earlier tickets. A copy program sends the sums of a source step once it has drawn a ticket
+that follows all tiles with rows of the step. So a ticket waits for earlier tickets of this rank, or for work that other
+ranks' copy programs did before all tickets; the sums of a copy program wait for tickets before its current one; and the
+end waits only for tickets and for other ranks' copy programs. Programs draw tickets in rising order, so with all of
+them resident some program can always proceed. There is no barrier between the phases.
 
 Memory order, from call to call, is as in kernels.py, except for the inbox, which is separate. A rank that has sent the
 sums of a source step may still read rows of other steps, and if the next call has a different size, one rank's section
@@ -110,7 +110,7 @@ class LayerMemory(NamedTuple):
 
 class LayerOperands(NamedTuple):
     """The caller's tensors. x, out [T, H]; shared [T, H] or None; ids int32, weights float32 [T, K], which the launch
-    writes where there is a router; b13 [experts, N] and b2 [experts, H], or None."""
+    writes if there is a router; b13 [experts, N] and b2 [experts, H], or None."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -125,7 +125,7 @@ class LayerOperands(NamedTuple):
 class LayerSizes(NamedTuple):
     """The sizes of a layer and plan. P, KP: H and K rounded up to powers of two; INNER: the inner size. EVEN_K: as in
     `gathered_tile`; GATE_BLOCK, ACT: as in `store_activated`. A block that is sent has SEND_ROWS rows of P elements,
-    and STAGES blocks are in flight; a block that is summed has SUM_ROWS rows of COLS elements. router: those of a
+    and STAGES blocks are in flight; a block that is summed has SUM_ROWS rows of COLS elements. router: the sizes of a
     router that the launch includes."""
 
     H: tl.constexpr
@@ -187,7 +187,7 @@ def send_tokens(x, ids, memory, ch, T, max_tokens, s):
             s.STAGES,
             memory.copy_programs,
         )
-        channel_notify(ch, j - 1, rank, False)  # also without rows, because waits count calls
+        channel_notify(ch, j - 1, rank, False)  # notify even without rows, because waits count calls
 
 
 @jit
@@ -373,7 +373,7 @@ def send_step_sums(memory, ch, source_step, max_tokens, s):
         s.SUM_ROWS,
         memory.copy_programs,
     )
-    # Also without rows: the notify also announces that this rank has read its inbox.
+    # Notify even without rows, to announce that this rank has read its inbox.
     channel_notify(ch, W + source_step - 2, rank, False)
 
 

@@ -23,7 +23,7 @@ from .dispatched import unsupported as dispatched_unsupported
 from .fused_kernels import LayerSizes
 from .low_latency_kernels import LowLatencyMemory, low_latency_gemm, low_latency_sums
 
-MAX_ROUTES = 8192  # routes that every program scans, at most
+MAX_ROUTES = 8192  # the most routes that every program scans
 SCAN_ELEMENTS = 8192  # pairs of a route and a row that are compared at once
 
 
@@ -165,7 +165,7 @@ def prepare_low_latency(world: World, call: MoeCall, plan: LowLatency) -> Run:
     """Prepare calls that compute what plan Dispatched does, in the same memory, but without tables. `out` may be
     shared, not x.
 
-    A run raises Unsupported where the plan's programs are not all resident at once.
+    A run raises Unsupported if the plan's programs are not all resident at once.
     """
     layer, holder, state = call.layer, lock(world, NAME), plan_state(world, call.layer, plan)
     fixed_memory, sums = memory(world, state), _sums(world, state)

@@ -105,7 +105,7 @@ def store_rows(dst, values, routes, col, N, BN: tl.constexpr):
 
 @jit
 def store_hidden(dst, acc, routes, tn, s):
-    """Store a tile's activation in hidden [.., I], as `store_activated` does, with BN = 2 GATE_BLOCK where there is a
+    """Store a tile's activation in hidden [.., I], as `store_activated` does, with BN = 2 GATE_BLOCK if there is a
     gate."""
     if s.ACT == GELU:
         store_rows(dst, gelu(acc), routes, tn * s.BN, s.INNER, s.BN)

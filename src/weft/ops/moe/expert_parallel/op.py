@@ -121,9 +121,9 @@ def moe(
         shared: [T, H], added to the sum (the rows of a shared expert), or None.
         activation: "swiglu" is silu(gate) * up; "gelu" has no gate matrix; "gpt_oss" is (up + 1) * gate * sigmoid(1.702
             gate), with gate at most 7 and up clamped to [-7, 7].
-        rows: the numbers of tokens of all ranks, in rank order, where they are not all equal. None: all ranks have as
-            many tokens as this one or, with max_tokens, each rank has any number up to it, which the other ranks need
-            not know.
+        rows: the numbers of tokens of all ranks, in rank order, if they are not all equal. None: all ranks have as many
+            tokens as this one or, with max_tokens, each rank has any number up to it, which the other ranks need not
+            know.
         max_tokens: the most tokens that any rank may have in this call or in later ones. Calls with the same max_tokens
             share tables, memory and agreements, whatever their T. None: with rows, the most tokens of a rank in this
             call; without rows, min(8 E, 8192) / (W k) if T is at most that, so that ranks may decode different batches,
@@ -148,9 +148,9 @@ def moe(
     rank's sum of a token's experts before the ranks' sums are added: one more rounding per rank than if one rank added
     all results of a token.
 
-    No token is dropped, except by `weft.moe.apply_capacity` before the call or by max_rows. Memory, which all layers of
-    the World share: symmetric, 2 W max_tokens H elements and 8 W max_tokens k bytes; ordinary, H + I elements for each
-    of max_rows + 128 El rows.
+    No token is dropped, except by `weft.moe.apply_capacity` before the call or by max_rows. All layers of the World
+    share 2 W max_tokens H elements and 8 W max_tokens k bytes of symmetric memory, and H + I elements of ordinary
+    memory for each of max_rows + 128 El rows.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.

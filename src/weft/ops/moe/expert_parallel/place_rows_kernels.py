@@ -5,23 +5,22 @@ the order of their experts, for the caller's own expert kernels.
     main stream  | share | tables | place_rows | the caller's experts .. | combine_rows | sum_ranks
 
 `dispatch_rows` sends tokens to the inbox of the ranks that have their experts. `share` exchanges the routes, and the
-tables list the rows of each expert. `place_rows` takes the tokens of one source rank after another as they arrive, this
+tables list the rows of each expert. `place_rows` reads the tokens of one source rank after another as they arrive, this
 rank's first, and stores each in all rows that it has here, so it reads the inbox once. In the layout in which every
 expert has the same number of rows, `mask_rows` follows the tables and converts them. The experts' result is complete by
 stream order when `combine_rows` starts, which therefore waits for nothing: its counters and their targets are zero. It
 stores weighted sums in the outboxes of the tokens' ranks, and `sum_ranks` sums these.
 
-Order of accesses. A call uses one of two buffers, from its dispatch to its combine. A buffer has its own copy of
-everything that ranks write on each other: routes, inbox, outbox, and their counters. So no order is needed between
-buffers, and the calls of one buffer follow one another on a rank (`World.order`): with two microbatches, call n + 2
-begins in the buffer of call n after this rank's `sum_ranks` of call n. That kernel has waited for every rank's
-`combine_rows` of call n, each program of which notifies a rank after its last read of that rank's routes and tokens;
-`place_rows` and the tables came before it on the stream. So no rank still reads the routes and the inbox that call
-n + 2 overwrites. A rank's outbox is written by programs that run after `place_rows`. That kernel waits for each
-source rank's dispatch of call n + 2, with or without rows, and a source rank dispatches after its `sum_ranks` of call
-n, the last reader of its outbox. Dispatches are combined in their own order, so a rank waits only for launches that
-come earlier in an order which all ranks share; and programs that wait here leave room on their SM for those that do
-not wait.
+Order of accesses. A call uses one of two buffers, from its dispatch to its combine. A buffer has its own copy of all
+memory that ranks write on each other: routes, inbox, outbox, and their counters. So no order is needed between buffers,
+and the calls of one buffer follow one another on a rank (`World.order`): with two microbatches, call n + 2 begins in
+the buffer of call n after this rank's `sum_ranks` of call n. That kernel has waited for every rank's `combine_rows` of
+call n, each program of which notifies a rank after its last read of that rank's routes and tokens; `place_rows` and the
+tables came before it on the stream. So no rank still reads the routes and the inbox that call n + 2 overwrites. A
+rank's outbox is written by programs that run after `place_rows`. That kernel waits for each source rank's dispatch of
+call n + 2, with or without rows, and a source rank dispatches after its `sum_ranks` of call n, the last reader of its
+outbox. Dispatches are combined in their own order, so a rank waits only for launches that come earlier in an order
+which all ranks share; and programs that wait here leave room on their SM for those that do not wait.
 """
 
 from typing import NamedTuple
@@ -50,7 +49,7 @@ class ExpertOrder(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """The tables of the masked layout, where every expert has MAX_M rows and uses the first `counts` of them."""
+    """The tables of the masked layout, in which every expert has MAX_M rows and uses the first `counts` of them."""
 
     route_rows: torch.Tensor
     sources: torch.Tensor  # [EL, MAX_M]
@@ -111,8 +110,8 @@ def mask_rows(
     PROGRAMS: tl.constexpr,
 ):
     """Convert the tables of rows in expert order to tables of the masked layout. Rows beyond MAX_M of an expert are
-    dropped; they are counted unless guard is None, and told to their tokens' ranks unless left_out is None. rank: int32
-    [1], this rank. routes: the number of routes of all ranks."""
+    dropped; they are counted unless guard is None, and reported to their tokens' ranks unless left_out is None. rank:
+    int32 [1], this rank. routes: the number of routes of all ranks."""
     for expert in range(tl.program_id(0), EL, PROGRAMS):
         list_masked(order, masked, expert, MAX_M, BLOCK)
     if guard is not None:
@@ -172,9 +171,9 @@ def place_rows(
     """Copy inbox [W, max_tokens, H] to rows [.., H] in expert order.
 
     PADDED: rows between an expert's last row and the next expert's first become zeros. A block has COLS columns of ROWS
-    tokens. Counter j of `ch` belongs to source step j, with ARRIVALS arrivals; with ARRIVALS = 0 everything has
-    arrived, and the kernel does not end a call. epoch, half_size: as in `grouped_gemm_in`, None and 0 where calls do
-    not alternate between halves; where they do, ARRIVALS dispatch programs advance the epoch together with these.
+    tokens. Counter j of `ch` belongs to source step j, with ARRIVALS arrivals; with ARRIVALS = 0 all rows have arrived,
+    and the kernel does not end a call. epoch, half_size: as in `grouped_gemm_in`, None and 0 if calls do not alternate
+    between halves; if they do, ARRIVALS dispatch programs advance the epoch together with these.
     """
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (H + COLS - 1) // COLS

@@ -145,21 +145,21 @@ class SortedRoutes:
 
     @property
     def by_expert(self) -> list[Tensor]:
-        """Return what a function of the rows by expert reads."""
+        """Return the tensors that a function of the rows by expert reads."""
         return [self.expert_order, self.offsets]
 
     def groups(self, layer: Layer) -> RowGroups:
         return RowGroups(self.offsets, layer.activation, self.world.backend.scale.interleave)
 
     def sent(self, t: Tensor, k: int) -> Tensor:
-        """Return the rows that this rank's experts receive, where every rank sends row r // k of its t for route r."""
+        """Return the rows that this rank's experts receive when every rank sends row r // k of its t for route r."""
         rows, world = self.world.empty((sum(self.send_counts), t.shape[1]), t.dtype), self.world
         pick = lambda: torch.index_select(t, 0, self.sent_routes // k, out=rows)  # noqa: E731
         world.call(pick, [t, self.order], [rows], world.current_stream())
         return exchanged(self.world, rows, self.send_counts, self.recv_counts)
 
     def returned(self, rows: Tensor) -> Tensor:
-        """Return what came back for this rank's routes, where every rank returns `rows` to their sources."""
+        """Return the rows that come back for this rank's routes when every rank returns `rows` to their sources."""
         return exchanged(self.world, rows, self.recv_counts, self.send_counts)
 
 

@@ -1,21 +1,21 @@
 """The kernel that the backward passes of both halves of a layer whose experts' columns are split over ranks need
 besides the kernels of its forward pass (kernels.py) and of a layer of whole experts (expert_parallel).
 
-In the second half, dy [T, H] takes the role that x has in the first: every rank pushes its own to all, `place_rows`
-puts it in expert order, and dy @ w2 is the gradient of the activation here. `activation_gradient` (IDENTITY) multiplies
-it by the routing weights, and computes their gradients as far as they come from the columns here.
+In the second half, dy [T, H] has the role that x has in the first: every rank pushes its dy to all ranks, `place_rows`
+puts the rows in expert order, and dy @ w2 is the gradient of the activation here. `activation_gradient` (IDENTITY)
+multiplies the gradient by the routing weights, and computes their gradients as far as they come from the columns here.
 
     side stream  | push_shard |
     main stream  | place_rows      | grouped_gemm_out | activation_gradient | grouped_wgrad, row_sums
 
 In the first half, a row's dx is summed over its token's experts and ranks as the second half sums results, with weights
-of 1. x is sent again where neither it nor the input of the activation was saved.
+of 1. x is sent again if neither x nor the input of the activation was saved.
 
     side stream  | push_shard |                                               | combine_rows                |
     main stream  | place_rows      | grouped_gemm_out | activation_backward   | grouped_gemm_out, ..wgrad   | sum_ranks
 
-Memory order. Each of the two transfers is a call of the arena, like those of the forward pass: its last kernel has been
-notified by every rank in it, `place_rows` of their rows, `sum_ranks` of their sums.
+Memory order. Each of the two transfers is a call of the arena, like those of the forward pass. In it, every rank has
+notified the last kernel of this rank: `place_rows` of its rows, `sum_ranks` of its sums.
 """
 
 import triton.language as tl

@@ -2,8 +2,8 @@
 and the tables that the first half passes to the second.
 
 The routes of a call are one int32 tensor: the parts in `RouteParts`, each from a multiple of four words on. So the
-first half returns memory of the caller's own, and the second may use it whenever the caller likes. Where an operand
-requires a gradient the tensor is float32 with the same bits.
+first half returns memory that belongs to the caller, and the second half may use it at any later time. If an operand
+requires a gradient, the tensor is float32 with the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Split(Layer):
     tile: int = 128
 
     def local(self, world: World) -> int:
-        """Return the number of experts that a rank has columns of."""
+        """Return the number of experts of which a rank has columns."""
         return self.experts * self.tp_size // world.size
 
     def rows(self, world: World) -> int:

@@ -226,6 +226,6 @@ def reduce_rows(
     for step in further:
         step.on(stream)
     # As in `expert_parallel.dispatched.prepare_dispatched`. Besides, `final_sum` clears the counters, which `combine`
-    # may still read: a rank's notification of itself arrives at the start of `combine`.
+    # may still read: a rank notifies itself at the start of `combine`.
     world.wait_event(stream, world.record(side))
     final_sum.on(stream)

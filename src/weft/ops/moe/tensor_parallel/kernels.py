@@ -14,8 +14,8 @@ The tables, which the device builds in every call (`place_routes`), give each ti
 of channels for which it waits: its source steps.
 
 Memory order. Inbox and outbox are the arena's two halves, and all calls alternate between them. Before a rank ends a
-call of either kind, every rank has notified it in this call: in the layer's first half of its routes, which a rank
-shares at the start, in the second half of its sums. So every rank has ended its previous call, and no rank reads the
+call of either kind, every rank has notified it in this call: of its routes in the layer's first half, at whose start a
+rank shares them, and of its sums in the second half. So every rank has ended its previous call, and no rank reads the
 half that a call writes.
 
 Symbols of shapes:
@@ -68,7 +68,7 @@ def push_shard(
         for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), PROGRAMS, num_stages=STAGES):
             i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
             tl.store(dst + i, tl.load(x + i, mask=i < count, other=0.0), mask=i < count)
-        channel_notify(ch, j, rank, False)  # also without rows, because waits count calls
+        channel_notify(ch, j, rank, False)  # notify even without rows, because waits count calls
     end_call(ch, epoch, PROGRAMS + OTHER_PROGRAMS)
 
 

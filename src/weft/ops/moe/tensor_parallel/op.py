@@ -8,9 +8,9 @@ Every rank has the rows of all ranks' tokens in expert order, in tiles of 128; t
 
 Gradients: dy is sent to all ranks as x was, and the rows' dx are summed as results are (backward.py), or by NCCL
 (sequential.py). The second half computes the gradient of the routing weights for the columns of this rank. The first
-half, which has the weights as an operand, sums this gradient over the ranks. It passes between the halves as the
-gradient of the routes, which are therefore float32 with the same bits if a gradient is requested; only the words of the
-weights are defined.
+half, which has the weights as an operand, sums this gradient over the ranks. The gradient passes between the halves as
+the gradient of the routes, which are therefore float32 with the same bits if a gradient is requested; only the words of
+the weights are defined.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def all_gather_grouped_matmul(
         w13, b13: this rank's columns of the first matrices, and their biases or None, as in `weft.moe.moe`.
         activation: as in `weft.moe.moe`.
         inner: I, if w13's last block is padded. None: all columns of w13.
-        rows: the numbers of tokens of all ranks, where they are not all equal.
+        rows: the numbers of tokens of all ranks, if they are not all equal.
         tp_size: the number of neighbouring ranks that share the columns of an expert, a divisor of W. None: all ranks.
             Ranks r and r + tp_size have different experts, in rank order.
         keep: what a call whose operands require a gradient saves for its backward pass besides its operands and
@@ -82,8 +82,8 @@ def all_gather_grouped_matmul(
             routes: int32 words, which only the second half can read. If an operand requires a gradient, the routes are
             float32 with the same bits, and the second half returns the gradient of the weights as their gradient.
 
-    No token is dropped. Symmetric memory, shared with other ops of the World: 2 W max_tokens H elements. The backward
-    pass has memory that all layers share: H + 2 N elements for each row.
+    No token is dropped. The op shares 2 W max_tokens H elements of symmetric memory with other ops of the World. The
+    backward passes of all layers share H + 2 N elements for each row.
 
     Raises what `weft.moe.moe` raises; a sequential call in bfloat16 can be captured.
 
@@ -132,8 +132,9 @@ def grouped_matmul_reduce_scatter(
     Sums are accumulated in float32 and in a fixed order, over the top-k slots, then over the ranks, so the same call
     gives the same bits. A row of hidden @ w2 is rounded to the dtype, and so is each sum that a remote rank sends.
 
-    The function is differentiable in hidden, w2, b2, shared, and through the routes in the weights. Memory: symmetric
-    as there; ordinary, H elements for each row of hidden, and H + I for its backward pass.
+    The function is differentiable in hidden, w2, b2, shared, and through the routes in the weights. The op uses the
+    symmetric memory of `all_gather_grouped_matmul`, H elements of ordinary memory for each row of hidden, and H + I
+    elements a row for its backward pass.
 
     Raises what `weft.moe.moe` raises; a sequential call in bfloat16 can be captured.
 
