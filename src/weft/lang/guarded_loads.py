@@ -6,10 +6,10 @@ passes. `is_pipelined` returns whether Triton pipelines a loop. Each pipelined l
 two ways:
 
     no signal in the loop     Every load is made to depend on the last wait before it in the source, in this iteration
-                              or the previous one: a zero is added to its address, the output of an opaque
-                              instruction that reads the word that the wait returned. The pipeliner has to move the
-                              wait along with the load. The wait is inside an `if` that is always taken, because that
-                              is the form that the pipeliner can omit in iterations that do not exist.
+                              or the previous one: a zero is added to its address. An opaque instruction, which reads
+                              the word that the wait returned, computes the zero, so the pipeliner has to move the wait
+                              along with the load. The wait is inside an `if` that is always taken, because the
+                              pipeliner can omit an `if` in iterations that do not exist.
     a signal in the loop      The loop is not pipelined, and not flattened: a wait that ran ahead could come before the
                               notify for which it waits through other programs or ranks.
 

@@ -183,8 +183,8 @@ class Handle:
     -1 for rows without a token. buffer_index: the index of its buffer (not in a compiled graph). shape: the shape of
     rows, and so of y.
 
-    The handle keeps ids and weights: a backward pass sends dy with the same ids, which make the same rows again. The
-    next `dispatch` or `combine` cancels a handle to which no reference is left.
+    The handle keeps ids and weights, because a backward pass sends dy with the same ids, which give the same rows
+    again. The next `dispatch` or `combine` cancels a handle to which no reference is left.
     """
 
     world: World
@@ -316,7 +316,8 @@ def combine(
 
     Args:
         y: of the shape, dtype and order of the rows that `dispatch` returned. Rows without a token are not read.
-        handle: the result of `dispatch`, not combined yet, and the older of two. Its `ids` are not read again.
+        handle: the result of `dispatch`, not combined yet, and the older one if two are pending. Its `ids` are not read
+            again.
         out: [T, H], contiguous: where to write the result. It may overlap y or shared; the result is then computed
             elsewhere and copied.
         shared: [T, H], added to the sum (the rows of a shared expert), or None.
@@ -624,7 +625,7 @@ def run_dispatch(
 
 
 def run_combine(world: World, call: ExchangeCall, plan: Plan, operands: CombineOperands, out: torch.Tensor) -> None:
-    """out [T, H] = the weighted sums of y's rows, + shared, on the current stream."""
+    """Compute out [T, H] = the weighted sums of y's rows, + shared, on the current stream."""
     number, buffer_index = operands.handle_id.tolist()
     if number not in pending_dispatches(world):
         raise WeftError(f"{COMBINE}: the handle of buffer {buffer_index} was combined already")

@@ -204,9 +204,9 @@ def grouped_wgrad(
     EL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """out_desc [EL, M, N], in blocks [1, BM, BN / 2], = a^T b over the rows of each expert: a_desc [rows, M] in blocks
-    [BK, BM], b_desc [rows, N] in blocks [BK, BN]. An expert's rows begin at offsets[e] and are a multiple of BK. Sums
-    are fp32 in the order of the rows."""
+    """Compute out_desc [EL, M, N], in blocks [1, BM, BN / 2], = a^T b over the rows of each expert: a_desc [rows, M] in
+    blocks [BK, BM], b_desc [rows, N] in blocks [BK, BN]. An expert's rows begin at offsets[e] and are a multiple of BK.
+    Sums are fp32 in the order of the rows."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     per_expert = tiles_m * tiles_n

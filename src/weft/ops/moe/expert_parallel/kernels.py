@@ -237,7 +237,8 @@ def store_plain(out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr):
 def grouped_gemm_in(
     inbox, sources, w_desc, hidden_desc, preactivation_desc, bias, tiles, tile_count, ch, epoch, half_size, N, K, s
 ):  # fmt: skip
-    """hidden_desc [rows, I] = the activation of (rows of the inbox @ w_desc + bias), tile by tile as they arrive.
+    """Compute hidden_desc [rows, I] = the activation of (rows of the inbox @ w_desc + bias), tile by tile as they
+    arrive.
 
     inbox [.., K]; sources int32 [rows]: the inbox row of each row, or -1; w_desc [experts N, K]; hidden_desc as in
     `store_activated`; preactivation_desc [rows, N] in blocks [BM, BN / 2], the input of the activation, or None; bias
@@ -300,7 +301,8 @@ def grouped_gemm_out(
     W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     KN_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """y_desc [rows, N] = hidden_desc [rows, K] @ w_desc (+ bias), with tiles in reverse order, counted by source step.
+    """Compute y_desc [rows, N] = hidden_desc [rows, K] @ w_desc (+ bias), with tiles in reverse order, counted by
+    source step.
 
     w_desc: [experts N, K], or with KN_WEIGHT [experts K, N]. y_desc has blocks [BM, BN / 2]. bias, tiles and tile_count
     are as in `grouped_gemm_in`. counters int32 [W], by source step, are local to this GPU: a row of tiles adds
@@ -498,8 +500,8 @@ def sum_ranks(
     routed, outbox, ids, shared, out, counters, ch, calls, left_out, number, epoch, half_size, T, max_tokens,
     ARRIVALS: tl.constexpr, s,
 ):  # fmt: skip
-    """out [T, H] = the sum, in the order of the ranks and in fp32, over the ranks that have (columns of) an expert of
-    the token, + shared [T, H] or None.
+    """Compute out [T, H] = the sum, in the order of the ranks and in fp32, over the ranks that have (columns of) an
+    expert of the token, + shared [T, H] or None.
 
     The other ranks' sums are in outbox [W, max_tokens, H] (epoch and half_size as in `half_offset`); this rank sums its
     own weighted rows, `RoutedRows`, which are complete by stream order. ids int32 [T, K]; s: `RankSumSizes`. The kernel

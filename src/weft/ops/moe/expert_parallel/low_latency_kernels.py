@@ -201,7 +201,8 @@ def low_latency_gemm(
 
 @jit(do_not_specialize=("T", "max_tokens"))
 def low_latency_sums(ids, shared, out, memory, ch, T, max_tokens, s):
-    """out [T, H] = the sums of `sum_ranks`, after the weighted sums of other ranks' tokens have been sent to them."""
+    """Compute out [T, H] = the sums of `sum_ranks`, after the weighted sums of other ranks' tokens have been sent to
+    them."""
     if tl.program_id(0) < memory.copy_programs:
         for j in range(1, ch.world):
             send_step_sums(memory, ch, j, max_tokens, s)

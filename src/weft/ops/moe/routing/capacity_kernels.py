@@ -103,9 +103,9 @@ def limit_experts(
     BLOCK: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    """kept_ids [routes] = the ids, with -1 for those outside 0 to E - 1 and for routes beyond an expert's capacity;
-    dropped [E] = the number of the latter. listed int32 [2, routes] is memory for the lists, used only BY_WEIGHT.
-    The kernel reads BLOCK routes of the ids, or LIST routes of a list, at a time."""
+    """Compute kept_ids [routes] = the ids, with -1 for those outside 0 to E - 1 and for routes beyond an expert's
+    capacity; and dropped [E] = the number of the latter. listed int32 [2, routes] is memory for the lists, used only
+    BY_WEIGHT. The kernel reads BLOCK routes of the ids, or LIST routes of a list, at a time."""
     for expert in range(tl.program_id(0), E + 1, tl.num_programs(0)):
         count, lower_count = 0, 0
         for lo in range(0, routes, BLOCK):

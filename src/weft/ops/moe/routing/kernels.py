@@ -193,8 +193,8 @@ def count_routes(
     EL: tl.constexpr, TP_SIZE: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """counts [W * blocks of a source, ELP] = the number of routes of each block to each of the EL own experts, after a
-    wait for every source's flag (`arrivals` arrivals).
+    """Compute counts [W * blocks of a source, ELP] = the number of routes of each block to each of the EL own experts,
+    after a wait for every source's flag (`arrivals` arrivals).
 
     With two halves it also copies the routes of this call's half to ids and weights [W, routes_per_source]. It
     always sets sources [rows] to -1.

@@ -187,8 +187,8 @@ BALANCE_OP, SQUARE_OP = registered(BalanceOp()), registered(SquareOp())
 
 
 def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor, *, world: World) -> torch.Tensor:
-    """E * sum over experts of f_e * P_e (Fedus et al. 2021, "Switch Transformers", equations 4 to 6, without alpha),
-    for this rank's tokens.
+    """Return E * sum over experts of f_e * P_e (Fedus et al. 2021, "Switch Transformers", equations 4 to 6, without
+    alpha), for this rank's tokens.
 
     Args:
         logits: [T, E], of any floating dtype; the gradient goes through them.

@@ -63,8 +63,8 @@ def balance_loss(
     P: tl.constexpr,
     R: tl.constexpr,
 ):
-    """loss = E times the sum of share x mean probability over the experts, and share [E], each expert's part of all
-    routes, for logits [rows, E] and ids [rows, K].
+    """Compute loss = E times the sum of share x mean probability over the experts, and share [E], each expert's part of
+    all routes, for logits [rows, E] and ids [rows, K].
 
     probabilities float32 and routes int32 [programs, P] are memory for partial sums. P: E rounded up to a power of two.
     R: rows of a block.
@@ -107,7 +107,7 @@ def balance_backward(
     P: tl.constexpr,
     R: tl.constexpr,
 ):
-    """dlogits [rows, E] = the gradient of `balance_loss` by the logits, times dloss."""
+    """Compute dlogits [rows, E] = the gradient of `balance_loss` by the logits, times dloss."""
     expert = tl.arange(0, P)[None, :]
     part = tl.load(share + expert, mask=expert < E, other=0.0)
     scale = tl.load(dloss) * E / rows.to(tl.float32)
@@ -130,8 +130,8 @@ def square_loss(
     R: tl.constexpr,
     PROGRAMS_P: tl.constexpr,
 ):
-    """loss = the mean of logsumexp^2 over the rows of logits [rows, E]. sums float32 [programs] is memory for partial
-    sums; PROGRAMS_P: programs, rounded up to a power of two."""
+    """Compute loss = the mean of logsumexp^2 over the rows of logits [rows, E]. sums float32 [programs] is memory for
+    partial sums; PROGRAMS_P: programs, rounded up to a power of two."""
     total = 0.0
     for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
         row = block * R + tl.arange(0, R)
@@ -146,7 +146,7 @@ def square_loss(
 
 @jit(do_not_specialize=("rows",))
 def square_backward(logits, dloss, dlogits, rows, E: tl.constexpr, P: tl.constexpr, R: tl.constexpr):
-    """dlogits [rows, E] = the gradient of `square_loss` by the logits, times dloss."""
+    """Compute dlogits [rows, E] = the gradient of `square_loss` by the logits, times dloss."""
     expert = tl.arange(0, P)[None, :]
     scale = 2.0 * tl.load(dloss) / rows.to(tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):

@@ -18,7 +18,7 @@ def place_experts(
     RP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """physical_ids [routes] = the experts that table [E, R] has for the logical experts `ids`, of which K are a
+    """Compute physical_ids [routes] = the experts that table [E, R] has for the logical experts `ids`, of which K are a
     token's; -1 for none. RP: R rounded up to a power of two. rank: the address of this rank's number."""
     me = tl.load(rank)
     replica = tl.arange(0, RP)[None, :]

@@ -179,8 +179,8 @@ def router_backward(
     RENORMALISE: tl.constexpr,
     R: tl.constexpr,
 ):
-    """dlogits [rows, E] = the gradient of the weights by the logits, times dweights float32 [rows, K], for the ids
-    [rows, K] that `choose` took or was given. P: E rounded up to a power of two."""
+    """Compute dlogits [rows, E] = the gradient of the weights by the logits, times dweights float32 [rows, K], for the
+    ids [rows, K] that `choose` took or was given. P: E rounded up to a power of two."""
     expert = tl.arange(0, P)
     is_expert = expert < E
     for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):

@@ -63,7 +63,7 @@ def _activation_backward(world: World, state: DispatchedState, n: int, inner: in
 
 
 def gather_rows(world: World, state: DispatchedState, x: Tensor, tables: Tables, rows: Tensor) -> None:
-    """rows [rows, H] = all ranks' x [T, H] in expert order, on the current stream."""
+    """Compute rows [rows, H] = all ranks' x [T, H] in expert order, on the current stream."""
     assert isinstance(state.layer, Split)
     arena, stream, side = acquire_arena(world, state.layer), world.current_stream(), world.side_stream(NAME)
     workspace = arena_workspace(arena, state.layer.dtype, rows, rows)

@@ -27,8 +27,9 @@ from ..expert_parallel.backward_kernels import gated_gradient, gelu_gradient
 
 @jit
 def activation_backward(preactivation, dy, out, sources, tiles, tile_count, N, inner, s):
-    """out [rows, N] = the gradient of preactivation [rows, N], for dy [rows, inner], the gradient of the activation;
-    zeros in rows without a token. sources, tiles, tile_count: `Tables` in route_tables.py; s: `GradientSizes`."""
+    """Compute out [rows, N] = the gradient of preactivation [rows, N], for dy [rows, inner], the gradient of the
+    activation; zeros in rows without a token. sources, tiles, tile_count: `Tables` in route_tables.py; s:
+    `GradientSizes`."""
     ROWS: tl.constexpr = s.ROWS
     COLS: tl.constexpr = s.COLS
     GATE_BLOCK: tl.constexpr = s.GATE_BLOCK

@@ -151,8 +151,8 @@ def _keep_shards(world: World, state: DispatchedState, half_size: int) -> Launch
 def run_gather(
     world: World, call: FirstHalfCall, plan: DispatchedColumns, operands: GatherOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """out [rows, I] = the activation of all ranks' x times w13, in expert order, on the current stream. Returns the
-    routes and the saved tensors."""
+    """Compute out [rows, I] = the activation of all ranks' x times w13, in expert order, on the current stream. Returns
+    the routes and the saved tensors."""
     (x, ids, weights, w13, b13), layer = operands, call.layer
     routes = call.routes(world)
     kept = NONE_KEPT if call.keep is None else Kept(*(world.empty(*t) for t in call.saved_shapes(world)))
@@ -181,8 +181,8 @@ def run_gather(
 def run_scatter(
     world: World, call: GroupedCall, plan: DispatchedColumns, operands: ScatterOperands, out: torch.Tensor
 ) -> None:
-    """out [T, H] = the sum over a token's routes of weight * (hidden row @ w2), over the ranks that share the experts,
-    + shared, on the current stream."""
+    """Compute out [T, H] = the sum over a token's routes of weight * (hidden row @ w2), over the ranks that share the
+    experts, + shared, on the current stream."""
     hidden, routes, ids, w2, b2, shared = operands
     parts = route_parts(world, call.layer, routes)
     state, tables = plan_state(world, call.layer, plan), tables_of(parts)
@@ -200,9 +200,9 @@ def reduce_rows(
     out: torch.Tensor,
     concurrent: Sequence[BoundLaunch] | None = None,
 ) -> None:
-    """out [T, H] = the weighted sum of a token's rows over the ranks, + shared, on the current stream. The
-    rows belong to the product. concurrent: None in a forward pass; in a backward pass, which multiplies by the
-    transposed w, the launches that run at the same time as the transfer."""
+    """Compute out [T, H] = the weighted sum of a token's rows over the ranks, + shared, on the current stream. The rows
+    belong to the product. concurrent: None in a forward pass; in a backward pass, which multiplies by the transposed w,
+    the launches that run at the same time as the transfer."""
     layer, is_backward = state.layer, concurrent is not None
     assert isinstance(layer, Split)
     arena, stream, side = acquire_arena(world, layer), world.current_stream(), world.side_stream(NAME)
