@@ -386,6 +386,6 @@ def window_store(row, y, H: tl.constexpr, P: tl.constexpr):
 @intrinsic
 def keep_before(x):
     """Return x (float32), computed before all assembly that follows, including tensor-core products and their waits.
-    Otherwise LLVM would move the arithmetic after a running product's start, where it needs registers that the product
-    writes."""
+    Otherwise LLVM would move the arithmetic after a running product's start, and there it would need registers that the
+    product writes."""
     return tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=False, pack=1)

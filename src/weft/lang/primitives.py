@@ -82,7 +82,7 @@ def peer_tile_wait(ch, tile, rank):
 @jit
 def tile_pull_data(addresses, rank, offsets, mask, DTYPE: tl.constexpr):
     """Load elements at `offsets` of `rank`'s copy of a symmetric tensor of DTYPE (`addresses`:
-    SymmetricTensor.addresses). Where `mask` is False the result is 0. The load orders nothing: wait before it."""
+    SymmetricTensor.addresses). The result is 0 where `mask` is False. The load orders nothing: wait before it."""
     return tl.load(tl.load(addresses + rank).to(tl.pointer_type(DTYPE)) + offsets, mask=mask, other=0.0)
 
 

@@ -55,7 +55,8 @@ def tables(ids: Tensor, me: int, layer: Split, local_experts: int) -> dict[str, 
     row = torch.where(sorted_expert < local_experts, offsets[sorted_expert] + position - starts[sorted_expert], rows)
 
     def values_by_row(values: Tensor) -> Tensor:
-        """Return `values` by row, with -1 in rows without a route; the extra last row takes routes without a row."""
+        """Return `values` by row, with -1 in rows without a route; the extra last row receives the routes without a
+        row."""
         return torch.full((rows + 1,), -1, device=device).index_copy(0, row, values)
 
     routes = max_tokens_per_rank * k
@@ -104,13 +105,13 @@ def expert_of_rows(rows: int, offsets: Tensor) -> Tensor:
 
 
 def sums(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Return float32 [El, N], the sums of each expert's rows; `rows` is zero where there is no token. An infinity
-    affects only its expert's sum; a product with zeros and ones would spread it to the others."""
+    """Return float32 [El, N], the sums of each expert's rows; rows without a token are zero. An infinity affects only
+    its expert's sum; a product with zeros and ones would spread it to the others."""
     return torch.segment_reduce(rows.float(), "sum", offsets=offsets.long(), axis=0)
 
 
 def products(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Return [El, M, N], a^T b of each expert's rows, which are zero where there is no token."""
+    """Return [El, M, N], a^T b of each expert's rows; rows without a token are zero."""
     if takes_groups(a, a.shape[1], b.shape[1]):
         by_expert = torch._grouped_mm(a.t(), b, offs=offsets[1:].int())
         return torch.where(offsets.diff()[:, None, None] > 0, by_expert, 0)
@@ -165,7 +166,7 @@ class RowOrder:
 
     def store_gradients(self, gradients: list[Tensor], a: Tensor, b: Tensor) -> None:
         """Fill the requested gradients: the matrices' with a^T b of each expert's rows, and the biases' with the sums
-        of a's rows. a is zero where there is no token."""
+        of a's rows. Rows of a without a token are zero."""
         if gradients:
             gradients[0].copy_(products(a, torch.where(self.is_token, b, 0), self.offsets))
         if len(gradients) > 1:

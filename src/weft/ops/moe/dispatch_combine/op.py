@@ -318,7 +318,7 @@ def combine(
         y: of the shape, dtype and order of the rows that `dispatch` returned. Rows without a token are not read.
         handle: the result of `dispatch`, not combined yet, and the older one if two are pending. Its `ids` are not read
             again.
-        out: [T, H], contiguous: where to write the result. It may overlap y or shared; the result is then computed
+        out: [T, H], contiguous: the tensor for the result. It may overlap y or shared; the result is then computed
             elsewhere and copied.
         shared: [T, H], added to the sum (the rows of a shared expert), or None.
         world: the ranks, to check that the handle belongs to them; or None.

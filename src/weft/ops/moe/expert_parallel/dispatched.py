@@ -312,7 +312,8 @@ def first_gemm(
     workspace: LayerWorkspace,
     preactivation: torch.Tensor | None = None,
 ) -> BoundLaunch:
-    """Return the launch of `grouped_gemm_in`. preactivation: where to save the input of the activation, or None."""
+    """Return the launch of `grouped_gemm_in`. preactivation: the tensor for the saved input of the activation, or
+    None."""
     moving: dict[str, Moved] = dict(
         inbox=workspace.inbox.local,
         sources=tables.sources,

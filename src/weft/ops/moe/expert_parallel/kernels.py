@@ -161,7 +161,7 @@ def dispatch_rows(
 @jit
 def gelu(x):
     """Return x times the cumulative normal distribution at x, with an error of at most 2e-7 |x|: the tail beyond |x| is
-    erfc by Abramowitz and Stegun, 7.1.26. `tl.erf` takes more registers than a tile of 128 x 256 leaves."""
+    erfc by Abramowitz and Stegun, 7.1.26. `tl.erf` needs more registers than a tile of 128 x 256 leaves."""
     t = 1.0 / (1.0 + 0.2316418837 * tl.abs(x))
     tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
     return tl.maximum(x, 0.0) - tl.abs(x) * (tail * tl.exp(-0.5 * x * x))

@@ -104,7 +104,7 @@ def moe(
     section 3; not its kernel).
 
     There are W ranks and E experts, El = E / W on each rank: rank d has experts d El to (d + 1) El - 1. For expert
-    parallelism within groups of ranks, where each group has all experts, `world` is one group: with 4 ranks,
+    parallelism within groups of ranks, each of which has all experts, `world` is one group: with 4 ranks,
     `everyone.split(rank // 2)` makes two groups of 2.
 
     Args:
@@ -319,9 +319,8 @@ class Moe(Op[MoeCall]):
         return call.layer.max_tokens_per_rank * world.size * call.layer.k / call.layer.experts
 
     def trial_key(self, call: MoeCall) -> Hashable:
-        """Return the layer with its number of tokens rounded up to a power of two, and what is saved. The key has no
-        router: a call with one is a call of the op `MoeWithRouter`, whose decisions have their own name and no
-        trial."""
+        """Return `keep`, and the layer with its number of tokens rounded up to a power of two. The key has no router: a
+        call with one is a call of the op `MoeWithRouter`, whose decisions have their own name and no trial."""
         return call.keep, replace(call.layer, max_tokens_per_rank=bucket(call.layer.max_tokens_per_rank, 1))
 
     def balanced(self, world: World, call: MoeCall, operands: MoeOperands) -> tuple[MoeCall, MoeOperands]:

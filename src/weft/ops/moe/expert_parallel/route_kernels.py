@@ -44,8 +44,8 @@ class RouterSizes(NamedTuple):
 def compare_calls_once(calls, number):
     """Compare the ranks' calls, by the first program of the launch. number: int32 [1], the number of this call.
 
-    The last program would do as well, but its index is what `end_call` compares with too: kept in a register for the
-    whole of the kernel, it spills (4 bytes on sm_90a). Another value spills if calls are compared before the logits are
+    The last program would do as well, but `end_call` compares with its index too: kept in a register for the whole
+    kernel, the index spills (4 bytes on sm_90a). Another value spills if calls are compared before the logits are
     computed (GELU, tiles of 128 x 256)."""
     if tl.program_id(0) == 0:
         same_call(calls, tl.load(number))

@@ -20,7 +20,7 @@ from ..expert_rows import ACTIVATED, activation_gradient, linear, products, sums
 
 
 def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperands, out: Tensor) -> tuple[Tensor | None]:
-    """Run a call as plan Dispatched does. Nothing is saved, whatever the call says: the backward pass sends x again."""
+    """Run a call as plan Dispatched does. The run saves nothing for any `keep`: the backward pass sends x again."""
     x, ids, weights, *_, shared, _ = operands
     layer, w, stream, (tokens, h) = call.layer, operands.experts, world.current_stream(), x.shape
     received, routes = call.received(world, operands), SortedRoutes.of_ids(world, layer, ids)

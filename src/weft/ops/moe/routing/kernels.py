@@ -238,7 +238,7 @@ def add_counts(counts, block, blocks_per_source, s):
 def place_block(ids, tables, block, blocks_per_source, first_row, me, routes_per_source, row_limit, s):
     """Store the rows of a block's routes, section by section; rows from `row_limit` on become LEFT_OUT.
 
-    first_row [ELP]: for every expert, the first row that no earlier block takes. A section consists of RUNS runs:
+    first_row [ELP]: for every expert, the first row that no earlier block fills. A section consists of RUNS runs:
     histograms count an expert's routes in earlier runs, and comparing pairs of routes counts those earlier in the same
     run.
     """

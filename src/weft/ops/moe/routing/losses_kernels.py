@@ -42,7 +42,7 @@ def softmax(x, E: tl.constexpr, P: tl.constexpr):
 
 @jit
 def logsumexp(x):
-    """Return float32 [R]; infinite where the greatest logit of a row is."""
+    """Return float32 [R], which is infinite for a row whose greatest logit is infinite."""
     greatest = tl.max(x, 1)
     shift = tl.where(tl.abs(greatest) == float("inf"), 0.0, greatest)
     return tl.log(tl.sum(tl.exp(x - shift[:, None]), 1)) + shift

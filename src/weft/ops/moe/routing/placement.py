@@ -52,7 +52,7 @@ def run_placement(
 
 @prepared
 def _place(world: World, programs: int, block: int, columns: int, k: int, experts: int, replicas: int) -> Launch:
-    """Return the launch, in which a program takes `block` routes and `columns` replicas at a time."""
+    """Return the launch, in which a program handles `block` routes and `columns` replicas at a time."""
     sizes = dict(K=k, E=experts, R=replicas, RP=columns, BLOCK=block)
     return Launch(world, place_experts, programs, dict(num_warps=4, local=True), rank=rank_word(world), **sizes)
 

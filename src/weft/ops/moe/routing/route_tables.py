@@ -264,8 +264,8 @@ def builder_of(world: World, k: int, sizes: TableSizes) -> tuple[TableBuilder, T
 def rows_of(
     world: World, max_tokens_per_rank: int, k: int, local_experts: int, block_m: int, max_rows: int | None = None
 ) -> int:
-    """Return the number of rows in the tables, in whole tiles: for max_rows (None: what distinct experts can receive),
-    plus one partial tile for every expert."""
+    """Return the number of rows in the tables, in whole tiles: for max_rows (None: as many as distinct experts can
+    receive), plus one partial tile for every expert."""
     max_rows_needed = world.size * max_tokens_per_rank * min(k, local_experts)
     max_rows_needed = max_rows_needed if max_rows is None else min(max_rows_needed, max_rows)
     return -(-max_rows_needed // block_m) * block_m + local_experts * block_m

@@ -64,7 +64,7 @@ def gate(
             the ids that `gate` itself chose, the weights have the same bits. None: the experts are chosen.
 
     The computation is in float32. The greatest scores are chosen, and among equal scores the lower expert. A NaN
-    sorts after all numbers, so the ids of a token are distinct whatever the logits are.
+    sorts after all numbers, so the ids of a token are distinct for any logits.
 
     Returns:
         ids int32 [T, k], the best first, and weights float32 [T, k].
