@@ -1,4 +1,5 @@
-"""The decoder's GPU checks alone: torchrun --nproc-per-node N -m tests.gpu.gpu_models [TEXT]. TEXT: only checks that contain it.
+"""Run the decoder's GPU checks alone: torchrun --nproc-per-node N -m tests.gpu.gpu_models [TEXT]. TEXT: only checks
+that contain it.
 
 A check that fails is said, and the rest goes on.
 """
