@@ -1,5 +1,6 @@
-"""Make and count random calls of every op: torchrun --nproc-per-node N -m tests.gpu.gpu_fuzz --out DIR [--seconds S]
-[--calls C]
+"""Make and count random calls of every op:
+
+    torchrun --nproc-per-node N -m tests.gpu.gpu_fuzz --out DIR [--seconds S] [--calls C]
 
 A round draws a kind: an op, a plan, whether to compute gradients, and whether to use a second World (`World.split`). It
 also draws every rank's number of rows, a layer (N, K, dtype, and whether it has a bias), and a routing for experts. It

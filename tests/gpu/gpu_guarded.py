@@ -1,4 +1,4 @@
-"""GPU checks of kernels that wait inside a pipelined loop: tests/gpu/gpu_main.py runs them among its own.
+"""GPU checks of kernels that wait inside a pipelined loop, which tests/gpu/gpu_main.py runs among its own checks.
 
 Alone: torchrun --nproc-per-node N -m tests.gpu.gpu_main --out DIR --only "guarded loads"
 """

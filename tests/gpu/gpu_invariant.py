@@ -65,7 +65,8 @@ def replayed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def follow(world: weft.World, op: str, calls: int, most_rows: int, n: int, k: int) -> int:
-    """Return after how many calls, on all ranks alike, the row's bits differed from those of the first call."""
+    """Return the number of calls, the same on all ranks, in which the row's bits differed from those of the first
+    call."""
     rng, device = random.Random(op), world.device
     shared = op == "all_gather_matmul"  # whose whole x is the same on all ranks
     generator = torch.Generator(device).manual_seed(0 if shared else world.rank)

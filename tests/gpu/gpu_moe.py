@@ -146,9 +146,9 @@ def of_any_length(world: weft.World, plan: str) -> float:
 
 
 def left_out(world: weft.World) -> float:
-    """In a graph, route all tokens of all ranks to rank 0's second expert, which has room for 128 rows and one tile
-    more per rank. The drops are counted and raised once, and the order of source ranks determines them; then a routing
-    that fits follows."""
+    """In a graph, route all tokens of all ranks to rank 0's second expert, where the rank has room for 128 rows and one
+    tile per expert. The drops are counted and raised once, and the order of source ranks determines them; then a
+    routing that fits follows."""
     layer = Layer(800, 4 * world.size, 1, 256, 128, BF)
     model, received = Model(world, layer, False), torch.zeros(4, dtype=torch.int32, device=world.device)
     x, ids, weights = routed(world, layer, 800, 0)
