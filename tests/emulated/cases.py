@@ -1,7 +1,7 @@
 """Shared random inputs and error measures.
 
-Each file cases_<package>.py defines what a package of src/weft must compute, once for every backend: each function runs
-on one rank.
+Each file cases_<package>.py defines the results of a package of src/weft, once for every backend; each function runs on
+one rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Gradients of the ops on emulated ranks against float64: every operand, any rows, many schedules.
 
-The reference is the whole model in one process, whose loss is the sum over ranks (all-reduce: any rank's).
+The reference is the whole model in one process, whose loss is the sum over ranks, or for an all-reduce the loss of any
+rank.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ SHAPES = [(4096, 8192, 1024), (4096, 8192, 2048), (4096, 8192, 8192), (8192, 819
 
 
 def gemm_case(world: weft.World, op: str, rows: int, n: int, k: int, plan: Plan | str, **options: Any) -> float:
-    """`rows` are the numbers of rows of all ranks."""
+    """`rows` is the number of rows of each rank."""
     if op == GATHER:
         return all_gather_case(world, [rows] * world.size, n, k, plan, **options)
     return reduce_case(world, rows * world.size, n, k, plan, everywhere=op == ALL, **options)
