@@ -129,7 +129,7 @@ def routed(world: weft.World, t: int = 6, h: int = 32, k: int = 2, experts: int 
 
 
 def test_the_bits_of_a_layer() -> None:
-    """All experts give the same y up to a factor: their w13 and w2 are multiples of one another, and for large x the
+    """The layer's experts scale their rows likewise: their matrices are multiples of the identity, and for large x the
     GELU of x is x."""
 
     def rank(world: weft.World) -> None:

@@ -63,8 +63,8 @@ def against(world: weft.World, tokens: list[int], ids_of: Callable, options: dic
 
 
 def as_the_layer(world: weft.World, options: dict[str, Any]) -> float:
-    """Compare with a layer whose experts give the same y: the rows are scaled by two matrices that are multiples of one
-    matrix, with a GELU of large x between them."""
+    """Compare with a layer whose experts scale their rows likewise: its matrices are multiples of the identity, and for
+    large x the GELU of x is x."""
     layer = Layer(200, 4 * world.size, 4, 256, 256, BF, "gelu")
     x, ids, weights = routed(world, layer, 200, 3)
     x = (x.abs() + 16).to(BF)
