@@ -68,8 +68,7 @@ def test_a_node_is_a_host_of_one_start(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- emulated ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(3))
 def test_emulated_nodes(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Over both nodes NCCL moves everything; inside each node, calls overlap in kernels, and alternate with calls over
-    both nodes."""
+    """Over both nodes NCCL moves everything; a World inside one node overlaps in kernels."""
 
     def main(world: weft.World) -> None:
         for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):

@@ -1677,7 +1677,8 @@ def test_a_world_is_of_no_use_after_its_run() -> None:
 
 @jit
 def own_row(x, out, epoch, ch, N: tl.constexpr, DOES: tl.constexpr):
-    """One program per row runs; one of them notifies, and with WAIT all wait for it."""
+    """Each program computes one row. DOES says whether the first program notifies, and whether all programs wait for
+    it."""
     p, offsets = tl.program_id(0), tl.arange(0, N)
     tl.store(out + p * N + offsets, tl.load(x + offsets))
     if DOES != "nothing" and p == 0:
