@@ -391,8 +391,8 @@ def test_the_tiles_of_promoted_sums() -> None:
 # -- what plan ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", OPS)
 def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """"auto" times the tiles of 8-bit operands, whatever the profile holds for 16-bit ones; `explain` names the plans
-    that were timed."""
+    """The first call times the tiles of 8-bit operands, whatever the profile holds for 16-bit ones; `explain` names the
+    plans that were timed."""
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: True)
     best = with_scaled_tiles(REGISTRY[op].variants[0], Scaling("block"))
 
