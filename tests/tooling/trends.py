@@ -1,5 +1,7 @@
-"""Record in tests/trends.csv how many minutes the long commands take: python -m tests.tooling.trends NAME COMMAND ...,
-or NAME --seconds N
+"""Record in tests/trends.csv how many minutes the long commands take:
+
+    python -m tests.tooling.trends NAME COMMAND ...
+    python -m tests.tooling.trends NAME --seconds N
 
 Run the command and, if it succeeds, add a line; or add a line for a command that took N seconds. A line has the date,
 the command's name, the minutes, the number of cores, and the version of weft, by git's name for the content of
