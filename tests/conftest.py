@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze the modules that all tests have imported, and collect garbage less often: it was a tenth of the
+    """Freeze the modules that all tests have imported, and collect garbage less often: collection took a tenth of the
     emulator's time."""
     gc.collect()
     gc.freeze()
@@ -53,7 +53,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the mutation gate's kill rate by protocol, and what the offline gate compiled."""
+    """Print the mutation gate's kill rate by protocol, and the kernels that the offline gate compiled."""
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
     properties = [pair for r in reports for pair in getattr(r, "user_properties", ())]
     rows = [value for name, value in properties if name == "mutations"]

@@ -3,7 +3,8 @@
 `some` leaves the later cases of a parameter. `covered` leaves single cases of a test, each with the case of `make test` that runs the
 same code on the same kind of operands.
 
-python -m tests.gates writes a line of JSON for every case: its name, whether it is left, and what covers it by each expression.
+python -m tests.gates writes a line of JSON for every case: its name, whether it is left to the gates, and which case
+covers it by each expression.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def covered_by(test: str, marks: Iterable[pytest.Mark]) -> str | None:
 
 
 class Written:
-    """A plugin that writes what it collects."""
+    """A plugin that writes the cases that it collects."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:

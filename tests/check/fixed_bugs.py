@@ -1,5 +1,6 @@
-"""Ten faults of multi-GPU kernels that were found and mended in public, each written anew as a small kernel over torch's
-symmetric memory: main(rank, world_size, mended). What was wrong, and in which projects, is in the docstrings."""
+"""Ten faults of multi-GPU kernels that were found and fixed in public, each written anew as a small kernel over torch's
+symmetric memory: main(rank, world_size, mended). The docstrings say what was wrong, and in which projects.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def no_last_barrier(rank: int, world_size: int, mended: bool) -> None:
 @triton.jit
 def signal_after_stores(buffers, pads, out, n: tl.constexpr, rank: tl.constexpr, W: tl.constexpr, MENDED: tl.constexpr, SCOPE: tl.constexpr,
                         FENCED: tl.constexpr):  # fmt: skip
-    """Each rank stores a row, signals its neighbour, waits for its other neighbour, and reads the row there."""
+    """Each rank stores a row, signals its neighbour, waits for its other neighbour's signal, and reads that neighbour's
+    row."""
     offsets = tl.arange(0, n)
     local = pointer(buffers, rank, tl.float32)
     tl.store(local + offsets, tl.full((n,), rank + 1, tl.float32))
@@ -69,9 +71,9 @@ def only_one_thread_acquires(rank: int, world_size: int, mended: bool) -> None:
 def count_in_graph(
     buffers, pads, out, n: tl.constexpr, number, calls, rank: tl.constexpr, W: tl.constexpr, BAKED: tl.constexpr
 ):
-    """Each rank stores a row with new values in every call, counts its calls in a neighbour's flag, and waits for
-    its other neighbour's count. `number` is the call's number as the host has it; `calls` is the same number,
-    counted on the device."""
+    """Each rank stores a row with new values in every call, counts its calls in a neighbour's flag, and waits for its
+    other neighbour's count. `number` is the call's number as the host counts it; `calls` is the same number, counted on
+    the device."""
     offsets = tl.arange(0, n)
     call = tl.load(calls) + 1
     half = (call % 2) * n
@@ -169,8 +171,8 @@ def lock_without_order(rank: int, world_size: int, mended: bool) -> None:
 def publish_rows(
     buffers, pads, x, out, n: tl.constexpr, programs, rank: tl.constexpr, W: tl.constexpr, MENDED: tl.constexpr
 ):
-    """Programs push rows of x to a neighbour, and one of them publishes the number of rows; program 0 reads the rows
-    there."""
+    """Programs push rows of x to a neighbour, and one of them publishes the number of rows; the neighbour's program 0
+    reads the rows."""
     program, to, offsets = tl.program_id(0), (rank + 1) % W, tl.arange(0, n)
     row = program * n + offsets
     tl.store(pointer(buffers, to, tl.float32) + row, tl.load(x + row))
@@ -209,6 +211,6 @@ def order_of_peers_differs(rank: int, world_size: int, mended: bool) -> None:
 
 
 def two_generations(rank: int, world_size: int, mended: bool) -> None:
-    """Data that doubles as its flag is cleared one call too early: two generations are too few, since a rank may be
+    """Data that doubles as its own flag is cleared one call too early: two generations are too few, since a rank may be
     a call ahead (tokenspeed #351)."""
     push(rank, world_size, clear=2 if mended else 1)

@@ -59,8 +59,8 @@ def swap(addresses, OLD: tl.constexpr, NEW: tl.constexpr, ORDER: tl.constexpr, S
 def sync_blocks(
     pads, rank: tl.constexpr, W: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, FENCED: tl.constexpr = True
 ):
-    """Synchronise with the same block of every rank. BEFORE: the barrier releases this block's earlier accesses.
-    AFTER: it acquires the other ranks' accesses for what follows. FENCED: the block's own threads also meet at
+    """Synchronise with the same block of every rank. BEFORE: the barrier releases this block's earlier accesses. AFTER:
+    it acquires the other ranks' accesses for later accesses of this block. FENCED: the block's own threads also meet at
     barriers."""
     block, peers = tl.program_id(0), tl.arange(0, W)
     pads = pads.to(tl.pointer_type(tl.uint64))
@@ -122,7 +122,7 @@ def two_shot_kernel(
 
 
 class Memory:
-    """A symmetric buffer of n float32, as `main` functions use it."""
+    """A symmetric buffer of n float32 elements, as `main` functions use it."""
 
     def __init__(self, rank: int, world_size: int, n: int) -> None:
         torch.cuda.set_device(rank)
@@ -243,8 +243,9 @@ def push_kernel(
 def push(
     rank: int, world_size: int, n: int = 256, grid: int = 2, calls: int = 4, clear: int = 2, wait: bool = True
 ) -> None:
-    """`clear` is how many slots ahead the emptied one is. With three slots it is 2: nobody fills that slot before
-    all ranks have filled the slot between, and each rank fills that one only after it has emptied this one."""
+    """`clear` says how many slots ahead the emptied slot is. With three slots it is 2: no rank fills that slot before
+    all ranks have filled the slot in between, and each rank fills the slot in between only after it has emptied that
+    slot."""
     memory = Memory(rank, world_size, 3 * world_size * n)
     memory.buffer.fill_(EMPTY.value)
     memory.handle.barrier()

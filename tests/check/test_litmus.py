@@ -46,7 +46,7 @@ def litmus_kernel(words, out, first_thread, T0: tl.constexpr, T1: tl.constexpr, 
 
 
 def ptx(thread: str) -> str:
-    """Return the assembly of a thread. `until y ld` spins with this load until the word is not 0."""
+    """Return the assembly of a thread. `until y ld` repeats this load until the word is not 0."""
     thread = re.sub(r"until (\w+) (ld[\w.]+)", r"\1: \2 r0, [\1]; setp.eq.u32 %p, r0, 0; @%p bra \1", thread)
     thread = thread.replace("bar;", "bar.sync 0;")
     thread = re.sub(r"\b(ld|st)([.\w]*)(?= )", r"\1\2.global.u32", thread)
@@ -172,7 +172,7 @@ def test_message_passing(name):
 
 @pytest.mark.parametrize("order", ["acquire", "relaxed"])
 def test_causality_is_transitive(order):
-    """Causality: a third thread carries synchronization on if it acquires and releases itself."""
+    """Causality: a third thread passes synchronization on if it acquires and releases itself."""
     release = "release" if order == "acquire" else "relaxed"
     result, outcomes, _ = run(
         (

@@ -1,5 +1,6 @@
-"""Published programs that come with what is installed here: torch's pipelines over symmetric memory, as its wheel has them.
-Others are in docs/published-kernels.md."""
+"""Published programs that come with installed packages: torch's pipelines over symmetric memory, as its wheel contains
+them. docs/published-kernels.md covers further programs.
+"""
 
 from __future__ import annotations
 

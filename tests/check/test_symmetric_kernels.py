@@ -1,5 +1,6 @@
-"""`weft check` finds kernels in plain Triton over torch symmetric memory clean as they are, and faulty without a
-barrier."""
+"""`weft check` accepts correct kernels in plain Triton over torch's symmetric memory, and finds the fault when a
+barrier is removed.
+"""
 
 import functools
 

@@ -1,5 +1,6 @@
-"""Programs written against torch and Triton run on emulated ranks: what they see of streams, graphs and libraries,
-and what is refused."""
+"""Programs that use only torch and Triton run on emulated ranks: what they see of streams, graphs and libraries, and
+which calls are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Shared random inputs and error measures.
 
-Each file cases_<package>.py defines what a package of src/weft must compute, once for every backend: each function runs
-on one rank.
+Each file cases_<package>.py defines the results of a package of src/weft, once for every backend; each function runs on
+one rank.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def wide(t: torch.Tensor, world: weft.World) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, w: torch.Tensor, world: weft.World) -> torch.Tensor:
-    """x @ w.T, in float64 or float32."""
+    """Return x @ w.T in float64 or float32."""
     x = wide(x, world)
     return x @ wide(w, world).to(x).t()
 
 
 def strided(t: torch.Tensor) -> torch.Tensor:
-    """Return the same values in memory that is not contiguous."""
+    """Return the same values in a tensor that is not contiguous."""
     return t.t().contiguous().t() if t.dim() == 2 else t
 
 

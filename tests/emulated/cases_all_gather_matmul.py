@@ -1,4 +1,4 @@
-"""What all-gather + GEMM must compute, on every backend: each function runs on one rank and returns its error."""
+"""The results of all-gather + GEMM on every backend: each function runs on one rank and returns its error."""
 
 from __future__ import annotations
 

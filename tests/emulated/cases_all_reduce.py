@@ -1,4 +1,6 @@
-"""What the all-reduce ops must compute, written once for every backend: each function runs on one rank and returns its error."""
+"""The results of the all-reduce ops, written once for every backend: each function runs on one rank and returns its
+error.
+"""
 
 from __future__ import annotations
 

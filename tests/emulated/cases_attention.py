@@ -1,4 +1,4 @@
-"""What gathered attention must compute, against attention of the whole sequence in float32; each function runs on one rank."""
+"""Compare gathered attention with attention of the whole sequence in float32; each function runs on one rank."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from weft.plans import Plan
 
 @dataclass(frozen=True)
 class Shape:
-    """`rows` is the number of keys of every rank, and `queries` that of its queries (None: the same). `bounds` are
-    those of packed sequences."""
+    """`rows` are the numbers of keys of all ranks, and `queries` those of their queries (with None, they are the same).
+    `bounds` are the bounds of packed sequences."""
 
     rows: tuple[int, ...]
     heads: int = 4
@@ -73,7 +73,7 @@ def attention(
 
 @dataclass
 class Inputs:
-    """The operands of one call: on the host those of the whole sequence, and on the device those of this rank."""
+    """The operands of one call: on the host, those of the whole sequence; on the device, those of this rank."""
 
     world: weft.World
     shape: Shape

@@ -1,4 +1,4 @@
-"""What `weft.moe.dispatch` and `combine` must compute, to the bit; each function runs on one rank."""
+"""The results of `weft.moe.dispatch` and `combine`, equal to the bit; each function runs on one rank."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def scale_rows(
     rows, y, offsets, counts, padding, first_expert, EL: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Write to y the scaled rows of the experts from `first_expert` on. `padding` [EL] counts the words after them
-    that are not zero."""
+    """Write the scaled rows of the experts from `first_expert` on to y. `padding` [EL] counts the nonzero words after
+    the rows of each expert."""
     cols = tl.arange(0, P)
     for e in range(tl.program_id(0), EL, tl.num_programs(0)):
         begin = tl.load(offsets + e)
@@ -139,7 +139,7 @@ def launch_combine(
 
 @dataclass
 class Caller:
-    """The calls of a rank, whose operands are in `memory` and whose results are copied from it."""
+    """The calls of a rank: their operands are in `memory`, and their results are copied from it."""
 
     world: weft.World
     memory: Memory
@@ -213,7 +213,7 @@ def overflows(world: weft.World, reported: Counter[int]) -> Iterator[None]:
 
 
 def noticed(world: weft.World) -> Counter[int]:
-    """Wait for everything, and return what the Overflow counts, if one is raised."""
+    """Wait for all work, and return the counts of the Overflow, if one is raised."""
     reported = Counter[int]()
     with overflows(world, reported):
         world.synchronize()
@@ -260,7 +260,7 @@ def by_grouped_gemm(rows: torch.Tensor, handle: weft.moe.Handle, w1: torch.Tenso
 
 
 def microbatches(world: weft.World, routes: Routes, w1: torch.Tensor) -> tuple[Routes, Routes]:
-    """Return two microbatches: these tokens, and others with other routes."""
+    """Return two microbatches: these tokens, and different tokens with different routes."""
     x, ids, weights = routes
     return routes, (x.flip(0), (ids + 1) % (w1.shape[0] * world.size), weights)
 
@@ -300,7 +300,7 @@ def trained(
     wants: Sequence[str] = ("x", "weights", "w1", "w2"),
     **options: Any,
 ) -> list[torch.Tensor]:
-    """Return the result of a training step with this function, its counts, and the requested gradients."""
+    """Return the result and the counts of a training step with this function, and the requested gradients."""
     x, ids, weights = routes
     leaves = dict(x=x, weights=weights, w1=w1, w2=w2)
     leaves = {name: t.detach().clone().requires_grad_(name in wants) for name, t in leaves.items()}

@@ -1,5 +1,6 @@
-"""Layers of whole experts, called by `weft.moe.moe` or by the run of one plan, for `cases_moe.py`; and what they must do where rows find no
-room. Each function runs on one rank."""
+"""Layers of whole experts for `cases_moe.py`, called by `weft.moe.moe` or by the run of one plan; and their results
+where some rows have no room. Each function runs on one rank.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def whole_experts(world: weft.World, model: Model, ids: torch.Tensor, t: Tensors
 def steps(
     world: weft.World, model: Model, ids: torch.Tensor, t: Tensors, *, rows: list[int], plan: Plan
 ) -> torch.Tensor:
-    """The run of a plan alone, with nothing that the op does around it, into memory that is written again for every call."""
+    """Call the run of a plan alone, without anything that the op does around it; each call writes its result to the
+    same memory."""
     x, out = t["x"], t["out"]
     assert x is not None and out is not None and MODULES[type(plan)].unsupported(world, model.layer, plan) is None
     operands = MoeOperands(x, ids, t["weights"], *model.flat, shared=t["shared"])

@@ -23,14 +23,15 @@ LARGEST = LARGEST_OF_E4M3.value
 
 
 def dequantized(t: torch.Tensor, scale: torch.Tensor, rows: int = 1) -> torch.Tensor:
-    """Return the float32 values of t [R, K]. `rows` is the number of rows that share a scale by block."""
+    """Return the float32 values of t [R, K]. With block scaling, `rows` rows share a scale."""
     if scale.dim() == 2 and scale.shape[1] * 128 == t.shape[1] and scale.shape[0] * rows >= t.shape[0]:
         return weft.ScaledTensor(t, scale, "block").dequantized(rows)
     return weft.ScaledTensor(t, scale, "row" if scale.numel() > 1 else "tensor").dequantized()
 
 
 def scaled(t: torch.Tensor, scaling: str, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return t [R, K], of any float dtype, in e4m3, and its scales. `rows` is the number of rows of a block."""
+    """Return t [R, K], of any floating-point dtype, in e4m3, and its scales. `rows` is the number of rows of a
+    block."""
     t = t.float()
     r, k = t.shape
     if scaling == "tensor":

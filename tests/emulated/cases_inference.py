@@ -1,5 +1,6 @@
-"""Every operator runs first in inference mode, as an evaluation before training does, and then in training: what a
-World made for the first call must serve the later ones."""
+"""Every operator runs first in inference mode, as in an evaluation before training, and then in training: the memory
+that a World allocates for the first call must serve the later ones.
+"""
 
 from __future__ import annotations
 
@@ -191,8 +192,8 @@ def kept_in_inference_mode(world: World) -> list[tuple[int, ...]]:
 
 
 def inference_then_training(world: World, call: Call) -> float:
-    """Return 0, or infinity where the World kept an inference tensor. Raises where a later call cannot use what the first
-    made."""
+    """Return 0, or infinity where the World kept an inference tensor. An error is raised where a later call cannot use
+    the memory of the first one."""
     with torch.inference_mode():
         call(world, False)
         world.synchronize()

@@ -21,7 +21,7 @@ def uniform(rng: random.Random, ranks: int, m: int) -> Routing:
 
 
 def some_nowhere(rng: random.Random, ranks: int, m: int) -> Routing:
-    """Some destinations are no rank, and one rank sends nothing."""
+    """Draw destinations of which some are no rank; one rank sends nothing."""
     nothing = rng.randrange(ranks)
     return [
         [rng.choice([-1, -7, ranks, 1 << 30]) if s == nothing or rng.random() < 0.3 else rng.randrange(ranks) for _ in range(m)]
@@ -30,13 +30,13 @@ def some_nowhere(rng: random.Random, ranks: int, m: int) -> Routing:
 
 
 def to_one(rng: random.Random, ranks: int, m: int) -> Routing:
-    """All rows of all ranks to one of them."""
+    """Send all rows of all ranks to one rank."""
     rank = rng.randrange(ranks)
     return [[rank] * m for _ in range(ranks)]
 
 
 def uneven(rng: random.Random, ranks: int, m: int) -> Routing:
-    """Destinations are sorted; most rows of a rank go to one rank, which differs for each sender."""
+    """Draw sorted destinations; each sender sends most of its rows to one rank, which differs for each sender."""
     return [sorted(rng.choices(range(ranks), [5 * (d == (s + 1) % ranks) + 0.2 for d in range(ranks)], k=m)) for s in range(ranks)]  # fmt: skip
 
 

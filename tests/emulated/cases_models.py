@@ -112,9 +112,9 @@ def _mlp_shapes(c: Config, layer: int) -> dict[str, tuple[int, ...]]:
 
 
 def _decide(c: Config, weights: dict[str, Tensor], seed: int) -> None:
-    """Set routers and embeddings so that a token's id determines its experts, in every layer others, by far more
-    than rounding could change. Otherwise two experts with nearly equal logits could swap, and change the model's
-    logits."""
+    """Set routers and embeddings so that a token's id determines its experts, which differ from layer to layer, by a
+    margin far larger than any rounding. Otherwise two experts with nearly equal logits could swap, and change the
+    model's logits."""
     assert c.mixture is not None
     e, k, embedding = c.mixture.num_experts, c.mixture.top_k, "model.embed_tokens.weight"
     towards = (
@@ -294,8 +294,8 @@ def halves(
     parallel: str = "expert",
 ) -> float:  # fmt: skip
     """Compare a woven batch with its prefix and its suffix as two successive, unwoven batches. These make the same
-    calls of the same kernels, so logits and cache must be equal to the bit. With `history`, half of every request is
-    in the cache already. Return 0."""
+    calls of the same kernels, so logits and cache must be equal to the bit. With `history`, the cache already holds
+    half of every request. Return 0."""
     c = Config.from_hf(config)
     model = build_llama(world, c, seed, parallel=parallel)
     caches = [Cache(c, world=world, slots=len(lengths), max_len=max(lengths) + 1) for _ in range(2)]
@@ -369,8 +369,8 @@ def padded(
 
 
 def lengthy(world: weft.World, kind: str, config: Any = TINY, *, long: int) -> float:
-    """Compare a prompt of `long` tokens, beside the second chunk of one twice as long and, where one kernel attends
-    to single tokens, one of those, with the reference. On GPUs the pass is captured and replayed."""
+    """Compare a prompt of `long` tokens with the reference. Its batch also has the second chunk of a prompt twice as
+    long and, where one kernel attends to single tokens, a single token. On GPUs the pass is captured and replayed."""
     c = Config.from_hf(config)
     model, cache = build_llama(world, c), Cache(c, world=world, slots=4, max_len=2 * long + 8)
     requests, worst = Requests.random(0, 3, 1, c.vocab_size, 4), 0.0
@@ -394,7 +394,7 @@ def lengthy(world: weft.World, kind: str, config: Any = TINY, *, long: int) -> f
 
 
 def captured(fn: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """Capture `fn` in a CUDA graph; return its result, and a function that replays it."""
+    """Capture `fn` in a CUDA graph; return its result, and a function that replays the graph."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -422,7 +422,8 @@ def delays(world: weft.World, plans: Sequence[LayerPlan], config: Any, calls: in
 
 
 def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
-    """Return the name, the error bound and the case of each, for a driver that runs them all on one world."""
+    """Yield the name, the error bound and the function of each GPU case, for a driver that runs them all on one
+    World."""
     big = dict(config=SMALL, count=5, longest=400)
     sms = max(world.sm_count - 16, 1)
     plans = {

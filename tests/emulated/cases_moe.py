@@ -89,8 +89,8 @@ def expert(
 
 
 class Model:
-    """The weights of one layer: those of all ranks, and on the device this rank's. A rank has whole experts, or,
-    where `tp_size` ranks share each expert, `inner` columns of it."""
+    """The weights of one layer: those of all ranks on the host, and this rank's on the device. A rank has whole
+    experts, or, where `tp_size` ranks share each expert, `inner` columns of each."""
 
     def __init__(self, world: weft.World, layer: Layer, biases: bool, seed: int = 0, tp_size: int = 1) -> None:
         e, h, i, wide = layer.experts, layer.hidden, layer.inner, 1 if layer.activation == "gelu" else 2
@@ -169,7 +169,7 @@ def counts_of(tokens: Sequence[int], call: int, ranks: int) -> list[int]:
 
 
 def values_of(model: Model, operands: Sequence[torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    """Return the arguments of a `Run` by NAMES: those of x, weights, shared, and the model's own."""
+    """Return the arguments of a `Run` in the order of NAMES: x, weights, shared, and the model's weights."""
     x, weights, shared = operands
     return dict(zip(NAMES, (x, weights, *model.local_weights, shared), strict=True))
 
@@ -241,9 +241,9 @@ def layer_case(
 
 
 def reference_gradients(model: Model, operands: Sequence[Routed]) -> dict[str, torch.Tensor]:
-    """Return float64 gradients of this rank's x, weights and shared, and of its part of the experts, against the
-    whole layer in one process. `operands` are those of every rank. The input of the activation is rounded as the op
-    saves it, since the rounding decides on which side of a clamp's limit it is."""
+    """Return float64 gradients of this rank's x, weights and shared, and of its part of the experts, against the whole
+    layer in one process. `operands` are the operands of every rank. The input of the activation is rounded as the op
+    saves it, since the rounding decides on which side of a clamp's limit it lies."""
     me, experts = model.rank, [t.double().requires_grad_() for t in model.whole]
     xs = [o.x.double().requires_grad_() for o in operands]
     weights = [o.weights.double().requires_grad_() for o in operands]

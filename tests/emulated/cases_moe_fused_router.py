@@ -130,7 +130,7 @@ class RouterCase:
         self.results.append((values, Routed(*map(self.copy, results))))
 
     def check(self) -> float:
-        """Compare the routes of all calls to the bit with those of the router's own kernel, and return the largest
+        """Compare the routes of all calls with those of the router's own kernel, bit for bit, and return the largest
         error of the results against torch's."""
         self.world.synchronize()
         worst = 0.0

@@ -251,8 +251,8 @@ def mlp_inference(world: weft.World, shards: Sequence[int], hidden: int, inner: 
 def linear_pair(
     world: weft.World, shards: Sequence[int], width: int, inner: int, reduce: str = "scatter", keep: bool = False
 ) -> float:
-    """Compare a column-parallel and a row-parallel linear layer with biases, made from whole layers, with those:
-    outputs and all gradients."""
+    """Compare a column-parallel and a row-parallel linear layer with biases with the whole layers from which they are
+    made: outputs and all gradients."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         up_proj, down_proj = torch.nn.Linear(width, inner).bfloat16(), torch.nn.Linear(inner, width).bfloat16()
@@ -339,7 +339,7 @@ def compiled_ops(world: weft.World, backend: str = "aot_eager", dynamic: bool | 
 
 
 def compiled_out(world: weft.World, backend: str = "aot_eager") -> float:
-    """Compile a call with `out=`. Return 0."""
+    """Compile a call with `out=`: its bits must equal those of an eager call. Return 0."""
     torch._dynamo.reset()
 
     def fn(x: Tensor, weight: Tensor, gathered: Tensor, reduced: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""The results of the row-wise ops on rows that a GEMM has left in its tiles, on every backend: each function runs on
-one rank."""
+"""The results of the row-wise ops on rows that a GEMM has left in tiles, on every backend: each function runs on one
+rank.
+"""
 
 from __future__ import annotations
 

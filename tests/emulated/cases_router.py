@@ -1,4 +1,6 @@
-"""Capacity, placement and the router's losses in torch operations, which the kernels must equal on every backend."""
+"""Capacity, placement and the router's losses in torch operations; the kernels' results must equal these on every
+backend.
+"""
 
 from __future__ import annotations
 

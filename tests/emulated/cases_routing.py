@@ -33,8 +33,9 @@ class Layer:
 
 
 def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
-    """Return the tables of a rank except for `targets`, and `lost`, the routes without a row by the rank of their
-    tokens. `touched` is what a call adds there, by wave. `ids` are listed by rank, without padding."""
+    """Return the tables of a rank except for `targets`, and `lost`, the number of routes without a row, by the rank of
+    their tokens. `touched` is what a call adds to the touched counts, by wave. `ids` are listed by rank, without
+    padding."""
     w, el, bm, c = layer.ranks, layer.experts, layer.block_m, layer.max_tokens_per_rank
     slots, rows, offsets, received = [-1] * (w * c * layer.k), [], [0], []
     listed, lost = [], [0] * w

@@ -1,11 +1,13 @@
-"""Calls of all operators on several streams of ranks whose hosts run ahead: whether weft itself orders the memory that its calls
-share, by locks, barriers and events, when operators are under way at once. What a call must give is computed before it, since torch waits for a call whose operands it
-reads. A seed draws what is called:
+"""Calls of all operators on several streams of ranks whose hosts run ahead: they check whether weft itself orders
+accesses to the memory that its calls share, by locks, barriers and events, when operators are under way at once. The
+expected result of a call is computed before it, since torch waits for a call whose operands it reads. A seed draws the
+calls:
 
     python -m tests.emulated.cases_streams 10000 [first seed]    # so many seeds; prints those that fail
 
-Half of the seeds take the pairs of operators in turn, each pair on two streams of two ranks, twice; the others draw up to five calls on
-three streams of two to four ranks, on one node or two."""
+Half of the seeds cycle through the pairs of operators, each pair on two streams of two ranks, twice; the others draw up
+to five calls on three streams of two to four ranks, on one node or two.
+"""
 
 from __future__ import annotations
 
@@ -130,8 +132,7 @@ def routed(world: World, call: Call, plan: str | Plan) -> Result:
 
 
 def experts(world: World, call: Call, plan: str | Plan) -> Result:
-    """Two experts per rank. The activation is that of their gate, one of their columns, so that torch's product is
-    short."""
+    """Compute two experts per rank."""
     size, hidden, count = 16, 16, 2 * world.size
     w13, w2 = draw(call.seed + 60, count, 2 * size, hidden) * 0.3, draw(call.seed + 61, count, hidden, size) * 0.3
     local = slice(2 * world.rank, 2 * world.rank + 2)
@@ -177,7 +178,7 @@ PAIRS = [*itertools.combinations_with_replacement(OPS, 2)]
 
 @dataclass(frozen=True)
 class Drawn:
-    """The calls of one seed. With `warm`, each is made once before, on one stream."""
+    """The calls of one seed. With `warm`, each call is made once beforehand, on a single stream."""
 
     calls: tuple[Call, ...]
     ranks: int

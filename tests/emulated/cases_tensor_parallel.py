@@ -1,5 +1,6 @@
-"""Layers whose experts are split by columns over ranks, called by both halves, for `cases_moe.py`, and cases of each
-half alone. Each function runs on one rank."""
+"""Layers whose experts are split by columns over ranks, called as two halves for `cases_moe.py`, and cases of each half
+alone. Each function runs on one rank.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def around_layer(world: weft.World, calls: int = 3) -> float:
 
 
 def other_second_halves(world: weft.World) -> None:
-    """Call layers with as many sizes as there are ranks, and finally on every rank the second half of another layer."""
+    """Call layers of as many sizes as there are ranks; finally, every rank calls the second half of a different
+    layer."""
     second_operands = []
     for tokens in range(4, 4 + world.size):
         layer = Layer(tokens, 2, 1, 16, 8 * world.size, torch.bfloat16)

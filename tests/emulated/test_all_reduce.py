@@ -95,8 +95,8 @@ def test_calls_of_the_same_operands(name: str) -> None:
 @pytest.mark.parametrize("plan", [OneShot(warps=4), TwoShotLowLatency(warps=4)], ids=["one shot", "two shots"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_posted_rows_may_hold_anything(plan: Plan, dtype: torch.dtype, seed: int) -> None:
-    """Rows may hold the bits that memory holds where nothing has been stored (two NaNs, or one of 32 bits),
-    infinities, and negative zeros."""
+    """Rows may hold infinities, negative zeros, and the bits that mark memory where nothing has been stored (two NaNs,
+    or one NaN of 32 bits)."""
 
     bits = torch.int32 if dtype == torch.float32 else torch.int16
 
@@ -128,7 +128,7 @@ def test_posted_rows_may_hold_anything(plan: Plan, dtype: torch.dtype, seed: int
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("plan", [OneShot(warps=4), TwoShotLowLatency(warps=4)], ids=["one shot", "two shots"])
 def test_posted_results_keep_the_smallest_numbers(plan: Plan, full: bool) -> None:
-    """A sum or a row that rounds to a denormal or to a negative zero is stored as that."""
+    """A sum or a row that rounds to a denormal or to a negative zero is stored as that number."""
 
     def main(world: weft.World) -> None:
         for dtype, small in ((torch.float16, -6e-8), (torch.bfloat16, -1e-39)):
@@ -356,7 +356,7 @@ def test_rows_too_short_for_what_was_measured_are_the_librarys(monkeypatch: pyte
 
 @pytest.mark.parametrize("times", some([1, 3]))
 def test_posted_memory_is_cleared_to_the_last_word(times: int) -> None:
-    """After every call two thirds of the memory are cleared, whatever the calls were."""
+    """After every call two thirds of the memory are cleared, whatever calls were made."""
 
     def main(world: weft.World) -> None:
         call_count = 0
@@ -485,7 +485,7 @@ def test_results_are_tensors_of_their_own(name: str) -> None:
 @pytest.mark.parametrize("seed", some(range(4)))
 @pytest.mark.parametrize("name", PLANS)
 def test_two_streams(name: str, seed: int) -> None:
-    """Only weft's ordering of shared memory joins the streams: no call drains its stream, as on a GPU."""
+    """As on a GPU, no call drains its stream: only weft's ordering of shared memory orders the streams."""
 
     def main(world: weft.World) -> float:
         rows, results = balanced_rows(5, world.size), []

@@ -54,14 +54,14 @@ def emulate(main: Callable[[weft.World], Any], ranks: int = 2, seed: int = 0) ->
 
 
 def without_peers(world: weft.World) -> None:
-    """Run ranks like GPUs over PCIe without peer access, where symmetric memory cannot be allocated."""
+    """Make ranks behave like GPUs over PCIe without peer access, where symmetric memory cannot be allocated."""
     backend: Any = world.backend
     backend.peers_unsupported = backend.symmetric_unsupported = NO_PEERS
     backend.symmetric = None
 
 
 def run(world: weft.World, op: str, plan: Plan | str, rows: int, n: int, k: int, **options: Any) -> float:
-    """`rows` are those of every rank."""
+    """`rows` is the number of rows of each rank."""
     if op == AG:
         return all_gather_case(world, [rows] * world.size, n, k, plan, **options)
     return reduce_case(world, rows * world.size, n, k, plan, everywhere=op == AR, **options)
@@ -69,7 +69,7 @@ def run(world: weft.World, op: str, plan: Plan | str, rows: int, n: int, k: int,
 
 @pytest.mark.parametrize("ranks", some([2, 3, 4], 2))
 def test_what_nccl_moves_needs_no_symmetric_memory(ranks: int, caplog: Any) -> None:
-    """Decomposed and signaled plans of all ops run without a warning, also for few rows and other groups."""
+    """Decomposed and signaled plans of all ops run without a warning, also with few rows and with uneven groups."""
 
     def main(world: weft.World) -> float:
         without_peers(world)

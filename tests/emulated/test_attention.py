@@ -1,5 +1,6 @@
-"""Attention over gathered keys and values on emulated ranks, against float64 attention of the whole sequence; its
-kernels compiled."""
+"""Attention over gathered keys and values on emulated ranks, compared with float64 attention of the whole sequence; and
+its compiled kernels.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_any_world_against_torch(causal: bool, layout: str, plan: Plan) -> None:
 
 @pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
 def test_by_heads(causal: bool, layout: str) -> None:
-    """Ranks divide the heads, or compute the same heads where these do not divide."""
+    """Ranks divide the heads, or all compute the same heads if the number of ranks does not divide them."""
     for ranks, rows in ((1, (5,)), (2, (9, 6)), (3, (6, 0, 7)), (4, (5,) * 4)):
         rows = zigzag_rows(sum(rows), ranks) if layout == "zigzag" else rows
         shape = Shape(rows, 2 * ranks, ranks, causal=causal, layout=layout, sinks=ranks == 2)
@@ -141,7 +142,7 @@ def test_the_result_does_not_depend_on_the_schedule() -> None:
 
 
 def test_merging_is_exact_to_its_rounding() -> None:
-    """Merging loses only the rounding of partial results to 16 bits: its error is below 1.5 times that of a single
+    """Merging loses only what rounding partial results to 16 bits loses: its error is below 1.5 times that of a single
     pass."""
 
     def main(world: weft.World) -> tuple[float, float]:
@@ -276,8 +277,8 @@ def test_zigzag_shares_the_work() -> None:
 
 
 def test_packed_sequences_by_hand() -> None:
-    """Two ranks of 6 rows hold sequences of 4, 5 and 3 rows: rank 1's queries are 3 of the second and all of the
-    third."""
+    """Two ranks of 6 rows hold sequences of 4, 5 and 3 rows: rank 1's queries are 3 rows of the second sequence and all
+    of the third."""
     seen = packed_key_ranges(1, (6, 6), 6, (0, 4, 9, 12), True, 0)
     assert seen.remote == ((0, ((0, 4, 6), (1, 0, 6))),)
     assert seen.packed == ((0, 3, 6), (0, 5, 8), True, 0)
@@ -415,7 +416,8 @@ def test_no_rows_at_all() -> None:
 
 # -- libraries ---------------------------------------------------------------------------------------------------------
 def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first library with correct results is chosen; where none has any, the error quotes each."""
+    """The first library with correct results is chosen; if no library has correct results, the error quotes the failure
+    of each."""
     call_shape = torch.device("cpu"), BF, 4, 2, 16
 
     def library(name: str, forward: Any) -> libraries.AttentionLibrary:

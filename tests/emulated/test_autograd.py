@@ -1,6 +1,7 @@
 """Gradients of the ops on emulated ranks against float64: every operand, any rows, many schedules.
 
-The reference is the whole model in one process, whose loss is the sum over ranks (all-reduce: any rank's).
+The reference is the whole model in one process, whose loss is the sum over ranks, or for an all-reduce the loss of any
+rank.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def test_only_some_operands(wants: str) -> None:
 
 @pytest.mark.parametrize("plan", ["sequential", "decomposed", "fused", Decomposed(), None])
 def test_plan_of_the_forward(plan: str | Plan | None) -> None:
-    """None stands for the plan that the op's class names for small worlds."""
+    """None stands for the plan that the op's class names for small Worlds."""
 
     def rank(world: weft.World) -> float:
         gather, reduce = (plan or SMALL_FUSED[op] for op in OPS[:2])

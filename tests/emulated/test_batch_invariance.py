@@ -56,7 +56,7 @@ Op = Callable[[weft.World, str | Plan, int, int], torch.Tensor]
 
 
 def rows(seed: int, columns: int) -> torch.Tensor:
-    """Return rows with denormals, negative zeros, infinities, outliers that cancel each other, and two ordinary
+    """Return rows with denormals, negative zeros, infinities and outliers that cancel each other, and two ordinary
     rows."""
     x = draw(seed, ODD, columns)
     x[0] *= 1e-39
@@ -114,7 +114,8 @@ def norm(world: weft.World, plan: str | Plan, m: int, begin: int) -> torch.Tenso
 
 
 def vllm_sublayers(world: weft.World, plan: str | Plan, m: int, begin: int) -> torch.Tensor:
-    """The operator of vLLM's passes, twice since a known call takes a shorter way; or the operators that it stands for."""
+    """Call the operator of vLLM's passes, twice since a known call takes a shorter path; or call the operators that it
+    replaces."""
     x, residual = batch(10 + world.rank, m, begin, K), batch(5, m, begin, N)
     row, w, column = draw(60 + world.rank, N, K), draw(61, N), draw(80 + world.rank, N, N)
     if plan == "operators":
@@ -182,7 +183,8 @@ def test_a_row_keeps_its_bits(op: Op, seed: int, monkeypatch: pytest.MonkeyPatch
 
 
 def ring(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum as NCCL's ring does: each rank's part of the elements starts at another rank, and every step rounds."""
+    """Sum as NCCL's ring does: the sum of each part of the elements starts at a different rank, and every step
+    rounds."""
     flat = [t.reshape(-1) for t in tensors]
     part = -(-flat[0].numel() // len(flat))
     total = torch.empty_like(flat[0])
@@ -208,7 +210,8 @@ def test_plans_differ_without_the_promise(op: Op) -> None:
 
 
 def test_shared_last_tiles_break_the_promise() -> None:
-    """Where tiles are few, K is split over programs, which gives a row other bits than K in one order."""
+    """Where tiles are few, programs split K among them, which gives a row different bits than a sum over K in one
+    order."""
 
     def main(world: weft.World) -> None:
         x, w = draw(1, 96, 640), draw(2, N, 640)
@@ -227,7 +230,8 @@ def test_shared_last_tiles_break_the_promise() -> None:
 
 
 def test_tiles_of_any_size_give_the_same_bits() -> None:
-    """Tiles of several sizes give each of 64 equal rows the same bits; steps of K of another length give other bits."""
+    """Tiles of several sizes give each of 64 equal rows the same bits; steps of K of a different length give different
+    bits."""
 
     def main(world: weft.World) -> None:
         x, w = rows(3, 256)[4:].repeat(32, 1), draw(2, N, 256)
@@ -256,7 +260,7 @@ def pair_sums(x, out, N, P: tl.constexpr):
 
 
 def test_a_norm_adds_neighbours_and_then_their_sums() -> None:
-    """Zeros behind a row change nothing."""
+    """Zeros after the end of a row change nothing."""
 
     def main(world: weft.World) -> None:
         x = draw(1, 4, 50, dtype=torch.float32) * 1e3
@@ -321,7 +325,7 @@ def test_an_op_or_a_world_without_the_promise_is_refused(monkeypatch: pytest.Mon
 
 
 def test_ranks_without_peer_access_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error gives the reason: without peer access, decomposed plans run by cuBLAS and NCCL."""
+    """The error gives the reason: without peer access, decomposed plans run with cuBLAS and NCCL."""
 
     def main(world: weft.World) -> None:
         world.backend.symmetric_unsupported = world.backend.peers_unsupported = "no peer access"

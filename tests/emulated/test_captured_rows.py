@@ -55,7 +55,7 @@ def test_the_second_call_also_runs_the_plan_of_a_capture(
 
 @pytest.mark.parametrize("max_captured_rows", [0, ROWS - 1])
 def test_a_size_beyond_all_captures_runs_one_plan(monkeypatch: pytest.MonkeyPatch, max_captured_rows: int) -> None:
-    """A capture that happens nevertheless runs the plan of eager calls, whose memory exists."""
+    """A capture of such a size runs the plan of eager calls, whose memory exists."""
     assert plans_run(monkeypatch, max_captured_rows) == [([EAGER, EAGER, EAGER], [])] * 2
 
 

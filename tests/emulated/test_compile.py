@@ -1,7 +1,7 @@
 """The ops as torch.library operators, and graphs that torch.compile makes of them without a break.
 
 Inductor is not needed to see that: "aot_eager" traces through the fake implementations and the registered gradients,
-and runs the ops. Ranks compile one after the other, on threads of their own.
+and runs the ops. Ranks compile one after the other, each on its own thread.
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ def test_errors() -> None:
 
 
 def test_worlds_of_other_sizes_have_other_names() -> None:
-    """Worlds with the same rank and number, in processes that share torch's cache of compiled graphs, are
-    distinguished by name."""
+    """The names distinguish Worlds with the same rank and number in processes that share torch's cache of compiled
+    graphs."""
 
     def main(world: weft.World) -> tuple[str, str]:
         return world.name, world.split(world.rank).name

@@ -85,7 +85,8 @@ class Mlp:
 
 
 class EachPart:
-    """Attention of one token part after another; the first token of a part sees the last one of the part before."""
+    """Attention over one token part after another; the first token of a part sees the last token of the previous
+    part."""
 
     def __init__(self, world: weft.World) -> None:
         self.world, self.qkv, self.out = world, Linear(world, "qkv", 0), Linear(world, "out", 1)
@@ -113,7 +114,7 @@ class EachPart:
 
 
 class AllAtOnce(EachPart):
-    """Attention of all tokens in one call."""
+    """Attention over all tokens in one call."""
 
     def __call__(self, states: HiddenStates) -> tuple[Sublayer, Tensor]:
         return self.out, self.heads(states.project(self.qkv, states.normed), 0)

@@ -1,5 +1,4 @@
-"""Ranks that make different calls, each of which all ranks have made before: no rank silently returns a wrong
-number."""
+"""Ranks make different calls, each of which all ranks have made before: no rank silently returns a wrong result."""
 
 from __future__ import annotations
 
@@ -202,7 +201,7 @@ def test_split_worlds_make_calls_of_their_own() -> None:
 
 
 def test_a_launch_that_ranks_make_known_ones_of_raises() -> None:
-    """The kernel is the user's own, with another grid on each rank."""
+    """The kernel is the user's own, with a different grid on each rank."""
 
     def main(world: World) -> None:
         ch = world.channel("own", world.size, None)

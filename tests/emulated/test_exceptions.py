@@ -1,6 +1,7 @@
-"""After an exception inside a call, the caller's stream waits for all that the call has enqueued on side streams:
-the exception frees the call's tensors, and the allocator gives their memory to the stream's next operation. Each
-step of each kind of run raises once."""
+"""After an exception inside a call, the caller's stream waits for all work that the call has enqueued on side streams:
+the exception frees the call's tensors, and the allocator gives their memory to the stream's next operation. Each step
+of each kind of run raises once.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ ROWS, N, K = 8, 16, 32
 
 
 class Interrupt(BaseException):
-    """An exception in place of a step, as a KeyboardInterrupt may be."""
+    """An exception that is raised in place of a step, as a KeyboardInterrupt may be."""
 
 
 class Steps:
-    """Counts the operations that a rank enqueues, and raises in place of operation number `fails`. `allocated` is
-    all memory that was allocated meanwhile."""
+    """Counts the operations that a rank enqueues, and raises in place of operation number `fails`. `allocated` lists
+    all memory that was allocated during the call."""
 
     def __init__(self, world: weft.World) -> None:
         self.backend, self.count, self.fails = world.backend, 0, -1
@@ -82,8 +83,9 @@ class Steps:
 
 
 def raise_in_each_step(world: weft.World, call: Callable[[weft.World], object]) -> int:
-    """Make the call once for each of its steps, which raises; then write to all memory that the call had allocated.
-    A write before a side stream's read or write of that memory is a Race. Return the number of steps."""
+    """Make the call once for each of its steps, and raise an exception in that step; then write to all memory that the
+    call had allocated. A write before a side stream's read or write of that memory is a Race. Return the number of
+    steps."""
     call(world)
     world.synchronize()
     world.backend.finish = lambda stream: None  # the host runs ahead, as on a GPU
@@ -196,7 +198,7 @@ def fused(world: weft.World, fails: int) -> None:
 
 @pytest.mark.parametrize("fails", range(4))
 def test_the_callers_stream_waits_for_programs_whose_waits_expire(fails: int) -> None:
-    """On a GPU these waits expire; until then the programs use the call's memory."""
+    """On a GPU these waits expire; until they do, the programs use the call's memory."""
     try:
         weft.spmd(fused, 2, backend="emulated", args=(fails,))
     except weft.Deadlock as e:

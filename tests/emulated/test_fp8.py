@@ -87,7 +87,7 @@ def test_vectors_of_scales_have_any_shape() -> None:
 def refused(
     error: type[Exception], match: str, x: Any = None, weight: Any = None, recipe: str = "row", **options: Any
 ) -> None:
-    """`x` and `weight` give the fields that differ from those of supported operands, or the operand itself."""
+    """`x` and `weight` are the fields that differ from those of supported operands, or the operands themselves."""
 
     def rank(world: weft.World) -> None:
         fitting = operands(recipe, world.device)
@@ -229,7 +229,7 @@ def test_quantized_rows(m: int, k: int, scaling: str, gated: bool, by_columns: b
     ("m", "k", "weight"), [(3, 256, False), (1, 384, False), (40, 512, False), (300, 384, True), (129, 128, True)]
 )
 def test_scales_by_columns(m: int, k: int, weight: bool) -> None:
-    """There are fewer rows than groups of columns, and more; also, blocks of rows share scales."""
+    """There are fewer rows than groups of columns, or more; in some cases, blocks of rows share scales."""
     assert alone(lambda w: quantize_case(w, m, k, "block", weight=weight, by_columns=True)) < ROUNDED
 
 
@@ -264,8 +264,8 @@ def test_no_column_to_quantize() -> None:
 
 
 def test_weights_and_long_rows() -> None:
-    """A weight has 300 rows in blocks of 128; a row does not fit in a program's registers; a scale is given; rows
-    are zero."""
+    """The cases are a weight of 300 rows in blocks of 128, a row that does not fit in a program's registers, a given
+    scale, and rows of zeros."""
     assert alone(lambda w: quantize_case(w, 300, 384, "block", weight=True)) < ROUNDED
     for gated in (False, True):
         assert alone(lambda w, gated=gated: quantize_case(w, 2, 16384 + 520, "row", gated=gated)) < ROUNDED
@@ -368,15 +368,16 @@ def test_a_plan_without_8_bit_products_says_so(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_promoted_tiles_that_are_short_of_rows(scaling: str) -> None:
-    """The lower half of a tile, or a part of either half, is past the last row, and its scales are not read."""
+    """The lower half of a tile, or a part of either half, is past the last row, and the scales of that part are not
+    read."""
     plan = Persistent(tile=GemmTile(32, 32, 128, 4, 3, 2), flatten=False)
     for m in (1, 15, 16, 17, 33, 63):
         assert alone(lambda w, m=m: matmul_case(w, m, 40, 384, scaling, plan, True, seed=m)) < BF16
 
 
 def test_the_tiles_of_promoted_sums() -> None:
-    """A tile is 128 x 128 with four warps, two programs an SM; beside the programs that sum over ranks it is one
-    program of eight warps."""
+    """Tiles are 128 x 128, with two programs of four warps per SM, or one program of eight warps beside the programs
+    that sum over ranks."""
     for scaling in (Scaling("block"), Scaling("row", False)):
         for plan in (FusedGather(), FusedGatherByCopies(), FusedGather(tile=GemmTile(64, 256, 64, 4, 5))):
             fitted = with_scaled_tiles(plan, scaling)
@@ -390,8 +391,8 @@ def test_the_tiles_of_promoted_sums() -> None:
 # -- what plan ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", OPS)
 def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It times the tiles of 8-bit operands, whatever the profile has for 16-bit ones; `explain` names what was
-    timed."""
+    """The first call times the tiles of 8-bit operands, whatever the profile holds for 16-bit ones; `explain` names the
+    plans that were timed."""
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: True)
     best = with_scaled_tiles(REGISTRY[op].variants[0], Scaling("block"))
 
@@ -576,7 +577,7 @@ SMALL = dict(
 
 @pytest.mark.parametrize("recipe", ["row", "block"])
 def test_a_decoder_of_a_checkpoint(recipe: str) -> None:
-    """Every plan is compared with a decoder whose 16-bit weights have the values of the 8-bit ones."""
+    """Every plan is compared with a decoder whose 16-bit weights equal the dequantized 8-bit weights."""
     from weft.models import Batch, Cache, Llama
     from weft.nn.weave import LayerPlan
 

@@ -63,7 +63,8 @@ def gemms_and_sums(world: weft.World) -> Iterator[Case]:
 
 
 def evaluations(world: weft.World) -> Iterator[Case]:
-    """These run first, so that the World makes in inference mode what it keeps for a size."""
+    """Return evaluations that run first, so that the World allocates the memory that it keeps for a size in inference
+    mode."""
     yield from inference_cases(world, SEQUENTIAL)
 
 
@@ -211,7 +212,8 @@ def test_every_op_against_torch_on_three_ranks() -> None:
 
 # -- Worlds ------------------------------------------------------------------------------------------------------------
 def parts(world: weft.World) -> tuple[Any, ...]:
-    """Run ops on Worlds that were split, possibly unevenly, and on one over a caller's group."""
+    """Run ops on Worlds that `World.split` returned, of possibly unequal sizes, and on a World over a caller's
+    group."""
     part = world.split(world.rank == 0)
     sums = [weft.all_reduce(torch.full((8,), 1.0 + world.rank), world=w)[0].item() for w in (world, part)]
     # A sum that is rounded after each rank stays at 256, where bfloat16 has no odd numbers.

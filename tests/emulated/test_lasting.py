@@ -19,8 +19,8 @@ from weft.plans import OneShot, Sequential
 
 
 def watched(world: weft.World) -> list[str]:
-    """Return the backend's allocations from now on that are not persistent, without addresses of views, which only
-    the emulator makes anew."""
+    """Return a list of the backend's later allocations that are not persistent, without the address tables of views,
+    which only the emulator makes anew."""
     backend: Any = world.backend
     backend.guard()
     outside: list[str] = []
@@ -82,8 +82,8 @@ def test_a_call_makes_nothing_else_but_its_results(plan: str) -> None:
 
 
 def test_a_warm_up_on_one_rank_alone_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank makes its first call on a stream of its own. It waits on the host, not in a collective that the
-    others do not enter, though all ranks have made calls of that plan before."""
+    """One rank makes its first call on a stream of its own. The rank waits on the host, not in a collective that the
+    others do not enter, although all ranks have called that plan before."""
     plans = {"eager": OneShot(), "graph": Sequential()}
     monkeypatch.setattr(AllReduce, "auto", lambda self, world, call, mode: plans[mode])
 

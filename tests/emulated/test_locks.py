@@ -51,8 +51,8 @@ PULL = TwoShotPull(warps=4, stages=2)
 
 @dataclass(frozen=True)
 class Taken:
-    """A lock that a function acquires, and calls on two streams that need it. `site` is the file and the function,
-    `holder` the lock's name, or the class of the memory that is locked."""
+    """A lock that a function acquires, and calls on two streams that need it. `site` is the file and the function;
+    `holder` is the lock's name, or the class of the memory that is locked."""
 
     site: str
     holder: str
@@ -64,7 +64,7 @@ class Taken:
 
 
 def in_turn(*calls: tuple[str, str | Plan]) -> Callable[[World], None]:
-    """Alternate two calls of each operator and plan."""
+    """Alternate between two calls of each operator and plan."""
 
     def main(world: World) -> None:
         results = []
@@ -130,7 +130,7 @@ def backward_of_halves(world: World) -> None:
 
 
 def combine_elsewhere(world: World) -> None:
-    """Combine on another stream than the dispatch, without passing the rows, which would order the streams."""
+    """Call combine on a different stream from dispatch, without passing the rows, which would order the streams."""
     layer = Layer(9, 2, 1, 16, 8, torch.bfloat16)
     x, ids, weights, *_ = routed(0, world.rank, 9, layer, world.size)
     for _ in range(2):
@@ -143,7 +143,7 @@ def combine_elsewhere(world: World) -> None:
 
 
 def decoders(world: World) -> None:
-    """Run a decoder in two parts, each with a cache of its own."""
+    """Run a decoder in two parts, each with its own cache."""
     model, ids, logits = Llama(TINY, world=world), torch.arange(12) * 5 % 96, []
     for i in range(4):
         with on_stream(world, STREAMS[i % 2]):

@@ -1,5 +1,6 @@
-"""weft's own GEMM, in which programs share the last tiles: against torch, over shapes and programs, and how tiles
-are shared."""
+"""weft's own GEMM, in which programs share the last tiles: its results against torch's, for several shapes and numbers
+of programs, and how the tiles are shared.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_against_torch(m: int, n: int, k: int, programs: int, seed: int) -> None
 
 @pytest.mark.parametrize("programs", [5, 6])
 def test_gated(programs: int) -> None:
-    """Tiles alternate 16 gate rows and 16 up rows; programs share two and four of them."""
+    """Tiles alternate 16 gate rows and 16 up rows; programs share two tiles or four."""
 
     def rank(world: weft.World) -> None:
         for m in (16, 32, 48):

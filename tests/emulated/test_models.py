@@ -1,4 +1,6 @@
-"""The decoder on emulated ranks beside its definition in float64: every plan, chunks and history, woven and not."""
+"""The decoder on emulated ranks against its definition in float64: every plan, with chunks and history, woven and
+unwoven.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def test_norms_of_every_kind_read_and_write_in_place(plan: str) -> None:
 
 @pytest.mark.parametrize("seed", some(range(1, 5)))
 def test_random_splits_and_schedules(seed: int) -> None:
-    """float16 rounds eight times less than bfloat16, so a wrong token shows."""
+    """float16 rounds eight times less than bfloat16, so that a wrong token is noticed."""
     plan = LayerPlan("woven", 1 + 3 * seed)  # longer batches only; others go whole
     run = lambda world: chunked(world, plan, seed=seed, count=3, dtype=torch.float16)  # noqa: E731
     assert max(emulate(run, 2, seed)) < 4e-3
@@ -150,8 +152,8 @@ def test_long_prompts_are_given_to_the_fastest_library(plan: str, monkeypatch: p
 
 
 def test_which_prompts_are_long() -> None:
-    """A batch has long prompts where every entry with several tokens has whole steps of them, and the layout is not
-    refilled."""
+    """A batch counts as one of long prompts if the number of tokens of every entry with several tokens is a multiple of
+    the step, and the layout is not refilled."""
 
     def rank(world: weft.World) -> None:
         cache = Cache(TINY, world=world, slots=4, max_len=3 * LONG_PROMPT)
@@ -204,7 +206,7 @@ LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fac
     "scaling", [{}, dict(rope_type="linear", factor=4.0), LLAMA3, LLAMA3 | dict(factor=32.0, low_freq_factor=2.0)]
 )
 def test_rotary_positions_are_hugging_faces(scaling: dict[str, Any]) -> None:
-    """With the sizes of Llama 3.1, some frequencies are kept, some are divided, and some are interpolated."""
+    """With the parameters of Llama 3.1, some frequencies are kept, some are divided, and some are interpolated."""
     config = dict(TINY, head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
     cos, sin = rotary(config, 3000)
     assert (Config.from_hf(config).rotary(3000, torch.device("cpu")) - torch.cat([cos, sin], 1)).abs().max() < 1e-6

@@ -1,4 +1,4 @@
-"""Decoders with experts, biases and norms of the heads, against Transformers' logits and against the definition."""
+"""Decoders with experts, biases and norms of the heads, compared with Transformers' logits and with the definition."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLASSES = {
 
 
 def of_transformers(config: dict[str, Any]) -> Any:
-    """Return Transformers' model with `state`'s weights, in float64, and its config."""
+    """Return Transformers' model with the weights of `state`, in float64, and its configuration."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     name = CLASSES[config["model_type"]]
     hf_config = getattr(transformers, f"{name}Config")(
@@ -38,7 +38,7 @@ def of_transformers(config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("kind", [*DENSE, *MIXTURES])
 def test_the_definition_is_transformers(kind: str) -> None:
-    """The definition, which every other test compares with, equals Transformers to the rounding of float32, in which
+    """The definition, the reference of every other test, equals Transformers to the rounding of float32, in which
     Transformers computes norms, positions and the routers' softmax."""
     config = (DENSE | MIXTURES)[kind]
     model, ids = of_transformers(config), torch.arange(23) * 5 % 96
@@ -94,7 +94,7 @@ def test_padded_layouts_are_refilled() -> None:
 
 
 def test_padding_is_routed_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention leaves arbitrary values in padded rows, even NaN: these are routed nowhere, and change no token's
+    """Attention leaves arbitrary values, even NaN, in padded rows: these rows are routed nowhere, and change no token's
     result."""
     config, routed = MIXTURES["mixtral"], []
 
@@ -152,8 +152,8 @@ def test_woven_is_bit_for_bit_its_two_halves(kind: str, parallel: str) -> None:
 
 
 def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace GEMMs and attention of libraries, whose sums depend on the number of rows, by definitions whose sums
-    do not."""
+    """Replace the libraries' GEMMs and attention, whose sums depend on the number of rows, by definitions whose sums do
+    not."""
 
     def linear(backend: Any, x: torch.Tensor, w: torch.Tensor, bias: None, stream: Any, out: Any = None) -> Any:
         out = backend.empty((x.shape[0], w.shape[0]), x.dtype) if out is None else out
@@ -177,8 +177,8 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_woven_pass_matches_an_unwoven_one_to_the_bit(
     ranks: int, parallel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every plan of the norm is compared but "sequential", whose sum over ranks is NCCL's, in an order that may
-    depend on the number of rows. One of two requests, of nine and eight tokens, is in both parts."""
+    """All plans of the norm are compared except "sequential", in which NCCL sums over ranks in an order that may depend
+    on the number of rows. One of two requests, of nine and eight tokens, is in both parts."""
     by_rows(monkeypatch)
     config, ids = COLUMNS["mixtral"] | dict(num_hidden_layers=1), torch.arange(17) * 5 % 96
     norms = ["two_shot", "one_shot", "decomposed", "sequential"] if ranks == 2 else ["auto"]
@@ -205,7 +205,8 @@ def test_a_woven_pass_matches_an_unwoven_one_to_the_bit(
 
 
 def test_experts_beside_a_norm_wait_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With rows on every rank the experts' ops belong to this rank alone. "auto" is "sequence", whose ops do not."""
+    """With all rows on every rank, the experts' ops involve this rank alone. "auto" stands for "sequence", whose ops
+    involve all ranks."""
     sizes: list[int] = []
 
     def seen(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""`weft.moe` by every plan: its errors, its operator under torch.compile, and the module with a checkpoint's names."""
+"""`weft.moe` by every plan: its errors, its operator under torch.compile, and the module with the names of a
+checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`weft.moe.dispatch` and `combine` on emulated ranks, equal to the bit; and their kernel compiled."""
+"""`weft.moe.dispatch` and `combine` on emulated ranks, whose results must be equal to the bit; and their compiled
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def test_routings(ids_of: Any, layout: str) -> None:
 @pytest.mark.parametrize("options", [dict(), dict(alignment=16), dict(layout="masked"), dict(layout="masked", max_m=3)])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_without_symmetric_memory_by_the_librarys_collectives(ranks: int, options: dict[str, Any]) -> None:
-    """NCCL's collectives give the same rows, results, and drops, on two streams."""
+    """On two streams, NCCL's collectives give the same rows, results and drops."""
 
     def rank(world: weft.World) -> int:
         world.backend.symmetric_unsupported = "GPU 0 has no peer access to GPUs [1]"
@@ -88,7 +90,7 @@ def test_two_under_way_on_two_streams(layout: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_a_slot_on_changing_streams(seed: int) -> None:
-    """Successive calls alternate between streams: those that share a buffer are ordered on any streams."""
+    """Successive calls alternate between streams: calls that share a buffer are ordered, whatever their streams."""
     assert wrong(2, seed, 0.2, calls=4, flight=1, streams=STREAMS, ids_of=in_turn) == 0
 
 
@@ -127,7 +129,8 @@ def routed(world: weft.World, t: int = 6, h: int = 32, k: int = 2, experts: int 
 
 
 def test_the_bits_of_a_layer() -> None:
-    """All experts give the same y: w13 and w2 are multiples of one another's, and for large x the GELU of x is x."""
+    """The layer's experts scale their rows likewise: their matrices are multiples of the identity, and for large x the
+    GELU of x is x."""
 
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
@@ -164,7 +167,7 @@ def test_the_grouped_gemm_of_torch_takes_the_rows(alignment: int) -> None:
 
 
 def test_handles() -> None:
-    """Two handles may be pending; each is used once, in order, in its World; the caller may choose the buffer."""
+    """Two handles may be pending; each is used once, in order, in its own World; the caller may choose the buffer."""
 
     def rank(world: weft.World) -> None:
         operands = routed(world)
@@ -384,8 +387,8 @@ ALL = ("x", "weights", "w1", "w2")
     ids=str,
 )  # fmt: skip
 def test_a_compiled_graph_holds_both(ranks: int, wants: tuple[str, ...], options: dict[str, Any]) -> None:
-    """Forward and backward pass are one graph without a break, with the bits of eager calls, overlapping or not; no
-    buffer stays in use."""
+    """The forward and backward passes are one graph without a break, and give the bits of eager calls, overlapping or
+    not; no buffer stays in use."""
 
     def rank(world: weft.World) -> None:
         routes, local = routed(world), 4 // world.size
@@ -409,13 +412,14 @@ def checkpointed(world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.
 
 
 def offloaded(world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor) -> Any:
-    """Return the saved tensors as copies in the backward pass."""
+    """Make the backward pass receive copies of the saved tensors."""
     with torch.autograd.graph.save_on_cpu():
         return two_under_way(world, routes, w1, w2)
 
 
 def halves_compiled(dispatch_compiled: bool, combine_compiled: bool) -> Callable[..., Any]:
-    """Call dispatch and combine, each in a graph of its own or in none: handles pass from one to the other."""
+    """Call dispatch and combine, each in a separate graph or outside any graph: handles pass from dispatch to
+    combine."""
 
     def graph(fn: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
         return torch.compile(fn, backend="aot_eager", fullgraph=True) if compiled else fn

@@ -1,5 +1,6 @@
-"""An MoE layer of a few tokens, without tables, on emulated ranks: against torch, and equal to the bit to the plan
-with several launches; and its kernels compiled."""
+"""An MoE layer of a few tokens, without tables, on emulated ranks, compared with torch, and with the plan of several
+launches to the bit; and its compiled kernels.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ S = SMALL_LOW_LATENCY
 
 
 def test_the_bits_of_the_other_plans() -> None:
-    """The plan of few tokens, that of several launches and that of one launch alternate, over one memory and one set
-    of counters, and give the same bits."""
+    """The plans for few tokens, with several launches and with a single launch alternate, share their memory and
+    counters, and give the same bits."""
 
     def rank(world: weft.World) -> None:
         layer = Layer(20, 6, 3, 40, 24, BF)

@@ -1,5 +1,6 @@
-"""An MoE layer in one launch, on emulated ranks: against torch, and equal to the bit to the plan with several
-launches; and its kernel compiled."""
+"""An MoE layer in one launch on emulated ranks, compared with torch, and with the plan of several launches to the bit;
+and its compiled kernel.
+"""
 
 from __future__ import annotations
 

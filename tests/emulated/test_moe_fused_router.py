@@ -1,5 +1,7 @@
-"""An MoE layer in one launch that includes the router, on emulated ranks: its routes equal those of the router's own
-launch to the bit, and its results those of the layer that follows it; and its kernel compiled."""
+"""An MoE layer in one launch that includes the router, on emulated ranks: the routes equal those of a separate launch
+of the router to the bit, and the results equal those of the layer after that launch. The compiled kernel is tested
+too.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,8 @@ def test_routes_and_results(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(6)))
 def test_among_other_plans(seed: int) -> None:
-    """Layers of other sizes and plans share memory with it, on alternating streams; nothing synchronises between
-    them."""
+    """Layers of different sizes and plans share the layer's memory, on alternating streams; nothing synchronises
+    between them."""
 
     def main(world: weft.World) -> None:
         routed_layers = [
@@ -79,7 +81,7 @@ def test_among_other_plans(seed: int) -> None:
 
 
 def random_layer(world: weft.World, tokens: int = 9, hidden: int = 40, **options: Any) -> dict[str, Any]:
-    """Return arguments of `weft.moe.moe`, whose logits are exact, on this rank."""
+    """Return this rank's arguments of `weft.moe.moe`, with exact logits."""
     sizes = RoutedLayer(hidden=hidden, **options)
     case = RouterCase(world, sizes)
     weights, x = case.model.local_weights, sizes.tokens_of(5, world.rank, tokens)
@@ -158,7 +160,7 @@ def test_other_plans_run_the_router_before_the_layer() -> None:
 
 
 def test_a_plan_that_does_not_fit_falls_back() -> None:
-    """It falls back to the router's own launch, followed by the sequential plan."""
+    """The call falls back to a separate launch of the router, followed by the sequential plan."""
 
     def main(world: weft.World) -> None:
         for options in (dict(), dict(router_bias=True)):
@@ -260,7 +262,8 @@ def test_unsupported_router_options_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_of_different_calls_raise(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """The launch itself compares known calls, since no host does, as on a GPU. Without that nothing notices."""
+    """The launch itself compares known calls, since no host does, as on a GPU. Without this comparison nothing
+    notices."""
     monkeypatch.setattr(EmulatedBackend, "compares", False)
 
     def main(world: weft.World) -> None:

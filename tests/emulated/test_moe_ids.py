@@ -1,5 +1,6 @@
-"""Routings that a caller may pass by mistake: an expert twice, ids out of range, NaN logits, other numbers of
-experts. Their meaning is defined, and the same in all plans."""
+"""Routings that a caller may pass by mistake: a repeated expert, ids out of range, NaN logits, wrong numbers of
+experts. Their meaning is defined, and is the same in all plans.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def local_operands(world: weft.World) -> tuple[torch.Tensor, torch.Tensor, torch
 
 @pytest.mark.parametrize("plan", REGISTRY["moe"].kinds)
 def test_an_expert_twice_and_ids_out_of_range(plan: str) -> None:
-    """Both weights count, and a route to no expert is dropped."""
+    """Both weights of a repeated expert count, and a route to no expert is dropped."""
 
     def main(world: weft.World) -> float:
         model, (x, ids, weights) = Model(world, LAYER, False), local_operands(world)

@@ -41,8 +41,8 @@ def emulate(fn: Any, ranks: int = 2, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("seed", [0, 3])
 def test_experts_over_groups_of_the_ranks(plan: str, seed: int) -> None:
-    """Two groups of two ranks, each with all experts, alternate with a sum over all ranks and one over the other
-    pairs."""
+    """Layers over two groups of two ranks, each with all experts, alternate with a sum over all ranks and a sum over
+    the other pairs."""
 
     def main(world: weft.World) -> float:
         group, across = world.split(world.rank // 2), world.split(world.rank % 2)
@@ -191,7 +191,7 @@ def test_overflow_is_raised_by_the_next_call_of_an_op() -> None:
 @pytest.mark.parametrize("plan", ["dispatched", "sequential"])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_call_that_raises_overflow_was_made(plan: str, seed: int) -> None:
-    """The result is returned with the error, and all ranks continue together."""
+    """The error carries the result, and all ranks continue together."""
 
     def main(world: weft.World) -> list[str]:
         x, ids, weights = all_to(world, 4, 50)
@@ -278,7 +278,7 @@ def test_rows_received_by_each_expert(plan: str, ranks: int) -> None:
 @pytest.mark.parametrize("plan", ["dispatched", "fused", "low_latency"])
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_received_in_successive_calls(plan: str, seed: int) -> None:
-    """Routes of the next call, which some ranks have begun, do not count."""
+    """Routes of the next call, which some ranks have already begun, do not count."""
     calls = 3
 
     def main(world: weft.World) -> None:
@@ -381,7 +381,7 @@ def test_the_module_moves_experts() -> None:
 @pytest.mark.parametrize("parallel", ["expert", "tensor"])
 def test_a_fresh_module_is_initialised(parallel: str) -> None:
     """Weights are initialised like those of torch.nn.Linear: the router is the same on all ranks, an expert does not
-    depend on its rank, and another module has other weights; and the module trains."""
+    depend on its rank, and a second module has different weights. The module trains."""
 
     def main(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
         def fresh() -> moe.MoE:

@@ -1,5 +1,6 @@
-"""No plan reads what belongs to no token: NaN in rows between experts, in memory that other calls have left, in the
-weights of dropped routes, and in tokens without routes changes no bit of a result or a gradient."""
+"""No plan reads values that belong to no token: NaN in rows between experts, in memory left by other calls, in the
+weights of dropped routes, and in tokens without routes changes no bit of a result or a gradient.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def halves_case(world: weft.World, plan: str, keep: str, bad: float) -> list[tor
 
 
 def real_rows(world: weft.World, rows: int, tile: int = 16) -> torch.Tensor:
-    """Return bool [rows]: the rows of `hidden` that belong to a token; experts begin at whole tiles."""
+    """Return bool [rows], true for the rows of `hidden` that belong to a token; experts begin at whole tiles."""
     ids = torch.cat([ids_of(world, r) for r in range(world.size)]).flatten()
     real, first_row = torch.zeros(rows, dtype=torch.bool), 0
     for count in ids[(ids >= 0) & (ids < 4)].bincount(minlength=4).tolist():

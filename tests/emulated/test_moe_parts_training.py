@@ -1,5 +1,7 @@
-"""Gradients of layers whose experts are split by columns over ranks: what is saved, what comes between the halves,
-what the benchmark times; and the kernels compiled. test_moe_training.py compares with float64."""
+"""Gradients of layers whose experts are split by columns over ranks: the saved tensors, operations between the halves,
+the calls that the benchmark times, and the compiled kernels. test_moe_training.py compares the gradients with
+float64.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ BOUND = 1.2e-2
 
 
 def bits(world: weft.World) -> list[torch.Tensor]:
-    """Return the results and the gradients of one call, for all choices of what is saved."""
+    """Return the results and the gradients of one call, for every choice of saved tensors."""
     layer = Layer(5, 4, 2, 32, 16 * world.size, BF)
     model = Model(world, layer, True, tp_size=world.size)
     operands = routed(0, world.rank, 5, layer, world.size, at_random)
@@ -83,7 +85,8 @@ def test_what_stands_between_the_halves(plan: str) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_two_gemm_programs_an_sm(seed: int) -> None:
-    """In a backward pass a launch of one program an SM receives the rows, and its end is counted with theirs."""
+    """In a backward pass a launch of one program per SM receives the rows, and the end of that launch is counted with
+    the ends of the GEMM's programs."""
     plan = replace(SMALL_DISPATCHED_COLUMNS, per_sm=2)
     errors = weft.spmd(lambda world: between_and_twice(world, plan), 2, backend="emulated", seed=seed)
     assert max(errors) < BOUND

@@ -22,8 +22,8 @@ BF, HALF = torch.bfloat16, torch.float16
 
 
 class Way(NamedTuple):
-    """`bound` is that of the error: both halves round a route's result and each rank's sum in between. `inner` is
-    the number of columns of a rank."""
+    """`bound` is the bound of the error: both halves round a route's result, and the sum of each rank is rounded
+    between them. `inner` is the number of columns of a rank."""
 
     run: Run
     plan: str | Plan
@@ -95,7 +95,7 @@ def test_routings_of_columns(ids_of: Any, way: Way) -> None:
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt_oss"])
 @pytest.mark.parametrize("way", [*WAYS.values(), SEQUENTIAL], ids=[*WAYS, "columns, sequential"])
 def test_activations(way: Way, activation: str) -> None:
-    """Widths are no whole blocks or tiles in either direction, with biases and without, also in float16."""
+    """Widths are no multiples of blocks or tiles in either direction, with biases and without, also in float16."""
     columns = way.run is both_halves
     kinds = (BF, True, 72, 24 if columns else 40), (HALF, columns, 24, 40 if columns else 72)
     for dtype, biases, hidden, inner in kinds:
@@ -155,7 +155,7 @@ PARAMETERS: list[tuple[str, Plan]] = [
 
 @pytest.mark.parametrize(("name", "plan"), PARAMETERS, ids=str)
 def test_plan_parameters(name: str, plan: Plan) -> None:
-    """An expert has several tiles whose rows come from several ranks, and a row's columns have several parts."""
+    """An expert has several tiles whose rows come from several ranks, and the columns of a row are in several parts."""
     sizes = {} if name == "columns" else dict(inner=40)
     assert right(WAYS[name], 2, hidden=72, tokens=(40, 31), calls=2, plan=plan, **sizes)
 
@@ -170,8 +170,8 @@ def test_schedules(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["dispatched", "fused", "columns"])
 def test_layers_share_memory_and_counters(name: str) -> None:
-    """The layers have different sizes: the second one's rows are more tiles wide, and its tables may target the
-    first one's."""
+    """The layers have different sizes: the rows of the second layer are more tiles wide, and its tables may use the
+    memory of the first layer's tables."""
     assert right(WAYS[name], 2, layers=3, calls=2 if name == "columns" else 3, ids_of=some_nowhere)
 
 

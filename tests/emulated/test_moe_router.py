@@ -1,4 +1,4 @@
-"""Capacity, placement and the router's losses are one launch each, and equal their definitions in torch operations."""
+"""Capacity, placement and the router's losses take one launch each, and equal their definitions in torch operations."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def launches() -> Iterator[list[str]]:
 
 
 def test_each_is_one_launch() -> None:
-    """Calls after the first, and their gradients, are one launch each."""
+    """Calls after the first take one launch each, and so do their gradients."""
     ids, weights, logits = some_ids(40, 3, 6, 0), some_weights(40, 3, 1), torch.randn(40, 6, requires_grad=True)
     table = torch.arange(12, dtype=torch.int32).view(6, 2)
 
@@ -226,7 +226,7 @@ Losses = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], 
 
 
 def losses(world: weft.World, ids: torch.Tensor) -> list[Losses]:
-    """Return each loss by its kernel and by torch."""
+    """Return each loss as its kernel and as torch computes it."""
     return [
         (lambda x: moe.load_balancing_loss(x, ids, world=world), lambda x: torch_balance(x, ids)),
         (lambda x: moe.z_loss(x, world=world), torch_z_loss),

@@ -1,5 +1,6 @@
-"""Ranks share routes and make them into tables on emulated ranks, against plain Python. Races, deadlocks and reads
-of unwritten memory raise by themselves."""
+"""Emulated ranks share routes and make tables of them, which must equal those computed in plain Python. Races,
+deadlocks and reads of unwritten memory raise errors by themselves.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def check(layer: Layer, routed: Callable[[int], list[Ids]], seed: int = 0, **opt
     ids=lambda layer: f"{layer.ranks} ranks, {layer.experts} experts",
 )
 def test_tables_of_random_routes(layer: Layer, seed: int) -> None:
-    """Every call has other tokens, and every second one an uneven number of them."""
+    """Every call has new tokens, and in every second call their number differs between ranks."""
     check(layer, lambda n: drawn(layer, 10 * seed + n), seed)
 
 
@@ -79,7 +80,8 @@ def test_schedules(seed: int) -> None:
 
 
 def test_layers_of_several_sizes_take_turns() -> None:
-    """Layers of one capacity and k share the memory but not the tables; `name` distinguishes two layers of one size."""
+    """Layers with the same capacity and k share memory but not tables; `name` distinguishes two layers of the same
+    size."""
     two_experts, three_experts = Layer(2, 2, 2, 5), Layer(2, 3, 2, 5, block_m=8)
 
     def main(world: weft.World) -> list[dict[str, Any]]:

@@ -1,4 +1,6 @@
-"""The steps of an MoE layer on emulated ranks, with tables from the host, against torch; and their kernels compiled."""
+"""The steps of an MoE layer on emulated ranks, with tables from the host, compared with torch; and their compiled
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ S = SMALL_DISPATCHED
 
 
 def run(world: weft.World, tokens: int, hidden: int, call: int = 0, plan: Dispatched = S) -> Any:
-    """Return one call that all ranks make; the layer, and x, ids, weights, experts and the result."""
+    """Return the outcome of one call that all ranks make: the layer, x, ids, weights, experts and the result."""
     layer = Layer(tokens, 4, 2, hidden, 24, BF)
     model = Model(world, layer, False)
     x = draw(10 * call + world.rank, tokens, hidden)
@@ -223,8 +225,8 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 
 
 def tiles_come_as_planned(kernels: dict[str, tuple[Any, Compiled]], plan: Dispatched) -> None:
-    """Both operands have as many stages as planned, by TMA or in whole 16-byte words; the sides' rows are in such
-    words."""
+    """Check that both operands have as many stages as planned, loaded by TMA or in whole 16-byte words, and that the
+    sides' rows are in such words."""
     steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in kernels.items()}
     bulk = {
         name: sum("cp.async.bulk.tensor.2d.shared" in s.text for s in kernel_steps)

@@ -1,5 +1,6 @@
-"""Layers whose experts are split by columns over ranks: both halves by every plan, on emulated ranks, against torch;
-their errors, their operators, their kernels compiled, and the module."""
+"""Layers whose experts are split by columns over ranks: both halves by every plan, on emulated ranks, compared with
+torch; their errors, operators and compiled kernels; and the module.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def halves(world: weft.World, model: Model, operands: Sequence[torch.Tensor]) ->
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_repeated_first_halves(seed: int) -> None:
-    """First halves alone do not make ranks wait for all others; then second halves follow, which need only what the
-    first halves returned."""
+    """First halves alone do not make ranks wait for all others; then second halves follow, which need only the results
+    of the first halves."""
     assert max(weft.spmd(lambda w: first_halves(w, S, S), 2, backend="emulated", seed=seed, preempt=0.2)) < BOUND
 
 
@@ -282,8 +283,8 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 
 
 def pipelined(kernels: dict[str, tuple[Any, Compiled]], plan: DispatchedColumns) -> None:
-    """Both operands have as many stages as planned, by TMA or gathered in whole 16-byte words; shards are in such
-    words."""
+    """Check that both operands have as many stages as planned, loaded by TMA or gathered in whole 16-byte words, and
+    that shards are in such words."""
     steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in kernels.items()}
     gathered = sum(
         "cp.async.cg.shared" in s.text and "tl.load(pointers + k" in s.source for s in steps["grouped_gemm_in"]

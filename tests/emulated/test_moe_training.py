@@ -1,5 +1,6 @@
-"""Gradients of layers of experts, whole or split by columns, on emulated ranks against float64; the options that
-train with whole experts; and the kernels compiled."""
+"""Gradients of layers of experts, whole or split by columns, on emulated ranks against float64; the options that train
+with whole experts; and the compiled kernels.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ WORLDS: list[tuple[str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
 @pytest.mark.parametrize(("way", "ranks", "changes"), WORLDS, ids=str)
 def test_against_float64(way: str, ranks: int, changes: dict[str, Any], plan: str) -> None:
-    """Ranks have different numbers of tokens, some none; every operand has a gradient; every call saves other
-    tensors; some experts' columns are split over a part of the ranks only."""
+    """Ranks have different numbers of tokens, some none; every operand has a gradient; the calls differ in the tensors
+    that they save; the columns of some experts are split over only some of the ranks."""
     assert right(way, ranks, plan=plan, **changes)
 
 
@@ -130,7 +131,7 @@ def test_shared_rows_that_are_not_contiguous() -> None:
 
 
 def bits(world: weft.World) -> list[torch.Tensor]:
-    """Return the results and the gradients of one call, for all choices of what is saved."""
+    """Return the results and the gradients of one call, for every choice of saved tensors."""
     layer = Layer(21, 4, 2, 32, 24, BF)
     model = Model(world, layer, True)
     operands = routed(0, world.rank, 21, layer, world.size, at_random)
@@ -225,7 +226,7 @@ def test_columns_and_whole_experts_train_alike() -> None:
 
 @pytest.mark.parametrize("parallel, inner", [("expert", 24), ("tensor", 32)])
 def test_checkpointed_and_replayed(parallel: str, inner: int) -> None:
-    """Recomputed, and replayed with the ids of another pass, the bits are the same."""
+    """A recomputed pass, and a pass replayed with the ids of an earlier one, give the same bits."""
 
     def rank(world: weft.World) -> None:
         layer, x = layer_of(world, parallel, inner, scoring="sigmoid"), draw(world.rank, 9, 32)

@@ -1,8 +1,9 @@
 """Mutation gate: break each wait, notify, barrier, fence, event edge and epoch of every kernel and op, one at a time.
 
-A case runs one protocol. A recorded run of it lists its sites, and every site, removed or weakened, must be reported under
-some schedule. EQUIVALENT lists what no schedule can show, with the reason why it changes nothing there; an entry that no
-longer holds (its site is gone, or is caught after all) fails. Pytest's closing lines have the kill rate.
+A case runs one protocol. A recorded run lists the protocol's sites, and the removal or weakening of every site must be
+reported under some schedule. EQUIVALENT lists what no schedule can show, with the reason why it changes nothing there;
+an entry that no longer holds (its site is gone, or is caught after all) fails. Pytest's closing lines have the kill
+rate.
 """
 
 from __future__ import annotations
@@ -176,8 +177,8 @@ class Caller:
             self.use(actual, expected if op == AR else expected.split(shards)[me])
 
     def norm(self, seed: int, m: int, h: int, plan: str | Plan, full: bool, quantize: str | None = None) -> None:
-        """Alternate between a fresh output and one symmetric tensor, which the caller and the next call rewrite.
-        With `quantize`, the rows' scales are compared as they are."""
+        """Alternate between a fresh output and one symmetric tensor, which the caller and the next call rewrite. With
+        `quantize`, the rows' scales are compared too."""
         world, rows = self.world, balanced_rows(m, self.world.size)
         xs = [draw(seed * 100 + r, m, h) for r in range(world.size)]
         old, weight = draw(seed * 100 + 50, m, h), draw(seed * 100 + 51, h)
@@ -207,7 +208,7 @@ class Caller:
 def gathering(
     plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], calls: int = 4, captured: bool = False
 ) -> Main:
-    """With `captured`, all calls of a shape but the first run as if in a CUDA graph's capture."""
+    """With `captured`, all calls of a shape except the first run as if in the capture of a CUDA graph."""
 
     def main(world: World) -> None:
         caller = Caller(world)
@@ -283,8 +284,8 @@ def of_8_bits(op: str, plan: str | Plan, *shapes: tuple[tuple[int, ...], int, in
 
 
 def reducing_on_two_streams(plan: str | Plan) -> Main:
-    """Call as `two_streams` does, with a plan that has no all-gather, and whose calls share nothing but counters: no
-    op drains its stream, so that calls overlap as on a GPU."""
+    """Make calls as `two_streams` does, with a plan that has no all-gather, and whose calls share nothing but counters:
+    no op drains its stream, so that calls overlap as on a GPU."""
 
     def main(world: World) -> None:
         world.backend.finish = lambda stream: None  # type: ignore[method-assign]
@@ -323,7 +324,7 @@ def to_ranks(plan: str | Plan, rows: tuple[int, ...], calls: int = 4) -> Main:
 
 
 def two_streams(plan: str | Plan) -> Main:
-    """Alternate between two streams, which only weft's own workspace joins."""
+    """Alternate between two streams, which only the order of accesses to weft's own workspace joins."""
 
     def main(world: World) -> None:
         callers = {name: Caller(world) for name in ("first", "second")}
@@ -342,7 +343,7 @@ def two_streams(plan: str | Plan) -> Main:
 
 
 def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
-    """Cycle through routings of every kind, with several tiles an expert, in a layer with several tiles a row."""
+    """Cycle through routings of every kind, with several tiles per expert, in a layer with several tiles per row."""
 
     def main(world: World) -> None:
         assert (
@@ -356,7 +357,7 @@ def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
 
 
 def moe_gradients(world: World) -> None:
-    """Train small layers that save nothing or rows, with another routing in every call."""
+    """Train small layers that save nothing or rows, with a new routing in every call."""
     sizes = dict(experts=2, k=1, hidden=16, inner=8, tokens=(5, 3), ids_of=in_turn, keep=("nothing", "rows"))
     assert max(training_case(world, whole_experts, calls=4, wants=("x", "weights"), **sizes).values()) < 1.2e-2
 
@@ -449,8 +450,8 @@ def attention_gradients(world: World) -> None:
 
 
 def sharing_tiles(*streams: str) -> Main:
-    """Six programs compute two tiles, shared by three programs each, and four tiles, whose ends two helpers compute.
-    Calls alternate between these streams, which nothing else joins."""
+    """Compute with six programs two tiles, each shared by three programs, and four tiles, whose ends two helpers
+    compute. Calls alternate between these streams, which nothing else joins."""
 
     def main(world: World) -> None:
         for tiles, tiles_per_helper, parts in ((2, 1, 3), (4, 2, 2)):
@@ -954,7 +955,7 @@ EQUIVALENT = [
 
 @dataclass(frozen=True)
 class Planted:
-    """A fault that is no site of a protocol, and a run that raises with it and passes without it."""
+    """A fault that is no site of a protocol, and a run that raises an error with the fault and passes without it."""
 
     fault: Mutation
     run: Main
@@ -962,7 +963,7 @@ class Planted:
 
 
 def by_wave(call: int, rank: int, t: int, layer: Any, world: int) -> torch.Tensor:
-    """Each of three ranks routes every token to both others, which have an expert for each sender."""
+    """Make each of three ranks route every token to both other ranks, which have an expert for each sender."""
     ids = [2 * peer + (peer - rank) % 3 - 1 for peer in range(3) if peer != rank]
     return torch.tensor(ids).expand(t, -1)
 

@@ -1,4 +1,4 @@
-"""The modules on emulated ranks against the unsharded ones: outputs, gradients, training, state dicts."""
+"""The modules on emulated ranks, compared with the unsharded modules: outputs, gradients, training, state dicts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHARDS = [[16, 16], [20, 7], [16, 16, 16], [17, 0, 3]]
 
 @pytest.mark.parametrize("shards", SHARDS)
 def test_training_beside_the_unsharded_mlp(shards: list[int]) -> None:
-    """40 columns a rank are 2.5 blocks of 16: the last block is padded."""
+    """40 columns per rank are 2.5 blocks of 16: the last block is padded."""
     ratios = emulate(lambda world: mlp_training(world, shards, 64, 40 * len(shards)), len(shards))
     assert max(ratios) < 1.5, ratios
 
@@ -117,7 +117,7 @@ def test_whole_state_dict_of_a_wrapped_module() -> None:
 
 
 class Adapted(weft.nn.ColumnParallelLinear):
-    """A module with a parameter, a buffer and a module of its own."""
+    """A module with its own parameter, buffer and submodule."""
 
     def __init__(self, world: weft.World) -> None:
         super().__init__(64, 80, world=world)
@@ -285,7 +285,7 @@ def test_from_linear_keeps_what_is_frozen_and_takes_a_dtype() -> None:
 
 
 def test_autocast_does_not_reach_the_librarys_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under autocast, F.linear would return another dtype than that of the op's output."""
+    """Under autocast, F.linear would return a dtype other than the dtype of the op's output."""
     backend = CudaBackend.__new__(CudaBackend)
     backend.device, backend._like = torch.device("cpu"), {}
     backend.uploads = Uploads(backend.device)

@@ -1,4 +1,4 @@
-"""Worlds over several nodes, which WEFT_NODE names here: plans by cuBLAS and NCCL, and Worlds inside a node."""
+"""Worlds over several nodes, which WEFT_NODE names here: plans that use cuBLAS and NCCL, and Worlds inside a node."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_nodes_are_numbered_by_their_first_ranks(hosts: str, nodes: Sequence[int
 
 
 def test_a_node_is_a_host_of_one_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers of one host have the same boot id and names of their own."""
+    """Containers of one host have the same boot id but different names."""
     monkeypatch.delenv("WEFT_NODE", raising=False)
     monkeypatch.setattr("platform.node", lambda: "pod-1")
     host = host_name()
@@ -68,8 +68,7 @@ def test_a_node_is_a_host_of_one_start(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- emulated ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(3))
 def test_emulated_nodes(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Over both nodes NCCL moves everything; inside each node, kernels overlap, alternating with those of the other
-    node."""
+    """Over both nodes NCCL moves everything; a World inside one node overlaps in kernels."""
 
     def main(world: weft.World) -> None:
         for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
@@ -107,7 +106,7 @@ NODES = (0, 0, 0, 0, 1, 1)
 
 
 class Lines(logging.Handler):
-    """Collects the log lines about nodes."""
+    """A handler that collects the log lines about nodes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +119,7 @@ class Lines(logging.Handler):
 
 
 def ops_of_several_nodes(world: weft.World, log: Lines) -> None:
-    """Every requested plan gives the right result, and one line explains why cuBLAS and NCCL run it."""
+    """Check that every requested plan gives the right result, and that one line explains why cuBLAS and NCCL run it."""
     rows = [9, 16, 0, 5, 8, 3]
     for plan in ("sequential", "auto", "fused"):
         assert case(world, "all_gather_matmul", rows, 48, 64, plan, bias=True) < 5e-3
@@ -134,7 +133,7 @@ def ops_of_several_nodes(world: weft.World, log: Lines) -> None:
 
 
 def worlds_inside(world: weft.World, log: Lines) -> None:
-    """Make the Worlds of each node, and those of one rank a node; nodes of unequal size leave some ranks alone."""
+    """Make a World of each node, and Worlds of one rank per node; nodes of unequal size leave some ranks alone."""
     log.lines.clear()
     node = world.split(world.node)
     assert (node.size, node.rank, node.multi_node_unsupported) == (
@@ -152,7 +151,7 @@ def worlds_inside(world: weft.World, log: Lines) -> None:
 
 
 def gpus_of_nodes(rank: int, store: Path) -> None:
-    """Run as processes on GPUs would: shared host memory and symmetric memory exist only inside a node."""
+    """Behave as processes on GPUs do: shared host memory and symmetric memory exist only inside a node."""
     shm_exchange.FOLDER = store.parent / f"shm{NODES[rank]}"
     with of_gpus(rank - 4 * NODES[rank]):
         whole = CudaBackend()
@@ -197,9 +196,9 @@ def test_unequal_nodes(tmp_path: Path) -> None:
 
 # -- four ranks on two nodes alike -------------------------------------------------------------------------------------
 def gpus_of_nodes_alike(rank: int, store: Path) -> None:
-    """Run as processes on GPUs would, with both levels: the level between nodes is limited to a few CTAs, for which
-    kernels of the other level leave SMs. There are no levels if the GPUs of one node lack peer access, even if the
-    other node's have it."""
+    """Behave as processes on GPUs do, with both levels: the level between nodes is limited to a few CTAs, for which
+    kernels of the level inside a node leave SMs free. There are no levels if the GPUs of one node lack peer access,
+    even if the other node's have it."""
     shm_exchange.FOLDER = store.parent / f"shm{rank // 2}"
     limits: list[int] = []
     with (

@@ -1,7 +1,7 @@
 """The ops on emulated ranks against torch: every plan kind, any shape, any layout, many schedules.
 
-The error of a plan may be 1.5 times that of `sequential` for the same inputs; races, deadlocks and reads of unwritten memory
-raise by themselves.
+The error of a plan may be up to 1.5 times that of `sequential` for the same inputs; races, deadlocks and reads of
+unwritten memory raise errors by themselves.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def test_schedules(op: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_shapes_in_turn_share_one_workspace(seed: int) -> None:
-    """Shapes grow and shrink over every op and kind in succession; no call may read what another has left."""
+    """Shapes grow and shrink over every op and kind in succession; no call may read data that an earlier call left."""
 
     def main(world: weft.World) -> float:
         worst = 0.0
@@ -193,7 +193,7 @@ def test_shapes_in_turn_share_one_workspace(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", FAST)
 def test_results_are_tensors_of_their_own(kind: str) -> None:
-    """Later calls leave earlier results, gathered activations included, unchanged."""
+    """Later calls do not change earlier results, gathered activations included."""
 
     def main(world: weft.World) -> None:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -263,8 +263,8 @@ def test_a_transposed_weight_gives_the_same_bits(op: str, plan: str | Plan) -> N
 @pytest.mark.parametrize("kind", FAST)
 @pytest.mark.parametrize("op", OPS)
 def test_same_inputs_same_bits(op: str, kind: str) -> None:
-    """The bits are the same again in the same world, and under any schedule. Those of an all-reduce are the same on
-    every rank."""
+    """A repeated call gives the same bits, in the same World and under any schedule. An all-reduce gives the same bits
+    on every rank."""
 
     def main(world: weft.World) -> list[torch.Tensor]:
         x, w, b = draw(world.rank, 24, 24), draw(50 + world.rank, 40, 24), draw(99, 40)
@@ -334,7 +334,7 @@ def test_pulled_blocks_are_no_longer_than_a_tile(op: str) -> None:
 
 
 def test_two_programs_that_share_an_sm_are_both_resident() -> None:
-    """There are more pulling programs than SMs, and they wait for parts of shards that later programs copy."""
+    """There are more pulling programs than SMs, and programs wait for parts of shards that later programs copy."""
     compare(OPS[0], [48, 48], 64, 32, replace(SMALL_GATHER, pull_programs=7, per_sm=2), calls=2)
 
 
@@ -359,7 +359,7 @@ def test_decomposed_needs_no_alignment(op: str) -> None:
 
 
 def test_tensors_at_odd_addresses() -> None:
-    """On one rank alone a view starts off a 16-byte boundary: the ranks still choose one plan, and the result is
+    """On one rank alone a view does not start at a 16-byte boundary: the ranks still choose one plan, and the result is
     right."""
 
     def main(world: weft.World) -> bool:
@@ -426,7 +426,7 @@ def test_out_may_share_memory_with_an_operand(op: str, kind: str) -> None:
 
 
 def test_rows_longer_than_an_arena_has_to_spare() -> None:
-    """The second half begins at a whole row."""
+    """The second half of the arena begins at a whole row."""
 
     def rank(world: weft.World) -> list[float]:
         return [case(world, OPS[0], rows, 16, k, "fused", calls=2) for rows, k in (((2, 2), 4096), ((2, 1), 5120))]
@@ -465,7 +465,7 @@ def test_a_capture_does_not_hide_the_stream_before_it() -> None:
 
 
 def test_one_descriptor_over_all_ranks() -> None:
-    """Granules lead from the lowest copy to every other one."""
+    """Every copy lies a whole number of granules above the lowest one."""
 
     def main(world: weft.World) -> None:
         memory = world.symmetric((4096,), torch.uint8, "m")

@@ -1,4 +1,4 @@
-"""Calls of one kind prepare once: tests of loading before the first launch, and of shared trials."""
+"""Calls of one kind are prepared once: tests of loading before the first launch, and of shared trials."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_calls_that_need_different_plans_share_no_trial(op: str, monkeypatch: py
 
 
 def another(value: Any) -> Any:
-    """Return another value of a field."""
+    """Return a different value of a field."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -167,7 +167,8 @@ def test_sums_of_two_shapes_of_one_matrix_keep_their_shapes(plan: str) -> None:
 
 
 def test_unreferenced_routes_are_freed() -> None:
-    """What calls with a Routing prepare is freed with it; the World keeps what its latest call needs."""
+    """Memory that calls with a Routing prepare is freed with the Routing; the World keeps only the memory that its
+    latest call needs."""
 
     def main(world: World) -> int:
         x, w, routes = draw(1, 32, 64), draw(2, 64, 64), []

@@ -58,7 +58,7 @@ def on_two_streams(call_a: tuple[weft.World, Call], call_b: tuple[weft.World, Ca
 
 @contextmanager
 def counted_waits(world: weft.World) -> Iterator[list[str]]:
-    """Yield the names of the streams for which another stream was made to wait for room."""
+    """Yield a list of the names of the streams for which a different stream was made to wait for room."""
     waits: list[str] = []
     backend, start_after = world.backend, world.backend.start_after
 
@@ -121,8 +121,8 @@ def test_a_grid_barrier_needs_room_for_all_programs() -> None:
 
 
 def test_launches_are_noted_as_they_were_compiled(monkeypatch: Any) -> None:
-    """On a GPU a launch's registers of all threads, shared memory with the system's part, and threads are recorded;
-    nothing is recorded for a launch that waits for nobody."""
+    """On a GPU, a launch's threads, the registers of all threads, and its shared memory with the system's part are
+    recorded; nothing is recorded for a launch that waits for no other."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     compiled = SimpleNamespace(n_regs=165, metadata=SimpleNamespace(num_warps=8, shared=4096))
     plain: Any = SimpleNamespace(
@@ -158,7 +158,7 @@ def test_calls_that_fit_together_take_no_event() -> None:
 
 
 def known_calls_on_one_stream(world: weft.World) -> int:
-    """Return how often calls on one stream check the others' room."""
+    """Return how often calls on one stream check the room of other streams' launches."""
     calls: tuple[Call, ...] = gather, two_shot, lambda world: weft.matmul_reduce_scatter(x(), x(), world=world)
     for _ in range(2):
         for call in calls:
@@ -195,7 +195,7 @@ def test_sums_of_a_weave_wait_for_no_gemm() -> None:
 
 
 def waits_in_a_capture(world: weft.World) -> list[str]:
-    """Calls in a capture wait only for those on the capture's other streams."""
+    """Check that calls in a capture wait only for calls on the capture's other streams."""
     a, b, c = (world.side_stream(name) for name in "abc")
     world.backend.captures = lambda stream: stream in (a, b)
     with counted_waits(world) as waits:
@@ -213,7 +213,7 @@ def test_captures_are_apart() -> None:
 
 
 def stuck(sms: SMs, launches: list[ResidentPrograms]) -> bool:
-    """Return whether programs, started in some order on some SMs, leave one that finds no room."""
+    """Return whether some program finds no room when the programs start in some order on some SMs."""
     start = tuple([(0,) * len(sms.room)] * sms.number), tuple(launch.number for launch in launches)
     seen, states = set(), [start]
     while states:

@@ -87,7 +87,7 @@ def test_schedules(seed: int, ranks: int) -> None:
 
 
 def test_the_arena_is_shared_with_other_ops() -> None:
-    """Calls of other ops alternate with this one's in the halves of the arena."""
+    """Calls of other ops and of this op alternate in the halves of the arena."""
 
     def main(world: World) -> float:
         caller, rng = Caller(world, 32, 40, 40, "fused", BF), mutation.random.Random(1)
@@ -155,7 +155,7 @@ def test_operands_that_are_not_contiguous_and_out_that_holds_one(plan: str) -> N
 @pytest.mark.parametrize("needs", [("x",), ("w",), ("b",), ("w", "b")], ids=str)
 @pytest.mark.parametrize("plan", ["sequential", "fused"])
 def test_gradients_of_some_operands(plan: str, needs: tuple[str, ...]) -> None:
-    """The other operands' gradients are None, and those requested equal those among all."""
+    """The requested gradients equal those of a call that requests all gradients, and the other gradients are None."""
 
     def main(world: World) -> None:
         tensors = dict(x=draw(world.rank, 20, 16), w=draw(3, 24, 16), b=draw(4, 24))
@@ -226,8 +226,8 @@ def test_errors_quote_what_was_given() -> None:
 
 @pytest.mark.parametrize("plan", ["sequential", "fused"])
 def test_ranks_that_disagree(plan: str) -> None:
-    """Ranks disagree on the number of rows, or on the plan. A bias or a gradient on one rank alone concerns no other
-    rank."""
+    """Ranks disagree on the number of rows, or on the plan. A bias or a gradient on one rank alone does not affect the
+    other ranks."""
 
     def main(world: World) -> None:
         m = 16 + 8 * world.rank
@@ -277,7 +277,7 @@ def test_a_plan_is_text_and_back() -> None:
 def step(
     world: World, fn: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, d: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return the results and gradients of a function of leaves."""
+    """Return the results of a function of leaves, and the gradients of the leaves."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, w, b)]
     out, counts = fn(*leaves, d)
     gradients = torch.autograd.grad(out, leaves, draw(5, *out.shape).to(out))
@@ -288,8 +288,8 @@ def step(
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("plan", ["sequential", "fused", SMALL_ALL_TO_ALL], ids=["sequential", "fused", "a plan"])
 def test_a_compiled_graph(plan: str | Plan, dynamic: bool) -> None:
-    """Two calls and their gradients are one graph without a break; other destinations need no other graph, and rows
-    may be symbolic."""
+    """Two calls and their gradients are one graph without a break; new destinations need no new graph, and the number
+    of rows may be symbolic."""
 
     def main(world: World) -> None:
         graphs = []
@@ -486,7 +486,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 
 
 def test_other_rows_are_the_same_kernels() -> None:
-    """Numbers of rows are not specialised, as 1 and multiples of 16 would be."""
+    """Kernels are not specialised by the number of rows, as Triton would specialise them for 1 and multiples of 16."""
 
     def kernels(m: int) -> list[Any]:
         COMPILED["rows"] = replaced = (2, m, 512, 256, BF, True, FusedAllToAll())

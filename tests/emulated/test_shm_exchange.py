@@ -1,5 +1,6 @@
 """The exchange between hosts of one machine over shared memory (backends/shm_exchange.py), and its use by a World:
-ranks that are late are compared at the next check."""
+calls of late ranks are compared at the next check.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from weft.world import LATE, PATIENCE
 
 
 def ranks(fn: Callable[[SharedMemoryExchange], Any], size: int = 2, seconds: float = 20.0) -> list[Any]:
-    """Run `fn` on threads, each with a SharedMemoryExchange of its own over one file."""
+    """Run `fn` on threads, each with its own SharedMemoryExchange over one file."""
     slots: list[Any] = [None] * size
     barrier = threading.Barrier(size, timeout=20)
     results: list[Any] = [None] * size
@@ -102,7 +103,7 @@ def test_a_rank_that_is_late_is_not_waited_for() -> None:
 
 
 def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
-    """One rank posts LEAD messages before it reads the first, repeatedly; the other reads each at once."""
+    """One rank repeatedly posts LEAD messages before it reads the first; the other reads each message at once."""
 
     def main(shm: SharedMemoryExchange) -> bool:
         step = 1 if shm.rank else LEAD
@@ -121,7 +122,7 @@ def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
 
 
 def test_final_data_takes_no_slot_of_posts() -> None:
-    """This holds for any rank, wherever its posts are in its ring."""
+    """Final data uses no slot of posts on any rank, wherever its posts are in its ring."""
 
     def main(shm: SharedMemoryExchange) -> bool:
         ends: list[bytes | None] = [b"end of %d" % rank for rank in range(3)]
@@ -194,7 +195,7 @@ def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
 
 
 def _killed(path: str, ready: Any, child: Any) -> None:
-    """A rank is killed while a worker of it, such as a DataLoader's, lives on."""
+    """Kill a rank while a worker process of it, such as a DataLoader's, lives on."""
     shm = SharedMemoryExchange(os.open(path, os.O_RDWR), 1, 2, 20.0)
     shm.post(b"here")
     pid = os.fork()
@@ -334,7 +335,7 @@ def test_short_exchanges_use_shared_memory_and_long_ones_messages() -> None:
 
 
 def test_a_long_message_is_not_mistaken_for_an_earlier_one() -> None:
-    """One rank is late for a short call; then a call follows whose data is too long for a slot."""
+    """One rank is late for a short call; a call whose data is too long for a slot follows."""
     barrier, slots = threading.Barrier(2, timeout=20), [b""] * 2
 
     def main(shm: SharedMemoryExchange) -> bool:
@@ -365,7 +366,7 @@ def test_a_long_message_is_not_mistaken_for_an_earlier_one() -> None:
 # -- a World whose ranks are late --------------------------------------------------------------------------------------
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rank arrives within the time limit of the call itself: the call is compared at the next check."""
+    """Let no rank arrive within the time limit of the call itself, so that the call is compared at the next check."""
 
     def late_post(self: EmulatedBackend, obj: Any) -> Callable[[float | None], list[Any] | None]:
         def collect(patience: float | None) -> list[Any] | None:
@@ -512,7 +513,7 @@ def every_use_raises(world: weft.World, error: type[Exception], says: str) -> bo
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("rank_1_makes", ["another call", "memory", "an exchange", "fewer calls"])
 def test_every_use_raises_after_a_mismatch_with_a_rank_ahead(rank_1_makes: str) -> None:
-    """The rank that ran ahead may have launched its call and posted later ones; the other may not know how many."""
+    """The rank that ran ahead may have launched its call and posted later ones; the other rank cannot know how many."""
 
     def main(world: weft.World) -> bool:
         weft.all_reduce(torch.ones(4, 8).bfloat16(), world=world, plan="sequential")
@@ -599,7 +600,8 @@ def test_after_a_timeout_over_gloo_every_message_raises() -> None:
 
 # -- ranks whose waits expire, or that are in other calls --------------------------------------------------------------
 def stuck(shm: SharedMemoryExchange, flag: int, words: tuple[int, int], tile: int = 3) -> CudaBackend:
-    """Return a rank's backend with a record of its GPU: what it waited for, and what it saw of the other rank."""
+    """Return a rank's backend with a record from its GPU, which says what it waited for, and what it saw of the other
+    rank."""
     backend = CudaBackend.__new__(CudaBackend)
     backend.rank, backend.size, backend._shm, backend._waits = shm.rank, 2, shm, None
     backend.uploads = cuda.Uploads(torch.device("cpu"))

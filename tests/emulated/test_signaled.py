@@ -149,7 +149,7 @@ def test_against_torch(op: str, plan: str | Plan, ranks: int) -> None:
 @pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize("op", REDUCING)
 def test_in_a_loop_over_tiles_as_before_hopper(op: str, seed: int) -> None:
-    """Several calls run under frequent preemption, with a K that the steps do not divide."""
+    """Several calls run under frequent preemption, with a K that is no multiple of the step."""
 
     def main(world: weft.World, rows: Sequence[int], plan: Plan, bias: bool) -> float:
         world.backend.capability = AMPERE
@@ -198,7 +198,7 @@ def test_random_shapes(
 
 
 def test_unsupported_copies_are_sequential(caplog: Any) -> None:
-    """Reduce-scatter needs equal shards of whole tiles; both ops need rows of whole 16-byte words. The reason is
+    """Reduce-scatter needs equal shards of whole tiles, and both ops need rows of whole 16-byte words. The reason is
     logged once, and is the same on every rank."""
     plan = replace(S, copies=True)
 
@@ -336,7 +336,7 @@ SCATTER = "matmul_reduce_scatter"
     ids=lambda f: getattr(f, "__name__", f),
 )
 def test_a_broken_schedule_is_caught(broken: Callable[[Schedule], Schedule], op: str, monkeypatch: Any) -> None:
-    """5 programs compute 30 tiles of 2 owners (15 each), in groups of 2 and 4 waves."""
+    """Five programs compute 30 tiles of two owners (15 tiles each), in groups of two and four waves."""
     plan = replace(S, groups=(2, 3), ctas=1)
 
     def main(world: weft.World) -> float:
@@ -375,7 +375,7 @@ def test_tiles_are_left_to_what_follows(op: str, shape: tuple[int, int, int]) ->
 
 @pytest.mark.parametrize("n", [16, 13])
 def test_out_where_no_bulk_store_gets(n: int) -> None:
-    """Bulk stores cannot reach `out` on one rank alone, which must not change how the ranks communicate."""
+    """On one rank alone, bulk stores cannot reach `out`; this must not change how the ranks communicate."""
 
     def main(world: weft.World) -> float:
         x, w = draw(world.rank, 8, 16), draw(5, n, 16) * 0.1
@@ -388,7 +388,7 @@ def test_out_where_no_bulk_store_gets(n: int) -> None:
 
 
 def test_an_eager_call_prepares_captures_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where "auto" is signaled in graphs alone, a result in tiles has another layout."""
+    """Where "auto" stands for a signaled plan only in graphs, a result in tiles has a different layout in a graph."""
     chosen = dict(graph=S, eager=Sequential())
     monkeypatch.setattr(MatmulAllReduce, "auto", lambda op, world, call, mode: chosen[mode])
 

@@ -18,7 +18,8 @@ def test_nothing_is_found_in_random_calls_on_several_streams(first_seed: int) ->
 
 
 def test_tiles_beyond_a_shard_load_nothing_that_the_next_call_writes() -> None:
-    """The last tile of 5 gathered rows extends beyond them, and the next operator on the arena fills the other half."""
+    """The last tile of five gathered rows extends beyond them, and the next operator on the arena fills the other
+    half."""
     run(1423)
 
 

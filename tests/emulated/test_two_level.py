@@ -1,5 +1,6 @@
-"""Plan "two_level": ops over emulated nodes against float64, under several schedules; the limits of a node; the
-choice of the plan; and, in a gate, every event of its host code removed once."""
+"""Plan "two_level": ops over emulated nodes against float64, under several schedules; the limits of a node; the choice
+of the plan; and a gate that removes every event of its host code once.
+"""
 
 from __future__ import annotations
 
@@ -127,8 +128,7 @@ def test_sums(nodes: int, ranks: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks"), NODES)
 def test_all_to_all(nodes: int, ranks: int) -> None:
-    """Destinations are even, skewed, or leave ranks without rows to send or receive; N may be no multiple of whole
-    words."""
+    """Destinations are even, skewed, or leave ranks without rows to send or receive; rows may not be whole words."""
     sizes = [3 + 5 * (r % 2) for r in range(ranks)]
     all_rows = [
         drawn(1, ranks, sizes),
@@ -167,7 +167,7 @@ def test_out_may_hold_an_operand() -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks"), NODES[::2])
 def test_gradients(nodes: int, ranks: int) -> None:
-    """The operators of a backward pass use "auto", which means two levels on emulated nodes."""
+    """The operators of a backward pass use "auto", which stands for two levels on emulated nodes."""
     rows = [7, 5] * (ranks // 2)
     used: list[str] = []
 
@@ -188,8 +188,8 @@ def test_gradients(nodes: int, ranks: int) -> None:
 
 
 def test_the_same_bits() -> None:
-    """The bits are the same in every call and under any schedule, and those of an all-reduce are the same on every
-    rank."""
+    """Results have the same bits in every call and under any schedule, and the result of an all-reduce has the same
+    bits on every rank."""
 
     def main(world: World) -> list[torch.Tensor]:
         x, w, shard = draw(world.rank, 10, 32), draw(9, 32, 32), draw(50 + world.rank, 6, 32)
@@ -308,8 +308,8 @@ def test_interleaved_nodes_have_no_levels() -> None:
 
 # -- the choice --------------------------------------------------------------------------------------------------------
 def test_what_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
-    """A single node's plan runs as sequential here, and so does "auto" where nothing was timed and ranks have many
-    programs; the result of a trial stands. Ops without two levels say so."""
+    """A plan for a single node runs as sequential here, and so does "auto" where nothing was timed and ranks have many
+    programs; a plan that a trial chose is kept. Ops without two levels say so."""
 
     def main(world: World) -> None:
         op = REGISTRY["all_gather_matmul"]
@@ -362,7 +362,7 @@ def test_scales_do_not_go_between_nodes(plan: str, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize(("us", "plan"), [(80.0, TwoLevel(2)), (100.0, Sequential())])
 def test_auto_chooses_the_plan_measured_faster(us: float, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL over all ranks takes 100 us, two levels in one piece 120."""
+    """NCCL over all ranks takes 100 us, and two levels in one piece take 120 us."""
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, *rest: Any) -> CallTime:
         world: Any = self.ranks
@@ -422,8 +422,8 @@ def test_memory_of_another_node_is_out_of_reach(how: str) -> None:
 
 
 def test_collectives_between_nodes_are_events() -> None:
-    """A rank's data may be read when the others have it, and nothing else orders it: a rank that does not wait for
-    the transfer is found."""
+    """A rank's data may be read once the transfer has ended, and nothing else orders the read: a rank that does not
+    wait for the transfer is detected."""
 
     def main(world: World, wait: bool) -> None:
         across, stream, side = world.levels.across, world.current_stream(), world.side_stream("side")
@@ -454,8 +454,7 @@ BARRIERS = [
 
 
 def everything(world: World) -> None:
-    """Call every op that has barriers of its own several times over the same memory, with ranks that continue at
-    once."""
+    """Call every op that has its own barriers several times over the same memory, with ranks that continue at once."""
     caller = Caller(world)
     for i in range(3):
         caller.reduce(i, 9, 16, 32, TwoLevel(2), True)
@@ -487,7 +486,7 @@ def without_barrier(place: tuple[str, int] | None, seed: int) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("place", [None, *BARRIERS])
 def test_every_barrier_is_needed(place: tuple[str, int] | None) -> None:
-    """Without such a fault the whole run ends well."""
+    """With all barriers in place the whole run ends well."""
     if place is None:
         assert len(BARRIERS) == 5
         for seed in range(4):

@@ -1,4 +1,6 @@
-"""Weaving itself: what overlaps with what, where a batch is split, and what `auto` chooses from the measured table."""
+"""Weaving itself: which calls overlap, where a batch is split, and which plan `auto` chooses from the measured
+table.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ TINY = dict(
 
 
 def stages(world: weft.World, parts: int, log: list[tuple[str, int, int, str]]) -> list[torch.Tensor]:
-    """Run four stages of a matrix product, each summed by an all-reduce that takes about as long as a product."""
+    """Run four stages, each a matrix product followed by an all-reduce that takes about as long as the product."""
     rows, width = 64 // parts, 64
     w = torch.full((width, width), 1 / 128)
     outs = [world.empty((rows, width), torch.float32) for _ in range(parts)]
@@ -58,7 +60,7 @@ def stages(world: weft.World, parts: int, log: list[tuple[str, int, int, str]]) 
 
 
 def end_of(parts: int) -> tuple[float, list[Any], list[Any]]:
-    """Return the virtual time of the last stage's end, the calls in order, and the results of rank 0."""
+    """Return the virtual time at which the last stage ends, the calls in order, and the results of rank 0."""
     logs: list[list[Any]] = [[], []]
     results, report = spmd(lambda b: stages(weft.World(b), parts, logs[b.rank]), 2)
     return max(s.end for s in report.timeline), logs[0], results[0]
@@ -92,7 +94,8 @@ def test_the_model_of_waves() -> None:
 
 
 def test_the_smart_split_adds_no_waves() -> None:
-    """10 row tiles, 4 programs, one column: 3 waves whole, 2 + 2 split evenly, 2 + 1 at 4 or 8 row tiles."""
+    """Ten row tiles of one column on four programs take 3 waves as a whole, 2 + 2 waves if they are split evenly, and 2
+    + 1 waves if they are split after 4 or 8 row tiles."""
     p = LayerTimes.of_tiles([(256, 1)], [(256, 1)], tile=(128, 256), time=waves(4), rows=1280)
     assert p.layer(640, 640) == 2 * (2 + 2)
     assert p.split(1280) in (512, 768)
@@ -100,7 +103,7 @@ def test_the_smart_split_adds_no_waves() -> None:
 
 
 def test_a_long_norm_wants_even_parts() -> None:
-    """The GEMMs alone would split at 4 or 6 of 10 row tiles."""
+    """The GEMMs alone would be split after 4 or 6 of 10 row tiles."""
     p = LayerTimes.of_tiles([(256, 1)], [(256, 1)], tile=(128, 256), time=waves(4), rows=1280)
     measured = LayerTimes(128, p.attention, p.mlp, tuple(float(i * i) for i in range(1, 11)))
     assert measured.split(1280) == 640
@@ -218,8 +221,8 @@ RESULTS = Path(__file__).parents[2] / "bench/results"
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_shipped_table_takes_what_was_measured_fastest(world: int) -> None:
-    """For every size and mode, the newest run's plan is within 1% of the fastest method in a graph; for eager
-    passes, plain ones win if they are within 2%. A woven plan counts with its SMs and norm."""
+    """For every size and mode, the newest run's plan is within 1% of the fastest method in a graph; for eager passes, a
+    pass without weaving wins if it is within 2%. Woven plans with different SMs or norms count as different methods."""
     table = Table.from_rows(layers("nvidia-h200", world, 8192, 28672))
     rows = [json.loads(line) for line in (RESULTS / f"nvidia-h200-x{world}/decoder.jsonl").read_text().splitlines()]
     runs: dict[tuple[str, int], dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))

@@ -1,4 +1,4 @@
-"""The World around the ops: refused input, ranks that disagree, plans as JSON, workspaces, and expired waits."""
+"""The World on which ops run: refused input, ranks that disagree, plans as JSON, workspaces, and expired waits."""
 
 from __future__ import annotations
 
@@ -264,8 +264,8 @@ CANNOT = [
 
 @pytest.mark.parametrize(("op", "change"), CANNOT, ids=str)
 def test_plans_that_cannot_run_are_refused(op: str, change: dict[str, int]) -> None:
-    """No program is left for the GEMM, or none pulls, or a chunk cannot be shared by their number, or a block is no
-    power of two."""
+    """A plan leaves no program for the GEMM, has no program that pulls, has a chunk that its programs cannot share, or
+    has a block whose size is no power of two."""
 
     def main(world: weft.World) -> Exception | None:
         return caught(lambda: call(world, op, plan=changed(SMALL_FUSED[op], **change)))
@@ -339,7 +339,7 @@ DISAGREE: dict[str, Callable[[weft.World, str], Any]] = {
 @pytest.mark.parametrize("difference", DISAGREE)
 @pytest.mark.parametrize("op", OPS)
 def test_a_disagreement_raises_on_every_rank(op: str, difference: str, seed: int) -> None:
-    """The error comes before anything is launched, and holds every rank's call; the next call works."""
+    """The error is raised before anything is launched, and quotes every rank's call; the next call works."""
 
     def main(world: weft.World) -> Exception | None:
         exception = caught(lambda: DISAGREE[difference](world, op))
@@ -383,7 +383,7 @@ def test_plans_that_disagree_are_named_by_what_differs() -> None:
 
 
 def test_ranks_at_different_calls_are_named_in_short() -> None:
-    """Other ranks may name their channel by a plan, route rows, or exchange an object of the caller's."""
+    """Other ranks may name their channel by a plan, route rows, or exchange one of the caller's objects."""
 
     def main(world: weft.World) -> list[str]:
         op = functools.partial(call, world, "all_gather_matmul", plan=SMALL_GATHER)
@@ -564,8 +564,8 @@ def test_a_plan_that_was_learned_later_is_prepared_for_graphs_too() -> None:
 
 
 def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureFixture) -> None:
-    """A capture after one call runs the plan of eager calls, and logs that; after two calls it runs that of graphs.
-    A rank whose operand has another layout takes part."""
+    """A capture after one call runs the plan of eager calls, and logs that; a capture after two calls runs the plan of
+    graphs. A rank whose operand has a different layout takes part."""
     ran: dict[int, list[str]] = {0: [], 1: []}
 
     class Noted(type(ALL_GATHER_MATMUL)):  # type: ignore[misc]
@@ -618,8 +618,8 @@ def test_ranks_that_end_without_a_result_are_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_are_given_a_port_that_is_taken_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that was free when it was asked for may belong to another program by the time that a rank listens
-    there."""
+    """A port that was free when the launcher looked may belong to a different program by the time that a rank listens
+    on it."""
 
     def start(fn: Any, args: Any, **_: Any) -> NoReturn:
         environment = next(value for value in args if isinstance(value, dict) and "MASTER_PORT" in value)
@@ -822,7 +822,7 @@ def test_streams_of_ranks_can_be_ordered(name: str) -> None:
 
 @pytest.mark.parametrize("seed", some(range(3)))
 def test_repeated_launches_compute_correctly(seed: int) -> None:
-    """Calls of a few sizes come in random order, with tensors at other addresses each time, while the memory that
+    """Calls of a few sizes are made in random order, with tensors at new addresses each time, while the memory that
     they share grows."""
 
     def main(world: weft.World) -> tuple[int, float]:
@@ -1049,7 +1049,8 @@ def test_without_a_gpu_init_says_what_to_use() -> None:
 
 
 def test_symmetric_memory_outlives_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch ends the process if such memory is released while a stream captures, which garbage collection may do."""
+    """torch ends the process if symmetric memory is released during a capture, and garbage collection may release it
+    then."""
 
     class Memory:
         pass
@@ -1071,7 +1072,7 @@ def test_symmetric_memory_outlives_a_capture(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Set the environment of rank 1 of 4 on a host with one GPU, where nothing else is set yet."""
+    """Set the environment of rank 1 of 4 on a host with one GPU, and nothing else."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in (*shared_gpu.settings(0), "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")
@@ -1123,7 +1124,7 @@ def test_an_unknown_value_of_weft_share_gpu_is_refused(one_gpu: pytest.MonkeyPat
 
 
 def test_one_log_line_says_that_ranks_share(caplog: pytest.LogCaptureFixture) -> None:
-    """It is logged whether or not sharing was requested: ranks that happen to be on one GPU share it too."""
+    """The line is logged whether or not sharing was requested: ranks that happen to be on one GPU share it too."""
     devices = [shared_gpu.RankDevice(HERE, SEEN, rank % 2, None) for rank in range(5)]
     assert shared_gpu.shared_gpus(devices) == 2 and shared_gpu.shared_gpus(devices[:2]) == 0
     shared_gpu.log_shared_gpus.cache_clear()
@@ -1157,7 +1158,8 @@ def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, gpus: int) -> No
 
 
 def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are sent only when the GPU is done: an exchange of tensors would send handles of another process's GPU."""
+    """Results are sent only when the GPU is done: an exchange of tensors would send handles to the memory of a
+    different process."""
     did: list[str] = []
 
     def exchange(sent: bytes) -> list[bytes]:
@@ -1189,7 +1191,7 @@ def test_worlds_have_the_same_names_in_each_run() -> None:
 
 
 def of_group(group: Any) -> Any:
-    """Replace the part of a CudaBackend that communicates with the other processes."""
+    """Replace the part of a CudaBackend that communicates with other processes."""
     backend: Any = CudaBackend.__new__(CudaBackend)
     backend.rank, backend.size = dist.get_rank(group), dist.get_world_size(group)
     if backend.size > 1:
@@ -1199,7 +1201,7 @@ def of_group(group: Any) -> Any:
 
 @contextmanager
 def of_gpus(current: int) -> Iterator[None]:
-    """Replace as much of CUDA as making a CudaBackend needs."""
+    """Replace the part of CUDA that the construction of a CudaBackend needs."""
     with (
         mock.patch.multiple(cuda, Record=lambda device: None, Launcher=lambda backend: None),
         mock.patch.multiple(
@@ -1324,7 +1326,7 @@ def test_why_ranks_cannot_address_each_other(
 
 
 def test_every_rank_exchanges_its_reasons_once() -> None:
-    """They do so even if only one has a reason of its own, as with two generations of GPUs in a machine."""
+    """All ranks do so even if only one rank has a reason, as with two generations of GPUs in a machine."""
     count, barrier, slots, outcomes = 2, threading.Barrier(2, timeout=10), [None, None], {}
 
     def exchange(backend: Any, value: Any) -> list[Any]:
@@ -1431,7 +1433,7 @@ def test_help_says_how_the_worlds_methods_are_called() -> None:
 
 
 def test_collectives_of_one_rank_ask_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group of `World.alone` carries no tensors of a GPU."""
+    """The group of `World.alone` cannot communicate GPU tensors."""
     alone: Any = CudaBackend.__new__(CudaBackend)
     alone.size = 1
     monkeypatch.setattr(CudaBackend, "copy", lambda self, dst, src, stream: dst.copy_(src))
@@ -1444,8 +1446,8 @@ def test_collectives_of_one_rank_ask_no_group(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_symmetric_memory_frees_the_allocators_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's cache may hold all of a GPU though no tensor uses it; after another error the allocation is not
-    repeated."""
+    """torch's cache may hold all of a GPU's memory though no tensor uses it; after any other error the allocation is
+    not repeated."""
     from torch.distributed import _symmetric_memory as symm
 
     from weft.backends import cuda

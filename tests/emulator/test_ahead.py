@@ -113,7 +113,7 @@ def test_torch_on_another_stream_needs_an_event(event: bool) -> None:
 
 @pytest.mark.parametrize("event", [False, True])
 def test_a_kernel_on_another_stream_needs_an_event_after_torch(event: bool) -> None:
-    """The event must follow torch's operation, which is ordered like the kernel whose result it reads."""
+    """The event must follow torch's operation, which is ordered after the kernel whose result it reads."""
 
     def main(world: World) -> torch.Tensor:
         y, side = doubled(world, torch.ones(16)) + 1, world.side_stream("side")
@@ -151,7 +151,7 @@ def test_autograd_counts_a_write_when_it_is_enqueued() -> None:
 
 
 def test_torch_may_read_unwritten_elements() -> None:
-    """Grouped products skip rows of padding, for one; what a kernel on another stream writes is ordered
+    """Grouped products, for example, skip rows of padding; the writes of a kernel on a different stream are ordered
     nevertheless."""
 
     def main(world: World, event: bool) -> torch.Tensor:

@@ -23,7 +23,7 @@ def notify_next(ch, epoch):
 
 
 def test_channels_that_do_not_fit_get_a_new_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Channels that do not fit are allocated whole in a new block, and no two channels share a counter."""
+    """Channels that do not fit are all allocated in a new block, and no two channels share a counter."""
     monkeypatch.setattr(world_module, "_COUNTERS", 128)
     sizes = [64, 64, 1, 100, 128, 3, 60, 65]
 

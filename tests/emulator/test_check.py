@@ -1,4 +1,4 @@
-"""`weft check` loads a file as `python FILE` does, compiles what ran, and judges the code."""
+"""`weft check` loads a file as `python FILE` does, compiles the kernels that ran, and judges their code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.errors import WeftError
 
 
 def test_a_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may do so wherever the check is started, and for a relative path too."""
+    """It may do so wherever the check is started, and also if its path is relative."""
     kernels_dir, elsewhere = tmp_path / "kernels", tmp_path / "elsewhere"
     kernels_dir.mkdir(), elsewhere.mkdir()
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -113,7 +113,8 @@ def test_targets_that_weft_cannot_compile_for(text: str) -> None:
 
 
 def test_a_refusal_is_a_sentence() -> None:
-    """The error quotes the kernel's own line, not ptxas' whole report or the compiler's failure, which name no line."""
+    """The error quotes the kernel's own line, in place of ptxas' whole report or the compiler's failure, which name no
+    line."""
     first_line = rf"{__file__}:{fill.fn.__code__.co_firstlineno + 1}: "
     log = "Internal error\n`ptxas` stderr:\nptxas x.ptx, line 9; error   : Feature 'a' requires b\nptxas fatal   : Aborted"
     assert refusal(PTXASError(log), fill, []) == f"{first_line}ptxas: Feature 'a' requires b"
@@ -252,7 +253,7 @@ def test_a_notify_that_leaves_out_bulk_stores_is_found(bulk: bool) -> None:
 
 @triton.jit
 def histogram(x, counts, scratch, N: tl.constexpr):
-    """Use atomics as data, made by every thread, and a jump table."""
+    """Use a jump table, and atomics on data, which every thread executes."""
     p = tl.program_id(0)
     offsets = tl.arange(0, N)
     tl.store(scratch + p * N + offsets, offsets)
@@ -299,8 +300,8 @@ def test_assembly_that_only_keeps_an_order_is_no_instruction() -> None:
 
 
 def test_one_line_before_and_after_a_wait_is_two_loads() -> None:
-    """Without an epoch of its own, only the load that needs the wait is seen to run; the compiled code has another
-    load, which needs none."""
+    """Without a separate epoch, only the load that needs the wait is seen to run; the compiled code has a second load,
+    which needs no wait."""
     place = (__file__, 10)
     lines_and_calls = lambda calls: [(step.line, step.calls) for step in steps_of(calls)]  # noqa: E731
     ptx = """.visible .entry k(

@@ -1,7 +1,7 @@
-"""The emulator finds what it says it finds: every planted bug on every seed, and nothing in the good version.
+"""The emulator finds what it promises to find: every planted bug on every seed, and no bug in the correct version.
 
-One small all-gather + row sum carries most of the bugs: rank r copies its shard to every peer and counts up their
-flags, and every rank sums the rows that have arrived. BUG names what is wrong with it.
+Most of the bugs are planted in one small all-gather + row sum: rank r copies its shard to every peer and increments
+their flags, and every rank sums the rows that have arrived. BUG names the planted bug.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def compute_for_ever(x, END: tl.constexpr, STORE: tl.constexpr):
 
 @pytest.mark.parametrize("store", [False, True])
 def test_a_loop_without_an_end_is_a_deadlock(monkeypatch: pytest.MonkeyPatch, store: bool) -> None:
-    """The loop may change memory or not; a loop inside another one is counted by itself."""
+    """The loop may change memory or not; a nested loop is counted by itself."""
     monkeypatch.setattr(interpret, "TURNS", 100)
 
     def fn(b: EmulatedBackend, end: int) -> int:
@@ -358,7 +358,7 @@ def test_a_race_names_the_launch() -> None:
 
 @jit
 def many_threads(box, flag, out, guard, N: tl.constexpr, POST: tl.constexpr, SETTLE: tl.constexpr):
-    """Program 0 adds or stores a block and counts it, program 1 reads the block."""
+    """Program 0 adds or stores a block and counts it, and program 1 reads the block."""
     offsets = tl.arange(0, N)
     if tl.program_id(0) == 0:
         if POST:
@@ -474,7 +474,8 @@ def test_a_fence_and_a_wait_are_for_a_warp_of_counters(seed: int) -> None:
 
 @jit
 def bulk(desc, out, plain, flag, guard, BLOCK: tl.constexpr, BUG: tl.constexpr):
-    """Program 0 stores a block by descriptor (or ordinarily, PLAIN), program 1 loads it by descriptor."""
+    """Program 0 stores a block by descriptor (with PLAIN, by an ordinary store), and program 1 loads it by
+    descriptor."""
     if tl.program_id(0) == 0:
         value = tl.full((BLOCK, BLOCK), 3.0, tl.float32)
         if BUG == "plain" or BUG == "no fence":
@@ -803,7 +804,7 @@ def test_kernels_of_two_streams_share_the_slots(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["call", "all_reduce"])
 def test_library_work_needs_an_sm(kind: str, seed: int) -> None:
-    """A kernel waits for a flag that follows library work: it must leave an SM for that work."""
+    """A kernel waits for a flag that is raised after library work: it must leave an SM for that work."""
 
     def fn(b: EmulatedBackend, programs: int) -> None:
         counter, x, one = b.zeros((1,), torch.int32), b.zeros((4,), torch.float32), b.tensor([1], torch.int32)
@@ -825,7 +826,7 @@ def test_library_work_needs_an_sm(kind: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_collectives_of_one_communicator_go_one_after_another(seed: int) -> None:
     def fn(b: EmulatedBackend, on: Any, early: bool) -> None:
-        """The first kernel waits for a flag that comes after (or before) the second one."""
+        """The first kernel waits for a flag that is raised after (or before) the second one."""
         flag, one = b.zeros((1,), torch.int32), b.tensor([1], torch.int32)
         first_stream, second_stream = b.side_stream("first"), b.side_stream("second")
         b.wait(flag, one, first_stream)
@@ -888,7 +889,7 @@ def take_in(x, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int16, torch.bfloat16])
 def test_no_number_that_host_code_writes_looks_unwritten(dtype: torch.dtype) -> None:
-    """Neither one number in every element nor all numbers in turn look unwritten; elements beside them stay
+    """Neither one number in every element nor all numbers in turn look unwritten; the elements beside them remain
     unwritten."""
     same_size = torch.uint8 if dtype.itemsize == 1 else torch.int16
     every = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32).to(same_size)
@@ -1137,7 +1138,7 @@ def test_a_masked_load_without_other_is_undefined_there(odd: bool) -> None:
 
 @pytest.mark.parametrize(("filler", "loaded"), [(0.0, 0.0), (2.0, 2.0), (None, np.nan)])
 def test_one_element_that_is_masked_is_other(filler: float | None, loaded: float) -> None:
-    """A scalar and a block of one element are loaded: Triton's own interpreter ignores `other` there."""
+    """The kernel loads a scalar and a block of one element, for which Triton's own interpreter ignores `other`."""
 
     @jit
     def one(x, out, n, OTHER: tl.constexpr):
@@ -1430,7 +1431,7 @@ def test_a_load_by_the_storing_thread_or_after_a_barrier_is_no_race(how: str, be
 
 @jit
 def in_place(x, T: tl.constexpr, N: tl.constexpr):
-    """Every block's elements stay with their threads."""
+    """Keep every block's elements in their threads."""
     offsets = tl.arange(0, N)
     for _ in range(2):
         for i in range(T):
@@ -1513,7 +1514,7 @@ def test_the_same_process_compiles_afterwards() -> None:
 
 
 def line_of(text: str) -> int:
-    """Return the number of this file's line that has the text in a comment."""
+    """Return the number of the line in this file that has the text in a comment."""
     lines = Path(__file__).read_text().splitlines()
     (line_number,) = [number for number, line in enumerate(lines, 1) if line.endswith(f"  # {text}")]
     return line_number
@@ -1540,7 +1541,7 @@ def several_stores(log, own_box, addresses, out, epoch, ch, N: tl.constexpr, LAT
 
 @pytest.mark.parametrize("late", [True, False])
 def test_a_race_names_the_statements_that_made_it(late: bool) -> None:
-    """Just before, other statements of the two programs did the same to other memory."""
+    """Just before the race, different statements of the two programs access different memory in the same way."""
 
     def main(world: weft.World) -> None:
         ch, epoch = world.channel("c", 1, None), world.zeros((1,), torch.int32)
@@ -1599,7 +1600,7 @@ EARLY = r"a write after a read of an earlier call: rank (\d) reads in launch (\d
 @pytest.mark.parametrize("bug", ["halves", "epoch"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_reuse_of_memory_that_a_peer_reads_is_reported_as_reuse(bug: str, seed: int) -> None:
-    """The cause is one buffer instead of two, or an epoch word that starts again; either access may come first."""
+    """The cause is one buffer in place of two, or an epoch word that starts again; either access may come first."""
     weft.spmd(three_calls(""), 2, backend="emulated", seed=seed)
     with pytest.raises(Race, match=EARLY) as caught:
         weft.spmd(three_calls(bug), 2, backend="emulated", seed=seed)
@@ -1676,7 +1677,8 @@ def test_a_world_is_of_no_use_after_its_run() -> None:
 
 @jit
 def own_row(x, out, epoch, ch, N: tl.constexpr, DOES: tl.constexpr):
-    """One of the programs, one per row, notifies (or all wait for it)."""
+    """Each program computes one row. DOES says whether the first program notifies, and whether all programs wait for
+    it."""
     p, offsets = tl.program_id(0), tl.arange(0, N)
     tl.store(out + p * N + offsets, tl.load(x + offsets))
     if DOES != "nothing" and p == 0:
@@ -1770,7 +1772,7 @@ def test_a_thread_that_outlives_its_ranks_function_raises() -> None:
 
 
 def test_a_thread_raises_when_another_rank_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is that of the rank; the thread receives it, and a rank that waits for the thread blocks no other."""
+    """The thread receives the failed rank's error, and a rank that waits for the thread blocks no other rank."""
     monkeypatch.setattr("weft.emulator.host.LEFT_BEHIND", 0.2)
     messages: list[str] = []
 
@@ -1819,8 +1821,8 @@ def test_a_traceback_hides_the_frames_of_the_emulator() -> None:
 
 
 def test_host_code_ends_by_calls_of_its_own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 raises while the others wait for it; the calls that they then make in `finally` do not wait for an
-    answer."""
+    """Rank 0 raises an error while the other ranks wait for it; the calls that they then make in `finally` do not wait
+    for an answer."""
     monkeypatch.setattr("weft.emulator.host.LEFT_BEHIND", 0.2)
     ended = []
 

@@ -1,5 +1,6 @@
-"""What a kernel author relies on: launches that agree on every rank, counted signals, errors that name the mistake,
-and scans in bf16."""
+"""Tests of what a kernel author relies on: launches that agree on every rank, counted signals, errors that name the
+mistake, and scans in bf16.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def test_a_channel_number_past_the_end_is_a_fault(wait: bool, says: str) -> None
 
 @weft.jit
 def ask(ch, epoch, END: tl.constexpr):
-    """Rank 0 answers the other rank; the last program of the two does not end the call, or none does."""
+    """Rank 0 answers the other rank; the last of the two programs does not end the call, or neither does."""
     me, p = wl.rank_of(ch), tl.program_id(0)
     if p == 0:
         wl.peer_tile_notify(ch, 0, 1 - me, False)
@@ -524,6 +525,6 @@ def test_a_notify_of_a_tile_in_two_channels_is_refused() -> None:
 
 
 def test_every_signal_and_wait_has_a_form_in_stock_triton() -> None:
-    """What has none orders bulk accesses, or goes through multicast addresses."""
+    """Only functions that order bulk accesses or use multicast addresses lack such a form."""
     missing = {name for name in intrinsics.Intrinsic.emulated if not hasattr(stock, name)}
     assert missing == {"flush_stores", "window_fence", "window_store", "window_sum"}

@@ -311,7 +311,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def kernel_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """Return a kernel that stores the value of statements; its module is written for it."""
+    """Return a kernel that stores the value of the statements; a module is written to hold it."""
     folder, numbers = tmp_path_factory.mktemp("language"), itertools.count()
 
     def write(statements: str) -> Any:
@@ -433,8 +433,8 @@ def value_of_8_bits(bits: int, exponent_bits: int, mantissa_bits: int) -> float:
 @pytest.mark.parametrize("dtype", FLOAT8)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_cast_to_8_bits_is_that_of_the_hardware(source: torch.dtype, dtype: torch.dtype) -> None:
-    """For all numbers of 16 bits it is `cvt.rn.satfinite`: to the nearest number of the format, ties to even. The
-    test searches among these numbers."""
+    """For all 16-bit numbers the cast equals `cvt.rn.satfinite`, which rounds to the nearest number of the format, ties
+    to even. The test finds that number by a search."""
     kind, exponent_bits, mantissa_bits, largest = FLOAT8[dtype]
     x = torch.from_numpy(ALL_16).view(torch.float16 if source == torch.float32 else source)
     if source == torch.float32:  # beside and between numbers of 16 bits
@@ -671,7 +671,7 @@ def called(calls: list[Call]) -> Iterator[tuple[Call, np.ndarray]]:
 
 
 def takes(name: str) -> set[str]:
-    """Return the types that a libdevice function supports as its first argument."""
+    """Return the types that a libdevice function accepts as its first argument."""
     text = inspect.getsource(getattr(cuda.libdevice, name))
     return {
         kind for kind in ("int32", "int64", "uint32", "uint64", "fp32", "fp64") if f'(core.dtype("{kind}"), ' in text

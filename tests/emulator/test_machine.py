@@ -1,5 +1,5 @@
-"""The emulator's model of a GPU, rule by rule: what orders two accesses and what does not, what others may see half
-done, which task runs when, and what Triton's language computes.
+"""The emulator's model of a GPU, rule by rule: what orders two accesses and what does not, which effects others may see
+half done, which task runs when, and what Triton's language computes.
 
 Each small program has a correct twin: a rule that is too weak finds nothing in the wrong one, and a rule that is too
 strong finds a fault in the right one.
@@ -56,8 +56,8 @@ def races(fn: Callable[[EmulatedBackend], Any], memory: str, ranks: int = 1, **o
 
 @jit
 def two_parts(data, flag, gate, guard, out, TARGET: tl.constexpr, N: tl.constexpr):
-    """Program 0 releases one part after the other; program 1 starts to wait when both parts are there, and reads
-    both."""
+    """Program 0 releases one part after the other; program 1 starts to wait when both parts have been released, and
+    reads both."""
     offsets = tl.arange(0, N)
     if tl.program_id(0) == 0:
         for part in tl.static_range(2):
@@ -72,7 +72,7 @@ def two_parts(data, flag, gate, guard, out, TARGET: tl.constexpr, N: tl.constexp
 
 
 def test_a_wait_acquires_what_first_reached_its_target() -> None:
-    """A target that is too low by one is a race even if all arrivals precede the wait."""
+    """A target that is too low by one causes a race even if all arrivals precede the wait."""
 
     def fn(b: EmulatedBackend, target: int) -> None:
         data, out = b.empty((2, N), torch.float32), b.empty((N,), torch.float32)
@@ -108,7 +108,8 @@ def unordered_accesses(word, out, FIRST: tl.constexpr, SECOND: tl.constexpr):
     "first_access, second_access", [("load", "update"), ("store", "update"), ("store", "look"), ("load", "store")]
 )
 def test_an_ordinary_access_and_an_unordered_atomic_one_are_a_race(first_access: str, second_access: str) -> None:
-    """The order of the two does not matter; it is no race if neither changes the word, or both are atomic."""
+    """The order of the two accesses does not matter; they do not race if neither changes the word, or if both are
+    atomic."""
 
     def fn(b: EmulatedBackend, first_access: str, second_access: str) -> None:
         args = dict(
@@ -127,7 +128,8 @@ def test_an_ordinary_access_and_an_unordered_atomic_one_are_a_race(first_access:
 
 
 def test_an_exchange_orders_what_each_rank_did_before_and_does_after() -> None:
-    """Every rank reads every other's box: what the last rank to arrive wrote, and what the waiting ranks wrote."""
+    """Every rank reads every other rank's box: both what the last rank to arrive wrote, and what the waiting ranks
+    wrote."""
 
     def fn(b: EmulatedBackend, exchange: bool) -> None:
         box, main = b.symmetric(4 * N, "box").view(0, (N,), torch.float32), b.current_stream()
@@ -260,8 +262,8 @@ N_BULK = tl.constexpr(16)
 
 
 def test_a_kernels_end_settles_everything() -> None:
-    """This includes bulk stores that nothing waited for, and relaxed atomics: the next work on the stream may read
-    them."""
+    """The end completes bulk stores for which nothing waited, and relaxed atomics: the next work on the stream may read
+    their results."""
 
     def fn(b: EmulatedBackend) -> None:
         data, word, main = b.empty((N, N), torch.float32), b.zeros((1,), torch.int32), b.current_stream()
@@ -344,7 +346,7 @@ def test_a_program_that_polls_what_never_changes_sleeps(how: str) -> None:
 
 
 def test_a_copy_may_be_seen_half_done() -> None:
-    """A reader that has not waited for the copy may see this."""
+    """A reader that has not waited for the copy may see a part of it."""
 
     def fn(b: EmulatedBackend) -> float:
         x, y, seen = torch.ones(64), b.zeros((64,), torch.float32), b.empty((64,), torch.float32)
@@ -386,7 +388,7 @@ def test_posted_words_may_be_seen_before_others_of_the_same_post() -> None:
 
 @jit
 def draw_tickets(ticket, owners, DRAWS: tl.constexpr):
-    """Record which program ran when: another program may be picked at every draw."""
+    """Record which program ran when: a different program may be picked at every draw."""
     for _ in range(DRAWS):
         tl.store(owners + tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu"), tl.program_id(0))
 
@@ -413,7 +415,7 @@ def longest_rest(order: list[int], programs: int = 4) -> int:
 
 
 def test_ways_to_schedule() -> None:
-    """Schedules follow virtual time, are random, leave one program out for long, or let one run for long."""
+    """Schedules follow virtual time, are random, pause one program for long, or let one program run for long."""
     clock, mixed, starve, burst = (
         [draw_order(way + 4 * i) for i in range(4)] for way in (CLOCK, RANDOM, STARVE, BURST)
     )
@@ -425,7 +427,7 @@ def test_ways_to_schedule() -> None:
 
 @jit
 def add_up(x, TIMES: tl.constexpr):
-    """Lose what another program adds between this one's load and store."""
+    """Add without atomics, which loses what a second program adds between this program's load and store."""
     for _ in range(TIMES):
         tl.store(x, tl.load(x) + 1)
 
@@ -493,7 +495,7 @@ def test_collectives_need_dense_tensors_of_one_size() -> None:
 
 
 def test_parts_of_an_all_to_all_must_fit_where_they_go() -> None:
-    """A rank expects too few rows, or too many."""
+    """A rank expects too few rows or too many."""
 
     def fn(b: EmulatedBackend, expected: int) -> None:
         parts = [torch.full((1 + to, 2), float(b.rank)) for to in range(b.size)]  # to + 1 rows go to rank `to`
@@ -571,7 +573,7 @@ def sum_of_all(row, out, H: tl.constexpr):
 
 
 def test_a_multicast_window_ends_where_its_memory_does() -> None:
-    """Another rank's copy follows the memory: an address beyond the end would reach it."""
+    """A different rank's copy follows the memory: an address beyond the end would reach that copy."""
 
     def fn(b: EmulatedBackend, past: bool) -> None:
         box = b.symmetric(2 * N, "box").view(0, (N,), torch.bfloat16)

@@ -32,7 +32,8 @@ shards = st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any)
 
 @st.composite
 def static_mappings(draw: st.DrawFn, single: bool = False) -> tuple[StaticMapping, int]:
-    """Draw a StaticMapping and its world; tiles may be longer than a channel or a shard unless `single`."""
+    """Draw a StaticMapping and its number of ranks; tiles may be longer than a channel or a shard unless `single` is
+    set."""
     world, tile = draw(worlds), draw(st.integers(1, 24))
     channel = tile * draw(st.integers(1, 4)) if single else draw(st.integers(1, 24))
     rows = world * channel * draw(st.integers(1, 4))
@@ -81,7 +82,7 @@ def test_static_producer_counts_are_what_consumers_wait_for(case: tuple[StaticMa
 def test_static_a_wait_passes_exactly_when_its_rows_are_produced(
     case: tuple[StaticMapping, int], consumer_tile: int, rng: Random
 ) -> None:
-    """Producers finish in any order; a consumer tile of another size may start only when all its channels are
+    """Producers finish in any order; a consumer tile of a different size may start only when all its channels are
     complete."""
     producer, world = case
     consumer = StaticMapping.over(
@@ -164,7 +165,7 @@ def test_grouped_tile_is_a_permutation(tiles_m: int, tiles_n: int, group: int) -
 def test_reduce_order_interleaves_owners_and_tickets_follow_it(
     world: int, tiles_m: int, tiles_n: int, groups: int
 ) -> None:
-    """gemm_reduce's order: each owner's tiles come in the order of the tickets, and all owners' k-th tiles are
+    """In gemm_reduce's order, each owner's tiles follow the order of the tickets, and all owners' k-th tiles are
     neighbours."""
     group = groups * world
     for me in range(world):

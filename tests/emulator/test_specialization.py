@@ -1,6 +1,7 @@
 """A new number of rows compiles nothing: Triton's key of a compiled kernel does not depend on it. The launches are
-recorded on an emulated world, where nothing runs, and bound as for an H200. Exceptions are listed: a constant that
-depends on the rows has a few values, each for a reason."""
+recorded on an emulated World, where nothing runs, and are bound as for an H200. Exceptions are listed: a constant that
+depends on the rows has a few values, each for a reason.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ for name, plan in {
 
 
 def key(launch: Launch) -> Hashable:
-    """Return the key of a compiled kernel; addresses are at whole 16-byte words, as all but a caller's are."""
+    """Return the key of a compiled kernel; addresses are multiples of 16 bytes, as all addresses except a caller's
+    are."""
     name, _, options, arguments, compile_options = specialised(launch)
     return name, options, re.sub(r"\('(\*k?\w+)', ''\)", r"('\1', 'D')", arguments), compile_options
 

@@ -51,7 +51,7 @@ def test_another_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> No
 
 
 def test_an_untried_triton_is_refused_before_private_names_are_read() -> None:
-    """In a process of its own: a newer Triton may lack any private name, such as its whole interpreter."""
+    """A separate process tries this: a newer Triton may lack any private name, such as its whole interpreter."""
     script = f"""
 import sys, triton
 triton.__version__, sys.modules["triton.runtime.interpreter"] = "{NEWER}", None
@@ -124,7 +124,8 @@ def added(parts, out):
 
 @weft.jit
 def passed_on(box, flag, out, SEM: tl.constexpr, LIMIT: tl.constexpr):
-    """The first program stores to the box, and the second loads it once the flag is set, or after its time limit."""
+    """The first program stores to the box, and the second loads from it once the flag is set, or after its time
+    limit."""
     if tl.program_id(0) == 0:
         tl.store(box, 7)
         tl.debug_barrier()
@@ -179,7 +180,7 @@ def test_atomic_loads_stores_and_polls(limit: int | None) -> None:
 
 
 class RecordedDriver(OfflineDriver):
-    """Launches nothing, and keeps what Triton's launcher in C would receive."""
+    """A driver that launches nothing, and keeps the arguments that Triton's launcher in C would receive."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -247,7 +248,8 @@ def test_a_repeated_launch_passes_the_arguments_that_triton_passes(recorded: Rec
 
 
 def test_a_repeated_launch_passes_current_addresses(recorded: RecordedDriver) -> None:
-    """The addresses follow a descriptor, which occupies several places; the next launch has its own again."""
+    """The addresses come after a descriptor, which occupies several places; the next launch passes its own addresses
+    again."""
     args = arguments()
     compiled = everything[(5,)](**args, **_triton.options({}))
     ready = _triton.repeated(everything, compiled, 5, args, ["out"])
@@ -289,8 +291,8 @@ def test_a_repeated_launch_holds_no_tensor_of_a_tuple(recorded: RecordedDriver) 
 
 
 def test_a_repeated_launch_passes_other_descriptors_and_tuples(recorded: RecordedDriver) -> None:
-    """The launch passes what Triton itself would pass for them, and then again for the first ones; an encoded
-    descriptor is reused."""
+    """The launch passes what Triton itself would pass for the new arguments, and then again for the first ones; an
+    encoded descriptor is reused."""
     first_args, second_args = arguments(), arguments()
     for args in (first_args, second_args):
         everything[(5,)](**args, **_triton.options({}))

@@ -1,5 +1,6 @@
-"""What random calls (gpu_fuzz.py) are made of: layers, experts and attention of all ranks of a World, and of each op what a call is given,
-what it does, and what float32 says of it and of its gradients."""
+"""The parts of random calls (gpu_fuzz.py): the layers, experts and attention of all ranks of a World; and, for each op,
+the arguments of a call, the call itself, and the float32 reference of its results and gradients.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Kind:
-    """`plan` is the plan's kind. `parts`: in a World of some of the ranks, or in another one of all ranks."""
+    """`plan` is the plan's kind. With `parts`, calls are made in a World of some of the ranks, or in a second World of
+    all ranks."""
 
     op: str
     plan: str
@@ -40,8 +42,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Call:
-    """`offset` is where its inputs begin in the pools. `late` is the rank that starts late, by that many cycles; -1
-    for none."""
+    """`offset` is where the call's inputs begin in the pools. `late` is the rank that starts late, by `cycles`; -1
+    stands for no rank."""
 
     offset: int
     stream: str
@@ -52,10 +54,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Round:
-    """`world` selects the World, and `rows` are those of every rank. With `whole` the call also asks for what few
-    callers want: the gathered activation, a full residual, tiles in the plan's order, limits of an MoE layer, rows
-    of an expert by themselves. `form` selects one of an op's forms. `replays` counts those of a graph of the calls,
-    or is 0."""
+    """`world` selects the World, and `rows` are the numbers of rows of all ranks. With `whole` the call also asks for
+    what few callers want: the gathered activation, a full residual, tiles in the plan's order, the limits of an MoE
+    layer, or dispatch and combine without the layer. `form` selects one of an op's forms. `replays` is the number of
+    replays of a graph of the calls, or 0 without a graph."""
 
     index: int
     kind: Kind
@@ -76,8 +78,8 @@ class Round:
 
 
 class Layer:
-    """Weights and inputs of all ranks, and the rounding error of their results. x [W, pool, K] is for GEMMs, y [W,
-    pool, N] for sums, noise [W, ..] for gradients."""
+    """The weights and inputs of all ranks, and the rounding error of the results. x [W, pool, K] is the input of GEMMs,
+    y [W, pool, N] that of sums, and noise [W, ..] that of backward passes."""
 
     def __init__(self, world: weft.World, seed: int, n: int, k: int, dtype: torch.dtype, bias: bool, pool: int) -> None:
         def drawn(seed_offset: int, *shape: int) -> torch.Tensor:
@@ -105,7 +107,7 @@ class Layer:
 
 
 class Experts:
-    """The experts of all ranks in a layer with H = K and I = N, two a rank, and two routes of each token in the
+    """The experts of all ranks in a layer with H = K and I = N, two per rank, and two routes for each token of the
     pool, in every kind of routing."""
 
     K = 2
@@ -139,7 +141,7 @@ class Experts:
         self.factors = 1 + torch.arange(e, device=device) % 5 / 4  # exact
 
     def routes(self, rank: int, routing: str) -> Result:
-        """Return ids and weights of the pool's tokens."""
+        """Return the ids and weights of the pool's tokens."""
         return self.ids[routing][rank], (self.router_weights if routing == "router" else self.weights)[rank]
 
     @functools.cached_property
@@ -148,8 +150,8 @@ class Experts:
         return self.columns(self.world.size, 1, self.layer.n, (self.w13, self.w2))
 
     def columns(self, groups: int, tp_size: int, inner: int, whole: Tensors) -> Result:
-        """Return the part of all experts' matrices that this rank has where `tp_size` ranks have `inner` columns
-        each of the same experts."""
+        """Return this rank's part of all experts' matrices where `tp_size` ranks share the same experts and each has
+        `inner` columns of them."""
         group, part = divmod(self.world.rank, tp_size)
         local = len(whole[0]) // groups
         own_experts, cols = slice(group * local, (group + 1) * local), slice(part * inner, (part + 1) * inner)
@@ -169,8 +171,8 @@ def of_experts(
 
 
 class Heads:
-    """Queries, keys and values of all ranks in one pool, [W, pool, heads, D]; keys have as many heads as the ranks
-    divide."""
+    """The queries, keys and values of all ranks in one pool, [W, pool, heads, D]; the number of key heads is one that
+    the ranks divide."""
 
     FORMS: Sequence[dict[str, Any]] = (
         dict(),
@@ -199,7 +201,7 @@ class Heads:
 
 @functools.lru_cache(maxsize=256)
 def sees(shape: Shape, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return what a rank's queries see, and the positions of every rank's keys."""
+    """Return which keys this rank's queries see, and the positions of every rank's keys."""
     return shape.sees(rank).to(device), *(shape.positions(r).to(device) for r in range(len(shape.rows)))
 
 
@@ -225,8 +227,9 @@ class Part:
 
 
 def shapes(rng: random.Random, size: int, scale: Any) -> list[tuple[int, ...]]:
-    """Return rows of every rank: none, one in all or each, whole tiles, all on one rank, and random even, balanced
-    and uneven ones. Triton compiles separately for one row and for multiples of 16, so few sums are such."""
+    """Return the numbers of rows of every rank: none, one in all, one on each, whole tiles, all rows on one rank, and
+    random even, balanced and uneven numbers. Triton compiles separately for one row and for multiples of 16, so few
+    sums are 1 or such a multiple."""
     one_row = (1,) + (0,) * (size - 1) if rng.random() < 0.5 else (1,) * size
     all_rows = [(0,) * size, one_row, (scale.tile,) * size, (0,) * (size - 1) + (scale.tile + 3,)]
     while len(all_rows) < scale.shapes:
@@ -245,10 +248,11 @@ def shapes(rng: random.Random, size: int, scale: Any) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Calls:
-    """inputs_of(rank, offset) returns a rank's inputs; the float ones among them may have gradients. `own_weights`
-    are weights that may. run(inputs, weights, out) calls the op. `whole` are the weights of all ranks, and
-    `own_gradients` extracts this rank's from their gradients. expected(rank, inputs of all ranks, whole) returns a
-    rank's results, all in float32. With `everywhere`, results are the same on all ranks, and count once."""
+    """inputs_of(rank, offset) returns a rank's inputs, of which the floating-point ones may require gradients.
+    `own_weights` are this rank's weights, which may require gradients too. run(inputs, weights, out) calls the op.
+    `whole` are the weights of all ranks, and `own_gradients` extracts this rank's gradients from theirs. expected(rank,
+    inputs of all ranks, whole) returns a rank's results, all in float32. With `everywhere`, all ranks have the same
+    results, which count once."""
 
     inputs_of: Callable[[int, int], Result]
     run: Callable[[Tensors, Tensors, torch.Tensor | None], Result]
@@ -287,7 +291,7 @@ def gather_calls(p: Part, r: Round) -> Calls:
 
 
 def reduce_calls(p: Part, r: Round) -> Calls:
-    """Return calls of a sum, also with tiles in a plan's order, which the residual add and the norm read."""
+    """Return calls of a sum, some of which leave tiles in a plan's order for the residual add and the norm to read."""
     world, layer, m, scatter = p.world, p.layers[r.layer], sum(r.rows), r.kind.op == SCATTER
     op: Any = getattr(weft, r.kind.op)
     given_rows = scatter and list(r.rows) != balanced_rows(m, world.size)
@@ -381,7 +385,7 @@ def sum_calls(p: Part, r: Round) -> Calls:
 
 
 def routed(p: Part, r: Round) -> Callable[[int, int], Result]:
-    """Return x, ids and weights of a rank's tokens."""
+    """Return x, ids and weights for a rank's tokens."""
     layer, experts = p.layers[r.layer], p.experts[r.layer]
 
     def inputs_of(rank: int, offset: int) -> Result:
@@ -393,8 +397,8 @@ def routed(p: Part, r: Round) -> Callable[[int, int], Result]:
 
 
 def moe_calls(p: Part, r: Round) -> Calls:
-    """Return calls that know the tokens of every rank, or, with `whole`, do not: with up to the most of any round,
-    and with room for this round's rows."""
+    """Return calls in which every rank's number of tokens is known, or, with `whole`, is not: these allow up to the
+    most tokens of any round, and have room for this round's rows."""
     world, experts = p.world, p.experts[r.layer]
     limits: dict[str, Any] = dict(rows=r.rows)
     if r.whole:
@@ -438,7 +442,7 @@ def tensor_calls(p: Part, r: Round) -> Calls:
 
 
 def exchange_calls(p: Part, r: Round) -> Calls:
-    """Return calls whose experts multiply, each by a number of its own."""
+    """Return calls of dispatch and combine whose experts multiply their rows, each by its own factor."""
     world, experts = p.world, p.experts[r.layer]
     own_experts = slice(2 * world.rank, 2 * world.rank + 2)
     options: dict[str, Any] = dict(layout="masked") if r.whole else dict(expert_alignment=(1, 16, 128)[r.form % 3])
@@ -496,8 +500,8 @@ TRAINED = (GATHER, SCATTER, ALL, MOE, TENSOR, EXCHANGE, ATTENTION)  # that have 
 
 
 class Checked:
-    """The calls of a round as they are made and compared: those of an op, or, with gradients, those of its backward
-    pass too."""
+    """The calls of a round as they are made and compared: the calls of an op, and with gradients also its backward
+    passes."""
 
     def __init__(self, p: Part, r: Round) -> None:
         self.part, self.round, self.calls = p, r, CALLS[r.kind.op](p, r)
@@ -520,10 +524,10 @@ class Checked:
         return y.detach(), *(t if g is None else g for t, g in zip(map(torch.zeros_like, leaves), grads, strict=True))
 
     def error(self, actual: Tensors, expected: Tensors) -> torch.Tensor | None:
-        """Return the largest error of an element, relative to its own size and its tensor's, over the bound; NaN
-        where one is NaN; None if there is no element. A gradient that cancels is off by the rounding of its terms:
-        for a routing weight these are products of rows, and for others they are about as large as the largest
-        tensor, in float32."""
+        """Return the largest error of an element, relative to the element's size and its tensor's, divided by the
+        bound; NaN where an element is NaN; None if there is no element. The error of a gradient whose terms cancel
+        comes from the rounding of those terms: for a routing weight the terms are products of rows, and for other
+        gradients they are about as large as the largest tensor, in float32."""
         sizes = [t.square().mean().sqrt() if t.numel() else t.new_zeros(()) for t in expected]
         least = [1e-6 + 1e-3 * self.round.kind.gradients * torch.stack(sizes).max()] * len(expected)
         if self.round.kind.gradients and self.round.kind.op in (MOE, TENSOR, EXCHANGE):

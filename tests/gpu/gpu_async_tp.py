@@ -1,5 +1,6 @@
-"""The GPU checks of torch's fused operators served by weft, which gpu_main.py runs: `checks` yields a name, a bound
-and a function. The error of each is infinite where weft served nothing."""
+"""The GPU checks of torch's fused operators served by weft, which gpu_main.py runs: `checks` yields a name, a bound and
+a function for each. The error of a check is infinite where weft served nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def judged(counts: AsyncTP, errors: list[float], served: int) -> float:
 
 
 def gathers(world: weft.World) -> float:
-    """Compare matrices and batches along their first and second dimension, with one weight and three, with torch's
-    definition."""
+    """Compare the gather of matrices and batches along their first and second dimension, with one weight and with
+    three, with torch's definition."""
     import torch.distributed._symmetric_memory as torch_symm_mem
 
     errors, calls = [], 0
@@ -69,7 +70,7 @@ def scatters(world: weft.World) -> float:
 
 
 def in_8_bits(world: weft.World) -> float:
-    """Compare both operators with scaled operands, by tensor and by row, with torch's definition."""
+    """Compare both operators with operands that are scaled by tensor and by row with torch's definition."""
     import torch.distributed._symmetric_memory as torch_symm_mem
 
     errors, calls, n = [], 0, 320
@@ -93,7 +94,7 @@ def in_8_bits(world: weft.World) -> float:
 
 
 def passed_on(world: weft.World) -> float:
-    """float32 runs torch's own operator, with its kernels."""
+    """Check that float32 operands reach torch's own operator and its kernels."""
     import torch.distributed._symmetric_memory as torch_symm_mem
 
     x, b = draw(world.rank, 64, 32).float().to(world.device), draw(7, 16, 32).float().to(world.device).t()

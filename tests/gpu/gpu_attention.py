@@ -1,4 +1,6 @@
-"""The GPU checks of gathered attention, which gpu_main.py runs: `checks` yields a name, a bound and a function."""
+"""The GPU checks of gathered attention, which gpu_main.py runs: `checks` yields a name, a bound and a function for
+each.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ MASKS = {"none": {}, "causal": dict(causal=True), "zigzag": dict(causal=True, la
 
 
 def graph_replays(world: weft.World, shape: Shape, plan: str | Plan) -> float:
-    """Replay a CUDA graph of two calls with other operands each time; the bits must equal those of eager calls."""
+    """Replay a CUDA graph of two calls with different operands each time; the bits must equal those of eager calls."""
     held = Inputs(world, shape, 0).local_qkv()
     options = Inputs(world, shape, 0).options() | dict(plan=plan)
 
@@ -50,7 +52,7 @@ def graph_replays(world: weft.World, shape: Shape, plan: str | Plan) -> float:
 
 
 def many_calls(world: weft.World, shape: Shape, plan: str | Plan, count: int) -> float:
-    """Alternate three operands with random late ranks: the bits must be the same every time."""
+    """Alternate between three sets of operands, with random late ranks: the bits must be the same every time."""
     options = Inputs(world, shape, 0).options() | dict(plan=plan)
     operands = [Inputs(world, shape, 100 * i).local_qkv() for i in range(3)]
     expected = [weft.gathered_attention(*g, **options).clone() for g in operands]
@@ -65,7 +67,8 @@ def many_calls(world: weft.World, shape: Shape, plan: str | Plan, count: int) ->
 
 
 def long(world: weft.World, shape: Shape) -> float:
-    """Compare plans, "auto" included, with each other where a reference of all scores would need too much memory."""
+    """Compare the plans, "auto" included, with each other at lengths where a reference with all scores would need too
+    much memory."""
     case = Inputs(world, shape, 0)
     operands, options = case.local_qkv(), case.options()
     expected = weft.gathered_attention(*operands, **options, plan="sequential").float()
@@ -75,7 +78,7 @@ def long(world: weft.World, shape: Shape) -> float:
 
 
 def batched(world: weft.World, shape: Shape) -> float:
-    """Compare three entries at once with one after another."""
+    """Compare a batch of three entries with three calls of one entry each."""
     cases = [Inputs(world, shape, 100 * i) for i in range(3)]
     options = cases[0].options()
     actual = weft.gathered_attention(
@@ -85,7 +88,7 @@ def batched(world: weft.World, shape: Shape) -> float:
 
 
 def with_other_ops(world: weft.World, shape: Shape) -> float:
-    """Call between calls of an op that stages rows in the same memory, without synchronising."""
+    """Alternate, without synchronising, with calls of an op that stages rows in the same memory."""
     x = torch.ones(512, 1024, device=world.device, dtype=torch.bfloat16)
     w = torch.full((256, 1024), 1 / 1024, device=world.device, dtype=torch.bfloat16)
     case = Inputs(world, shape, 0)
@@ -100,7 +103,7 @@ def with_other_ops(world: weft.World, shape: Shape) -> float:
 
 
 def compiled(world: weft.World, shape: Shape) -> float:
-    """Compare torch.compile(fullgraph=True), with gradients, with eager calls."""
+    """Compare calls under torch.compile(fullgraph=True), with gradients, with eager calls."""
     case, results = Inputs(world, shape, 0), []
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -116,8 +119,8 @@ def compiled(world: weft.World, shape: Shape) -> float:
 
 
 def trained_in_a_graph(world: weft.World, shape: Shape) -> float:
-    """Capture forward and backward pass, replay them with other operands, and compare with eager calls. Libraries
-    sum in no fixed order."""
+    """Capture the forward and backward passes, replay them with different operands, and compare them with eager calls.
+    Libraries sum in no fixed order."""
     held, options = [t.requires_grad_() for t in Inputs(world, shape, 0).local_qkv()], Inputs(world, shape, 0).options()
 
     def trained() -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The GPU checks of 8-bit operands, which gpu_main.py runs: `checks` yields a name, a bound and a function."""
+"""The GPU checks of 8-bit operands, which gpu_main.py runs: `checks` yields a name, a bound and a function for each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def plans(op: str) -> dict[str, Plan]:
 
 
 def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
-    """Return the error of weft's kernel against float64 over torch's own, for the same operands; the bound is 1.1."""
+    """Return the error of weft's kernel against float64, divided by that of torch's own kernel for the same operands;
+    the bound is 1.1."""
     worst = 0.0
     for i, (m, n, k) in enumerate(((512, 1024, 4096), (2048, 2048, 1024), (77, 512, 8192))):
         x, w, xs, ws = factors(i * 10, m, n, k, scaling, world.device)
@@ -62,8 +63,8 @@ def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
 
 
 def libraries(world: weft.World, scaling: str) -> float:
-    """Every installed library's product must give the numbers of weft's own; one that fails must raise, and is then
-    not chosen."""
+    """Every installed library's product must equal that of weft's own kernel; a library that fails must raise, and is
+    then not chosen."""
     x, w, xs, ws = factors(1, 512, 1024, 2048, scaling, world.device)
     expected, errors = wanted(x, w, xs, ws, scaling), [0.0]
     for name, run in library_gemm.scaled_products(Scaling(scaling)).items():
@@ -79,7 +80,7 @@ def libraries(world: weft.World, scaling: str) -> float:
 
 
 def call_of(world: weft.World, op: str, plan: Plan, scaling: str) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """Return x, and a call with it."""
+    """Return x, and a call that uses it."""
     m = 256 * world.size
     x, w, xs, ws = factors(3, m, 512, 512, scaling, world.device)
     if op == GATHER:
@@ -123,7 +124,7 @@ def replay(world: weft.World, op: str, plan: Plan, scaling: str, replays: int = 
 
 
 def captured(world: weft.World) -> float:
-    """Capture weft.matmul and weft.quantize in one graph; the product is chosen by time beforehand."""
+    """Capture weft.matmul and weft.quantize in one graph; a trial has chosen the product beforehand."""
     x, w, _, ws = factors(5, 300, 512, 1024, "row", world.device)
     x = x.bfloat16()
 

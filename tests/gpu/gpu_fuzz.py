@@ -1,16 +1,20 @@
-"""Random calls of every op, counted: torchrun --nproc-per-node N -m tests.gpu.gpu_fuzz --out DIR [--seconds S] [--calls C]
+"""Make and count random calls of every op:
 
-A round draws a kind: an op, a plan, whether with gradients, and whether in another World (`World.split`); the rows of every rank, and
-a layer: N, K, dtype, with a bias or without; for experts also a routing. It makes a few calls of them, each of other inputs, on a
-stream, with or without `out`, one rank late; or it captures them in a CUDA graph that is replayed with new inputs. Calls of one round
-on several streams are in no order but the library's; rounds follow each other in order, as different ops on two streams, and ops of
-several Worlds, must. Results are compared on the device with what float32 says, and read once in a while.
+    torchrun --nproc-per-node N -m tests.gpu.gpu_fuzz --out DIR [--seconds S] [--calls C]
 
-The kinds of which there were the fewest calls, by as many ranks, on record (tests/gpu_record.json) come most often. Every rank draws
-the same from (seed, number of the round, kind), so `--seed S --only I --kind KIND` repeats round I alone; `--only I:J` those from I to
-J - 1, of the kinds that a run drew if `--record` names its fuzz<N>.json. A seed also fixes the plan, layer, rows and form of each kind,
-so that its kernels are compiled once; another seed takes others. A run compiles them before its first round, kind by kind, for at most
-half of its seconds: only compiled kinds are drawn. Rank 0 writes DIR/fuzz<N>.json. Ranks may share GPUs.
+A round draws a kind: an op, a plan, whether to compute gradients, and whether to use a second World (`World.split`). It
+also draws every rank's number of rows, a layer (N, K, dtype, and whether it has a bias), and a routing for experts. It
+makes a few such calls, each with different inputs, on a stream, with or without `out`, and with one rank late; or it
+captures them in a CUDA graph that is replayed with new inputs. Only the library orders calls of one round on several
+streams; rounds run one after another, as different ops on two streams and ops of several Worlds must. Results are
+compared with a float32 reference on the device, and the comparisons are read once in a while.
+
+The kinds with the fewest recorded calls on the same number of ranks (tests/gpu_record.json) are drawn most often. Every
+rank draws the same values from (seed, index of the round, kind), so `--seed S --only I --kind KIND` repeats round I
+alone. `--only I:J` repeats rounds I to J - 1, with the kinds that a run drew if `--record` names its fuzz<N>.json. A
+seed also fixes the plan, layer, rows and form of each kind, so that its kernels are compiled once; different seeds
+select different ones. A run compiles kind after kind before its first round, for at most half of its seconds, and draws
+only compiled kinds. Rank 0 writes DIR/fuzz<N>.json. Ranks may share GPUs.
 """
 
 from __future__ import annotations
@@ -78,8 +82,8 @@ TRAINED_BY = {MOE: ("sequential", "dispatched")}  # others by all of their plans
 
 @dataclass(frozen=True)
 class Scale:
-    """The ranges of the draw: (N, K) of layers, most rows, number of shapes, rows of a tile, D of attention's heads,
-    and rows of the pools that inputs are cut from."""
+    """The ranges of the draw: (N, K) of layers, the most rows, the number of shapes, the rows of a tile, D of
+    attention's heads, and the rows of the pools from which inputs are cut."""
 
     sizes: tuple[tuple[int, int], ...]
     most: int
@@ -94,7 +98,7 @@ SMALL = Scale(((64, 32), (40, 24)), 40, 7, 16, 16, 128)
 
 
 class Fuzz:
-    """The rounds of one seed on one World and on the Worlds that it is split into. `counts` are recorded calls by
+    """The rounds of one seed on one World and on the Worlds into which it is split. `counts` are the recorded calls by
     kind."""
 
     def __init__(self, world: weft.World, seed: int, scale: Scale, counts: Mapping[str, int] | None = None) -> None:
@@ -123,7 +127,7 @@ class Fuzz:
         return sorted(self.kinds, key=lambda kind: (self.counts.get(str(kind), 0), draw.random()))
 
     def compile(self, kind: Kind) -> None:
-        """Make a call of a kind and, where there may be graphs of it, replay one."""
+        """Make a call of a kind, and replay a graph of it where the kind may be captured."""
         r = self.draw(FIRST, kind)
         self.run(replace(r, calls=r.calls[:1], replays=0))
         if self.replayable(r):
@@ -154,7 +158,8 @@ class Fuzz:
         return replace(r, calls=tuple(calls), replays=replays)
 
     def replayable(self, r: Round) -> bool:
-        """Return whether a graph may have the round's calls: none that reads counts on the host, or is the first to have its tiles."""
+        """Return whether the round's calls may be captured: none of them reads counts on the host or is the first to
+        need its tiles."""
         half = self.parts[r.world].layers[r.layer].dtype == torch.float16
         reads = r.kind.op == MOE and r.kind.plan == "sequential" or r.kind.op == TENSOR and half
         first_tiles = r.whole and r.plan == "auto"
@@ -181,7 +186,7 @@ class Fuzz:
         return len(self.pending) - before
 
     def graph(self, r: Round, checked: Checked) -> None:
-        """Make the calls once eagerly, then capture them, and replay them with other inputs."""
+        """Make the calls once eagerly, then capture them, and replay the graph with different inputs."""
         world = self.parts[r.world].world
         static = [tuple(t.clone() for t in checked.inputs_of(c.offset)) for c in r.calls]
         outs = [self.out(checked, checked.expected(c.offset), c) for c in r.calls]
@@ -201,7 +206,7 @@ class Fuzz:
                 self.compare(checked, actual, checked.expected(start))
 
     def join(self) -> None:
-        """Order everything on every stream before what comes next."""
+        """Order all work on every stream before what follows."""
         main = self.world.current_stream()
         others = [stream_of(part.world, name) for part in self.parts for name in STREAMS]
         for stream in others:
@@ -225,7 +230,7 @@ class Fuzz:
         self.pending.append((r, self.pending[-1][1] + 1 if again else 0))
 
     def verify(self) -> list[tuple[Round, int, float]]:
-        """Collectively return the calls since the last look, each with its largest error on any rank, over the
+        """Collectively return the calls since the last check, each with its largest error on any rank, divided by the
         bound."""
         self.join()
         for part in self.parts:
@@ -241,8 +246,8 @@ class Fuzz:
 
 
 def worlds_of(world: weft.World) -> list[weft.World]:
-    """Return a World of all ranks, another one, and, if their number is even, halves of neighbours and of every
-    other rank."""
+    """Return the World of all ranks, a second one, and, if the number of ranks is even, a World of each half of
+    neighbours and of each half of alternate ranks."""
     worlds = [world, world.split(0)]
     if world.size % 2 == 0:
         worlds.append(world.split(world.rank // (world.size // 2)))
@@ -261,7 +266,7 @@ def wait(world: weft.World, c: Call) -> None:
 
 
 def captured(world: weft.World, fn: Callable[[], list[Result]]) -> tuple[list[Result], Callable[[], Any]]:
-    """Return fn's results, and a function that makes them again in the same memory: fn itself where there are no
+    """Return fn's results, and a function that computes them again in the same memory: fn itself on a machine without
     graphs."""
     if world.device.type == "cuda":
         graph = torch.cuda.CUDAGraph()
@@ -279,8 +284,8 @@ def captured(world: weft.World, fn: Callable[[], list[Result]]) -> tuple[list[Re
 
 
 def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Plan]:
-    """Return plans by kind, including "auto", some in one of several forms. Multicast needs an address that stands
-    for all GPUs."""
+    """Return plans by kind, including "auto"; some kinds have several forms, of which one is drawn. Multicast needs an
+    address that stands for all GPUs."""
     plans_by_kind: dict[str, str | Plan] = {"auto": "auto"}
     for kind in REGISTRY[op].kinds:
         forms: list[str | Plan] = [kind]
@@ -308,9 +313,9 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
 
 @dataclass(frozen=True)
 class Rounds:
-    """With `only`, run these rounds and write nothing; otherwise run from 0 until the number of calls or the seconds
-    are reached. `kind` is that of all rounds; "" draws it by `counts`, recorded calls, from the kinds that a run had
-    `compiled`, or from all kinds."""
+    """With `only`, run these rounds and write nothing; otherwise run from round 0 until the number of calls or of
+    seconds is reached. `kind` is the kind of all rounds; if it is "", kinds are drawn by `counts`, the recorded calls,
+    from the kinds that a run had `compiled`, or from all kinds."""
 
     seconds: float = 1000
     calls: int = 1_000_000
@@ -321,12 +326,12 @@ class Rounds:
 
 
 def run(world: weft.World, out: Path, seed: int, rounds: Rounds, scale: Scale = GPU) -> dict[str, Any]:
-    """Return what rank 0 writes."""
+    """Return the results that rank 0 writes."""
     return Run(world, out, seed, rounds, scale).run()
 
 
 class Run:
-    """The rounds of a seed from the first to the last, and what rank 0 writes about them."""
+    """The rounds of a seed from the first to the last, and the results that rank 0 writes about them."""
 
     def __init__(self, world: weft.World, out: Path, seed: int, rounds: Rounds, scale: Scale) -> None:
         self.world, self.out, self.rounds = world, out, rounds
@@ -358,8 +363,8 @@ class Run:
         return self.results
 
     def compile(self) -> None:
-        """Call one kind after another, for at most half of the time. Their calls are compared but not counted, and
-        other kinds are not drawn afterwards."""
+        """Call one kind after another, for at most half of the time. These calls are compared but not counted, and only
+        these kinds are drawn afterwards."""
         self.index, chosen = FIRST, self.kind
         order = [chosen] if chosen else self.fuzz.order()
         compiled = []
@@ -392,7 +397,7 @@ class Run:
                 break
 
     def over(self, seconds: float) -> bool:
-        """Collectively return whether so many seconds have passed on some rank."""
+        """Collectively return whether this many seconds have passed on some rank."""
         return max(self.world.exchange(time.time() - self.started)) > seconds
 
     def write(self, ended: str) -> None:

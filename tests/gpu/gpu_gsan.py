@@ -1,9 +1,10 @@
-"""weft's operators under GSan, Triton's race detector, one process a GPU (gpu/gsan.sh):
+"""Run weft's operators under GSan, Triton's race detector, with one process per GPU (gpu/gsan.sh):
 
     WEFT_STOCK_TRITON=1 torchrun --nproc-per-node 2 -m tests.gpu.gpu_gsan [NAME ..]
 
 Every tensor comes from GSan's allocator, and symmetric memory from its module in place of torch's. A finding ends the
-process with a device-side assertion that names file and line. Not captured in graphs, which GSan's launcher refuses.
+process with a device-side assertion that names file and line. Nothing is captured in graphs, since GSan's launcher
+refuses them.
 """
 
 from __future__ import annotations

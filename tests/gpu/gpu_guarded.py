@@ -1,4 +1,4 @@
-"""GPU checks of kernels that wait inside a pipelined loop: tests/gpu/gpu_main.py runs them among its own.
+"""GPU checks of kernels that wait inside a pipelined loop, which tests/gpu/gpu_main.py runs among its own checks.
 
 Alone: torchrun --nproc-per-node N -m tests.gpu.gpu_main --out DIR --only "guarded loads"
 """
@@ -30,15 +30,15 @@ TILE, STEPS = (128, 128, 64), 4
 
 
 def wrong_sums(world: weft.World, form: str, guard: bool, calls: int = CALLS) -> float:
-    """Return how many calls gave a wrong sum while parts arrived with random delays. Whether a call is wrong without
-    the guard is chance, so that is no check."""
+    """Return how many calls gave a wrong sum while parts arrived with random delays. This is no check without the
+    guard, since chance decides whether a call is then wrong."""
     rng = random.Random(world.rank)
     delays = [[rng.randrange(LONGEST) for _ in range(PARTS)] for _ in range(calls)]
     return float(count_wrong_sums(world, form, weft.jit(guard_loads=guard)(exchange_and_sum), SIZE, PARTS, delays))
 
 
 def product_error(world: weft.World, form: str) -> float:
-    """Return how many elements of a guarded GEMM of whole numbers are wrong in several calls."""
+    """Return how many elements of a guarded GEMM of integers are wrong over several calls."""
     generator = torch.Generator().manual_seed(world.rank)
     a, b = (torch.randint(-2, 3, (512, 1024), generator=generator).bfloat16().to(world.device) for _ in range(2))
     expected, wrong = (a.double() @ b.double().t()).bfloat16(), 0
@@ -52,7 +52,8 @@ def product_error(world: weft.World, form: str) -> float:
 
 
 def chain_ends(world: weft.World, form: str) -> float:
-    """A loop's tiles wait for one another: if it were flattened as Triton does it, its waits would expire."""
+    """The tiles of a loop wait for one another: if the loop were flattened as Triton does it, its waits would
+    expire."""
     chained(form, True)(world)
     return 0.0
 

@@ -1,4 +1,4 @@
-"""Checks of `weft.hf` on GPUs, against Transformers' own tensor parallelism of the same model in the same run."""
+"""Check `weft.hf` on GPUs against Transformers' own tensor parallelism of the same model in the same run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = dict(
 
 
 def unsplit(kind: str) -> Any:
-    """Return a model with random weights, the same every time and on every rank."""
+    """Return a model whose random weights are the same every time and on every rank."""
     import transformers
 
     torch.manual_seed(5)
@@ -31,8 +31,8 @@ def unsplit(kind: str) -> Any:
 
 
 def loaded(world: weft.World, kind: str) -> Any:
-    """Return the model split over all ranks by Transformers. Weights that each rank drew for itself would be equal
-    halves, with two equal best logits everywhere."""
+    """Return the model that Transformers has split over all ranks. If each rank drew weights for itself, the parts
+    would be equal, and two logits would be equal and best everywhere."""
     from transformers.distributed import DistributedConfig
 
     whole, split = unsplit(kind), DistributedConfig(tp_size=world.size, tp_plan="auto")
@@ -47,8 +47,8 @@ def ids_of(world: weft.World, *shape: int) -> torch.Tensor:
 
 @torch.no_grad()
 def forward(world: weft.World, kind: str) -> float:
-    """Run few tokens, whose residual every rank holds whole, and many tokens, held by rows, in one part and in two;
-    and a prompt that is long enough for the faster attention."""
+    """Run few tokens, whose residual every rank holds whole, and many tokens, whose residual is held by rows, in one
+    part and in two; and run a prompt that is long enough for the faster attention."""
     model, worst = loaded(world, kind), 0.0
     for shape, two_parts in (((2, 5), None), ((3, 700), None), ((2, 5), 2), ((3, 700), 2), ((1, 2048), None)):
         ids = ids_of(world, *shape)
@@ -67,7 +67,7 @@ def forward(world: weft.World, kind: str) -> float:
 
 @torch.no_grad()
 def captured(model: Any, ids: torch.Tensor, world: weft.World) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """Capture one forward pass over `ids` in a CUDA graph; return it, and the logits that its replays write."""
+    """Capture one forward pass over `ids` in a CUDA graph; return the graph, and the logits that its replays write."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -82,7 +82,8 @@ def captured(model: Any, ids: torch.Tensor, world: weft.World) -> tuple[torch.cu
 
 @torch.no_grad()
 def replayed(model: Any, ids: torch.Tensor, world: weft.World) -> float:
-    """Return the distance of a CUDA graph's replays, each with other tokens, from eager calls."""
+    """Return the distance between the logits of a CUDA graph's replays, each with different tokens, and those of eager
+    calls."""
     graph, logits = captured(model, ids, world)
     worst = 0.0
     for replay in range(3):
@@ -99,8 +100,9 @@ def graph(world: weft.World, two_parts: int | None) -> float:
 
 @torch.no_grad()
 def written(model: Any, ids: torch.Tensor, world: weft.World) -> float:
-    """Return the distance of a woven model whose parameters are written, and of its graph, from the same model woven
-    anew. Experts' parameters are written where a pass would not see it, as a collective does, and packed again."""
+    """Return the distance between a woven model whose parameters were overwritten, with its graph, and the same model
+    woven anew. Experts' parameters are written in a way that a pass would not notice, as a collective writes them, and
+    are packed again."""
     hf.weave(model, world)
     graph, logits = captured(model, ids, world)
     graph.replay()
@@ -120,7 +122,7 @@ def written(model: Any, ids: torch.Tensor, world: weft.World) -> float:
 
 @torch.no_grad()
 def drawn(world: weft.World) -> float:
-    """Return whether all ranks generate the same tokens, each with a generator of its own."""
+    """Return whether all ranks generate the same tokens, though each has its own generator."""
     torch.manual_seed(world.rank)
     ids = ids_of(world, 2, 17)
     wanted = dict(max_new_tokens=8, do_sample=True, temperature=4.0, attention_mask=torch.ones_like(ids))
@@ -149,8 +151,8 @@ def generate(world: weft.World, static: bool) -> float:
 
 @torch.no_grad()
 def forced(world: weft.World, kind: str, steps: int = 64) -> float:
-    """In many steps, each after the tokens that Transformers chooses on one GPU, the next token must be the one that
-    it chooses, unless its two best logits are within 4 ulps of bfloat16."""
+    """In many steps, each after the tokens that Transformers chooses on one GPU, the woven model must choose the next
+    token that Transformers chooses, unless the two best logits are within 4 ulps of bfloat16."""
     from transformers import DynamicCache
 
     whole, ids = unsplit(kind).to(world.device), ids_of(world, 2, 17)

@@ -1,5 +1,4 @@
-"""Checks of woven mixtures of experts (`weft.hf`) on GPUs, against Transformers' own expert parallelism in the same
-run."""
+"""Check woven mixtures of experts (`weft.hf`) on GPUs against Transformers' own expert parallelism in the same run."""
 
 from __future__ import annotations
 
@@ -34,7 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def loaded(world: weft.World, kind: str) -> Any:
-    """Return a model whose experts Transformers has split over all ranks, with random weights, the same every time."""
+    """Return a model whose experts Transformers has split over all ranks; its random weights are the same every
+    time."""
     import transformers
     from transformers.distributed import DistributedConfig
 
@@ -52,7 +52,8 @@ def loaded(world: weft.World, kind: str) -> Any:
 @torch.no_grad()
 def forward(world: weft.World, kind: str, two_parts: int | None = None) -> float:
     """Run few tokens, which all ranks have, and many tokens, sharded unevenly or in two parts. Compare each token's
-    logits, by the experts that the woven model used, and check that rounding explains its choice."""
+    logits with those of the original model for the experts that the woven model used, and check that rounding explains
+    the choice of experts."""
     model, worst = loaded(world, kind), 0.0
     for shape in ((2, 5), (1, 1027)):
         ids = ids_of(world, *shape)
@@ -66,7 +67,7 @@ def forward(world: weft.World, kind: str, two_parts: int | None = None) -> float
 
 @contextmanager
 def eager_plans() -> Iterator[None]:
-    """Let captures take the plans of eager calls."""
+    """Make captures use the plans of eager calls."""
     choose = Op.choose
 
     def eager(self: Any, world: weft.World, call: Any, asked: str | Plan, capturing: bool) -> Plan:
@@ -78,10 +79,10 @@ def eager_plans() -> Iterator[None]:
 
 @torch.no_grad()
 def graph(world: weft.World, two_parts: int | None = None) -> float:
-    """Return the distance of a CUDA graph's replays, each with other tokens, from Transformers' own model with the
-    graph's routes, and check that rounding explains these. Plans of graphs and of eager calls round at different
-    places, which may decide a router's near-tie. A graph that reads stale memory is far off, or has routes that
-    nothing explains."""
+    """Return the distance between a CUDA graph's replays, each with different tokens, and Transformers' own model with
+    the graph's routes, and check that rounding explains these routes. Plans of graphs and of eager calls round in
+    different places, which may decide a router's near-tie. A graph that reads stale memory gives logits that are far
+    off, or routes that nothing explains."""
     model, ids = hf.weave(loaded(world, "Qwen3Moe"), world, two_parts=two_parts), ids_of(world, 1, 1027)
     with routed(model) as calls:
         replay, logits = captured(model, ids, world)  # two eager passes and the capture
@@ -101,7 +102,7 @@ def graph(world: weft.World, two_parts: int | None = None) -> float:
 
 
 def graph_by_eager_plans(world: weft.World) -> float:
-    """Return the distance of a graph with the plans of eager calls from eager calls, which is 0, since a plan gives
+    """Return the distance between a graph with the plans of eager calls and eager calls; it is 0, since a plan gives
     the same bits every time."""
     with eager_plans():
         return replayed(hf.weave(loaded(world, "Qwen3Moe"), world), ids_of(world, 1, 1027), world)

@@ -1,7 +1,9 @@
-"""One row followed through random batches of a batch-invariant World: torchrun --nproc-per-node N -m tests.gpu.gpu_invariant [CALLS]
+"""Follow one row through random batches of a batch-invariant World: torchrun --nproc-per-node N -m
+tests.gpu.gpu_invariant [CALLS]
 
-Each call of an op has another number of rows, another place of the row, other rows around it and one of the plans that keep the
-promise; every tenth runs as a CUDA graph. Prints a line an op, and exits with 1 where the row had other bits.
+Each call of an op has a new number of rows, a new place for the row, new rows around it, and one of the plans that keep
+the promise; every tenth call runs as a CUDA graph. The program prints a line for each op, and exits with 1 if the row's
+bits ever differed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def own_rows(x: torch.Tensor, world: weft.World) -> torch.Tensor:
 
 
 def ops(world: weft.World) -> dict[str, Call]:
-    """Return, by op, a call of a plan, whole x and weight that returns this rank's rows of the result."""
+    """Return, for each op, a function that calls it by a plan with the whole x and weight, and returns this rank's rows
+    of the result."""
 
     def gather(plan: str | weft.Plan, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         shards = balanced_rows(len(x), world.size)
@@ -62,7 +65,8 @@ def replayed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def follow(world: weft.World, op: str, calls: int, most_rows: int, n: int, k: int) -> int:
-    """Return the number of calls after which the row had other bits than after the first, the same on all ranks."""
+    """Return the number of calls, the same on all ranks, in which the row's bits differed from those of the first
+    call."""
     rng, device = random.Random(op), world.device
     shared = op == "all_gather_matmul"  # whose whole x is the same on all ranks
     generator = torch.Generator(device).manual_seed(0 if shared else world.rank)

@@ -1,7 +1,7 @@
-"""A rank that dies: python -m tests.gpu.gpu_killed [--ranks N]
+"""Kill a rank: python -m tests.gpu.gpu_killed [--ranks N]
 
-N plain processes, no launcher that would end the others. The last one kills itself instead of joining an op; the others must
-raise weft.Timeout, each naming the op and that rank, and end by themselves.
+N plain processes run without a launcher that would end the others. The last one kills itself instead of joining an op;
+each of the others must raise a weft.Timeout that names the op and that rank, and must end by itself.
 """
 
 from __future__ import annotations

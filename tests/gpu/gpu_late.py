@@ -1,8 +1,9 @@
-"""A rank that is late, with another call: torchrun --nproc-per-node 2 -m tests.gpu.gpu_late
+"""A rank is late, and makes a different call: torchrun --nproc-per-node 2 -m tests.gpu.gpu_late
 
-Of a plan by the library both ranks raise Mismatch before anything runs, and the World still works. Of a fused one the
-rank that was early has launched by then; both raise Mismatch, the early one at its next check, long before its kernel's
-waits expire, and every later use of the World raises. Prints a line a case, and exits with 1 where one fails.
+With a plan by a library, both ranks raise Mismatch before anything runs, and the World still works. With a fused plan,
+the early rank has launched by then; both ranks raise Mismatch, the early one at its next check, long before its
+kernel's waits expire, and every later use of the World raises an error. The program prints a line for each case, and
+exits with 1 if one fails.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Checks on GPUs of what is kept between launches: arguments whose addresses change, and memory that CUDA graphs
-must not receive."""
+"""Check on GPUs what is kept between launches: arguments whose addresses change, and memory that must not be allocated
+in the pools of CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +48,9 @@ def variants(world: weft.World) -> int:
 
 
 def moving(world: weft.World, op: Op, reference: Op, make: Callable[[int], Tensors]) -> float:
-    """Make calls of one size, with tensors at other addresses and with other numbers each time, while earlier
-    tensors live: every result belongs to its own call, and after the first calls no launch is prepared. This holds
-    in a stream of its own and in a graph too."""
+    """Make calls of one size, each with tensors at new addresses and with new values, while earlier tensors are alive:
+    every result must be that of its own call, and no launch may be prepared after the first calls. The same must hold
+    on a side stream and in a graph."""
     held, results = [], []
     for i in range(CALLS):
         held.append(make(i))
@@ -77,7 +78,7 @@ def drawn(world: weft.World, seed: int, *shapes: tuple[int, ...], dtype: torch.d
 
 
 def norm_moving(world: weft.World, plan: Plan, m: int, weights: torch.dtype) -> float:
-    """x differs between ranks; operands that must agree do not."""
+    """Check moving operands of a norm: x differs between ranks, and the operands that must agree do not."""
 
     def make(i: int) -> Tensors:
         return *drawn(world, 100 + i + 50 * world.rank, (m, 1024)), *drawn(world, i, (m, 1024), (1024,))
@@ -136,8 +137,7 @@ def pools(world: weft.World, plan: Plan) -> float:
 
 @torch.no_grad()
 def flat(world: weft.World, call: Callable[[], object]) -> float:
-    """Return the MiB by which GPU memory grows over 50 eager calls after the first ones, each with tensors of its
-    own."""
+    """Return by how many MiB GPU memory grows over 50 eager calls after the first ones, each with its own tensors."""
     for _ in range(4):
         call()
     torch.cuda.synchronize()
@@ -149,7 +149,7 @@ def flat(world: weft.World, call: Callable[[], object]) -> float:
 
 
 def memory_cases(world: weft.World) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Return calls of every op by each of its plans, with new operand tensors each time."""
+    """Return calls of every op by each of its plans, with new operand tensors in each call."""
     size, dev, bf = world.size, world.device, torch.bfloat16
 
     def new(*shape: int) -> torch.Tensor:
@@ -194,8 +194,9 @@ ASLEEP = 400_000_000  # clocks for which the GPU is busy, a fifth of a second
 
 @torch.no_grad()
 def first_call_of_a_size(world: weft.World, kind: str) -> float:
-    """The error of a first call of a size behind a busy stream, for which the host does not wait, and of the same call
-    on a second stream, which finds the tables of the first. torch raises an error where the host waits."""
+    """Return the error of the first call of a size, which is enqueued on a busy stream without the host waiting, and of
+    the same call on a second stream, which finds the tables of the first. torch raises an error where the host
+    waits."""
     gather = kind in ("fused", "one_shot")
     op = weft.all_gather_matmul if gather else weft.matmul_reduce_scatter
     weight = draw(9, 256, 512).to(world.device)

@@ -1,11 +1,11 @@
-"""Every GPU check of one world: torchrun --nproc-per-node N -m tests.gpu.gpu_main [--out DIR] [--seconds S] [--only NAMES]
+"""Run every GPU check of one world: torchrun --nproc-per-node N -m tests.gpu.gpu_main [--out DIR] [--seconds S] [--only
+NAMES]
 
-More ranks than GPUs share them where WEFT_SHARE_GPU=1 is set. Of every check rank 0 writes a row to DIR/rows.jsonl (gpu_queue.py): its
-largest error over ranks, its bound and whether it passed; those that have passed with this version of weft, by tests/gpu_record.json,
-are not made again. Behind a failing check the ranks go on with another World (the counters of the old one may disagree from then on);
-if they cannot, the run ends. `--stalled-peer OP`: the last rank never joins an op, and the others must raise weft.Timeout within its
-bound.
-gpu/run.sh starts all this.
+More ranks than GPUs share them where WEFT_SHARE_GPU=1 is set. For every check, rank 0 writes a row to DIR/rows.jsonl
+(gpu_queue.py): the largest error over ranks, the bound and whether the check passed. Checks that tests/gpu_record.json
+lists as passed with this version of weft are not run again. After a failing check the ranks continue with a new World,
+since the counters of the old one may disagree from then on; if they cannot, the run ends. `--stalled-peer OP`: the last
+rank never joins an op, and the others must raise weft.Timeout within its bound. gpu/run.sh starts all this.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def many_calls(world: weft.World, calls: int) -> float:
 
 
 def replay(world: weft.World, op: str, plan: Plan, replays: int) -> float:
-    """Replay a graph of two calls with new inputs between eager calls of the same shape: the bits must equal those of
-    eager calls."""
+    """Replay a graph of two calls with new inputs, alternating with eager calls of the same shape: the bits must equal
+    those of eager calls."""
     x, w = operands(world, op, 1024, 512, 256)
     fn = partial(getattr(weft, op), x, w, world=world, plan=plan)
     fn()
@@ -169,8 +169,8 @@ def replay(world: weft.World, op: str, plan: Plan, replays: int) -> float:
 
 
 def unmeasured(world: weft.World, op: str, m: int, n: int, k: int) -> float:
-    """plan="auto" on a Hopper GPU without table and profile runs one trial of all candidates, and gives right
-    results."""
+    """Check that plan="auto" on a Hopper GPU without a table and a profile runs one trial of all candidates, and gives
+    right results."""
     with (
         mock.patch("weft.planner.auto.exact", return_value=None),
         mock.patch("weft.planner.auto._planner_or_unusable", return_value=None),
@@ -184,8 +184,8 @@ def unmeasured(world: weft.World, op: str, m: int, n: int, k: int) -> float:
 
 
 def timed(world: weft.World, op: str, case: Callable[[], float]) -> float:
-    """plan="auto" of an op whose plans are timed at the first call, which ranks that share a GPU do not do, gives
-    right results; all ranks time and choose the same."""
+    """Check that plan="auto" gives right results for an op whose plans are timed at the first call (unless ranks share
+    a GPU), and that all ranks time and choose the same plans."""
     before = {*world.choices.trials}
     with mock.patch.object(world.choices, "clock", cuda_clock), mock.patch.object(world.backend, "clock", cuda_clock):
         error = case()
@@ -198,8 +198,8 @@ def timed(world: weft.World, op: str, case: Callable[[], float]) -> float:
 
 
 def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
-    """plan="auto" with quack runs one trial, the same on every rank, and gives right results, eagerly and in a
-    graph."""
+    """Check that plan="auto" with quack runs one trial, the same on every rank, and gives right results, eagerly and in
+    a graph."""
     x, w = operands(world, GATHER, m, n, k)
     expected, auto = (
         weft.all_gather_matmul(x, w, world=world, plan="sequential"),
@@ -226,7 +226,7 @@ def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
 
 
 def streams(world: weft.World) -> float:
-    """Call from three streams of one rank, which share one workspace."""
+    """Make calls on three streams of one rank, which share one workspace."""
     x, w = operands(world, SCATTER, 1024, 512, 256)
     x2, w2 = operands(world, GATHER, 1024, 512, 256)
     expected = (
@@ -245,7 +245,7 @@ def streams(world: weft.World) -> float:
 
 
 def cold_capture(world: weft.World) -> float:
-    """A first use inside a capture raises an error with advice, and the next use outside works."""
+    """Check that a first use inside a capture raises an error with advice, and that the next use outside works."""
     x, w = operands(world, GATHER, 8 * 37 * world.size, 136, 72)
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -260,7 +260,7 @@ def cold_capture(world: weft.World) -> float:
 
 
 def far_rows(world: weft.World) -> float:
-    """Use arenas of more rows than 24 bits count, in both halves."""
+    """Use arenas with more rows than 24 bits can count, in both halves."""
     m, wide, worst = 1 << 16, 66 * 256, 0.0
     for op, n, k in ((SCATTER, wide, 64), (GATHER, 64, wide)):
         torch.manual_seed(world.rank)
@@ -274,7 +274,8 @@ def far_rows(world: weft.World) -> float:
 
 
 def disagree(world: weft.World) -> float:
-    """Shapes that differ between ranks raise on every rank before NCCL is called, and the World still works."""
+    """Check that shapes that differ between ranks raise an error on every rank before NCCL is called, and that the
+    World still works."""
     x, w = operands(world, SCATTER, 96, 64, 64 + 8 * (world.rank == 0))
     try:
         weft.matmul_reduce_scatter(x, w, world=world, plan="sequential")
@@ -454,7 +455,7 @@ def wanted(name: str, only: Sequence[str], without: Sequence[str]) -> bool:
 
 @contextmanager
 def launched() -> Iterator[dict[str, str]]:
-    """Return the parts of weft whose kernels are launched meanwhile, and git's names for their contents."""
+    """Return the parts of weft whose kernels are launched in this block, and git's names for their contents."""
     parts: dict[str, str] = {}
     launch, prepared = GpuBackend.launch, weft.Launch.__call__
 
@@ -479,7 +480,7 @@ def launched() -> Iterator[dict[str, str]]:
 
 
 def outcome_of(name: str, check: Callable[[], float], world: weft.World) -> tuple[float, str, dict[str, str]]:
-    """Return this rank's error, what it raised, and the parts whose kernels it launched."""
+    """Return the check's error on this rank, the exception that it raised, and the parts whose kernels it launched."""
     message = ""
     with launched() as parts:
         try:
@@ -501,9 +502,9 @@ def run(
     gpus: int = 1,
     checks_of: Callable[[weft.World], Iterator[tuple[str, float, Callable[[], float]]]] | None = None,
 ) -> bool:
-    """Run checks from the queue until it is empty or the time is over; write each outcome as a line of JSON to
-    `rows`. Return whether the ranks could meet after each. `again` makes the World for the checks after a failed
-    one, whose counters may disagree. `checks_of` returns other checks than this file's."""
+    """Run checks from the queue until it is empty or the time is up; write each outcome as a line of JSON to `rows`.
+    Return whether the ranks could meet after every check. `again` makes a new World after a failed check, since the
+    counters of the old one may disagree. `checks_of` returns the checks to run in place of this file's."""
     start, who = time.time(), rows.stem
     todo = {name: (bound, check) for name, bound, check in (checks_of or checks)(world)}
     while name := world.exchange(queue.take(who) if world.rank == 0 and time.time() - start < seconds else None)[0]:
@@ -541,7 +542,8 @@ def run(
 
 
 def stalled_peer(world: weft.World, op: str) -> bool:
-    """WEFT_TIMEOUT bounds the wait; the error names the memory waited on and the peer."""
+    """Check that WEFT_TIMEOUT bounds the wait, and that the error names the peer and the memory for which the kernel
+    waited."""
     x, w = operands(world, GATHER, 256 * world.size, 256, 128)
     calls = {
         GATHER: lambda: weft.all_gather_matmul(x, w, world=world, plan="fused"),

@@ -1,6 +1,6 @@
-"""The decoder's GPU checks alone: torchrun --nproc-per-node N -m tests.gpu.gpu_models [TEXT]. TEXT: only checks that contain it.
+"""Run the decoder's GPU checks alone: torchrun --nproc-per-node N -m tests.gpu.gpu_models [TEXT]
 
-A check that fails is said, and the rest goes on.
+With TEXT, only checks whose names contain it run. A check that fails is reported, and the others continue.
 """
 
 from __future__ import annotations

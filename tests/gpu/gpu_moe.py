@@ -1,4 +1,4 @@
-"""The GPU checks of the MoE layer, which gpu_main.py runs: `checks` yields a name, a bound and a function."""
+"""The GPU checks of the MoE layer, which gpu_main.py runs: `checks` yields a name, a bound and a function for each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def against(
 
 
 def graph_replays(world: weft.World, plan: str | Plan) -> float:
-    """Replay a CUDA graph with other tokens and routings each time; the bits must equal those of eager calls."""
+    """Replay a CUDA graph with new tokens and routings each time; the bits must equal those of eager calls."""
     layer = Layer(256, 16, 4, 512, 256, BF)
     model = Model(world, layer, False)
     held = routed(world, layer, 256, 0)
@@ -76,7 +76,7 @@ def graph_replays(world: weft.World, plan: str | Plan) -> float:
 
 
 def many_calls(world: weft.World, count: int) -> float:
-    """Alternate three routings with random late ranks: the bits must be the same every time."""
+    """Alternate between three routings, with random late ranks: the bits must be the same every time."""
     layer = Layer(300, 16, 4, 512, 256, BF)
     model = Model(world, layer, False)
     inputs = [routed(world, layer, 300, call, ids_of) for call, ids_of in enumerate((at_random, to_few, some_nowhere))]
@@ -92,7 +92,7 @@ def many_calls(world: weft.World, count: int) -> float:
 
 
 def two_layers(world: weft.World) -> float:
-    """Alternate layers of different sizes without a synchronisation between them: they share memory."""
+    """Alternate layers of different sizes, which share memory, without synchronising between them."""
     layers = [Layer(200, 8, 2, 256, 512, BF), Layer(64, 16, 4, 1024, 128, BF, "gelu")]
     models = [Model(world, layer, False, 10 * i) for i, layer in enumerate(layers)]
     kept = []
@@ -116,8 +116,8 @@ def gate_case(world: weft.World) -> float:
 
 
 def over_groups(world: weft.World) -> float:
-    """Pairs of ranks, each with all experts, alternate with calls over all ranks. With 2 ranks the pair is a World
-    of its own, too."""
+    """Alternate calls over pairs of ranks, each pair with all experts, and calls over all ranks. With 2 ranks the pair
+    is a separate World, too."""
     pair = world.split(world.rank // 2)
     layer = Layer(200, 8, 2, 256, 128, BF)
     models, kept = [Model(w, layer, False) for w in (pair, world)], []
@@ -131,8 +131,8 @@ def over_groups(world: weft.World) -> float:
 
 
 def of_any_length(world: weft.World, plan: str) -> float:
-    """All calls have one max_tokens: no rank knows how many tokens the others have, nor allocates anything after the
-    first call."""
+    """Make calls that all have one max_tokens: no rank knows how many tokens the others have, nor allocates anything
+    after the first call."""
     layer = Layer(300, 8 * world.size, 4, 256, 128, BF)
     model, kept, sizes = Model(world, layer, False), [], set()
     for call, tokens in enumerate((300, 0, 7, 299, 1, 128)):
@@ -146,9 +146,9 @@ def of_any_length(world: weft.World, plan: str) -> float:
 
 
 def left_out(world: weft.World) -> float:
-    """In a graph, route all tokens of all ranks to rank 0's second expert, which has room for 128 rows and a tile of
-    each. The drops are counted, raised once, and are those that the order of source ranks determines; then a routing
-    follows that fits."""
+    """In a graph, route all tokens of all ranks to rank 0's second expert, where the rank has room for 128 rows and one
+    tile per expert. The drops are counted and raised once, and the order of source ranks determines them; then a
+    routing that fits follows."""
     layer = Layer(800, 4 * world.size, 1, 256, 128, BF)
     model, received = Model(world, layer, False), torch.zeros(4, dtype=torch.int32, device=world.device)
     x, ids, weights = routed(world, layer, 800, 0)
@@ -192,7 +192,8 @@ def left_out(world: weft.World) -> float:
 
 
 def before_the_experts(world: weft.World) -> float:
-    """Run router, limit and replicas in a graph; the bits must equal those of eager calls, and the counts must add up."""
+    """Run router, limit and replicas in a graph; the bits must equal those of eager calls, and the counts must add
+    up."""
     e = 4 * world.size
     table = torch.arange(2 * e, dtype=torch.int32).view(2, e).t().contiguous()  # two replicas of each
     layer = moe.MoE(

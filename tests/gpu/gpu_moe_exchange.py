@@ -1,5 +1,6 @@
-"""The GPU checks of dispatch and combine by themselves, which gpu_main.py runs: each is a name, a bound and a
-function."""
+"""The GPU checks of dispatch and combine by themselves, which gpu_main.py runs: each check is a name, a bound and a
+function.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def scaled(world: weft.World, layer: Layer, rows: torch.Tensor, handle: moe.Handle) -> torch.Tensor:
-    """Return rows times 2^(expert mod 5), as the cases' experts do, without the host."""
+    """Return rows times 2^(expert mod 5), as the cases' experts compute them, without using the host."""
     flat, local = rows.view(-1, rows.shape[-1]), layer.experts // world.size
     row = torch.arange(flat.shape[0], device=rows.device, dtype=torch.int32)
     expert = torch.searchsorted(handle.offsets[1:], row, right=True).clamp(max=local - 1)
@@ -62,8 +63,8 @@ def against(world: weft.World, tokens: list[int], ids_of: Callable, options: dic
 
 
 def as_the_layer(world: weft.World, options: dict[str, Any]) -> float:
-    """Compare with a layer whose experts give the same y: scaled rows, from two matrices that are multiples of one
-    and a GELU of large x."""
+    """Compare with a layer whose experts scale their rows likewise: its matrices are multiples of the identity, and for
+    large x the GELU of x is x."""
     layer = Layer(200, 4 * world.size, 4, 256, 256, BF, "gelu")
     x, ids, weights = routed(world, layer, 200, 3)
     x = (x.abs() + 16).to(BF)
@@ -107,7 +108,7 @@ def two_under_way(world: weft.World, options: dict[str, Any], count: int = 20) -
 
 
 def graph_replays(world: weft.World, options: dict[str, Any]) -> float:
-    """Replay a CUDA graph of two microbatches, with other tokens and routings each time; the bits must equal those of
+    """Replay a CUDA graph of two microbatches, with new tokens and routings each time; the bits must equal those of
     eager calls."""
     layer = Layer(256, 16 * world.size, 4, 512, 8, BF)
     held = [routed(world, layer, 256, call) for call in range(2)]
@@ -137,7 +138,7 @@ def graph_replays(world: weft.World, options: dict[str, Any]) -> float:
 
 
 def many_calls(world: weft.World, count: int) -> float:
-    """Alternate layouts and routings, with random late ranks: the bits must be the same every time."""
+    """Alternate between layouts and routings, with random late ranks: the bits must be the same every time."""
     layer = Layer(300, 8 * world.size, 4, 512, 8, BF)
     inputs = [routed(world, layer, 300, call, ids_of) for call, ids_of in enumerate((at_random, to_few, some_nowhere))]
     expected = [[through(world, layer, g, **options).clone() for options in LAYOUTS] for g in inputs]
@@ -162,8 +163,8 @@ def grouped_gemm(world: weft.World, alignment: int) -> float:
 
 
 def dropped(world: weft.World) -> float:
-    """All routes go to one expert on rank 0, and those past max_m are dropped; they are reported once, on that rank
-    and on those of the tokens, after their sums."""
+    """Send all routes to one expert on rank 0, where those past max_m are dropped. The drops are reported once, on rank
+    0 and on the ranks of the dropped tokens, after these ranks' sums."""
     layer = Layer(64, world.size, 1, 256, 8, BF)
     x, ids, weights = routed(world, layer, 64, 0)
     rows, handle = moe.dispatch(x, ids.zero_(), weights, experts=layer.experts, world=world, layout="masked", max_m=40)
@@ -185,7 +186,8 @@ def experts(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compiled(world: weft.World, options: dict[str, Any]) -> float:
-    """Compare two microbatches in flight with gradients, eager and in one graph by Inductor, with successive calls."""
+    """Compare two microbatches in flight, with gradients, in eager mode and in one graph by Inductor, with successive
+    calls."""
     layer, (w1, w2) = Layer(256, 4 * world.size, 4, 512, 8, BF), experts(world)
     inputs, errors = routed(world, layer, 256, 0), []
     expected = trained(world, one_by_one, inputs, w1, w2, **options)
@@ -198,7 +200,7 @@ def compiled(world: weft.World, options: dict[str, Any]) -> float:
 
 
 def training_in_a_graph(world: weft.World) -> float:
-    """Capture forward and backward pass of two microbatches in a CUDA graph, and replay it with other routes: the
+    """Capture the forward and backward passes of two microbatches in a CUDA graph, and replay it with new routes: the
     bits must equal those of eager calls."""
     layer, (w1, w2) = Layer(256, 4 * world.size, 4, 512, 8, BF), experts(world)
 

@@ -1,5 +1,6 @@
-"""The GPU checks of the MoE layer's plans of one launch and of few tokens, which gpu_main.py runs: `checks` yields a
-name, a bound and a function."""
+"""The GPU checks of the MoE layer's plans with a single launch and for few tokens, which gpu_main.py runs: `checks`
+yields a name, a bound and a function for each.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ PLANS: dict[str, Plan] = {
 
 
 def bits_of_dispatched(world: weft.World, plan: Plan, count: int) -> float:
-    """Alternate calls of three routings with random late ranks, and sometimes one by the plan of several launches."""
+    """Alternate calls of three routings with random late ranks, and sometimes a call by the plan with several
+    launches."""
     layer = Layer(300, 16, 4, 512, 256, BF)
     model = Model(world, layer, False)
     inputs = [routed(world, layer, 300, call, ids_of) for call, ids_of in enumerate((at_random, to_few, some_nowhere))]
@@ -46,7 +48,7 @@ def bits_of_dispatched(world: weft.World, plan: Plan, count: int) -> float:
 
 
 def few_among_others(world: weft.World, count: int) -> float:
-    """Calls of few tokens, with random late ranks, alternate with larger layers by the other plans: the bits must be
+    """Alternate calls of few tokens, with random late ranks, with larger layers by the other plans: the bits must be
     the same every time."""
     plans: list[str | Plan] = ["low_latency", "fused", "dispatched"]
     layers = [Layer(tokens, 16, 4, hidden, 256, BF) for tokens, hidden in ((17, 512), (300, 512), (90, 1024))]

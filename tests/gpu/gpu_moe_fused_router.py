@@ -1,5 +1,6 @@
-"""The GPU checks of an MoE layer whose one launch includes the router, which gpu_moe_fused.py yields with its own. Logits are
-exact (tests/emulated/cases_moe_fused_router.py), so that routes are compared to the bit."""
+"""The GPU checks of an MoE layer whose single launch includes the router, which gpu_moe_fused.py yields with its own
+checks. Logits are exact (tests/emulated/cases_moe_fused_router.py), so routes must be equal to the bit.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SCORINGS = ("softmax", "softmax_after", "sigmoid", "llama4")
 
 
 def sizes_of(size: int, **changes: object) -> RoutedLayer:
-    """Return a layer of 8 experts a rank."""
+    """Return the sizes of a layer with 8 experts per rank."""
     common = dict(experts=8 * size, k=4, hidden=512, inner=256, tokens=(300,))
     return RoutedLayer(**(common | changes))  # type: ignore[arg-type]
 
@@ -79,14 +80,14 @@ class Layers:
         self.xs = [sizes.tokens_of(call, world.rank, tokens).to(world.device) for call in range(4)]
 
     def run(self, x: torch.Tensor, plan: FusedMoe, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the layer, whose launch includes the router if the plan does."""
+        """Run the layer, whose launch includes the router if the plan supports it."""
         w13, w2 = self.weights.w13, self.weights.w2
         return moe.moe(x, None, None, w13, w2, router=self.router, world=self.world, plan=plan, out=out)
 
 
 def bits_of_router_before(world: weft.World, plan: FusedMoe, count: int) -> float:
-    """Alternate calls of four batches of tokens with random late ranks, and sometimes one after a router of its own:
-    the bits must be the same every time."""
+    """Alternate calls of four batches of tokens, with random late ranks, and sometimes a call after a separate launch
+    of the router: the bits must be the same every time."""
     layers = Layers(world)
     behind = replace(plan, route=False)
     expected = [layers.run(x, behind).clone() for x in layers.xs]
@@ -102,7 +103,7 @@ def bits_of_router_before(world: weft.World, plan: FusedMoe, count: int) -> floa
 
 
 def graph_replays(world: weft.World, plan: FusedMoe) -> float:
-    """Replay a CUDA graph with other tokens each time; the bits must equal those of eager calls."""
+    """Replay a CUDA graph with new tokens each time; the bits must equal those of eager calls."""
     layers = Layers(world)
     x = layers.xs[0].clone()
     layers.run(x, plan)
@@ -121,7 +122,7 @@ def graph_replays(world: weft.World, plan: FusedMoe) -> float:
 
 
 def kernels_beyond_one(world: weft.World) -> float:
-    """Return how many kernels, copies and fills beyond one the GPU runs in a call."""
+    """Return how many kernels, copies and fills the GPU runs in a call, less one."""
     layers = Layers(world)
     out = torch.empty_like(layers.xs[0])
     return float(abs(kernels_of(lambda: layers.run(layers.xs[0], ROUTED, out)) - 1))

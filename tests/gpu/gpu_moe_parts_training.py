@@ -1,5 +1,6 @@
 """The GPU checks of the gradients of layers whose experts are split by columns over ranks, which gpu_main.py runs:
-`checks` yields a name, a bound and a function."""
+`checks` yields a name, a bound and a function for each.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from weft.ops.moe.call import Layer
 
 
 def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biases: bool = False) -> float:
-    """Make calls that save other tensors, without a synchronisation between them; the reference runs on the host."""
+    """Make calls that differ in the tensors that they save, without synchronising between them; the reference runs on
+    the host."""
     sizes = dict(
         experts=layer.experts,
         k=layer.k,
@@ -49,8 +51,8 @@ def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biase
 
 
 def graph_replays(world: weft.World, plan: str, keep: str) -> float:
-    """Capture the forward and backward passes in a CUDA graph, and replay it with different tokens and routings: the bits must
-    be those of eager calls; a plan by cuBLAS agrees to rounding."""
+    """Capture the forward and backward passes in a CUDA graph, and replay it with new tokens and routings: the bits
+    must equal those of eager calls; a plan by cuBLAS agrees to rounding."""
     layer = Layer(256, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
     w13, w2 = (t.requires_grad_() for t in model.local_weights[:2])
@@ -73,7 +75,7 @@ def graph_replays(world: weft.World, plan: str, keep: str) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Repeat the same call for all choices of what is saved, with random late ranks."""
+    """Repeat the same call for every choice of saved tensors, with random late ranks."""
     layer = Layer(300, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, True, tp_size=world.size)
     inputs = routed(0, world.rank, 300, layer, world.size, some_nowhere)

@@ -1,5 +1,6 @@
 """The GPU checks of layers whose experts are split by columns over ranks, which gpu_main.py runs: `checks` yields a
-name, a bound and a function."""
+name, a bound and a function for each.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ def against(
 
 
 def graph_replays(world: weft.World, plan: str | Plan) -> float:
-    """Replay a CUDA graph with other tokens and routings each time, and compare with eager calls: the dispatched
-    plan's bits are equal."""
+    """Replay a CUDA graph with new tokens and routings each time, and compare it with eager calls: the dispatched plan
+    must give the same bits."""
     layer = Layer(256, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
     held = device_operands(world, layer, 256, 0)
@@ -84,8 +85,8 @@ def graph_replays(world: weft.World, plan: str | Plan) -> float:
 
 
 def many_calls(world: weft.World, count: int) -> float:
-    """Alternate routings with random late ranks, and sometimes a first half alone: the bits must be the same every
-    time."""
+    """Alternate between routings, with random late ranks, and sometimes make a first half alone: the bits must be the
+    same every time."""
     layer = Layer(300, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
     kinds = (at_random, to_few, some_nowhere, nowhere)
@@ -106,7 +107,7 @@ def many_calls(world: weft.World, count: int) -> float:
 
 
 def module_case(world: weft.World) -> float:
-    """`MoE` with split columns and with split experts must be the same layer."""
+    """Check that `MoE` with split columns and with split experts is the same layer."""
     e, h, i, k = 4 * world.size, 256, 128 * world.size, 2
     state = {"gate.weight": draw(1, e, h), "experts.gate_up_proj": draw(2, e, 2 * i, h) * 0.1}
     state["experts.down_proj"] = draw(3, e, h, i) * 0.1

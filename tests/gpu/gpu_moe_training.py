@@ -1,5 +1,6 @@
-"""The GPU checks of the MoE layer's gradients, which gpu_main.py runs: `checks` yields a name, a bound and a
-function."""
+"""The GPU checks of the MoE layer's gradients, which gpu_main.py runs: `checks` yields a name, a bound and a function
+for each.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from weft.ops.moe.call import Layer
 
 
 def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biases: bool = False) -> float:
-    """Make calls that save other tensors, without a synchronisation between them; the reference runs on the host."""
+    """Make calls that differ in the tensors that they save, without synchronising between them; the reference runs on
+    the host."""
     sizes = dict(experts=layer.experts, k=layer.k, hidden=layer.hidden, inner=layer.inner, activation=layer.activation)
     errors = training_case(
         world, whole_experts, tokens=tokens, biases=biases, ids_of=some_nowhere, plan=plan, dtype=layer.dtype, **sizes
@@ -38,7 +40,8 @@ def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biase
 def replayed(
     step: Callable[..., Sequence[torch.Tensor]], drawn: Callable[[int], Sequence[torch.Tensor]]
 ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Compare a captured step, replayed with the operands that `drawn` gives by call, with an eager step each time."""
+    """Compare a captured step with an eager step: it is replayed several times, each time with the operands that
+    `drawn` returns for that call."""
     held, stream = drawn(0), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -59,8 +62,8 @@ def replayed(
 
 
 def graph_replays(world: weft.World, keep: str) -> float:
-    """Capture the forward and backward passes in a CUDA graph, and replay it with different tokens and routings: the bits must
-    be those of eager calls."""
+    """Capture the forward and backward passes in a CUDA graph, and replay it with new tokens and routings: the bits
+    must equal those of eager calls."""
     layer = Layer(256, 16, 4, 512, 256, BF)
     model = Model(world, layer, False)
     w13, w2 = (t.requires_grad_() for t in model.local_weights[:2])
@@ -78,7 +81,7 @@ def graph_replays(world: weft.World, keep: str) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Repeat the same call for all choices of what is saved, with random late ranks."""
+    """Repeat the same call for every choice of saved tensors, with random late ranks."""
     layer = Layer(300, 16, 4, 512, 256, BF)
     model = Model(world, layer, True)
     inputs = routed(0, world.rank, 300, layer, world.size, at_random)

@@ -1,15 +1,17 @@
 """Two nodes on one machine: torchrun --nproc-per-node N -m tests.gpu.gpu_nodes [--seconds S] [--out FILE]
 
-The first half of the ranks says that it is one node, the second half another (WEFT_NODE); they may share GPUs, and NCCL
-goes over sockets. Plan "two_level" of every op that has it: results, gradients, CUDA graphs, ranks that start late. A
-line a check, the same as JSON in FILE, and exit 1 where one fails; no check begins after S seconds.
+The first half of the ranks declares itself one node, and the second half a second node (WEFT_NODE); they may share
+GPUs, and NCCL uses sockets. The checks cover plan "two_level" of every op that has it: results, gradients, CUDA graphs,
+and ranks that start late. The program prints a line for each check, writes the same as JSON to FILE, and exits with 1
+if one fails; no check begins after S seconds.
 
 python -m tests.gpu.gpu_nodes --away peer|node|killed --ranks N [--out FILE]
 
-Plain processes, no launcher that would end the others. The last rank, or the whole second node, does not join an op that
-all have made before, or is killed. Every other rank must end by itself within LIMIT seconds: by weft.Timeout, or by
-torch's own error, since what waits for another node is NCCL's and bounded by its process group (four times
-WEFT_TIMEOUT). It is printed which. Where one peer stays away, those that do not wait for it in NCCL raise Timeout.
+Plain processes run without a launcher that would end the others. The last rank, or the whole second node, does not join
+an op that all ranks have called before, or is killed. Every other rank must end by itself within LIMIT seconds, with
+weft.Timeout or with torch's own error: NCCL waits for the other node, and its process group bounds that wait (four
+times WEFT_TIMEOUT). The program prints which error each rank raised. Where one peer stays away, the ranks that do not
+wait for it in NCCL raise Timeout.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ TORCHS = r"Watchdog caught collective operation timeout|DistBackendError|NCCL er
 
 
 def calls_of(world: weft.World, op: str, plan: str | Plan) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """Return an operand of a call, and the call."""
+    """Return the operand of a call, and the call itself."""
     x = draw(world.rank, 512 if op == "all_gather_matmul" else 512 * world.size, 256).to(world.device)
     w = (draw(50 + world.rank, 384, 256) * 0.1).to(world.device)
     norm = torch.ones(256, device=world.device, dtype=x.dtype)
@@ -62,8 +64,8 @@ def calls_of(world: weft.World, op: str, plan: str | Plan) -> tuple[torch.Tensor
 
 
 def replayed(world: weft.World, op: str, plan: Plan, replays: int = 8) -> float:
-    """Replay a graph of two calls with new inputs: the bits must be the same twice, and equal to rounding to those
-    of eager calls in between, since on a node "auto" may choose other plans inside a graph."""
+    """Replay a graph of two calls with new inputs: the bits must be the same twice, and must equal those of eager calls
+    in between to rounding, since "auto" may choose different plans for a node inside a graph."""
     x, fn = calls_of(world, op, plan)
     for _ in range(2):
         fn()
@@ -100,7 +102,8 @@ def late(world: weft.World, op: str, plan: Plan, calls: int = 12) -> float:
 
 
 def chosen(world: weft.World) -> float:
-    """Both levels exist; "auto", which times nothing where ranks share a GPU, runs cuBLAS and NCCL, and is right."""
+    """Check that both levels exist, and that "auto", which times nothing where ranks share a GPU, runs cuBLAS and NCCL
+    with the right result."""
     levels = world.levels
     assert world.backend.two_level_unsupported is None and levels.node.backend.symmetric_unsupported is None, (
         levels.node.backend.symmetric_unsupported

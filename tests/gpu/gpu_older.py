@@ -1,11 +1,12 @@
-"""The plans of GPUs before Hopper, run on the GPU at hand as if it were one (older.py):
+"""Run the plans for GPUs before Hopper on the GPU at hand as if it were such a GPU (older.py):
 
     WEFT_SHARE_GPU=1 torchrun --standalone --nproc-per-node N -m tests.gpu.gpu_older --out DIR [--gpu sm_80] [--without peers] [--seconds S]
     torchrun --standalone --nproc-per-node 1 -m tests.gpu.gpu_older --out DIR --gpu sm_80 --speed
 
-A call that falls back to the sequential plan fails its check. DIR/results.json is for tests/gpu/gpu_record.py, the rows of every switch under
-a name of their own. --speed: the signaled GEMM beside the same loop without signals and beside a plain one of pointers and tiles in no
-loop, all compiled alike; nothing else may run on the GPU. DIR/speed.json.
+A call that falls back to the sequential plan fails its check. tests/gpu/gpu_record.py reads DIR/results.json, where the
+rows of each switch have a separate name. --speed times the signaled GEMM beside the same loop without signals and
+beside a plain GEMM through pointers with one tile per program, all compiled alike, and writes DIR/speed.json; nothing
+else may run on the GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ SHAPES = [(4096, 8192, 1024), (4096, 8192, 2048), (4096, 8192, 8192), (8192, 819
 
 
 def gemm_case(world: weft.World, op: str, rows: int, n: int, k: int, plan: Plan | str, **options: Any) -> float:
-    """`rows` are those of every rank."""
+    """`rows` is the number of rows of each rank."""
     if op == GATHER:
         return all_gather_case(world, [rows] * world.size, n, k, plan, **options)
     return reduce_case(world, rows * world.size, n, k, plan, everywhere=op == ALL, **options)
@@ -102,7 +103,7 @@ def moved_by_nccl(world: weft.World) -> Iterator[Check]:
 
 
 def only_stored(world: weft.World) -> Iterator[Check]:
-    """Run plans that need peer access, and no atomics."""
+    """Run plans that need peer access but no atomics."""
     for op in OPS:
         yield from of_plan(world, op, "low latency", TwoShotLowLatency() if op == ALL else OneShot())
     yield f"{ALL} one shot", BF16, partial(gemm_case, world, ALL, 4, 1024, 512, OneShot(), bias=True, calls=3)
@@ -143,7 +144,7 @@ def checks(world: weft.World) -> Iterator[Check]:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Return what weft logs meanwhile about plans that it did not run."""
+    """Record what weft logs in this block about plans that it did not run."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage()) if "instead of" in record.getMessage() else None  # type: ignore[assignment,method-assign]  # fmt: skip
@@ -170,7 +171,7 @@ def no_signals(
     x_desc, w_desc, out_desc, tiles_m, tiles_n, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP_M: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """weft's loop over tiles, which stores rows in order."""
+    """Compute the GEMM in weft's loop over tiles, which stores rows in order."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
         tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
@@ -182,8 +183,8 @@ def no_signals(
 def of_pointers(
     x, w, out, tiles_m, tiles_n, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr
 ):
-    """One tile a program, through pointers without bounds, as a GEMM in Triton is usually written: for sizes that
-    tiles divide."""
+    """Compute one tile per program, through pointers without bounds, as a GEMM in Triton is usually written: the tiles
+    must divide the sizes."""
     tm, tn = grouped_tile(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
     rows, cols, ks = tm * BM + tl.arange(0, BM), tn * BN + tl.arange(0, BN), tl.arange(0, BK)
     a, b = x + rows[:, None] * K + ks[None, :], w + cols[None, :] * K + ks[:, None]
@@ -196,7 +197,7 @@ def of_pointers(
 
 
 def us(runs: dict[str, Callable[[], object]], rounds: int = 15, calls: int = 5) -> dict[str, float]:
-    """Return the median times of interleaved runs."""
+    """Return the median times of the functions, whose runs are interleaved."""
     took: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(rounds + 2):
         for name, fn in runs.items():
@@ -212,8 +213,9 @@ def us(runs: dict[str, Callable[[], object]], rounds: int = 15, calls: int = 5) 
 
 
 def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> dict[str, Callable[[], None]]:
-    """Return the signaled GEMM x @ w.T, to rows in order and to tiles, in groups of a wave and in one group; the
-    same loop without signals; all on all SMs but one; and a GEMM through pointers, in several tiles."""
+    """Return the ways to compute x @ w.T: the signaled GEMM, to rows in order and to tiles, in groups of one wave and
+    in a single group; and the same loop without signals; all of these on all SMs but one. Also return a GEMM through
+    pointers, with several tile sizes."""
     (m, k), n, stream, programs = x.shape, len(w), world.current_stream(), world.sm_count - 1
     call = ReduceCall((m,), n, k, x.dtype, bias=False, m=m, everywhere=True, reorder=True)
 

@@ -1,5 +1,6 @@
-"""Checks of every op around a GEMM and the norm with small shapes: all kinds of plans, late ranks, two streams.
-gpu_main.py runs them."""
+"""Check every op around a GEMM and the norm on small shapes, with all kinds of plans, late ranks and two streams.
+gpu_main.py runs these checks.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +32,15 @@ REDUCING = ("matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def few_programs(op: str) -> Plan:
-    """Return the default of an all-gather, or a plan of a sum with few and small programs."""
+    """Return the default plan of an all-gather, or a plan of a sum with few and small programs."""
     if op == "all_gather_matmul":
         return FUSED[op]
     return changed(FUSED[op], pull_programs=6, forward_programs=2, pull_rows=16, pull_stages=2)
 
 
 def again(world: weft.World, calls: list[tuple[Callable[[], Any], Any]], count: int, seed: int) -> float:
-    """Repeat these calls, drawn alike on every rank, with some ranks late: infinite unless each gives the same bits
-    as at first."""
+    """Repeat these calls, which are drawn alike on every rank, with some ranks late; return infinity unless each call
+    gives the same bits as at first."""
     same, late, wrong = (
         random.Random(seed),
         random.Random(world.rank),
@@ -64,8 +65,7 @@ def cloned(run: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
 
 
 def low_latency(world: weft.World) -> float:
-    """Draw shapes, uneven ranks, and late ones, with calls of all-reduces in between: the bits must be the same
-    again."""
+    """Draw shapes, uneven ranks and late ranks, with all-reduces between the calls: the bits must be the same again."""
     plans: dict[str, list[Plan]] = {op: [OneShot(programs=8), OneShot(programs=5, warps=4)] for op in OPS}
     plans["matmul_all_reduce"] = [OneShot(programs=8), TwoShotLowLatency(programs=8)]
     rng, worst, calls, size = random.Random(5), 0.0, [], world.size
@@ -84,8 +84,8 @@ def low_latency(world: weft.World) -> float:
 
 
 def every_kind(world: weft.World, op: str) -> float:
-    """Run whole and partial tiles, uneven ranks, a bias, and float16; return the largest error over 1.5 times
-    sequential's."""
+    """Run whole and partial tiles, uneven ranks, a bias, and float16; return the largest error, divided by 1.5 times
+    that of sequential."""
     worst: dict[str, float] = {}
     size, gather = world.size, op == OPS[0]
     second = FusedGatherByCopies() if gather else changed(few_programs(op), pull_programs=2)
@@ -119,7 +119,8 @@ def many_calls(world: weft.World) -> float:
 
 
 def norms(world: weft.World) -> float:
-    """Draw shapes and plans, with late ranks: the results must agree with torch, and have the same bits again."""
+    """Draw shapes and plans, with late ranks: the results must agree with torch's, and a repetition must give the same
+    bits."""
     plans = [OneShot(programs=8), TwoShotLowLatency(programs=8), TwoShotPush(programs=8), Decomposed()]
     rng, worst, calls = random.Random(3), 0.0, []
     for i in range(40):

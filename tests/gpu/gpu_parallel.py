@@ -1,5 +1,6 @@
-"""Checks of `weft.parallel` on GPUs: forward, gradients and steps of training, against torch's own styles in the
-same run."""
+"""Check `weft.parallel` on GPUs: forward passes, gradients and training steps, against torch's own styles in the same
+run.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """The order of GPU checks: those that have not passed with this version of weft, shared between the runs that make
 them.
 
-A row records a check: check, ranks, gpus (fewer than ranks: they share), outcome, date, seconds, parts (the files and
-folders of weft whose kernels it launched, with git's names for their contents), and why and where it failed. A checkout
-of weft is identified by git's name for the content of src/weft, which is computed here: the GPU machine has no git.
+A row records one check: check, ranks, gpus (ranks share these if they are fewer), outcome, date, seconds, parts (the
+files and folders of weft whose kernels the check launched, with git's names for their contents), and why and where it
+failed. A checkout of weft is identified by git's name for the content of src/weft, which is computed here: the GPU
+machine has no git.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ def tree_of_part(part: str) -> str:
 
 
 def placed(ranks: int, gpus: int, triton: str = TRITON) -> str:
-    """Return the record's name for the rows of these ranks, with another Triton than the one that weft is developed
-    with."""
+    """Return the record's name for the rows of these ranks, with a suffix if Triton's version is not the one with which
+    weft is developed."""
     return f"{ranks} ranks on {gpus} GPU{'s' * (gpus > 1)}{f', Triton {triton}' if triton != TRITON else ''}"
 
 
 def ordered(names: Sequence[str], rows: Mapping[str, Row], tree: str) -> list[str]:
-    """Return the checks without those that passed on this tree: first what failed, then new ones and those that
+    """Return the checks without those that passed on this tree: first those that failed, then new ones and those that
     launch kernels of a part that has changed since, then the rest, the oldest first."""
 
     def rank(name: str) -> tuple[int, str]:
@@ -85,7 +86,7 @@ def passed(row: Row | None, tree: str) -> bool:
 
 
 def recorded(ranks: int, gpus: int) -> dict[str, Row]:
-    """Return the record's checks on so many ranks and GPUs, by name."""
+    """Return the record's checks on this number of ranks and GPUs, by name."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     place = placed(ranks, gpus, metadata.version("triton"))
     rows: dict[str, Row] = record.get("checks", {}).get(place, {})
@@ -93,8 +94,8 @@ def recorded(ranks: int, gpus: int) -> dict[str, Row]:
 
 
 class Queue:
-    """A file of names, of which several processes each take the next, under a lock. Each worker records the name
-    that it holds, to identify crashes."""
+    """A file of check names, from which several processes each take the next one, under a lock. Each worker records the
+    name that it holds, so that a crash can be attributed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -110,7 +111,7 @@ class Queue:
             file.write(json.dumps(state))
 
     def fill(self, names: list[str]) -> None:
-        """Fill the queue; only the first process does."""
+        """Fill the queue, which only the first process does."""
         with self._state() as state:
             if "todo" not in state:
                 state.update(todo=names, running={})
@@ -133,6 +134,6 @@ class Queue:
             return state.get("running", {}).get(who)
 
     def left(self) -> int | None:
-        """Return how many names no process has taken; None before the queue is filled."""
+        """Return how many names no process has taken, or None before the queue is filled."""
         with self._state() as state:
             return len(state["todo"]) if "todo" in state else None

@@ -1,4 +1,4 @@
-"""Add what gpu/run.sh found to tests/gpu_record.json: python -m tests.gpu.gpu_record RESULTS.json ...
+"""Add the results of gpu/run.sh to tests/gpu_record.json: python -m tests.gpu.gpu_record RESULTS.json ...
 
 Under "checks", by ranks and GPUs ("4 ranks on 1 GPU": they share it), the newest row of every check: outcome, of which version of weft
 (git's name for the content of src/weft), date, machine, seconds, the parts of weft whose kernels it launched, error and bound, and why it
@@ -24,8 +24,8 @@ FIELDS = ("outcome", "date", "seconds", "parts", "error", "bound", "why")
 
 
 def fuzzed(runs: list[dict[str, Any]], tree: str, gpus: int, old: dict[str, Any]) -> dict[str, Any]:
-    """Return the random calls of these runs and of all before. A run that did not end as it should has made a wrong
-    call."""
+    """Return the random calls of these runs, added to all earlier ones. A run that did not end properly has made a
+    wrong call."""
     trees = {name: dict(counts) for name, counts in old.get("trees", {}).items()}
     for run in runs:
         place = placed(run["world"], min(run["world"], gpus))
@@ -70,13 +70,13 @@ def with_results(results: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]
 
 
 def is_known(results: dict[str, Any], record: dict[str, Any]) -> bool:
-    """Return whether the record has these results already."""
+    """Return whether the record already has these results."""
     run = {key: results[key] for key in ("date", "tree", "machine", "minutes")}
     return any(run == {key: old.get(key) for key in run} for old in record.get("runs", []))
 
 
 def text(record: dict[str, Any]) -> str:
-    """Return JSON with a line for every check."""
+    """Return JSON with one line per check."""
     blocks = []
     for place, rows in sorted(record["checks"].items()):
         entries = ",\n".join(

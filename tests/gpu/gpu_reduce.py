@@ -1,4 +1,6 @@
-"""The GPU checks of the all-reduce ops, which gpu_main.py runs: `checks` yields a name, a bound and a function."""
+"""The GPU checks of the all-reduce ops, which gpu_main.py runs: `checks` yields a name, a bound and a function for
+each.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 def calls(world: weft.World, m: int, h: int, plan: Plan, seed: int = 0) -> tuple[torch.Tensor, Run]:
-    """Return x, and a call that normalises it into symmetric memory of its own."""
+    """Return x, and a call that normalises it into its own symmetric memory."""
     x = draw(seed + world.rank, m, h).to(world.device)
     rows = balanced_rows(m, world.size)
     residual = draw(seed + 50 + world.rank, rows[world.rank], h).to(world.device)

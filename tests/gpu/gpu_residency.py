@@ -1,8 +1,10 @@
-"""Two operators on two streams, each of which needs all SMs and waits for the other ranks: torchrun --nproc-per-node 2 -m tests.gpu.gpu_residency
+"""Run two operators on two streams, each of which needs all SMs and waits for the other ranks: torchrun
+--nproc-per-node 2 -m tests.gpu.gpu_residency
 
-Every rank makes the calls in one order, but rank 0's GPU begins the first and the others' the second, because a sleep comes before the
-other one. The World makes the second call start after the first, so both end, eagerly and in a graph. At the end the World is kept from
-doing so: then both wait for room until `weft.Timeout`, within seconds. Prints a line a case, and exits with 1 where one fails.
+Every rank makes the calls in the same order, but rank 0's GPU begins with the first call and the other ranks' GPUs with
+the second, because a sleep precedes the remaining call. The World makes the second call start after the first, so both
+end, eagerly and in a graph. At the end the World is kept from ordering them: then both calls wait for room until
+`weft.Timeout`, within seconds. The program prints a line for each case, and exits with 1 if one fails.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Call = Callable[[], Any]
 
 
 def calls(world: weft.World) -> dict[str, Call]:
-    """Return an all-gather + GEMM, a sum and a layer of experts, of which each launches a program on every SM."""
+    """Return an all-gather + GEMM, a sum and a layer of experts, each of which launches a program on every SM."""
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=world.device).bfloat16()

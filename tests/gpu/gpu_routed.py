@@ -1,4 +1,5 @@
-"""GPU checks of GEMM + all-to-all by a routing on the device: tests/gpu/gpu_main.py runs them among its own.
+"""GPU checks of GEMM + all-to-all with the routing on the device, which tests/gpu/gpu_main.py runs among its own
+checks.
 
 Alone: torchrun --nproc-per-node N -m tests.gpu.gpu_main --out DIR --only "routed all-to-all"
 """
@@ -24,7 +25,7 @@ Operands = list[torch.Tensor]  # x, weight, bias, destinations, the gradient of 
 
 
 def operands(world: weft.World, call: int, m: int, n: int, k: int) -> Operands:
-    """Return the operands of one rank in a call, each with another routing."""
+    """Return one rank's operands of a call, whose routing differs from call to call."""
     routing = MIXED[call % len(MIXED)](random.Random(call), world.size, m)
     me = world.rank
     tensors = draw(100 * call + me, m, k), draw(40 + me, n, k) * 0.1, draw(80 + me, n)
@@ -35,23 +36,23 @@ def operands(world: weft.World, call: int, m: int, n: int, k: int) -> Operands:
 def step(
     world: weft.World, plan: str | Plan, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, d: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Return result, counts, and the three gradients."""
+    """Return the result, the counts, and the three gradients."""
     leaves = [t.detach().requires_grad_() for t in (x, w, b)]
     out, counts = weft.matmul_all_to_all_routed(*leaves, destinations=d, world=world, plan=plan)
     return out.detach(), counts, *torch.autograd.grad(out, leaves, dout)
 
 
 def graph_replays(world: weft.World, plan: str) -> float:
-    """Replay forward and backward pass in one CUDA graph with other rows and destinations: the bits must equal those of
-    eager calls."""
+    """Replay the forward and backward passes in one CUDA graph with new rows and destinations: the bits must equal
+    those of eager calls."""
     drawn = partial(operands, world, m=500, n=512, k=256)
     pairs = replayed(partial(step, world, plan), drawn)
     return float(sum(not torch.equal(a, b) for results in pairs for a, b in results))
 
 
 def many_replays(world: weft.World, replays: int) -> float:
-    """Replay a graph of two calls without a synchronisation, with random late ranks: destinations come from a table
-    on the device, and the results are summed there. Return how many elements are wrong."""
+    """Replay a graph of two calls with random late ranks, without synchronising: destinations come from a table on the
+    device, where the results are also summed. Return how many elements are wrong."""
     m, n, k = 300, 256, 128
     drawn = [operands(world, call, m, n, k) for call in range(5)]
     wanted = [weft.matmul_all_to_all_routed(*o[:3], destinations=o[3], world=world, plan="fused") for o in drawn]
@@ -89,7 +90,8 @@ def same_bits(world: weft.World) -> float:
 
 
 def nothing_is_read(world: weft.World, plan: str) -> float:
-    """The host waits for nothing in a known step: torch raises where one of its functions would wait."""
+    """Check that the host waits for nothing in a known step: torch raises an error where one of its functions would
+    wait."""
     inputs = operands(world, 0, 400, 256, 128)
     for _ in range(2):
         step(world, plan, *inputs)
@@ -104,7 +106,7 @@ def nothing_is_read(world: weft.World, plan: str) -> float:
 
 
 def streams(world: weft.World) -> float:
-    """Call two sizes from three streams, which share the arena."""
+    """Make calls of two sizes, which share the arena, on three streams."""
     inputs = [operands(world, call, 256 + 44 * (call % 2), 256, 128) for call in range(6)]
     wanted = [[t.clone() for t in step(world, "fused", *o)] for o in inputs]
     others, results = [torch.cuda.Stream() for _ in range(3)], []
@@ -119,7 +121,7 @@ def streams(world: weft.World) -> float:
 
 
 def compiled(world: weft.World) -> float:
-    """Compare a step under torch.compile by Inductor, with other destinations in every call, with eager ones."""
+    """Compare a step under torch.compile by Inductor, with new destinations in every call, with eager steps."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, counts = weft.matmul_all_to_all_routed(torch.relu(x), w, b, destinations=d, world=world, plan="fused")
@@ -139,7 +141,7 @@ def compiled(world: weft.World) -> float:
 
 
 def two_sizes(world: weft.World) -> float:
-    """Call sizes that share the arena in succession, with and without gradients."""
+    """Make successive calls of two sizes that share the arena, with and without gradients."""
     callers = [Caller(world, m, 512, 256, "fused", BF) for m in (900, 64)]
     rng = random.Random(5)
     for call in range(8):

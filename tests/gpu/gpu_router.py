@@ -1,4 +1,4 @@
-"""GPU checks of capacity, placement and the router's losses: tests/gpu/gpu_main.py runs them among its own.
+"""GPU checks of capacity, placement and the router's losses, which tests/gpu/gpu_main.py runs among its own checks.
 
 Alone: torchrun --nproc-per-node N -m tests.gpu.gpu_main --out DIR --only "around the router"
 """
@@ -52,8 +52,8 @@ def placements(world: weft.World) -> float:
 
 
 def losses(world: weft.World) -> float:
-    """Return the largest relative error of the losses and their gradients; infinite where a second call has other
-    bits."""
+    """Return the largest relative error of the losses and their gradients, or infinity where a second call gives
+    different bits."""
     worst = 0.0
     for seed, (tokens, k, experts) in enumerate(SIZES[:4]):
         g = torch.Generator().manual_seed(seed)
@@ -77,7 +77,7 @@ def kernels_of(call: Callable[[], object]) -> int:
 
 
 def one_launch_each(world: weft.World) -> float:
-    """Return how many of the calls are not a single kernel on the GPU."""
+    """Return how many of the calls are more than a single kernel on the GPU."""
     ids, weights = some_ids(512, 8, 128, 0).to(world.device), some_weights(512, 8, 0).to(world.device)
     logits = torch.randn(512, 128, device=world.device)
     table = torch.arange(128, dtype=torch.int32, device=world.device)

@@ -47,7 +47,7 @@ EXAMPLES = ("all_gather_rowwise", "all_to_all_table", "context_parallel", "gemm_
 
 @dataclass(frozen=True)
 class Command:
-    """A check that a command line makes: it passes if the command exits with 0 within `limit` seconds."""
+    """A check that runs as a command line: it passes if the command exits with 0 within `limit` seconds."""
 
     part: str
     name: str
@@ -63,8 +63,8 @@ class Command:
 
 @dataclass
 class Group:
-    """Processes that run: a torchrun, or a command that starts some. `queue` is the one that gives it checks.
-    `running` is its check, and since when."""
+    """Processes that run: a torchrun, or a command that starts some. `queue` supplies the group's checks. `running` is
+    the current check, and the time since which it has run."""
 
     command: Command
     process: subprocess.Popen[bytes]
@@ -74,8 +74,8 @@ class Group:
     running: tuple[str | None, float] = (None, 0.0)
 
     def end(self) -> None:
-        """End the processes with all that they have started, including torchrun's ranks, which have sessions of
-        their own."""
+        """End the group's processes with everything that they have started, including torchrun's ranks, which are in
+        sessions of their own."""
         for pid in (self.process.pid, *descendants(self.process.pid)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -100,7 +100,7 @@ def torchrun(ranks: int, *words: str) -> tuple[str, ...]:
 def commands(
     parts: Sequence[str], ranks: Sequence[int], seconds: int, calls: int, seed: int | None
 ) -> Iterator[Command]:
-    """Return the commands other than gpu_main.py."""
+    """Return the commands besides gpu_main.py."""
     for n in ranks:
         if "peers" in parts:
             yield Command(
@@ -155,7 +155,7 @@ class Run:
 
     # -- groups --------------------------------------------------------------------------------------------------------
     def gpus_of(self, ranks: int) -> list[str]:
-        """Return the next GPUs in turn, for ranks that have a GPU each."""
+        """Return the next GPUs in turn, for ranks each of which gets one GPU."""
         if ranks >= self.gpus:
             return self.devices
         first_device = sum(g.command.ranks for g in self.groups if g.command.ranks < self.gpus)
@@ -189,13 +189,13 @@ class Run:
         return min(ranks, self.gpus)
 
     def free(self) -> int:
-        """Return how many more ranks may run: fewer beside checks with absent peers, whose waits are short, so that
-        compiling makes no rank late."""
+        """Return how many more ranks may run: fewer beside checks with absent peers, whose waits are so short that
+        compiling beside them could make a rank late."""
         quiet = any(g.command.part == "peers" for g in self.groups)
         return (max(8, self.room * 2 // 3) if quiet else self.room) - sum(g.command.ranks for g in self.groups)
 
     def watch(self) -> bool:
-        """Record groups that have ended, and end those that hang; return whether anything changed."""
+        """Record the groups that have ended, and end those that hang; return whether anything changed."""
         ended = [g for g in self.groups if self.over(g)]
         for group in ended:
             self.remove(group)
@@ -320,7 +320,8 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
         return sum(g.queue is queues[n] for g in run.groups)
 
     def usable(n: int) -> bool:
-        """Return whether checks are left, or the number is unknown, and groups do not die before they start one."""
+        """Return whether a group may still start for this queue: checks are left, or their number is unknown, and
+        groups do not die before they start one."""
         return queues[n].left() != 0 and run.died.get(queues[n].path, 0) < STARTS
 
     def command_of(*parts: str) -> bool:
@@ -377,7 +378,7 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
 
 
 def machine_of() -> dict[str, Any]:
-    """Return the machine's description, from another process, so that this one holds no GPU memory."""
+    """Return the machine's description, which a separate process determines, so that this one holds no GPU memory."""
     asked = """if True:
         import json, torch, triton
         p = torch.cuda.get_device_properties(0)

@@ -1,10 +1,11 @@
-"""torch's own tests of its fused operators, by torch alone and with weft in torch's place.
+"""Run torch's own tests of its fused operators by torch alone and with weft in torch's place.
 
     torchrun --nproc-per-node N -m tests.gpu.gpu_torch_suites FOLDER --out DIR    on N GPUs, N of 2 and 4
     python -m tests.gpu.gpu_torch_suites FOLDER --out DIR                         on one GPU: what has a fake process group
 
-FOLDER has test_symmetric_memory.py and test_micro_pipeline_tp.py of torch's repository (test/distributed, and tensor/parallel there),
-of the version that is installed; and expecttest, if it is not. Appends a line to DIR/torch_suites.jsonl for each test and way:
+FOLDER contains test_symmetric_memory.py and test_micro_pipeline_tp.py from torch's repository (test/distributed, and
+tensor/parallel in it), at the installed version, and also expecttest if that is not installed. The program appends a
+line to DIR/torch_suites.jsonl for each test and each way to run it:
 
     torch     as they are
     weft      as they are, with weft.torch.async_tp() in place
@@ -12,8 +13,8 @@ of the version that is installed; and expecttest, if it is not. Appends a line t
               mode. float32 goes on to torch, so only here is anything served. Results may differ as torch.testing lets them
               in bfloat16.
 
-A rank is what torch's runner has as a worker process: it makes the test's object and calls the test. A test has passed if it has on
-every rank. What asks for NVLink multicast is not run.
+A rank takes the part of a worker process of torch's runner: it makes the test's object and calls the test. A test
+passes if it passes on every rank. Tests that ask for NVLink multicast are not run.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def suites(world: int) -> list[tuple[str, str]]:
-    """Return (suite, way): those of real groups, or, for one process, those of fake groups."""
+    """Return (suite, way) pairs: those with real groups, or, for one process, those with fake groups."""
     if world == 1:
         return [(suite, way) for way in ("torch", "weft") for suite in (COMPILED, COMPILED_4)]
     compiled = {2: COMPILED, 4: COMPILED_4}.get(world)
@@ -101,7 +102,7 @@ def called(test: unittest.TestCase, fake: bool) -> None:
 
 
 def outcome(test: unittest.TestCase, fake: bool) -> tuple[str, str]:
-    """Return passed, skipped or failed, and why."""
+    """Return whether the test passed, was skipped or failed, and why."""
     try:
         called(test, fake)
     except unittest.SkipTest as skip:
@@ -140,7 +141,7 @@ def ran(module: ModuleType, suite: str, name: str, way: str, fake: bool) -> dict
 
 
 def imported(suite: str) -> ModuleType:
-    """Import a suite. torch's helpers would compile C++ to find out whether tests of CPUs can run: none of these is
+    """Import a suite. torch's helpers would compile C++ to find out whether CPU tests can run, and no test here is
     one."""
     with mock.patch("torch._inductor.codecache.CppCodeCache.load", side_effect=OSError("not asked")):
         return importlib.import_module(MODULES[suite])

@@ -1,9 +1,11 @@
-"""The plugin in vLLM on a GPU: `gpu/vllm.sh run`. One rank, on which it must serve nothing; or several that share the GPU, started by
-torchrun, without the plugin first (WEFT_VLLM=0), whose answers the ranks with it then compare theirs with: all passes by the twin, in each
-of its forms, since nothing can be timed there. Requests are cut into chunks, have prefixes in
-common, are preempted, since the cache is too small for all of them, and one is aborted. Probabilities of given tokens must be no further
-from the model in float32 than 1.5 times vLLM's own. The kinds LlamaFP8 (which needs compressed_tensors) and LlamaFP8Block, named by KINDS,
-have FP8 linears, whose GEMMs weft must serve."""
+"""The plugin in vLLM on a GPU: `gpu/vllm.sh run`. torchrun starts one rank, on which the plugin must serve nothing, or
+several ranks that share the GPU. These first run without the plugin (WEFT_VLLM=0); then ranks with the plugin compare
+their answers with those. The twin runs all passes, in each of its forms, since nothing can be timed there. Requests are
+cut into chunks, share prefixes, and are preempted, since the cache is too small for all of them; one is aborted. The
+error of the probabilities of given tokens, against the model in float32, may be at most 1.5 times that of vLLM's own.
+The kinds LlamaFP8 (which needs compressed_tensors) and LlamaFP8Block, which KINDS may name, have FP8 linears, whose
+GEMMs weft must serve.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def engine(folder: str, ranks: int, mode: str) -> Any:
 
 @contextmanager
 def forced(form: str) -> Iterator[None]:
-    """Run all passes by the twin, in one form."""
+    """Make the twin run all passes, in one form."""
     from weft.integrations.vllm import plugin
     from weft.integrations.vllm.row_norm_column import PASS_FORMS
 
@@ -70,7 +72,8 @@ def forced(form: str) -> Iterator[None]:
 
 @contextmanager
 def woven(llm: Any, form: str) -> Iterator[list[int]]:
-    """Return the numbers of tokens of passes in two parts over whole layers, after a start that was not timed."""
+    """Return the numbers of tokens of the passes that ran in two parts over whole layers, after a start in which
+    nothing was timed."""
     from weft.integrations.vllm.served import models
     from weft.integrations.vllm.woven import WovenPass
 
@@ -88,7 +91,7 @@ def woven(llm: Any, form: str) -> Iterator[list[int]]:
 
 
 def answers(llm: Any) -> list[list[tuple[int, float, float]]]:
-    """Return tokens, the logarithm of each one's probability, and its lead over the second best."""
+    """Return the tokens, the logarithm of each token's probability, and its lead over the second best."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
@@ -124,7 +127,7 @@ def crowded(llm: Any) -> tuple[list[list[int]], int]:
 
 
 def forced_logprobs(llm: Any) -> list[float]:
-    """Return the logarithm of the probability of each token of CROWD, given those before it."""
+    """Return the logarithm of the probability of each token of CROWD, given the tokens before it."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0)
@@ -137,7 +140,7 @@ def forced_logprobs(llm: Any) -> list[float]:
 
 
 def float32_logprobs(folder: str) -> list[float]:
-    """Return the same from Transformers in float32."""
+    """Return the same logarithms as Transformers computes them in float32."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -152,8 +155,8 @@ def distance(logprobs: list[float], reference: list[float]) -> float:
 
 
 def compare(actual: list[Any], expected: list[Any], rounding: float) -> dict[str, Any]:
-    """Return how many tokens are vLLM's own, up to the first different one of each answer, and the largest
-    difference of a logarithm of a probability. Raise AssertionError where an answer differs at a token that led by
+    """Return how many tokens equal vLLM's own, up to the first difference in each answer, and the largest difference
+    between the logarithms of the probabilities. Raise AssertionError where an answer differs at a token that led by
     more than rounding."""
     same, furthest = 0, 0.0
     for own_answer, expected_answer in zip(actual, expected, strict=True):

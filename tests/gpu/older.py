@@ -1,4 +1,5 @@
-"""Switches of the tests, for the rest of a process: this GPU as if it were an older one, and ranks as if the link had less.
+"""Switches that tests set for the rest of a process: they treat this GPU as an older one, and the link between ranks as
+one that can do less.
 
 as_gpu(80)           kernels are compiled for sm_80 (mma.sync, cp.async, no TMA), their PTX assembled for the GPU at hand: PTX runs on
                      every newer GPU. A program has the shared memory that it would have there. Before the first World.
@@ -23,7 +24,7 @@ from weft.backends.cuda import CudaBackend
 
 
 def as_gpu(capability: int, target: int | None = None) -> None:
-    """`target` is the capability of the GPU at hand; by default torch's."""
+    """`target` is the capability of the GPU at hand, by default the one that torch reports."""
     if target is None:
         major, minor = torch.cuda.get_device_capability()
         target = 10 * major + minor

@@ -1,5 +1,6 @@
-"""`weft.spmd` on GPUs, which ranks share if there are fewer, and the examples there, as a user starts them.
-gpu_main.py, which gpu/run.sh starts, checks every op on GPUs."""
+"""Test `weft.spmd` on GPUs, which ranks share if there are too few, and run the examples there as a user starts them.
+gpu_main.py, which gpu/run.sh starts, checks every op on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 
 def first_uses(world: weft.World) -> torch.Tensor:
-    """Do what a rank does first while its kernel waits for the last rank's; this must not delay the last rank."""
+    """Do what a rank does first while its kernel waits for the last rank's kernel; this must not delay the last
+    rank."""
     y = torch.ones(3, 1024, device=world.device)
     weft.all_reduce(y, world=world, plan=OneShot(programs=3))
     for use in FIRST_USES.values():

@@ -41,7 +41,7 @@ def test_calls_of_many_kinds_are_right(seed: int, ranks: int, tmp_path: Path) ->
 
 
 def of_every_kind(world: weft.World) -> list[str]:
-    """Return what is wrong in a round of every kind."""
+    """Return the errors in a round of every kind."""
     fuzz, wrong = gpu_fuzz.Fuzz(world, 5, gpu_fuzz.SMALL), []
     for index, kind in enumerate(fuzz.kinds):
         fuzz.run(fuzz.draw(index, kind))
@@ -103,8 +103,8 @@ def test_kinds_with_few_recorded_calls_are_drawn_most() -> None:
 
 
 def test_only_compiled_kinds_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that compile are compared, but not counted. The clock ends this part at half of the time, and the run at
-    its time."""
+    """Calls that compile a kind are compared, but not counted. The clock ends this part at half of the time, and the
+    whole run when the time is up."""
     run, rounds_run = gpu_fuzz.Fuzz.run, []
 
     def noted(self: gpu_fuzz.Fuzz, r: Round) -> int:
@@ -198,7 +198,8 @@ def test_a_run_that_ends_early_says_where(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_is_on_record(tmp_path: Path) -> None:
-    """Counts are by ranks, however many GPUs they had, over all versions; or those by which a run has drawn."""
+    """Calls are counted by the number of ranks, however many GPUs these had, over all versions; or the counts are those
+    by which a run has drawn."""
 
     def ran(world: int, seed: int, **kinds: int) -> dict[str, Any]:
         calls = sum(kinds.values())

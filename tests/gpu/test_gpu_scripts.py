@@ -1,5 +1,6 @@
-"""The scripts in gpu/ with a torchrun that only records its command line: every step starts once with arguments that
-its program accepts, and the next call repeats what was cut or failed."""
+"""Run the scripts in gpu/ with a torchrun that only records its command line: every step starts once with arguments
+that its program accepts, and the next call repeats the steps that were cut short or failed.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ esac
 
 
 def run(tree: Path, out: Path, script: str = "measure.sh", **variables: str) -> tuple[int, str, list[list[str]]]:
-    """Return the exit status, what the script printed and the command lines that it started, in a tree of its own, since it puts
-    the profile into src."""
+    """Return the exit status, the script's output and the command lines that it started, in a separate tree, since the
+    script puts the profile into src."""
     programs = {"nvidia-smi": "#!/bin/sh\necho GPU 0\necho GPU 1\n", "python3": PYTHON, "torchrun": TORCHRUN}
     (tree / "bin").mkdir(parents=True, exist_ok=True)
     for name, text in programs.items():
@@ -137,7 +138,8 @@ def test_what_is_one_run_begins_again(tmp_path: Path) -> None:
 
 
 def test_eight_checks_first_and_continues(tmp_path: Path) -> None:
-    """One call runs everything on two GPUs; the next call finds the checks' results in the record, and nothing left."""
+    """One call runs everything on two GPUs; the next call finds the checks' results in the record, and has nothing left
+    to run."""
     tree, out = tmp_path / "tree", tmp_path / "out"
     code, printed, asked = run(tree, out, "eight.sh", MINUTES="30")
     assert code == 0 and "left:" not in printed, printed
@@ -189,7 +191,8 @@ def test_checks_start_with_options_that_they_have(tmp_path: Path) -> None:
 
 
 def test_every_check_is_made_by_one_kind_of_group() -> None:
-    """These are checks that need the GPU's memory alone, and checks that run beside each other."""
+    """Some groups run the checks that need the GPU's memory alone, and others run the checks that can run beside each
+    other."""
     commands = [gpu_run.checks_of(2, [], alone).words for alone in (False, True)]
     asked = [(after(list(words), "--only") or [""], after(list(words), "--without")) for words in commands]
     for name in weft.spmd(names_of_checks, 2, backend="emulated")[0]:

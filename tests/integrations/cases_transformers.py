@@ -1,6 +1,6 @@
-"""A woven mixture of experts beside the model itself, which rounds at other places, and so may take another expert for
-a token whose two next best are within rounding. So the model is run with the experts that the woven one took: then all
-logits are close, and each choice has to be one that rounding explains.
+"""Compare a woven mixture of experts with the original model. The two round in different places, so they may choose
+different experts for a token whose next two best experts are within rounding. Therefore the original model runs with
+the experts that the woven one chose: then all logits must be close, and rounding must explain each choice.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Routed(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The distance of logits relative to their norm, of all tokens (`of_all`) and of the farthest token
-    (`of_token`); `unexplained`, the largest over routers and tokens; and `moved`, the number of routes that are not
-    the model's own."""
+    """The distance of the logits relative to their norm, for all tokens (`of_all`) and for the farthest token
+    (`of_token`); `unexplained`, the largest such value over routers and tokens; and `moved`, the number of routes that
+    are not the original model's."""
 
     of_all: float
     of_token: float
@@ -37,14 +37,14 @@ class Compared(NamedTuple):
     moved: int
 
     def error(self) -> float:
-        """Return the largest distance of logits; or of a route, if rounding does not explain it."""
+        """Return the largest distance of logits, or of a route if rounding does not explain the route."""
         return max(self.of_all, self.of_token, self.unexplained if self.unexplained > 1 else 0.0)
 
 
 @contextmanager
 def routed(model: Any) -> Iterator[list[Routed]]:
-    """Record the calls of the routers of a model's layers in order, before parallelism changes the ids. In a capture
-    there is no x, since the graph reuses its memory."""
+    """Record the calls of the routers of a model's layers in order, before parallelism changes the ids. In a capture x
+    is not recorded, since the graph reuses its memory."""
     seen: list[Routed] = []
 
     def see(router: Any, inputs: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> None:
@@ -62,7 +62,8 @@ def routed(model: Any) -> Iterator[list[Routed]]:
 
 
 class Taking(TorchFunctionMode):
-    """Makes each `torch.topk`, which is a router's, return the next of `ids`, in this thread alone."""
+    """A mode that makes each `torch.topk`, which only routers call, return the next element of `ids`, in this thread
+    alone."""
 
     def __init__(self, ids: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -76,8 +77,9 @@ class Taking(TorchFunctionMode):
 
 
 def unexplained(router: Any, x: torch.Tensor, ids: torch.Tensor) -> tuple[float, int]:
-    """Return, from float32 logits of x, how much lower the least chosen one is than the best one left, in units of what
-    bf16 explains, at most over all tokens; and the number of routes that are not the best k. At most 1 is explained.
+    """From float32 logits of x, return by how much the lowest chosen logit is below the best logit that was not chosen,
+    in units of what bf16 explains, as a maximum over all tokens; and the number of routes that are not among the best
+    k. Rounding explains a value of at most 1.
 
     Two models round each element of the router's input, and each logit, by at most 2^-9 of it, so that they differ by
     2^-8: the difference of two logits by 2^-8 (|x| . |w_a - w_b| + |a| + |b|), if all signs conspire. The computation

@@ -22,7 +22,7 @@ def matmul_all_reduce(x: torch.Tensor, *operands: Any, **options: Any) -> torch.
 
 
 def on_two_ranks(fn: Callable[[], None], store: Path) -> None:
-    """Run `fn`, of a module, in two processes."""
+    """Run `fn`, a function of a module, in two processes."""
     mp.spawn(_rank, (str(store), fn), nprocs=2)
 
 
@@ -35,7 +35,7 @@ def _rank(rank: int, store: str, fn: Callable[[], None]) -> None:
 
 
 def split(model: Any, **options: Any) -> Any:
-    """Return the model, split over all ranks by Transformers."""
+    """Return the model as Transformers splits it over all ranks."""
     from transformers.distributed import DistributedConfig
 
     over = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")

@@ -194,7 +194,7 @@ def test_generate_gives_the_models_own_tokens(static: bool) -> None:
 
 
 def test_ranks_draw_the_same_tokens() -> None:
-    """All ranks draw the first rank's tokens, though each has a generator of its own; beams agree too."""
+    """All ranks draw the first rank's tokens, though each has its own generator; beams agree too."""
 
     def main(world: weft.World) -> list[Any]:
         model = hf.weave(tiny_model("Llama", num_hidden_layers=1), world)
@@ -211,7 +211,7 @@ def test_ranks_draw_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
 def test_a_cache_of_other_heads_is_refused(kind: str) -> None:
-    """Prompts cached by the original model, prefix tuning, and a cache that is allocated early have all heads."""
+    """Prompts cached by the original model, prefix tuning, and a cache that is allocated early contain all heads."""
     changes = dict(num_local_experts=4) if kind == "Mixtral" else {}
 
     def main(world: weft.World) -> None:
@@ -246,7 +246,7 @@ def test_attention_weights_of_one_ranks_heads_are_refused() -> None:
 
 
 def test_continuous_batching_on_an_emulated_rank_names_alternatives() -> None:
-    """Its thread would only log the error that it meets, and return empty lists."""
+    """The thread of continuous batching would only log the error, and return empty lists."""
 
     def main(world: weft.World) -> None:
         model = hf.weave(tiny_model("Llama", num_hidden_layers=1), world)
@@ -336,7 +336,7 @@ def test_the_example_runs_emulated() -> None:
 
 
 def test_no_mask_where_every_token_attends_to_all_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers makes a mask while a CUDA graph is captured; padding needs it."""
+    """Transformers makes a mask during the capture of a CUDA graph; only padding needs one."""
     modeling = transformers.models.llama.modeling_llama
     own_mask = modeling.create_causal_mask
 
@@ -365,8 +365,8 @@ def test_no_mask_where_every_token_attends_to_all_before_it(monkeypatch: pytest.
 
 
 def test_tokens_keep_their_bits_in_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence runs alone and among others; eager attention computes each by itself. A library splits K if there
-    are few rows."""
+    """A sequence runs alone and among others; eager attention computes each sequence by itself. A library would split K
+    if there were few rows."""
     linear = torch.nn.functional.linear
 
     def library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

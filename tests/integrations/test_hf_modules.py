@@ -116,7 +116,7 @@ def test_later_changes_are_refused_at_the_next_pass() -> None:
 
 
 def test_hooks_on_called_modules_are_kept() -> None:
-    """Hooks on modules that a woven model calls as the original does have the same effect."""
+    """Hooks have the same effect on modules that a woven model calls as the original model does."""
 
     def thrice(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
         return out * 3

@@ -59,7 +59,7 @@ def check_logits(kind: str, logits: list[torch.Tensor], **changes: Any) -> None:
 
 
 def beside_the_model(kind: str, two_parts: int | None = None, **changes: Any) -> Compared:
-    """Compare 21 tokens, by rows or in two parts."""
+    """Compare a woven model with the original one on 21 tokens, held by rows or run in two parts."""
     ids = torch.randint(1, 90, (1, 21), generator=torch.Generator().manual_seed(4))
 
     def main(world: weft.World) -> Compared:
@@ -81,7 +81,8 @@ def test_tokens_are_close_by_the_used_experts_which_are_near_ties(kind: str, two
 
 @pytest.mark.parametrize("wrong", ["expert", "weight"])
 def test_a_token_at_a_wrong_expert_is_detected(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token has another second expert, which the original model's forward pass then uses too; or another weight."""
+    """One token has a different second expert, which the original model's forward pass then uses too; or a different
+    weight."""
 
     def routes(logits: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ids, weights = hf_gate(logits, **options)
@@ -100,7 +101,7 @@ def test_a_token_at_a_wrong_expert_is_detected(wrong: str, monkeypatch: pytest.M
 
 
 def test_used_routes_distinguish_a_near_tie_from_stale_memory() -> None:
-    """With the routes that were used, logits are close even if a route is not the model's own; logits of other
+    """With the routes that were used, logits are close even if a route is not the model's own; logits of different
     tokens are far off, and so is a route to the worst expert."""
 
     def main(world: weft.World) -> list[float]:
@@ -162,7 +163,7 @@ def test_dense_layers_and_recorded_states(monkeypatch: pytest.MonkeyPatch) -> No
 @covered("Mixtral-False", covering="[GptOss-False]")
 @pytest.mark.parametrize(("kind", "static"), [("Mixtral", False), ("Qwen3Moe", True), ("GptOss", False)])
 def test_generate_gives_the_models_own_tokens(kind: str, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt is computed by rows, and later tokens by all ranks."""
+    """The prompt is computed by rows, and all ranks compute the later tokens."""
     monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
     ids = IDS[1:] if kind == "GptOss" else IDS  # of its first row the two best tokens are within rounding
     cache_options = dict(cache_implementation="static") if static else {}
@@ -214,8 +215,8 @@ def test_what_cannot_be_woven_is_named() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_under_transformers_own_parallelism(kind: str) -> None:
-    """With `experts_implementation="weft"`, each of two ranks has half of the experts, numbered from 0, and one past
-    them for the others' experts, as Transformers' router numbers them."""
+    """With `experts_implementation="weft"`, each of two ranks has half of the experts, numbered from 0; the next number
+    stands for all experts of the other rank, as in Transformers' router."""
     from transformers.integrations.moe import ExpertsInterface
 
     def main(world: weft.World) -> None:
@@ -328,8 +329,8 @@ def test_experts_that_transformers_has_split_already() -> None:
 @pytest.mark.parametrize("ranks", some([2, 4]))
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
 def test_two_parts_match_one_part(kind: str, ranks: int) -> None:
-    """The experts of 18 tokens run in two parts, one part's under the other's norm: a read that is too early is a
-    race. A dense layer may come between, and where router logits are recorded there is one part."""
+    """The experts of 18 tokens run in two parts, one part's under the other's norm: a read that is too early is a race.
+    A dense layer may come between two such layers, and a pass that records router logits runs in one part."""
     changes = dict(mlp_only_layers=[0], intermediate_size=96) if kind == "Qwen3Moe" else {}
     if ranks == 4:
         changes |= dict(num_key_value_heads=4) | (dict(num_experts=8) if kind == "Qwen3Moe" else {})

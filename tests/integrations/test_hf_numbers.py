@@ -28,7 +28,7 @@ ROUNDED = 0.03  # how far logits of two models may be that round at other places
 
 
 class Change(NamedTuple):
-    """Another value of a number in a module, or in the configuration ("config")."""
+    """A new value of a number in a module, or in the configuration ("config")."""
 
     owner: str
     name: str

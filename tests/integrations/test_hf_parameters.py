@@ -75,7 +75,8 @@ def set_data(model: Any, state: dict[str, torch.Tensor]) -> None:
 
 
 def put_others(model: Any, state: dict[str, torch.Tensor]) -> None:
-    """Replace parameters as FSDP does: a module gets another parameter, at an address that another one may have had."""
+    """Replace parameters as FSDP does: a module gets a new parameter, at an address that an earlier one may have
+    had."""
     for name in dict(model.named_parameters()):
         owner, leaf = name.rsplit(".", 1)
         module = model.get_submodule(owner)
@@ -92,8 +93,8 @@ WAYS: tuple[Callable[[Any, dict[str, torch.Tensor]], None], ...] = (
 @covered("Qwen3-2", covering="[Llama-2]")
 @pytest.mark.parametrize(("kind", "ranks"), [("Llama", 2), ("Qwen2", 1), ("Qwen3", 2), ("Qwen3Moe", 2), ("GptOss", 2)])
 def test_written_parameters_are_used(kind: str, ranks: int) -> None:
-    """Whole models, of which several ranks have views and a single rank has a stack, give the bits of a model that
-    is woven with the new parameters. Two ways to write alternate."""
+    """Whole models, whose parameters are views on several ranks and in a stack on a single rank, give the bits of a
+    model that is woven with the new parameters. Two ways to write alternate."""
     states = [other_parameters(kind), small(kind).state_dict()]
 
     def main(world: weft.World) -> None:
@@ -142,7 +143,7 @@ def test_invisible_writes_are_packed_on_request() -> None:
 
 
 def test_packed_experts_keep_their_memory() -> None:
-    """A captured graph reads that memory, which also stays after `load_state_dict` without a pass."""
+    """A captured graph reads that memory, which also remains in use after `load_state_dict` without a pass."""
 
     def main(world: weft.World) -> None:
         model = hf.weave(small("GptOss"), world)
@@ -255,7 +256,7 @@ def split_linear(mesh: DeviceMesh, columns: int, dim: int = 0) -> nn.Linear:
 
 
 def test_linears_that_are_split_are_views_of_one_stack(mesh: DeviceMesh) -> None:
-    """Every way to write reaches the stack, which needs no memory besides them."""
+    """Every way to write reaches the stack, which needs no memory in addition to the parameters."""
     world: Any = SimpleNamespace(
         size=2, rank=0, batch_invariant=False, backend=SimpleNamespace(capturing=lambda: False)
     )

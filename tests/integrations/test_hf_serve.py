@@ -1,4 +1,4 @@
-"""Continuous batching of Transformers with weft's attention, woven and not, gives the tokens of generate."""
+"""Transformers' continuous batching with weft's attention, woven or unwoven, gives the tokens of generate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def serving_options(**options: Any) -> dict[str, Any]:
 
 
 def _page() -> str:
-    """Return the tokens of a page, under the name that this version has for them."""
+    """Return the option for the number of tokens of a page, under the name that this version uses."""
     names = transformers.generation.ContinuousBatchingConfig.__dataclass_fields__
     return "page_size" if "page_size" in names else "block_size"
 
@@ -61,7 +61,7 @@ def check_alike(actual: list[list[int]], kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "changes"), [("Llama", {}), ("Mistral", dict(sliding_window=4)), ("Qwen3", {})])
 def test_requests_served_together_match_single_ones(kind: str, changes: dict[str, Any]) -> None:
-    """Prompts run in chunks too: twelve tokens a step are fewer than they have."""
+    """Prompts run in chunks too: twelve tokens per step are fewer than a prompt has."""
     model = tiny_model(kind, torch.float32, **changes)
     assert served(hf.paged(model)) == alone(tiny_model(kind, torch.float32, **changes))
 

@@ -63,7 +63,7 @@ def plan(styles: Any, dim: int, reduce: bool = True) -> dict[str, Any]:
 # -- on emulated ranks -------------------------------------------------------------------------------------------------
 @pytest.fixture
 def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
-    """Return a mesh of two ranks for torch; ops run on the emulated World of the thread."""
+    """Return a mesh of two ranks for torch, while ops run on the emulated World of the thread."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -92,7 +92,7 @@ def split(block: nn.Module, mesh: DeviceMesh, rank: int, styles: dict[str, Any])
 
 
 def gradients(block: nn.Module, rank: int, sums: bool) -> dict[str, torch.Tensor]:
-    """Return the local gradients of a split module's parameters, or those parts of a whole module's gradients."""
+    """Return the local gradients of a split module's parameters, or the same parts of a whole module's gradients."""
     gradients_by_name = {}
     for name, p in block.named_parameters():
         grad = p.grad
@@ -171,7 +171,7 @@ def test_a_gather_is_shared_within_one_pass(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("write", ["in place", "by out="])
 def test_a_gather_of_a_written_tensor_is_not_shared(mesh: DeviceMesh, write: str) -> None:
-    """Another module that reads the tensor for the first time does not share it either."""
+    """A second module that reads the tensor for the first time does not share the gather either."""
 
     def main(world: weft.World) -> None:
         thread_local.world = world
@@ -189,7 +189,7 @@ def test_a_gather_of_a_written_tensor_is_not_shared(mesh: DeviceMesh, write: str
 
 
 def test_no_gather_is_shared_across_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a graph is replayed, what was gathered elsewhere has been freed or overwritten."""
+    """When a graph is replayed, activations that were gathered outside it have been freed or overwritten."""
     gathers: list[nn.Module] = []
 
     def gather(x: torch.Tensor, weight: torch.Tensor, bias: Any, **_: Any) -> torch.Tensor:
@@ -224,7 +224,7 @@ def test_an_unknown_plan_is_refused_by_name() -> None:
 
 
 def test_in_inference_mode_every_module_gathers(mesh: DeviceMesh) -> None:
-    """Tensors in inference mode do not record whether they were written since."""
+    """Tensors in inference mode do not record writes."""
 
     def main(world: weft.World) -> None:
         thread_local.world = world

@@ -47,7 +47,7 @@ class Unquantized:
 
 
 def packages() -> dict[str, ModuleType]:
-    """Provide what layernorm_sp imports, as far as a call of a linear needs it."""
+    """Provide the imports of layernorm_sp, as far as a call of a linear needs them."""
     call_context: dict[str, Any] = {}
     context = dict(
         get_flags=lambda: SimpleNamespace(sp=SimpleNamespace(enabled=True)),
@@ -93,7 +93,7 @@ def seams(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
 
 
 def test_a_layers_seams_are_served(seams: ModuleType) -> None:
-    """SGLang's linears call these functions with a rank's tokens."""
+    """SGLang's linears call the served functions with a rank's tokens."""
     m, k, n = 8, 32, 48
     x, w = torch.randn(2, m // 2, k).bfloat16(), torch.randn(2, n, k).bfloat16()
     y, v = torch.randn(2, m, k).bfloat16(), torch.randn(2, n, k).bfloat16()

@@ -144,8 +144,8 @@ def test_scaled_reduce_scatter(shape: tuple[int, ...], dim: int, rowwise: bool, 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_torchs_own_cases_in_bf16(dim: int) -> None:
-    """Sizes of its AsyncTPTest, [8, 64, 32] gathered and scattered over [32, 16], with three weights; the last
-    dimension runs torch's own operator, which refuses without a GPU."""
+    """The sizes are those of torch's AsyncTPTest, [8, 64, 32] gathered and scattered over [32, 16], with three weights;
+    along the last dimension torch's own operator runs, which raises an error without a GPU."""
     whole, b = draw(3, 8, 64, 32), draw(4, 32, 16)
     terms = [draw(5 + rank, 8, 64, 32) for rank in range(2)]
 

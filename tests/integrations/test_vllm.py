@@ -58,7 +58,7 @@ def loaded(make: Any, **changes: Any) -> Any:
 
 
 def in_form(monkeypatch: pytest.MonkeyPatch, form: int) -> None:
-    """Make twins run all passes in a form, if the model allows it."""
+    """Make twins run all passes in this form, if the model allows it."""
     monkeypatch.setattr(plugin, "untimed", lambda passes: [(1, passes.max_tokens, PASS_FORMS[form])])
 
 
@@ -285,7 +285,7 @@ def test_batch_invariance_names_what_it_leaves(
 
 
 def test_batch_invariance_refuses_passes_with_other_arguments(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes with them are vLLM's own, whose rows have other bits."""
+    """Passes with such arguments are vLLM's own, whose rows have different bits."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     monkeypatch.setattr(plugin, "ARGUMENTS", plugin.ARGUMENTS - {"intermediate_tensors"})
     plugin.register()
@@ -359,7 +359,7 @@ def test_ranks_that_hold_different_models_leave_them_to_vllm(
 
 
 def test_vllm_loads_without_the_plugin(modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """vLLM is unaffected if the plugin is disabled, misses a class, finds other parameters, or raises."""
+    """vLLM is unaffected if the plugin is disabled, misses a class, finds unexpected parameters, or raises an error."""
     load_model = standin.BaseModelLoader.load_model
     monkeypatch.setenv("WEFT_VLLM", "0")
     plugin.register()
@@ -419,8 +419,8 @@ def test_layers_that_communicate_by_themselves_leave_the_model_to_vllm(modules: 
 
 
 def test_the_page_lists_the_versions() -> None:
-    """The page lists the versions that were tried, including the one that `make engines` installs and the one on
-    GPUs."""
+    """The page lists the versions that were tried, including the version that `make engines` installs and the version
+    used on GPUs."""
     root = Path(__file__).parents[2]
     table = (root / "docs/vllm.md").read_text().partition("| vLLM | |")[2].partition("\n\n")[0]
     rows = dict(re.findall(r"^\| ([\d.]+) \| (.*) \|$", table, re.M))
@@ -431,7 +431,7 @@ def test_the_page_lists_the_versions() -> None:
 
 
 def test_an_untried_version_is_served_and_says_so(modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """It is served as far as its classes are known: the experts' runner is not."""
+    """It is served as far as its classes are known, which here excludes the experts' runner."""
     monkeypatch.setattr(interface, "installed", lambda: "0.99.1")
     runner = modules["vllm.model_executor.layers.fused_moe.runner.moe_runner"]
     monkeypatch.delattr(runner, "MoERunner")
@@ -497,7 +497,7 @@ def operands(rank: int, ranks: int = 2) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("plan", ["auto", "own_rows", "sequence_parallel", "woven"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_form_gives_the_same(plan: str, ranks: int) -> None:
-    """Every form runs twice, the second time with the first one's residual and without the second GEMM."""
+    """Every form runs twice, the second time with the residual of the first run and without the second GEMM."""
 
     def main(world: weft.World) -> list[torch.Tensor]:
         t = operands(world.rank, ranks)

@@ -98,7 +98,8 @@ def few_tokens(world: weft.World) -> tuple[list[Any], list[int], float, bool]:
 
 
 def outcomes(world: weft.World) -> dict[str, tuple[list[Plan], list[int], str]]:
-    """Return the forms that were compared in each case, how many workspaces were made and destroyed, and the report."""
+    """Return, for each case, the forms that were compared, how many workspaces were made and destroyed, and the
+    report."""
     results = {}
     for name, options in CASES.items():
         (_, report), comm = started_with(world, lambda tokens, form: 1.5 if form == Sequential() else 0.9, **options)

@@ -83,7 +83,7 @@ def no_further(actual: torch.Tensor, expected: torch.Tensor, layer: Any = Decode
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_served_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch, method: str, sharded: bool) -> None:
-    """It runs vLLM's products, or weft's, which overlap, for as many tokens as ranks hold by rows."""
+    """The model runs vLLM's products, or weft's, which overlap, for numbers of tokens that ranks hold by rows."""
     expected = standin.run(lambda world: output(model(METHODS[method]())))[0]
     in_form(monkeypatch, sharded)
     plugin.register()
@@ -152,7 +152,7 @@ def test_reloaded_scales_are_used(monkeypatch: pytest.MonkeyPatch, reload: str, 
 def test_operators_read_the_scales_of_the_linears(
     monkeypatch: pytest.MonkeyPatch, layer: Any, shape: tuple[int, ...]
 ) -> None:
-    """The scales are operands unchanged, and a CUDA graph reads what vLLM reloads in place."""
+    """The operators receive the scales unchanged, and a CUDA graph reads the scales that vLLM reloads in place."""
     addresses: dict[int, list[int]] = {}
     op = {DecoderLayer: RowNormColumn, ScaledLayer: row_all_reduce.RowAllReduce}[layer]
     call = op.call
@@ -272,7 +272,7 @@ def test_unsupported_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OtherRounding(CompressedTensorsLinearMethod):
-    """One scale for all of x, on the ranks `on`."""
+    """A method that quantises x with a single scale on the ranks `on`."""
 
     def __init__(self, *on: int) -> None:
         super().__init__()
@@ -393,7 +393,8 @@ def test_wrong_scales_are_refused() -> None:
 
 
 def test_a_linear_with_another_weight_is_multiplied_by_weft() -> None:
-    """Addresses are those of the weights at loading; memory that was freed since may hold another layer's weights."""
+    """The plugin records the addresses of the weights at loading; memory that was freed later may hold the weights of a
+    different layer."""
     plugin.register()
 
     def main(world: weft.World) -> tuple[bool, bool]:

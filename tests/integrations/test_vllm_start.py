@@ -51,7 +51,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def times_of(monkeypatch: pytest.MonkeyPatch, gain: Gain) -> list[tuple[int, str]]:
-    """Make passes take times with these gains. Return the list to which each timed pass is added."""
+    """Give passes times that result in these gains. Return the list to which each timed pass is added."""
     timed: list[tuple[int, str]] = []
 
     def time(self: Chooser, choice: Choice[Any], way: Any, *_: Any) -> CallTime:
@@ -95,8 +95,8 @@ def served_tokens(passes: Passes | None) -> list[int]:
 
 
 def test_weft_runs_where_it_wins_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes with sharded rows win from 5 tokens on; those with whole residuals win only up to 11 tokens, one end of
-    their range."""
+    """Passes with sharded rows win from 5 tokens on; passes with whole residuals win only up to 11 tokens, that is, at
+    one end of their range."""
     times_of(monkeypatch, lambda tokens, form: {Sequential(): 1.2 if tokens < 12 else 0.9, OwnRows(): 1.1}.get(form, 0.5) if tokens > 4 else 1.0)  # fmt: skip
 
     def main(world: weft.World) -> tuple[Any, list[int], dict[int, Plan], list[str]]:
@@ -115,8 +115,8 @@ def test_weft_runs_where_it_wins_at_both_ends(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_form_that_is_far_slower_is_hardly_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is timed once at the highest number of tokens, and not at lower ones, but for those that are captured. vLLM's own pass is
-    timed to the end even where it is far slower."""
+    """Such a form is timed once at the highest number of tokens, and at lower numbers only if they are captured. vLLM's
+    own pass is timed to the end even where it is far slower."""
     gains = {Sequential(): 1.5, OwnRows(): 0.7, PASS_FORMS[2]: 1.3}
     timed = times_of(monkeypatch, lambda tokens, form: 1.1 if tokens <= 4 else gains.get(form, 1.2))
     monkeypatch.setattr(chooser, "ROUNDS", 3)
@@ -153,7 +153,7 @@ def test_experts_are_served_if_asked_for(monkeypatch: pytest.MonkeyPatch, expert
 
 @pytest.mark.parametrize("slow", [0, 8])
 def test_batch_invariance_needs_all_ranges(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
-    """Rows of vLLM's own pass have other bits, and so have those of all other forms than the sequential one."""
+    """Rows have different bits in vLLM's own pass, and in every form except the sequential one."""
     times_of(monkeypatch, lambda tokens, form: 1.0 if tokens == slow else 2.0 if form == OwnRows() else 1.5)
 
     def main(world: weft.World) -> tuple[list[Plan | None], str]:
@@ -256,7 +256,7 @@ def test_the_start_runs_each_size_and_pads_each_form(monkeypatch: pytest.MonkeyP
     ],
 )  # fmt: skip
 def test_another_option_is_compared_again(option: str, value: Any) -> None:
-    """The name of the file with the times includes everything that an engine's passes depend on."""
+    """The name of the file with the times includes everything on which an engine's passes depend."""
 
     def main(world: weft.World) -> int:
         config = engine(world, fuse_allreduce_rms=False).vllm_config

@@ -104,7 +104,7 @@ def attached(passes: Passes) -> standin.Builder:
 
 
 def one_pass(model: Any, builder: standin.Builder, requests: Sequence[tuple[int, int]], **changes: Any) -> torch.Tensor:
-    """Run a pass of the batch, as vLLM's runner does, on a cache that is new."""
+    """Run a pass of the batch on a new cache, as vLLM's runner does."""
     for layer in model.layers:
         layer.self_attn.attn.fill()
     width = max(length for _, length in requests)
@@ -129,7 +129,7 @@ def cached(model: Any) -> torch.Tensor:
 
 
 def attended(model: Any) -> list[int]:
-    """Return the numbers of tokens for which the first layer's attention ran, and forget them."""
+    """Return the numbers of tokens for which the first layer's attention ran, and clear the record."""
     rows = model.layers[0].self_attn.attn.rows
     copy = list(rows)
     rows.clear()
@@ -143,8 +143,8 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("requests", [PROMPT, MIXED], ids=["prompt", "mixed"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_pass_in_two_parts_computes_the_same(name: str, requests: list[tuple[int, int]]) -> None:
-    """It computes what the twin's whole pass does, with a cut inside of each request and between two. The mixed batch
-    is padded to 24 tokens."""
+    """A pass in two parts gives the results of the twin's whole pass, with a cut inside each request and between two.
+    The mixed batch is padded to 24 tokens."""
 
     def main(world: weft.World) -> None:
         world.backend.reference = (name, requests) != ("dense", MIXED)  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ def test_a_pass_in_two_parts_computes_the_same(name: str, requests: list[tuple[i
     [({"causal": False}, 9), ({"encoder_seq_lens": torch.ones(3)}, 9), ({}, 21), ({"num_actual_tokens": 20}, 9)],
 )
 def test_a_batch_that_cannot_be_split_is_vllms(changes: dict[str, Any], cut: int) -> None:
-    """So is one whose tokens all fit into the first part, and a pass of embeddings."""
+    """So are a batch whose tokens all fit into the first part, and a pass of embeddings."""
 
     def main(world: weft.World) -> None:
         model, passes = loaded(MODELS["dense"])
@@ -244,7 +244,7 @@ class ActivatedMLP(standin.MLP):
 
 @pytest.mark.parametrize(("kind", "called"), [(Activation, "kernel"), (WithoutKernel, "native")])
 def test_operators_run_by_kernels_where_nothing_compiles_them(kind: type[Activation], called: str) -> None:
-    """So does a norm that sums nothing. vLLM's own passes have the operators as they were."""
+    """A norm that sums nothing also runs by its kernel. vLLM's own passes use the operators unchanged."""
 
     def main(world: weft.World) -> None:
         world.backend.reference = True  # type: ignore[attr-defined]
@@ -307,7 +307,7 @@ def test_a_model_without_one_chain_of_sums_says_why(make: Any, reason: str) -> N
 def test_an_engine_whose_batches_cannot_be_split_says_why(
     changes: dict[str, Any], specs: list[Any], reason: str
 ) -> None:
-    """No such form is compared then."""
+    """The woven form is not compared then."""
 
     def main(world: weft.World) -> None:
         _, passes = loaded(MODELS["dense"], **changes)
@@ -362,7 +362,7 @@ def test_nothing_is_made_during_requests() -> None:
 
 @pytest.mark.parametrize("gain", [1.5, 0.9])
 def test_whole_layers_are_woven_where_that_wins(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
-    """Passes with enough tokens are compared. Where others win, the engine's builder is vLLM's own again."""
+    """Passes with enough tokens are compared. Where other forms win, the engine's builder is vLLM's own again."""
     builder = standin.Builder(standin.FullAttentionSpec(), [NAME], None, None)
     monkeypatch.setattr(standin.ModelRunner, "attn_groups", [[standin.AttentionGroup(builder)]], raising=False)
     monkeypatch.setattr(standin.ModelRunner, "_dummy_run", lambda self, num_tokens, **options: None)

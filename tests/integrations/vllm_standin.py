@@ -70,7 +70,7 @@ def set_current_vllm_config(vllm_config: Any) -> Iterator[None]:
 
 @contextmanager
 def override_forward_context(forward_context: Any) -> Iterator[None]:
-    """Set another context for what the current rank runs inside."""
+    """Set a different context for the code that the current rank runs in this block."""
     key, outer_context = id(current_world()), get_forward_context()
     _contexts[key] = forward_context
     try:
@@ -80,7 +80,7 @@ def override_forward_context(forward_context: Any) -> Iterator[None]:
 
 
 class CustomOp(nn.Module):
-    """An operator in an engine that compiles: its forward is the one that the compiler fuses."""
+    """An operator in an engine that compiles: its forward method is the one that the compiler fuses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class AttentionGroup:
 
 
 class Builder:
-    """A builder whose metadata use a buffer of its own, as FlashAttention's may."""
+    """A builder whose metadata use its own buffer, as FlashAttention's may."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         self.kv_cache_spec, self.layer_names, self.buffer = kv_cache_spec, layer_names, SimpleNamespace()
@@ -340,7 +340,7 @@ class SparseMlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A layer like Llama's. `mlp` is its class, and `attention_options` are those of the attention."""
+    """A layer like Llama's. `mlp` is the class of its MLP, and `attention_options` are the options of its attention."""
 
     def __init__(
         self, seed: int, mlp: type[nn.Module] = MLP, norm: type[RMSNorm] = RMSNorm, **attention_options: Any
@@ -523,7 +523,7 @@ def served_by_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Modu
 
 @contextmanager
 def installed() -> Iterator[dict[str, ModuleType]]:
-    """Install the modules, and undo afterwards what a test does to classes."""
+    """Install the modules, and afterwards undo a test's changes to the classes."""
     modules = {name: ModuleType(name) for name in PLACES}
     for name, things in PLACES.items():
         for thing in things:

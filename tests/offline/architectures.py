@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs other than Hopper, without one: what the ops launch there, and what must hold of it.
+"""Compile kernels for GPUs other than Hopper, without such a GPU, and check the rules for what the ops launch there.
 
     python -m tests.offline.architectures [--targets sm_80 sm_89 ..] [--only NAMES] [--write]        (make architectures)
 
@@ -64,7 +64,8 @@ class Case:
 
 
 def cases(capability: int) -> Iterator[tuple[str, Case]]:
-    """Return, by name, what an op launches on such a GPU: plans in its own tiles, and those of CASES that need none."""
+    """Return, by name, the launches of an op on such a GPU: plans with the GPU's own tiles, and the plans of CASES that
+    need no tiles."""
     fit = functools.partial(with_architecture_tiles, capability=capability)
     sizes: dict[str, dict[str, Any]] = {
         "": {}, ", bias float16": dict(bias=True, dtype=torch.float16), ", one row": dict(m=1),
@@ -164,7 +165,8 @@ def judged(target: str, name: str) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return by target: cases, different launches, the most registers and shared memory, and faults."""
+    """Return for each target the number of cases and of different launches, the most registers and shared memory, and
+    the faults."""
     out: dict[str, Any] = {}
     for target in sorted({row["target"] for row in rows}, key=lambda t: int(re.sub(r"\D", "", t))):
         of_target = [row for row in rows if row["target"] == target]

@@ -59,8 +59,8 @@ def loads_ahead(one: check.CheckedKernel) -> int:
 
 def missing_waits(one: check.CheckedKernel) -> int:
     """Return how many waits are missing at most before the loads so far, where each part of the sum has one wait and
-    two loads. Every loop is entered once, and every `if` taken: a pipelined loop has its first iterations' loads
-    before it."""
+    two loads. Every loop is entered once, and every `if` taken: the loads of the first iterations of a pipelined loop
+    precede the loop."""
     blocks = blocks_of(one.compiled.ptx)
     counts: dict[str, tuple[int, int]] = {}  # of waits and loads, before each block
     missing = 0
@@ -78,7 +78,7 @@ def missing_waits(one: check.CheckedKernel) -> int:
 
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Use a cache of its own: Triton's cache is keyed by the source, and not by what a test substitutes for the
+    """Use a separate cache for the test: Triton's cache is keyed by the source, and not by a test's substitute for the
     rewriting."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
@@ -189,7 +189,7 @@ def product_at_full_size(form: str, guard: bool) -> Compiled:
     ("form", "most"), [("step_by_step", 2), ("step_by_step_with_pointers", 29), ("by_segments", 0)]
 )
 def test_what_a_guard_costs(form: str, most: int, own_cache: None) -> None:
-    """Without it, a step of K has 163, 158 and 109 instructions in Triton 3.6."""
+    """Without a guard, a step of K has 163, 158 and 109 instructions in Triton 3.6."""
     alone, guarded = (product_at_full_size(form, guard) for guard in (False, True))
     assert instructions_of_a_step(guarded.ptx) - instructions_of_a_step(alone.ptx) <= most
     assert guarded.spills == alone.spills == 0
@@ -293,7 +293,7 @@ module {
 
 @pytest.mark.parametrize("order", ["acquire", "acq_rel"])
 def test_loads_stay_behind_a_wait_by_atomics(order: str) -> None:
-    """Loads cannot be made to depend on it, so the loop is not pipelined."""
+    """Loads cannot be made to depend on such a wait, so the loop is not pipelined."""
     guarded = guarded_loads.guard_loads(SPIN.replace("ORDER", order))
     assert guarded == SPIN.replace("ORDER", order).replace("tt.num_stages = 3", "tt.num_stages = 1")
     cas = SPIN.replace("atomic_rmw add, ORDER", f"atomic_cas {order}").replace(

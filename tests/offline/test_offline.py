@@ -1,8 +1,9 @@
 """Offline gate: every kernel, as the ops launch it, compiles for sm_90a without a GPU and keeps to the protocol's rules.
 
-The arguments are those that an op hands to `World.launch` on an emulated world of 2, 4 or 8 ranks with as many SMs as an
-H200; nothing runs. Read from PTX (weft.check.ptx has the rules that follow paths): no spills, what fits on an SM, tensor cores in the
-GEMMs, depth of the pulling pipelines, order of stores and releases, of acquires and loads. And ranks launch one kernel.
+The arguments are those that an op hands to `World.launch` on an emulated world of 2, 4 or 8 ranks with as many SMs as
+an H200; nothing runs. Read from PTX (weft.check.ptx has the rules that follow paths): no spills, kernels that fit on an
+SM, tensor cores in the GEMMs, the depth of the pulling pipelines, and the order of stores and releases and of acquires
+and loads. All ranks must launch the same kernel.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class Launch:
 
 
 def launches(fn: Callable[[World], Any], ranks: int, capability: int = HOPPER) -> list[list[Launch]]:
-    """Return what every rank launches in `fn`, on emulated ranks that report this capability; nothing is launched."""
+    """Return the launches that every rank makes in `fn`, on emulated ranks that report this capability; nothing
+    runs."""
     out: list[list[Launch]] = [[] for _ in range(ranks)]
 
     def main(world: World) -> None:
@@ -125,8 +127,8 @@ def call(
     op: str, plan: Plan, m: int = 128, n: int = 1024, k: int = 512, *, bias: bool = False, dtype: torch.dtype = BF,
     uneven: bool = False, gated: int = 0, transposed: bool = False, scaling: str = "", fast: bool = False,
 ) -> Callable[[World], Any]:  # fmt: skip
-    """`m` is the number of rows of a rank. `transposed`: the weight is stored as [K, N]. `scaling` is that of 8-bit
-    operands."""
+    """`m` is the number of rows of a rank. With `transposed`, the weight is stored as [K, N]. `scaling` is the scaling
+    of 8-bit operands."""
 
     def fn(world: World) -> None:
         rows = [m + 40 * (r == 0) for r in range(world.size)] if uneven else [m] * world.size
@@ -380,8 +382,8 @@ CASES["batch-invariant rows"] = invariant(rows), 1
 def decoder(
     sms: int, head_dim: int = 128, dtype: torch.dtype = BF, hidden: int = 8192, qwen: bool = False
 ) -> Callable[[World], None]:
-    """Launch a layer of Llama-3.3-70B on one of eight ranks, or one of other sizes: norm, rotary embedding, and
-    weft's own GEMMs. With `qwen` it has biases and norms of the heads."""
+    """Launch a layer of Llama-3.3-70B, or of different sizes, on one of eight ranks: norm, rotary embedding, and weft's
+    own GEMMs. With `qwen` the layer has biases and norms of the heads."""
     from weft.models import Batch, Cache, Config, Llama
     from weft.nn.weave import LayerPlan
 
@@ -411,8 +413,8 @@ def around_the_gate(world: World, logits: torch.Tensor, ids: torch.Tensor, weigh
 
 
 def routes(tokens: int, k: int, experts: int, block_m: int = 128) -> Callable[[World], None]:
-    """Launch what surrounds an MoE layer's rows: the router, routes to all ranks, and the tables for that many
-    experts a rank."""
+    """Launch the kernels around the rows of an MoE layer: the router, routes to all ranks, and the tables for that many
+    experts per rank."""
 
     def fn(world: World) -> None:
         logits = torch.zeros(tokens, min(512, experts * world.size))
@@ -511,7 +513,7 @@ def private(launch: Launch, k: Compiled) -> list[str]:
 
 
 def awaited(launch: Launch, k: Compiled) -> Which:
-    """Return a function that finds the asynchronous loads of what other programs or ranks write."""
+    """Return a function that finds the asynchronous loads of data that other programs or ranks write."""
     functions, own_registers = PEERS.get(launch.kernel.__name__, ()), private(launch, k)
 
     def waits(step: Instruction) -> bool:
@@ -598,7 +600,7 @@ def test_the_switch_receives_whole_vectors(name: str) -> None:
 
 
 def test_tiles_are_read_in_whole_vectors() -> None:
-    """Rows are whole 16-byte words."""
+    """The rows consist of whole 16-byte words."""
     tile_kernels = [(a, k) for a, k in compiled("rms_norm and residual_add") if a.args["N"] % 8 == 0]
     assert sum(a.args["layout"].TILED.value for a, _ in tile_kernels) == 9
     for launch, k in tile_kernels:
@@ -621,8 +623,8 @@ def fits(launch: Launch, k: Compiled) -> None:
 
 
 def polls_have_the_scope_of_who_counts(launch: Launch, k: Compiled) -> None:
-    """A computing program waits for what this GPU counts (chunks; nothing in a sum), a pulling one for what peers
-    count, and a forwarding one for this GPU's tiles."""
+    """Computing programs wait for counts of this GPU (of chunks; in a sum they do not wait), pulling programs for
+    counts of peers, and forwarding programs for this GPU's tiles."""
     scopes = [set(re.findall(r"ld\.acquire\.(\w+)", s.text)) for s in steps_of(k.ptx) if "ld.acquire" in s.text]
     assert all(scope in ({"sys"}, {"gpu"}) for scope in scopes)
     assert ({"sys"} in scopes) == communicates(launch)
@@ -658,8 +660,8 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
 
 
 def rows_are_under_way(launch: Launch, k: Compiled) -> None:
-    """Each pipeline has as many stages as planned, a stage of a sum has the rows of all sources if AHEAD, in whole
-    16-byte words, and results leave in such words too."""
+    """Check that each pipeline has as many stages as planned, that with AHEAD a stage of a sum contains the rows of all
+    sources, in whole 16-byte words, and that results are stored in such words too."""
     norm, shots, threads = launch.args["norm"], launch.args["shots"], launch.options["num_warps"] * 32
     size = norm.DTYPE.value.primitive_bitwidth // 8
     copies = [s for s in steps_of(k.ptx) if "cp.async.cg.shared" in s.text]
@@ -678,7 +680,7 @@ def rows_are_under_way(launch: Launch, k: Compiled) -> None:
 
 
 def specialised(launch: Launch) -> tuple[Any, ...]:
-    """Return what Triton's key of a compiled kernel consists of."""
+    """Return the parts of Triton's key of a compiled kernel."""
     driver = OfflineDriver()
     with standing_in(driver):
         binder = launch.kernel.device_caches[driver.get_current_device()][-1]

@@ -1,5 +1,6 @@
-"""Offline gate for the other GPUs: a chosen part of what tests/offline/architectures.py compiles, each case for
-every kind of GPU, and the protocol's rules for acquires in code without bulk copies."""
+"""Offline gate for the other GPUs: a selection of the cases of tests/offline/architectures.py, each for every kind of
+GPU, and the protocol's rules for acquires in code without bulk copies.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def test_a_rule_that_is_broken_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_record_has_existing_targets() -> None:
-    """`make architectures` writes it; it includes what broke a rule, and the page shows its table."""
+    """`make architectures` writes the record; it includes the cases that broke a rule, and the page shows its table."""
     record = json.loads(architectures.RECORD.read_text())
     for triton, targets in record.items():
         assert triton.startswith("Triton 3.") and set(targets) <= set(architectures.TARGETS)

@@ -1,5 +1,6 @@
-"""weft's kernels in stock Triton (`make newest` runs this file with WEFT_STOCK_TRITON=1): no access to memory is left in
-assembly, and GSan instruments what has taken its place."""
+"""weft's kernels in stock Triton (`make newest` runs this file with WEFT_STOCK_TRITON=1): no memory access remains in
+assembly, and GSan instruments the accesses that replace it.
+"""
 
 from __future__ import annotations
 

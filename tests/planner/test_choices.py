@@ -1,6 +1,7 @@
 """The chooser's plan for every shape whose plans were timed and stored (bench/results), against its former plan: no
-choice may be more than 1% slower. Timings are replayed: a candidate takes its stored time, and one without a time is
-none."""
+choice may be more than 1% slower. Timings are replayed: a candidate takes its stored time, and a plan without a stored
+time is no candidate.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def planner_of(size: int) -> Any:
 
 
 def stub(size: int) -> Any:
-    """Return as much of a World of H200s as the expected plan needs."""
+    """Return the part of a World of H200s that the expected plan needs."""
     planner = planner_of(size)
     backend = SimpleNamespace(name="cuda", limits_ctas=True, shares_gpu=False)
     messages: list[str] = []
@@ -112,7 +113,7 @@ def chosen(sweep: Sweep, unknown: bool) -> Plan:
 
 
 def nearest(sweep: Sweep, rows: list[table.Measured]) -> Plan:
-    """Return the former plan of a shape without a row: that of the nearest measured one."""
+    """Return the former plan of a shape without a row: the plan of the nearest measured shape."""
 
     def distance(r: table.Measured) -> float:
         sizes = zip(sweep[1:5], (r.world, r.m, r.n, r.k), strict=True)
@@ -127,7 +128,7 @@ def nearest(sweep: Sweep, rows: list[table.Measured]) -> Plan:
 
 
 def test_every_stored_shape_is_served_as_fast_as_before() -> None:
-    """The plan is that of the shape's own row, as before, or one that is timed faster."""
+    """The plan is that of the shape's own row, as before, or a plan that was timed faster."""
     compared = 0
     for sweep in sweeps():
         before = table.exact(GPU, *sweep.shape)
@@ -139,8 +140,8 @@ def test_every_stored_shape_is_served_as_fast_as_before() -> None:
 
 
 def test_a_shape_without_a_row_is_as_fast_as_by_the_nearest_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stored shape is treated as unmeasured, on machines where the nearest row decided: those without a
-    profile, and for the op without a model."""
+    """Each stored shape is treated as unmeasured where the nearest row used to decide: on machines without a profile,
+    and for the op without a model."""
     slower, compared, gained = [], 0, []
     for sweep in sweeps():
         if sweep.world != 8 and sweep.op != "all_reduce_rms_norm":

@@ -1,5 +1,6 @@
-"""The chooser, and plan="auto" by timing, with made-up times, and a library that ranks have or lack.
-tests/gpu/gpu_main.py runs it on GPUs."""
+"""The chooser, and plan="auto" by timing, with invented times, and a library that only some ranks may have.
+tests/gpu/gpu_main.py runs it on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def taken(world: weft.World, rows: int, **options: Any) -> list[Plan]:
 
 
 def test_auto_chooses_the_fastest_of_a_trial(us: dict) -> None:
-    """An eager call waits for a slow host, and one in a graph does not."""
+    """An eager call waits for a slow host, and a call in a graph does not."""
 
     def rank(world: weft.World) -> list[Any]:
         before = taken(world, 64)
@@ -168,7 +169,7 @@ def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
 
 @pytest.mark.parametrize("lacking", [{0}, {1}, {0, 1}], ids=str)
 def test_a_rank_without_the_library_leaves_all_without_a_trial(lacking: set[int], us: dict, monkeypatch: Any) -> None:
-    """The ranks exchange only once what they have."""
+    """The ranks exchange only once which libraries they have."""
     ranks: dict[int, int] = {}
     monkeypatch.setattr(quack, "lacks", lambda: "no" if ranks[threading.get_ident()] in lacking else None)
     monkeypatch.setattr(quack, "waits", lambda *args: pytest.fail("compiled"))
@@ -271,7 +272,8 @@ def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: 
 
 
 def test_an_moe_layer_is_timed_with_max_tokens_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size of the first call does not matter. Routes are random, or even where random ones might not fit."""
+    """The size of the first call does not matter. Routes are random, or evenly distributed where random ones might not
+    fit."""
     ran: list[Plan] = []
     replayed(monkeypatch, {LowLatency: 50.0}, ran)
 
@@ -327,13 +329,13 @@ def test_an_moe_layer_is_timed_with_max_tokens_per_rank(monkeypatch: pytest.Monk
     ],
 )
 def test_an_moe_layer_far_from_where_plans_change_is_not_timed(tokens: int, plans: int) -> None:
-    """An expert has as many rows as there are tokens."""
+    """Each expert has as many rows as there are tokens."""
     layer = Layer(tokens, 8, 4, 64, 64, torch.bfloat16, "swiglu", None)
     assert len(MOE.candidates(SimpleNamespace(size=2), MoeCall(tokens, None, layer))) == plans  # type: ignore[arg-type]
 
 
 def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`explain` reports it for an op that the planner has no model of."""
+    """`explain` reports the trial for an op of which the planner has no model."""
     replayed(monkeypatch, {TwoShotLowLatency: 60.0}, [])
 
     def main(world: weft.World) -> Any:
@@ -367,7 +369,7 @@ def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.M
 
 
 def test_attention_uses_the_fastest_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It picks among the right ones, at the first call of a size, and never in a capture."""
+    """It chooses among the libraries with right results, at the first call of a size, and never in a capture."""
     slow, fast = (libraries.REFERENCE, replace(libraries.REFERENCE, name="fast"))
     took = {slow: 100.0, fast: 50.0}
     ran: list[str] = []

@@ -24,7 +24,8 @@ Groups = tuple[int, ...]
 
 
 def parts(m: int, slower: float = 1.0) -> SignaledParts:
-    """Return the GEMM with two SMs fewer, as in their prediction; `slower` multiplies the link's time."""
+    """Return the GEMM on two SMs fewer, as in FlashOverlap's prediction, and the link; `slower` multiplies the link's
+    time."""
     tiles, curve = m // 256 * (8192 // 128), Curve(ALL_REDUCE)
     wave = FOUND[m][0] / -(-tiles // SMS)
     tile = 256 * 128 * 2
@@ -52,7 +53,8 @@ def of_theirs(m: int) -> Groups:
 
 
 def in_tenths(signaled: SignaledParts, m: int) -> list[Groups]:
-    """Yield their search space: all partitions of ten steps with equally many waves, the last with the rest."""
+    """Yield FlashOverlap's search space: all partitions of ten steps, which have equally many waves, except that the
+    last step also has the rest."""
     step, n = of_theirs(m)[0], len(of_theirs(m))
     cut = [c for size in range(n) for c in itertools.combinations(range(1, n), size)]
     candidates = [tuple(step * (b - a) for a, b in itertools.pairwise((0, *c, n))) for c in cut]
@@ -61,8 +63,8 @@ def in_tenths(signaled: SignaledParts, m: int) -> list[Groups]:
 
 @pytest.mark.parametrize("m", FOUND)
 def test_flashoverlaps_groups_are_the_best_of_tenths_and_wefts_end_shorter(m: int) -> None:
-    """The GEMM takes longer than the link, so the last group's transfer decides: a tenth of the waves there, and
-    less here."""
+    """The GEMM takes longer than the link, so the last group's transfer decides: FlashOverlap's last group is a tenth
+    of the waves, and weft's is smaller."""
     signaled = parts(m)
     assert us(signaled, of_theirs(m)) == pytest.approx(min(us(signaled, groups) for groups in in_tenths(signaled, m)))
     gain = us(signaled, of_theirs(m)) / us(signaled, of_weft(signaled))
@@ -75,9 +77,9 @@ def test_flashoverlaps_groups_are_the_best_of_tenths_and_wefts_end_shorter(m: in
 @pytest.mark.parametrize("slower", [4, 8, 16])
 @pytest.mark.parametrize("m", FOUND)
 def test_where_the_link_is_slower_than_the_gemm_groups_grow(m: int, slower: float) -> None:
-    """This is so over PCIe, whose curve they did not publish: here their curve is slowed down by a factor. The link
-    never idles after a short first group, and few transfers use it best; ten equal groups are slower than no overlap
-    beyond some factor."""
+    """The link is slower over PCIe, whose curve the authors did not publish: here their curve is slowed down by a
+    factor. The link never idles after a short first group, and few transfers use it best; ten equal groups are slower
+    than no overlap beyond some factor."""
     signaled = parts(m, slower)
     weft_groups = of_weft(signaled)
     assert list(weft_groups) == sorted(weft_groups) and len(weft_groups) <= 6 and weft_groups[0] <= 4

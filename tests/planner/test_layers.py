@@ -1,4 +1,6 @@
-"""The planner's choice for a decoder's layers against every measured way, on GPUs whose profile is shipped."""
+"""The planner's choice for a decoder's layers, compared with every measured method, on GPUs whose profile is
+shipped.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ class Case(NamedTuple):
 
 @functools.cache
 def cases() -> list[Case]:
-    """Return what was measured together, the newest of a size and mode."""
+    """Return the methods that were measured together, from the newest run of each size and mode."""
     out = []
     for world, machine in GPUS.items():
         runs: dict[Any, dict[Way, float]] = defaultdict(dict)
@@ -77,7 +79,7 @@ def cases() -> list[Case]:
 
 
 def chosen(case: Case) -> float | None:
-    """Return the time of the way that is predicted fastest; None if it was not timed."""
+    """Return the time of the method that is predicted to be fastest, or None if it was not timed."""
     p = planner(case.world)
     return case.us.get(LayerPredictor(p, case.sizes).best(near(case.tokens, p.predictor.world), case.mode))
 
@@ -92,7 +94,7 @@ def test_rows_of_other_models_are_there() -> None:
     "case", [c for c in cases() if not c.name.startswith(FITTED)], ids=lambda c: f"{c.name} {c.mode}"
 )
 def test_sizes_that_nothing_was_fitted_to(case: Case) -> None:
-    """In a graph the choice is at most 3% slower than the fastest measured way, and at most 2% slower than plain."""
+    """In a graph the choice is at most 3% slower than the fastest measured method, and at most 2% slower than plain."""
     us = chosen(case)
     if us is None:
         pytest.skip("not timed")
@@ -108,7 +110,7 @@ def test_sizes_that_the_constants_are_of() -> None:
 
 
 def test_predicted_gains() -> None:
-    """Of every way's gains over plain, in graphs, half are within 4% of the measured gain."""
+    """In graphs, half of the predicted gains of every method over plain are within 4% of the measured gain."""
     off = []
     for case in cases():
         layer = LayerPredictor(planner(case.world), case.sizes)

@@ -1,4 +1,6 @@
-"""The choice of a library's GEMM: the rule, with made-up libraries and times. tests/gpu/gpu_main.py runs it on GPUs."""
+"""The choice of a library's GEMM: the rule, with invented libraries and times. tests/gpu/gpu_main.py runs it on
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +181,7 @@ def test_groups_by_the_faster_library(us: float, library: str, monkeypatch: Any)
 
 
 def test_the_fastest_scaled_product_that_is_right(monkeypatch: Any) -> None:
-    """The first product is trusted: it runs where no other one is right, or faster."""
+    """The first product is trusted: it runs unless a different product is right and faster."""
 
     def way(name: str, value: float) -> Any:
         def run() -> None:

@@ -1,5 +1,6 @@
-"""The planner: profiles that keep only what is right, predictions that follow their rules, choices that are the best
-of the predicted, and an "auto" that falls back and logs it."""
+"""The planner: profiles that keep only right values, predictions that follow their rules, choices of the plan with the
+best prediction, and an "auto" that falls back and logs it.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ def made_up_profile(ran: Sequence[TimedCall] = (), machine: Hardware = MACHINE) 
 
 
 def with_fused() -> Profile:
-    """Return the profile with calls of one fused variant, as REACHED would have it."""
+    """Return the profile with calls of one fused variant, whose times follow REACHED."""
     p, rows = Predictor(made_up_profile()), []
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         for m, n, k in (
@@ -139,7 +140,7 @@ def with_fused() -> Profile:
 
 
 def fused_us(p: Predictor, op: str, plan: Fused, size: tuple[int, int, int], pull: Pulling) -> float:
-    """Return the us of a call by a fused plan whose programs pull as `pull` says."""
+    """Return the time in us of a call by a fused plan, whose programs pull as `pull` says."""
     return p.cost(op, plan).us(p, REGISTRY[op].gemm_call(*size), plan, pull)
 
 
@@ -430,7 +431,7 @@ def test_a_slower_clock_slows_gemms_and_not_transfers() -> None:
 
 
 def test_signaled_follows_the_accumulate_rule() -> None:
-    """The expected time is computed here again, group by group."""
+    """The test computes the expected time again, group by group."""
     m, n, k = 8192, 8192, 4096
     p, plan = Predictor(made_up_profile()), Signaled(groups=(2, 3, 5, 7), ctas=8)
     tiles, programs = 64 * 32, 132 - 8
@@ -558,8 +559,8 @@ def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
 
 
 def test_an_all_gather_waits_for_whole_waves() -> None:
-    """Tiles that wait for a shard occupy their programs: the GEMM ends as many waves after the shard as they then
-    need."""
+    """Tiles that wait for a shard occupy their programs: the GEMM ends as many waves after the shard's arrival as these
+    tiles then need."""
     plan, pull = COPIED, Pulling(fixed=10.0, slow=1.0)
     p = Predictor(made_up_profile())
     n, k = 4096, 8192
@@ -597,7 +598,7 @@ def test_gemms_on_two_streams_share_the_sms() -> None:
 
 
 def test_what_decomposed_calls_cost_is_fitted_to_them() -> None:
-    """Copies of this machine are faster in a call than in a chain."""
+    """On this machine, copies are faster in a call than in a chain."""
     predictor = Predictor(made_up_profile())
     predictor.chunking = Chunking(copy=0.8)
     shapes = ((8192, 2048, 4096), (8192, 8192, 2048), (2048, 4096, 8192), (1024, 4096, 8192), (16384, 2048, 2048))
@@ -701,7 +702,7 @@ def test_operations_of_decomposed_plans_are_those_that_a_call_gives_to_streams(o
 
 
 def test_the_host_as_it_is_now_is_what_counts() -> None:
-    """The host's speed when the profile was made does not count, and a measured bound of the host's time is scaled."""
+    """The host's speed at the time of the profile does not count, and a measured bound of the host's time is scaled."""
     op, plan, shape = "matmul_all_reduce", Decomposed(), (128, 256, 256)
     known = made_up_profile([TimedCall(op, plan.to_json(), *shape, "eager", 300.0)]) + [Latency("launch", 0, 0, 4.0)]
     as_profiled, on_slower_host = Predictor(known), Predictor(known, launch=8.0)
@@ -890,8 +891,8 @@ def test_another_ms_plan_is_chosen_only_if_it_is_faster_here() -> None:
 
 
 def few_rows() -> Profile:
-    """One shot is fastest up to 2 MiB, two shots beyond; all-gathers and reduce-scatters are alike; more than 8 MiB
-    was not measured."""
+    """Return measurements in which one shot is fastest up to 2 MiB, and two shots beyond; all-gathers and
+    reduce-scatters are alike; more than 8 MiB was not measured."""
     sizes = [1 << i for i in range(16, 24)]
     rows = [
         Latency(f"one_shot {operation}", 0, s, 3 + s / 3e5)
@@ -936,7 +937,8 @@ def test_a_sum_alone_is_chosen_by_measurements(find_returns: Callable[[Any], Non
 
 
 def test_tiles_of_few_rows_take_as_long_as_the_weight_is_read() -> None:
-    """A wave of tiles does not determine the memory's time: no plan's GEMM reads the weight faster than cuBLAS."""
+    """A wave of tiles does not determine the time to read memory: no plan's GEMM reads the weight faster than
+    cuBLAS."""
     p = Predictor(made_up_profile() + [Gemm(64, 65536, 8192, 400.0), Gemm(16, 32768, 8192, 210.0)])
     rate = min(g.us / (g.m * g.k + g.n * g.k + g.m * g.n) for g in p.profile.gemms)
     two, (m, n, k) = Occupancy(NARROW, 2), (16, 32768, 8192)
@@ -962,7 +964,7 @@ def test_host_bound_calls_do_not_measure_the_gpu() -> None:
 
 
 def test_copies_are_for_rows_that_they_can_move() -> None:
-    """M must be whole tiles a shard, and the M of the grid point that is predicted does not count."""
+    """M must give each shard whole tiles; the M of the grid point for which the time is predicted does not count."""
     plan = Signaled(ctas=4, copies=True)
     ran = [
         TimedCall("matmul_reduce_scatter", plan.to_json(), *shape, "graph", 30.0)
@@ -1107,8 +1109,8 @@ def test_auto_asks_the_table_then_the_profile(find_returns: Callable[[Any], None
 def test_ranks_that_share_a_gpu_decide_as_on_the_nearest_machine(
     find_returns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They use its profile, without a time of their own, and the model's rows, or those of a model that has some;
-    explain reports it."""
+    """They use that machine's profile, without timing anything, and the rows of their GPU's model, or of a model that
+    has rows; explain reports it."""
     find_returns(None)  # which is not asked
     monkeypatch.setattr(weft_auto, "time_launch", lambda device: pytest.fail("timed"))
     monkeypatch.setattr(weft_auto, "time_check", lambda device: pytest.fail("timed"))
@@ -1153,7 +1155,7 @@ def test_explain_says_that_ranks_on_several_nodes_run_the_sequential_plan() -> N
 
 
 def test_times_of_graphs_decide_eager_calls_without_their_own() -> None:
-    """This holds until somebody measures it eagerly."""
+    """The times in graphs decide until somebody measures the shape eagerly."""
     key = "nvidia-h200", "all_reduce_rms_norm", 2, 16, 8192, 1
     taken = table.exact(*key, "graph")
     assert isinstance(taken, OneShot) and table.exact(*key, "eager") == taken
@@ -1333,8 +1335,8 @@ def test_slower_links_and_more_hops_take_longer() -> None:
 
 
 def test_two_levels_are_predicted_over_nodes() -> None:
-    """Two nodes hide most of their traffic under their GEMMs; a faster network leaves less to hide, and more nodes
-    leave less GEMM to hide it under."""
+    """Two nodes hide most of their traffic under their GEMMs; a faster network leaves less traffic to hide, and with
+    more nodes the GEMM is too short to hide all of it."""
     p = Predictor(with_fused())
     row = lambda nodes, gbs=50.0: simulate_from(  # noqa: E731
         p, cluster(8 * nodes, gbs=gbs), "mlp", [(32768, 8192, 28672)], nvlink(8)
@@ -1362,7 +1364,7 @@ def test_two_levels_are_predicted_over_nodes() -> None:
 
 
 def test_noise_at_short_copies_is_not_scaled_to_a_fast_link() -> None:
-    """Measured times of short copies sometimes fall with the size."""
+    """Measured times of short copies sometimes decrease as the size grows."""
     p = with_fused()
     noisy = [replace(x, us=x.us - 2) if (x.operation, x.nbytes) == ("copy", 1 << 17) else x for x in p.latencies]
     scaled = ScaledPredictor(Predictor(replace(p, latencies=tuple(noisy))), pcie(8, 4), nvlink(8))
@@ -1430,8 +1432,8 @@ HELD_OUT = [(8192, 4096, 1792), (8192, 3584, 4096), (2048, 8192, 3584), (4096, 7
 
 @pytest.mark.gate
 def test_stored_calls_of_shapes_left_out_are_predicted() -> None:
-    """Each is predicted from a profile that is fitted to the other shapes' calls. The bounds are well below what a
-    broken model gives."""
+    """The time of each call is predicted from a profile that is fitted to the calls of the other shapes. The bounds are
+    well below the errors of a broken model."""
     rows = [r for r in stored.rows("nvidia-h200-x8") if r.call.mode == "graph" and r.run not in stored.OLD]
     errors: dict[str, list[float]] = {}
     of_best = []
@@ -1469,8 +1471,8 @@ def test_eager_calls_are_sequential_where_little_is_predicted_to_be_won() -> Non
 
 
 def test_plans_with_several_streams_must_win_on_a_slow_host() -> None:
-    """With the shipped profile and a host that takes twice its time, a plan that does not hide the host is not
-    chosen, and one that does is."""
+    """With the shipped profile and a host that takes twice as long, a plan that does not hide the host's time is not
+    chosen, and a plan that hides it is."""
     planner = weft_auto.planner_of(weft_auto.profile_for("nvidia-h200-x2", None))
     op, hidden, bare = "all_gather_matmul", (1536, 18944, 3584), (1536, 14336, 4096)
     assert isinstance(planner.decide(op, *hidden, "eager").plan, Decomposed)

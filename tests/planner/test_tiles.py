@@ -1,5 +1,6 @@
-"""The tiles of a plan: the rule against stored times of GEMMs alone (H200, 2026-11) and of whole ops on two GPUs, and the
-plans that it concerns."""
+"""The tiles of a plan: the rule, compared with stored times of GEMMs alone (H200, 2026-11) and of whole ops on two
+GPUs, and the plans to which the rule applies.
+"""
 
 from __future__ import annotations
 

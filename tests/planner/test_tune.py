@@ -68,7 +68,7 @@ TINY = Sizes(
 
 
 class Nobody:
-    """Runs what is to be timed, once or a few times, and counts it."""
+    """A timer that runs each function once or a few times, and counts the runs."""
 
     def __init__(self, world: weft.World) -> None:
         self.world, self.runs = world, 0
@@ -150,7 +150,7 @@ def test_what_was_measured_is_enough_to_plan() -> None:
 
 
 def test_the_real_list_starts_with_what_any_prediction_needs() -> None:
-    """The sizes are those for GPUs, and nothing runs."""
+    """The list has the sizes for GPUs, and nothing runs."""
 
     def rank(world: weft.World) -> list[tuple]:
         bench = Bench.__new__(Bench)
@@ -257,7 +257,7 @@ def test_a_file_of_another_machine_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_again_measures_stored_probes_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It also replaces a file that cannot be read; without being asked to, it reports the file."""
+    """`--again` also replaces a file that cannot be read; without the option, such a file is reported."""
     path = tmp_path / "p.json"
     monkeypatch.setattr(tune, "this_machine", lambda device, size: MACHINE)
     monkeypatch.setattr(tune, "CudaTimer", Nobody)
@@ -345,7 +345,7 @@ def test_the_plain_gemm_is_right() -> None:
 
 @pytest.mark.parametrize(("tile", "per_sm"), WAVES, ids=str)
 def test_the_tiles_that_are_timed_compile_without_spills(tile: GemmTile, per_sm: int) -> None:
-    """They compile for sm_90a, with the configuration's number of programs an SM, and with tensor cores."""
+    """They compile for sm_90a, with the configuration's number of programs per SM, and with tensor cores."""
 
     def fn(world: weft.World) -> None:
         probes = Bench.__new__(Bench)
@@ -400,7 +400,7 @@ def test_over_nodes_alike_the_link_between_is_measured() -> None:
 
 
 def test_a_profile_of_plans_with_removed_fields_has_the_plans_of_today() -> None:
-    """Otherwise `weft tune` would measure them again beside the old rows."""
+    """Otherwise `weft tune` would measure these plans again beside the old rows."""
     call = TimedCall(
         "matmul_reduce_scatter", '{"kind": "fused", "class": "FusedReduceScatter", "batch": 1}', 8, 8, 8, "graph", 1.0
     )

@@ -1,4 +1,5 @@
-"""How the source is built, in numbers, and whether a limit is broken: `python tests/tooling/structure.py` (`make structure`).
+"""Print the structure of the source in numbers, and check its limits: `python tests/tooling/structure.py` (`make
+structure`).
 
 Imports go down only: a module imports from its own layer's name and from the layers below. DOORS are the exceptions,
 all inside functions. No circle of modules, imports inside functions included, but through a door. What is imported for
@@ -197,7 +198,7 @@ def _imports(
 
 
 def layer_of(name: str, layers: Sequence[Sequence[str]]) -> tuple[int, str] | None:
-    """Return the number of the layer, from the bottom, and its matching name."""
+    """Return the number of a module's layer, counted from the bottom, and the layer's name that matches."""
     matches = [(i, n) for i, names in enumerate(layers) for n in names if name == n or name.startswith(f"{n}.")]
     return max(matches, key=lambda match: len(match[1]), default=None)
 
@@ -250,7 +251,7 @@ def _inside(module: Module, line: int) -> bool:
 
 
 def circles(modules_by_name: Mapping[str, Module], doors: Mapping[tuple[str, str], str]) -> list[str]:
-    """Return groups of modules that import each other, each by one way round."""
+    """Return groups of modules that import each other; one circular path stands for each group."""
     to = {
         m.name: {n for n, _ in m.imports if n in modules_by_name and (m.name, n) not in doors}
         for m in modules_by_name.values()
@@ -275,7 +276,7 @@ def circles(modules_by_name: Mapping[str, Module], doors: Mapping[tuple[str, str
 
 
 def _way_round(name: str, to: Mapping[str, set[str]]) -> list[str]:
-    """Return the shortest way from a module to itself."""
+    """Return the shortest path from a module to itself."""
     ways = [[name]]
     seen: set[str] = set()
     while ways:
@@ -305,7 +306,7 @@ def decisions_by_capability(modules_by_name: Mapping[str, Module]) -> list[str]:
 
 
 def _identifier(node: ast.AST) -> str:
-    """Return the name of a name, the last one of an attribute, or else none."""
+    """Return the identifier of a name, the last identifier of an attribute, or "" for any other node."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
@@ -359,7 +360,7 @@ def _over(
     limit: Callable[[Function], int],
     unit: str,
 ) -> list[str]:
-    """Return functions above the limit, or above the number that they are allowed, and allowances that are not
+    """Return functions above the limit, or above the number that an allowance grants them, and allowances that are not
     needed."""
     violations, used = [], set()
     for module in modules_by_name.values():
@@ -374,7 +375,7 @@ def _over(
 
 # -- lines -------------------------------------------------------------------------------------------------------------
 def any_lines(module: Module) -> list[int]:
-    """Return the lines of code that name Any."""
+    """Return the lines of code that contain the name Any."""
     named = set()
     for node in ast.walk(module.tree):
         if (
@@ -390,7 +391,7 @@ def any_lines(module: Module) -> list[int]:
 
 
 def skipped(module: Module) -> list[int]:
-    """Return the lines with a mark for the formatter to leave them."""
+    """Return the lines with a mark that keeps the formatter from changing them."""
     return [i for i, line in enumerate(module.text.splitlines(), 1) if "# fmt: skip" in line]
 
 
@@ -484,7 +485,7 @@ def banned_names(module: Module, banned: Collection[str] = BANNED) -> list[tuple
 
 
 def without_meaning(modules_by_name: Mapping[str, Module]) -> list[str]:
-    """Return banned names, each with its place."""
+    """Return banned names, each with its file and line."""
     return [
         f"{module.path}:{line}: `{name}` says nothing of what it holds"
         for module in modules_by_name.values()

@@ -52,8 +52,8 @@ def test_libraries_give_what_the_decoder_gives(kind: str) -> None:
 
 
 def alone(world: weft.World, fn: Callable[[], torch.Tensor]) -> None:
-    """Run a pass without communication: rank 0 makes one more than the others, which are not there to answer, with
-    the same values."""
+    """Run a pass without communication: rank 0 makes one pass more than the other ranks, which therefore cannot answer,
+    with the same values."""
     result = fn().clone()
     if world.rank == 0:
         assert torch.equal(fn(), result)
@@ -131,15 +131,17 @@ def small_layer(name: str) -> training.Sizes:
 
 
 def marks(leaf: torch.Tensor) -> dict[str, bool]:
-    """Return a mark of the node that adds to the leaf's gradient, which lives as long as a graph has it."""
+    """Return an object that identifies the node that adds to the leaf's gradient, and that lives as long as a graph
+    refers to the node."""
     with torch.enable_grad():
         return leaf.expand_as(leaf).grad_fn.next_functions[0][0].metadata
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in training.LAYERS), ("Mixtral training", 4)])
 def test_a_step_of_libraries_is_a_step_of_weft(name: str, ranks: int) -> None:
-    """The result is equal, and so are a training step's gradients of x and of every weight. For the router the two
-    sides have other addends on a rank: their sums are compared. The leaves of a step's graph are its own."""
+    """The results are equal, and so are a training step's gradients of x and of every weight. For the router the two
+    sides sum different addends on a rank: the sums over ranks are compared. The leaves of a step's graph belong to that
+    step alone."""
     sizes = small_layer(name)
 
     def rank(world: weft.World) -> list[float]:
@@ -186,7 +188,8 @@ def heads_in_float64(layer_sizes: training.Sizes, qkv: torch.Tensor, ranks: int)
 def experts_in_float64(
     x: torch.Tensor, routing: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """Return what one rank's columns of its experts add to the result. routing [M, experts of the rank]."""
+    """Return the contribution of one rank's columns of its experts to the result. routing is [M, experts of the
+    rank]."""
     inner, total = w2.shape[2], torch.zeros_like(x)
     for e in range(len(w2)):
         gate, up = (x @ w13[e].flatten(0, -2).t()).view(len(x), -1, 2, block).unbind(2)
@@ -196,8 +199,8 @@ def experts_in_float64(
 
 
 def test_experts_over_two_groups_train_as_the_whole_layer() -> None:
-    """EP 2 x TP 2 on four ranks gives the result and the gradients of x and of every weight, on both sides of the
-    benchmark."""
+    """EP 2 x TP 2 on four ranks gives the whole layer's result and gradients of x and of every weight, on both sides of
+    the benchmark."""
     ranks, layer_sizes = 4, training.LAYERS["Mixtral training"]
     layer_sizes = layer_sizes._replace(
         hidden=64, inner=96, heads=16, kv_heads=8, sequences=2, tokens=10, head_dim=16, experts=4
@@ -266,7 +269,8 @@ def test_the_table_names_what_auto_takes_and_what_was_faster() -> None:
 
 
 def stored() -> dict[tuple[int, str], dict[str, float]]:
-    """Return the times by method of dense models, by number of GPUs and name, from the last run of all methods."""
+    """Return the times of dense models by method, for each number of GPUs and each name, from the last run of all
+    methods."""
     runs: dict[tuple[int, str, str], dict[str, float]] = {}
     for path in sorted(BENCH.glob("results/*/models.jsonl")):
         for r in map(json.loads, path.read_text().splitlines()):

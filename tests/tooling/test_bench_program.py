@@ -1,4 +1,6 @@
-"""What the measuring programs share (bench/common/program.py): options by their defaults, and stamped rows."""
+"""The parts that the measuring programs share (bench/common/program.py): options with their defaults, and stamped
+rows.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from bench.measure import run
 
 
 def test_sizes_of_the_command_line() -> None:
-    """There is a size alone, sizes beside named shapes, and every shape if neither is requested."""
+    """The command line may request a size alone or sizes beside named shapes; it means every shape if it requests
+    neither."""
     alone = run.arguments(["--op", "all_gather_matmul", "--size", "300,5376,21504", "--out", "out"])
     assert alone.sizes == [shapes.MLP("300x5376x21504", 300, 5376, 21504)] and alone.ops == ["all_gather_matmul"]
     named = run.arguments(["--shapes", "MLP-2", "MLP-1", "--size", "8,64,128", "16,64,128", "--out", "out"])

@@ -1,4 +1,4 @@
-"""The `weft` command as a user sees it: exit codes, output, and that a broken kernel is found."""
+"""The `weft` command as a user sees it: its exit codes, its output, and its reports of broken kernels."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_check_says_where_a_file_fails(tmp_path: Path) -> None:
 
 
 def test_check_fails_without_a_kernel_run(tmp_path: Path) -> None:
-    """These are a file or a rank that ends the process, functions that only make a coroutine, and a file without a
+    """The cases are a file or a rank that ends the process, functions that only make a coroutine, and a file without a
     kernel."""
     for text, says in (
         ("import sys\n\nsys.exit(0)\n", "file.py:3: SystemExit: 0"),
@@ -299,7 +299,7 @@ def test_trace_says_what_is_wrong(kernel, tmp_path: Path) -> None:
     ids=["race", "deadlock", "wrong result"],
 )
 def test_trace_draws_up_to_the_failure(kernel, tmp_path: Path, old: str, new: str, says: str, drawn: str) -> None:
-    """The trace has the spans that had ended, and those that the failure cut."""
+    """The trace contains the spans that had ended, and the spans that the failure cut short."""
     result = weft("trace", kernel(old, new), "--world", 3, "--out", tmp_path / "t")
     assert result.exit_code == 1 and f"{says}: " in result.output, result.output
     slices = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
@@ -407,7 +407,7 @@ def test_demo_fails_where_the_result_is_wrong(tmp_path: Path, monkeypatch: pytes
 
 
 def test_doctor_says_what_triton_cannot_build_its_stub_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A slim container lacks a compiler, for one."""
+    """A slim container, for example, lacks a compiler."""
     monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)

@@ -1,4 +1,4 @@
-"""The documents keep what they promise: the README's code runs, links work, no figure is typed by hand."""
+"""The documents are correct: the README's code runs, links work, and no figure is typed by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 def test_the_first_code_of_a_page_runs_as_it_stands(
     page: str, function: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It runs in the emulator with the sizes on the page; sizes for GPUs fit its arguments."""
+    """The code runs in the emulator with the sizes on the page; sizes for GPUs fit its arguments."""
     (code, *_) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     names: dict[str, Any] = {}
     exec(code, names)
@@ -79,7 +79,7 @@ def test_an_example_prints_what_its_page_shows(code: str, shown: str, capsys: py
 
 
 def ops() -> dict[str, Any]:
-    """The functions of tensors on a World."""
+    """Return the functions that take tensors and a World."""
     functions = {name: getattr(weft, name) for name in weft.__all__ if inspect.isfunction(getattr(weft, name))}
     of_moe = {f"moe.{name}": getattr(weft.moe, name) for name in ("moe", "dispatch", "combine")}
     on_worlds = {name: f for name, f in functions.items() if "world" in inspect.getfullargspec(f).kwonlyargs}
@@ -148,7 +148,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_readmes_first_screen_has_a_picture_code_and_one_line_that_installs() -> None:
-    """Then come a table of what to write, and one of figures."""
+    """A table of what to write and a table of figures follow."""
     text = (ROOT / "README.md").read_text()
     screen, *parts = re.split(r"^## ", text, flags=re.M)
     assert "overlap and fusion" in screen.split("\n\n")[1] and screen.index("![") < screen.index("```python")

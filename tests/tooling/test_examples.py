@@ -121,8 +121,8 @@ def test_planted_bug_is_found(bug: str, seed: int, planted: Callable[[str], Path
 
 
 def test_call_that_is_not_ended_is_found(tmp_path: Path) -> None:
-    """Later waits pass too early. That is a race, or, where the copies come first nevertheless, calls that were not
-    counted; where the host compares before the late copy, it sees an old row."""
+    """Later waits pass too early. That is a race or, if the copies come first nevertheless, a report of calls that were
+    not counted; where the host compares before the late copy, it sees an old row."""
     path = tmp_path / "not_ended.py"
     path.write_text(FIRST.read_text().replace("    wl.end_call(ch, epoch, tl.num_programs(0))\n", ""))
     kinds = []
@@ -229,8 +229,8 @@ OUTPUTS = [(mark.partition(": ")[2], text) for mark, _, text in BLOCKS if mark.s
 
 
 def shape(line: str) -> str:
-    """Return a line of a report without what another schedule or another line in weft's source would change, but
-    with the line of the example."""
+    """Return a line of a report without the parts that depend on the schedule or on line numbers in weft's source, but
+    with the line number in the example."""
     line, place = line.partition(" at ")[0], re.search(r"(\S*)\.py:(\d+)", line)
     in_example = f" at line {place[2]}" if place and "weft/" not in place[1] else ""
     return re.sub(r"\d+", "#", re.sub(r"stream \w+", "stream S", line)) + in_example

@@ -17,7 +17,7 @@ def row(m: int, **us: float) -> dict:
 
 
 def test_todays_tiles_count_beside_the_best_library() -> None:
-    """Of the lines of one size the newest counts; a tile that was dropped does not count, however fast."""
+    """Only the newest line of each size counts; a tile that was dropped does not count, however fast it is."""
     weft_us = {f"row: {fp8.plan_label(plan)}": 10.0 + i for i, plan in enumerate(WIDE)}
     rest = {"row: weft 64x64 w4 s9 x3": 1.0, "row: weft auto": 8.0, "row: torch": 8.0}
     cells = fp8_page.recipe_row(
@@ -52,7 +52,7 @@ def quantized(m: int, **us: float) -> dict:
 
 
 def test_the_cost_of_quantizing_is_compared_with_one_and_two_kernels() -> None:
-    """Means are geometric; of the lines of one size the newest counts; a recipe that was not measured is missing."""
+    """Means are geometric; only the newest line of each size counts; a recipe that was not measured is missing."""
     with_row = {
         "silu_mul, row": 12.0,
         "quantize after silu_mul, row": 6.0,
@@ -122,8 +122,8 @@ def test_a_machine_without_a_table_is_not_on_the_page(tmp_path: Path) -> None:
 
 
 def test_sizes_over_ranks_are_whole_and_in_the_order_of_importance() -> None:
-    """Every recipe of the first number of tokens precedes the second number; sums on all ranks come last. By block,
-    K is whole blocks, even for 8 ranks."""
+    """Every recipe of the first number of tokens precedes the second number; sums on all ranks come last. With block
+    scaling, K is a multiple of the block size, even on 8 ranks."""
     for world in (2, 4, 8):
         sizes = list(fp8_ranks.sizes(world, ["row", "block", "tensor"], list(fp8_ranks.OPS)))
         assert len(sizes) == len(set(sizes)) == 3 * 3 * 3 * 6

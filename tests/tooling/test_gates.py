@@ -1,4 +1,4 @@
-"""A case that is left to the gates because another case covers it: that other case exists, and `make test` runs it."""
+"""If a case is left to the gates because a second case covers it, the second case exists, and `make test` runs it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_case_that_covers_another() -> None:
 
 @pytest.mark.gate
 def test_every_covered_case_has_a_quick_coverer() -> None:
-    """A process of its own collects all tests."""
+    """A separate process collects all tests."""
     process = subprocess.run([sys.executable, "-m", "tests.gates"], cwd=ROOT, capture_output=True, text=True)
     rows = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     run = {row["case"] for row in rows if not row["left"]}

@@ -34,7 +34,7 @@ def fused_experts(x: Any, w1: Any, w2: Any, weights: Any, ids: Any, *, global_nu
 
 
 def of_rows(rows: torch.Tensor, w: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Return a grouped GEMM whose rows beyond the last group hold anything."""
+    """Return a grouped GEMM whose rows beyond the last group hold arbitrary values."""
     out = torch.full((len(rows), w.shape[1]), float("nan"), dtype=rows.dtype)
     for expert, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         out[begin:end] = rows[begin:end] @ w[expert].t()

@@ -1,4 +1,4 @@
-"""A caller's slip is an error in the caller's words, which names the function that was called."""
+"""A caller's mistake raises an error in the caller's terms, which names the function that was called."""
 
 from __future__ import annotations
 

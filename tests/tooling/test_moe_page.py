@@ -52,7 +52,7 @@ def test_ratios_of_each_gpu_of_uniform_routing(tmp_path: Path) -> None:
 
 
 def test_ratios_below_one_name_their_bound(tmp_path: Path) -> None:
-    """64 tokens read all eight experts, 101 MB in 100 us and in 50; 8,192 tokens are 0.2 TFLOP."""
+    """64 tokens read all eight experts, 101 MB, in 100 us and in 50 us; 8,192 tokens take 0.2 TFLOP."""
     store(tmp_path, "nvidia-a-x1", US | {"vllm": 50.0})
     assert one_gpu_page.one_gpu_table(tmp_path).splitlines()[-1] == (
         "Below 1.0x: 1 size of up to 64 tokens, bound by weights, read 1.0 TB/s (the library: 2.0);"
@@ -70,7 +70,7 @@ def write(path: Path, *rows: dict) -> None:
 
 
 def test_launches_of_one_layer_by_plan(tmp_path: Path) -> None:
-    """What was not profiled has an empty cell; the sentence covers all layers."""
+    """A plan that was not profiled has an empty cell; the sentence covers all layers."""
     store(tmp_path, machine := "nvidia-a-x1", {"weft": 100.0, "weft, one launch": 125.0})
     counts = {"weft, one launch": 1, "weft fused": 4, "weft auto": 10, "torch": 47, "library": 88}
     write(
@@ -85,7 +85,7 @@ def test_launches_of_one_layer_by_plan(tmp_path: Path) -> None:
 
 
 def test_times_of_many_experts_stand_beside_their_bytes() -> None:
-    """One GPU of two has 60 of 120 experts more, each with two matrices of 2,048 x 2,048: 1.0 GB."""
+    """One GPU of two has 60 of the 120 additional experts, each with two matrices of 2,048 x 2,048: 1.0 GB."""
     row = dict(name="-ungated-", method="auto", world=2, N=2048, K=2048)
     us = {(4096, 8): 300.0, (4096, 128): 450.0, (8192, 8): 500.0, (8192, 128): 700.0}
     assert moe_page.growth([dict(row, M=m, E=e, us=t) for (m, e), t in us.items()]).startswith(

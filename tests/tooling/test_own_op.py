@@ -1,4 +1,6 @@
-"""examples/own_op.py: what a user's op gets from its definition; and the file is short and needs nothing private."""
+"""Tests of examples/own_op.py: a user's op gets all of weft's services from its definition, and the file is short and
+needs nothing private.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ FILE = Path(__file__).parents[2] / "examples" / "own_op.py"
 
 
 def loaded() -> dict[str, Any]:
-    """Load the file as a module: ranks exchange its plans by the name of their class."""
+    """Load the file as a module, since ranks exchange its plans by the names of their classes."""
     sys.path.insert(0, str(FILE.parent))
     return vars(importlib.import_module("own_op"))
 
@@ -238,7 +240,7 @@ def test_a_trial_of_long_calls_has_as_many_rounds(own_op: dict[str, Any], monkey
 
 
 def test_a_reloaded_file_leaves_earlier_plans_registered() -> None:
-    """Ranks exchange plans by the name of their class."""
+    """Ranks exchange plans by the names of their classes."""
     mains = [weft.check.load(str(FILE)) for _ in range(2)]
     for main in mains:
         weft.spmd(main, 2, backend="emulated")

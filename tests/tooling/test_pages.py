@@ -1,4 +1,4 @@
-"""Pages made from stored results are what their makers produce, and no stored result is unused."""
+"""Pages made from stored results equal the output of the programs that make them, and no stored result is unused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_the_docs_are_short_enough() -> None:
 
 
 def words_of(text: str) -> int:
-    """Count the figures of tables, but neither their rules nor marks for a figure that is filled in."""
+    """Return the number of words of a page; figures in tables count, but neither the tables' rules nor the marks of
+    figures that are filled in."""
     return len(re.findall(r"\S*\w\S*", re.sub(r"<!--.*?-->", "", text, flags=re.S)))
 
 
@@ -173,8 +174,8 @@ def test_each_mean_names_the_commits_of_its_rows() -> None:
 
 
 def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
-    """These are experts on one GPU against vLLM's and quack's, the gain of a prompt, in all and by overlap, and
-    vLLM's lowest repeat."""
+    """These figures are the times of experts on one GPU against vLLM's and quack's, the gain for a prompt, in total and
+    by overlap, and vLLM's lowest repeat."""
     text = (ROOT / "README.md").read_text()
     one = {(r["name"], r["method"]): r["us"] for r in stored_rows("nvidia-h100-x1", "moe_one_gpu") if r["zipf"] == 0}
     names = {name for name, method in one if method == "weft"}
@@ -190,7 +191,7 @@ def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
 
 
 def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
-    """The models are Transformers', woven and not."""
+    """The models are Transformers', woven and unwoven."""
     errors: dict[str, dict[str, float]] = {}
     for r in stored_rows("nvidia-h100-x2", "hf_errors"):
         errors.setdefault(r["method"], {})[r["name"]] = r["error"]
@@ -202,7 +203,7 @@ def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
 
 
 def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
-    """These are experts on one GPU by number of tokens, FlashMoE's single launch, and quack's GEMM."""
+    """These means are of experts on one GPU by number of tokens, FlashMoE's single launch, and quack's GEMM."""
     moe, papers, guide = ((ROOT / f"docs/{name}.md").read_text() for name in ("moe", "papers", "guide"))
     for machine in ("nvidia-h100-x1", "nvidia-h200-x1"):
         rows = [r for r in stored_rows(machine, "moe_one_gpu") if r["zipf"] == 0]

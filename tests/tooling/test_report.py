@@ -1,5 +1,6 @@
-"""The pages of measurements: which rows count, what a ratio compares, and that only the text between the README's
-marks changes."""
+"""The pages of measurements: the rows that count, the methods that a ratio compares, and the README, in which only the
+text between the marks changes.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +149,7 @@ def test_a_decoders_plan_names_its_split_and_norms(repo: Path) -> None:
 
 
 def test_files_of_other_benchmarks_are_passed_over(repo: Path) -> None:
-    """Makers of other tables read these files, which have forms of their own."""
+    """The programs that make other tables read these files, whose rows have different fields."""
     store(repo, [row("sequential", 420), row("auto", 280)])
     before = write(repo)
     store(repo, [{"what": "known", "op": "all_gather_matmul", "us": 1}], "host")

@@ -1,5 +1,6 @@
-"""Timelines: what Perfetto reads, the order of lanes, and a picture of every kind of span. test_demo.py has calls on
-GPUs."""
+"""Timelines: the file that Perfetto reads, the order of lanes, and a picture of every kind of span. test_demo.py tests
+calls on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_perfetto_slices_keep_times_and_a_wait_has_an_arrow_from_its_releaser() 
 
 
 def test_perfetto_lanes_have_names_and_keep_their_order() -> None:
-    """This holds for every lane, also that of a releaser without a slice of its own."""
+    """Every lane has a name, even the lane of a releaser without its own slice."""
     for spans in (SPANS, [WAIT]):
         trace_events = events(spans)
         named = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace_events if e["name"] == "thread_name"}

@@ -20,7 +20,7 @@ from bench.pages import vllm_page
 
 @dataclass
 class Turns:
-    """An engine that takes `seconds` of its own for each turn, and records the turn."""
+    """An engine that takes its `seconds` for each turn, and records the turn."""
 
     method: str
     seconds: deque[float]
@@ -32,8 +32,8 @@ class Turns:
 
 
 def test_a_repeat_is_stock_method_stock() -> None:
-    """The machine slows down by half in the second repeat: the ratio stays, and the null shows the noise of the last
-    repeat."""
+    """The machine slows down by half in the second repeat: the ratio stays the same, and the null shows the noise of
+    the last repeat."""
     order: list[str] = []
     stock = Turns("stock", deque([4.0, 4.0, 6.0, 6.0, 4.0, 5.0]), order)
     weft = Turns("weft", deque([2.0, 3.0, 2.0]), order)
@@ -114,7 +114,7 @@ def test_the_time_to_the_first_token_counts_from_the_arrival() -> None:
 
 
 class AllReduceFusionPass:
-    """As vLLM's: the pass object has the number of matches in the graph that it compiled last."""
+    """A pass like vLLM's: the object holds the number of matches in the graph that it compiled last."""
 
     def __init__(self, matches: int) -> None:
         self.matched_count = matches

@@ -18,7 +18,7 @@ SLOW = 0.05  # seconds
 
 
 class Worker:
-    """Its steps take no time, except one of 100 tokens, in which garbage is collected. Another worker has it too."""
+    """A worker whose steps take no time, except one of 101 tokens, in which garbage is collected."""
 
     def execute_model(self, scheduler_output: Any) -> int:
         tokens: int = scheduler_output.total_num_scheduled_tokens
@@ -85,7 +85,7 @@ def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_are_joined_by_the_greatest_number() -> None:
-    """The slowest steps are those of the rank that had the slowest."""
+    """The slowest steps are those of the rank that had the single slowest step."""
     ranks = [
         {"steps": 3, "gc ms": 1.0, "slowest": [{"over the median": 2.0, "tokens": 1}]},
         {"steps": 3, "num_device_alloc": 4, "gc ms": 0.5, "slowest": [{"over the median": 9.0, "tokens": 2}]},

@@ -1,7 +1,11 @@
-"""Minutes that the long commands take, in tests/trends.csv: python -m tests.tooling.trends NAME COMMAND ..., or NAME --seconds N
+"""Record in tests/trends.csv how many minutes the long commands take:
 
-Runs the command and, if it succeeds, adds a line, or says what it took: date, what, minutes, cores, and the version of weft, by git's name for the content of
-src/weft. Of each command the newest lines of KEPT days stay, the last of a day.
+    python -m tests.tooling.trends NAME COMMAND ...
+    python -m tests.tooling.trends NAME --seconds N
+
+Run the command and, if it succeeds, add a line; or add a line for a command that took N seconds. A line has the date,
+the command's name, the minutes, the number of cores, and the version of weft, by git's name for the content of
+src/weft. The file keeps the last line of a day, for the newest KEPT days of each command.
 """
 
 from __future__ import annotations

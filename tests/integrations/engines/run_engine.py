@@ -1,6 +1,8 @@
-"""Engines of vLLM one after the other in one process, two CPU ranks each: `python run_engine.py OUT JOB..`, a job KIND:eager,
-KIND:compiled or KIND:woven (eager, with passes in two parts over whole layers). Writes OUT, JSON: by job the tokens with the
-plugin, without it in the same engine (but for compiled jobs), and its report."""
+"""Engines of vLLM one after the other in one process, two CPU ranks each: `python run_engine.py OUT JOB..`, a job
+KIND:eager, KIND:compiled or KIND:woven (eager, with passes in two parts over whole layers). For each job, the JSON file
+OUT receives the tokens with the plugin, the tokens without it in the same engine (except for compiled jobs), and the
+plugin's report.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,7 @@ def checkpoint(kind: str, folder: str, dtype: str) -> str:
 
 
 def exact(kind: str, folder: str) -> str:
-    """Return the folder of the same model for Transformers; the weights of a quantised one are dequantized to 32
-    bits."""
+    """Return the folder of the same model for Transformers; quantised weights are dequantized to 32 bits."""
     return f"{folder}/dequantized" if kind in QUANTIZED else folder
 
 
@@ -88,7 +89,7 @@ def quantized_linears(model: Any, kind: str) -> dict[str, Any]:
 
 
 def write_quantized(folder: str, tensors: dict[str, Any], entry: dict[str, Any]) -> None:
-    """Put the tensors and the configuration's entry into a checkpoint."""
+    """Write the tensors and the configuration's entry to a checkpoint."""
     from safetensors.torch import load_file, save_file
 
     weights, config = f"{folder}/model.safetensors", Path(folder) / "config.json"
@@ -124,12 +125,12 @@ def weave(worker: Any) -> None:
 
 
 def woven_batches(worker: Any) -> list[Any]:
-    """Return, of each woven pass, its tokens and requests, and whether the cut was between two requests."""
+    """Return, for each woven pass, the numbers of tokens and requests, and whether the cut was between two requests."""
     return worker.woven
 
 
 def tokens(llm: Any, prompts: list[list[int]]) -> list[list[tuple[int, float]]]:
-    """Return the tokens of each prompt's answer, and how far each one's logit was above the second best."""
+    """Return the tokens of each prompt's answer, and by how much each token's logit exceeded the second best."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=2)

@@ -37,7 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Everywhere(Classes):
-    """One rank counts the sums that several ranks would make."""
+    """A counter, on one rank, of the sums that several ranks would make."""
 
     def reduces(self, module: Any) -> bool:
         return isinstance(module, self.runner) or (isinstance(module, self.row) and module.reduce_results)

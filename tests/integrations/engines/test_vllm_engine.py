@@ -90,8 +90,8 @@ def test_compiled_code_with_and_without_the_plugin(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1000)
 def test_passes_in_two_parts_over_whole_layers(tmp_path: Path) -> None:
-    """A dense model and one with experts run prompts in chunks, cached prefixes and a preempted request, in batches
-    with several requests, one of which is cut, and decode steps."""
+    """A dense model and one with experts run decode steps, prompts in chunks, cached prefixes and a preempted request,
+    in batches with several requests, one of which is cut."""
     results, _ = engines(tmp_path, "Llama:woven", "Qwen3Moe:woven")
     for name, rounding in (("Llama:woven", 1e-3), ("Qwen3Moe:woven", 0.1)):
         job = results[name]
