@@ -102,8 +102,8 @@ def late(world: weft.World, op: str, plan: Plan, calls: int = 12) -> float:
 
 
 def chosen(world: weft.World) -> float:
-    """Check that both levels exist, and that "auto", which times nothing where ranks share a GPU, runs cuBLAS and NCCL
-    with the right result."""
+    """Check that both levels exist, and return the error of "auto". If ranks share a GPU, "auto" times nothing and must
+    choose cuBLAS and NCCL."""
     levels = world.levels
     assert world.backend.two_level_unsupported is None and levels.node.backend.symmetric_unsupported is None, (
         levels.node.backend.symmetric_unsupported

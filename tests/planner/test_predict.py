@@ -868,7 +868,7 @@ def test_serving_decides_for_the_nearest_of_few_token_counts() -> None:
 
 
 def just_over() -> list[tuple[str, int, int, int]]:
-    """Return shapes with a few rows more than a whole number of tiles, which take a wave more."""
+    """Return shapes whose rows fill a few tiles and a small part of one more, so that they need an extra wave."""
     ops = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     return [
         (op, tiles * 128 + rows, n, k)

@@ -570,8 +570,8 @@ class CudaBackend(GpuBackend):
         return Timeout(f"rank {self.rank}: {reason}: {e}")
 
     def _compare_devices(self) -> None:
-        """Set `nodes`, `peers_unsupported`, `symmetric_unsupported` and `shares_gpu`, which all ranks derive from the
-        same list. Collective."""
+        """Set `nodes`, `peers_unsupported`, `symmetric_unsupported` and `shares_gpu` from the devices of
+        all ranks, so that every rank has the same values. Collective."""
         reason = architectures.lacks(architectures.device_capability(self.device), "bf16", "weft's kernels")
         self.peers_unsupported = self.symmetric_unsupported = reason
         if self.size == 1:

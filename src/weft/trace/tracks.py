@@ -17,7 +17,7 @@ def _key(lane: tuple[int, str]) -> tuple[int, int, list[tuple[int, str]]]:
 
 
 def lanes(spans: Sequence[Span]) -> list[tuple[int, str]]:
-    """Return every (rank, track), by rank: first the host, then streams, then programs by number or computing kernels,
-    then communication."""
+    """Return every (rank, track), sorted by rank and, within a rank, in this order: the host, streams, programs (by
+    number) or compute kernels, communication."""
     seen = {(span.rank, span.track) for span in spans}
     return sorted(seen | {span.releaser for span in spans if span.releaser}, key=_key)
