@@ -1,6 +1,6 @@
 """The chooser's plan for every shape whose plans were timed and stored (bench/results), against its former plan: no
-choice may be more than 1% slower. Timings are replayed: a candidate takes its stored time, and a plan without a stored
-time is no candidate.
+choice may be more than 1% slower, except for four shapes. Timings are replayed: a candidate takes its stored time, and
+a plan without a stored time is no candidate.
 """
 
 from __future__ import annotations
@@ -156,9 +156,10 @@ def test_a_shape_without_a_row_is_as_fast_as_by_the_nearest_row(monkeypatch: pyt
         chosen_us = sweep.times[chosen(sweep, unknown=True)]
         compared += 1
         gained.append(sweep.times[before] / chosen_us)
-        if chosen_us > 1.03 * sweep.times[before]:  # a variant that gains less is not kept (CONTRIBUTING.md)
-            slower.append((sweep.shape, before, chosen_us / sweep.times[before]))
-    assert not slower
+        if chosen_us > 1.01 * sweep.times[before]:
+            slower.append((sweep.shape, chosen_us / sweep.times[before]))
+    # Four shapes lose up to 2.15%: 2 and 4 forward programs are no candidates, since they gained 3% for no shape.
+    assert len(slower) <= 4 and all(factor < 1.022 for _, factor in slower), slower
     assert compared > 20 and math.prod(gained) > 1
 
 

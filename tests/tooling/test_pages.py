@@ -190,6 +190,18 @@ def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
     assert f"lowest repeat {lowest:.2f}x (stock's own {null:.2f}x)" in text
 
 
+def test_the_ranges_on_two_gpus_are_those_that_an_engine_stored() -> None:
+    """docs/vllm.md gives the sizes that the twin serves, and the speed of whole layers in two parts."""
+    text = " ".join((ROOT / "docs/vllm.md").read_text().split())
+    ranges = json.loads((ROOT / "bench/results/nvidia-h100-x2/vllm_ranges.json").read_text())["ranges"]
+    ((low, high),) = [(low, high) for low, high, form, _ in ranges if form is None and high <= 512]
+    (prefill,) = [low for low, _, form, _ in ranges if form is not None and low > 512]
+    assert f"decodes of up to 512 tokens, except {low} to {high}, and prefills of {prefill:,} tokens and more" in text
+    tokens, us = ranges[-1][3][0]
+    woven = us["vLLM"] / min(time for way, time in us.items() if way.startswith("WovenLayers"))
+    assert f"({woven:.2f}x at {tokens:,} tokens of Llama-8B)" in text
+
+
 def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
     """The models are Transformers', woven and unwoven."""
     errors: dict[str, dict[str, float]] = {}

@@ -4,9 +4,9 @@ limit.
 
 Sizes that vLLM captures are captured and replayed; the host launches all other sizes back to back. A form
 (`PASS_FORMS`) is chosen for a range if it is at least MIN_SPEEDUP times as fast as vLLM's own pass at both ends; if
-several forms are, the fastest is chosen. Ranges are compared from the highest down: a form that is far slower than the
-fastest pass at the high end of a range is left out of the lower ranges of the same mode, where the host's time weighs
-more. The ranges are stored under everything that the times depend on, so that later starts time nothing.
+several forms are, the fastest is chosen. Ranges are compared from the highest down: a form that is far slower than
+vLLM's own pass at the high end of a range is left out of the lower ranges of the same mode, where the host's time
+weighs more. The ranges are stored under everything that the times depend on, so that later starts time nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PassWay: TypeAlias = Plan | str
 RunPass: TypeAlias = Callable[[int], object]  # runs a pass with this number of tokens
 Times: TypeAlias = tuple[int, dict[str, float]]  # a number of tokens, and us by way
 IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, which fit in one tile of a GEMM
-FAR_SLOWER = 1.3  # a form that takes this many times the fastest pass's time, twice, is timed no further
+FAR_SLOWER = 1.3  # a form that takes this many times as long as vLLM's own pass is timed no further
 
 
 class TokenSpan(NamedTuple):
