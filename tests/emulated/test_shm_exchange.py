@@ -592,7 +592,7 @@ def test_after_a_timeout_over_gloo_every_message_raises() -> None:
             raise RuntimeError("Timed out waiting for recv")
         return works[0]
 
-    messages._gloo = SimpleNamespace(allgather=expires)
+    messages._held = [SimpleNamespace(allgather=expires)]
     for _ in range(2):
         with pytest.raises(Timeout, match="not every rank joined within 1 s: Timed out waiting"):
             messages.gathered(torch.ones(2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import pickle
+import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -36,12 +37,16 @@ class Messages:
         # The number of Worlds over this group so far, which is the same on every rank.
         count = store.add(f"weft/{self.rank}", 1)
         with self._bounded():
-            self._gloo: Any = dist.ProcessGroupGloo(  # torch does not declare its methods
+            gloo = dist.ProcessGroupGloo(
                 dist.PrefixStore(f"weft/{count}", store),
                 self.rank,
                 self.size,
                 timeout=datetime.timedelta(seconds=seconds),
             )
+        self._held: list[Any] = [gloo]  # torch does not declare its methods
+        # Gloo's threads may drop a call's tensors after the call, for which they need the interpreter's lock: a process
+        # aborts if they ask for it while the interpreter ends (pytorch/pytorch#179291). So they end before it does.
+        self.close = weakref.finalize(self, self._held.clear)
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
@@ -87,7 +92,7 @@ class Messages:
         received = torch.empty(sum(sizes), dtype=torch.uint8)
         if any(itertools.chain(*headers)):
             with self._bounded():
-                self._gloo.alltoall_base(received, torch.cat(sent), sizes, [data.numel() for data in sent]).wait()
+                self._held[0].alltoall_base(received, torch.cat(sent), sizes, [data.numel() for data in sent]).wait()
         for out, data in zip(outs, received.split(sizes), strict=True):
             out.copy_(data.view(out.dtype).view(out.shape))
 
@@ -106,7 +111,7 @@ class Messages:
     def _gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
         outs = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         with self._bounded():
-            self._gloo.allgather([[_bytes_of(out) for out in outs]], [_bytes_of(x.contiguous())]).wait()
+            self._held[0].allgather([[_bytes_of(out) for out in outs]], [_bytes_of(x.contiguous())]).wait()
         return outs
 
 
