@@ -703,7 +703,7 @@ class Op(ABC, Generic[C]):
     @property
     def kinds(self) -> list[str]:
         """Return the names of the kinds of plans that serve the op."""
-        return list(dict.fromkeys(plan.kind for plan in self.runs))
+        return list(dict.fromkeys([plan.kind for plan in self.runs]))
 
     def dense_operands(self, plan: Plan, operands: Operands) -> Operands:
         """Return the operands in a layout that the plan accepts, copying operands that are not dense."""

@@ -60,7 +60,13 @@ def unprepared(run: Callable[..., Returned]) -> Prepare:
 def made_once(make: Callable[..., T], *args: object) -> Callable[..., T]:
     """Return make(*args, *further) as a cached function of the further arguments, for objects that a run needs only
     with some operands."""
-    return functools.cache(outlives_call()(functools.partial(make, *args)))
+
+    @functools.cache
+    def make_once(*further: object) -> T:
+        with outlives_call():
+            return make(*args, *further)
+
+    return make_once
 
 
 class Prepared(Generic[C]):

@@ -15,7 +15,7 @@ import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ from ..lang.intrinsics import CALL, DIFFERS, GUARD_WORDS, NUMBER_BITS, RECORD_WO
 from ..lang.jit import Options
 from ..residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from ..scale import Scale
+from ..symmetric import outlives_call
 from ..timing import cuda_clock
 from . import nodes, shared_gpu
 from .barrier import wait_word
@@ -639,22 +640,20 @@ class CudaBackend(GpuBackend):
 
         return collect
 
-    def persistent_allocation(self) -> AbstractContextManager[object]:
+    def persistent_allocation(self) -> AbstractContextManager[None]:
         """Allocate on a side stream that is never captured. After a capture, the graph's memory pool may reuse the
         memory of the graph's intermediate results, per stream. In a warm-up of the next graph in the same pool
         (torch.cuda.use_mem_pool), a lasting allocation would get that memory, and the first graph's next replay would
         overwrite it."""
         stream, allocation_stream = self.current_stream(), self.side_stream("persistent", urgent=False)
-        return (
-            self._on_allocation_stream(stream, allocation_stream)
-            if self.on_side_stream() and stream != allocation_stream
-            else nullcontext()
-        )
+        if not self.on_side_stream() or stream == allocation_stream:
+            return outlives_call()
+        return self._on_allocation_stream(stream, allocation_stream)
 
     @contextmanager
     def _on_allocation_stream(self, stream: torch.cuda.Stream, allocation_stream: torch.cuda.Stream) -> Iterator[None]:
         self.wait_event(allocation_stream, self.record(stream))
-        with self.on(allocation_stream):
+        with self.on(allocation_stream), outlives_call():
             yield
         self.wait_event(stream, self.record(allocation_stream))
 

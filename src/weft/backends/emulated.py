@@ -61,9 +61,9 @@ class _Symmetric(SymmetricTensor):
     """A symmetric tensor that gets its `addresses`, and its views' `addresses`, from `table_of`, which numbers tensors
     for the check of bounds."""
 
-    table_of: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] = field(kw_only=True)
+    table_of: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(kw_only=True)
 
-    def table(self, peers: tuple[torch.Tensor, ...], offset: int) -> torch.Tensor:
+    def table(self, peers: Sequence[torch.Tensor], offset: int) -> torch.Tensor:
         return self.table_of(peers)
 
 
