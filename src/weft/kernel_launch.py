@@ -90,8 +90,7 @@ class Launch:
         self, machine: LaunchTarget, kernel: JITFunction, grid: int, options: Options, **fixed: object
     ) -> None:
         self.kernel, self.grid, self.options, self.fixed = kernel, grid, options, fixed
-        names = {p.name for p in kernel.params}
-        if unknown := fixed.keys() - names:
+        if unknown := fixed.keys() - kernel.arg_names:
             raise TypeError(f"{kernel.__name__} has no parameter {', '.join(sorted(unknown))}")
         self.views = {name: value for name, value in fixed.items() if isinstance(value, Matrix | Matrices | Words)}
         # The parameters that a call passes: those with a view, and those with neither a fixed value nor a default.

@@ -49,7 +49,7 @@ def registered(op: Op) -> Op:
         raise ValueError(f"{op.name}: signature {op.signature!r} was {known.signature!r}")
     REGISTRY[op.name] = op
     # These cached properties are computed now, because torch.compile cannot trace the lock that guards their first use.
-    _ = op.operands, op.outcomes, op.postprocesses, op.differentiable
+    _ = op.operands, op.outcomes, op.postprocesses, op.differentiable, op.kinds
     if known is None and op.signature:
         torch_library.register(op, REGISTRY)
     return op
@@ -387,7 +387,7 @@ class Op(ABC, Generic[C]):
             decision = decisions.get(key)
             known = None if decision is None else decision.graph if capturing else decision.eager
             if known is None:
-                known = self._decide(key, world, plan, operands, options, out)
+                known = self._decide(world, plan, operands, options, out, key, decisions, addresses)
             residents = known.residents
             world.begin(known.number, None if residents is None else residents.launches, capturing)
             if residents is None or residents.noted:
@@ -402,12 +402,14 @@ class Op(ABC, Generic[C]):
 
     def _decide(
         self,
-        key: Hashable,
         world: World,
         asked: str | Plan,
         operands: Operands,
         options: CallOptions,
         out: torch.Tensor | None,
+        key: Hashable,
+        decisions: Memo,
+        addresses: Hashable,
     ) -> Prepared[C]:
         """Check the call, choose its plan, check that all ranks agree, and prepare. Collective."""
         self._check_present(operands)
@@ -423,7 +425,6 @@ class Op(ABC, Generic[C]):
         ):
             world.choices.trial(self.choice(world, call, operands))
         plan, final = self.choose(world, call, asked, capturing), True
-        decisions, addresses = self.decisions(world, options), self.operand_addresses(world, operands, out)
         if asked == "auto" and capturing:
             plan, final = self._plan_for_capture(world, call, plan, decisions, addresses)
         # If a rank warms up alone, its check meets the check that the other ranks make here: all ranks raise Mismatch.
@@ -640,7 +641,7 @@ class Op(ABC, Generic[C]):
 
     def _named(self, world: World, call: C, name: str, capturing: bool) -> Plan:
         if name != "auto":
-            return self.default(world, next(kind for kind in self.runs if kind.kind == name))
+            return self.default(world, self.kinds[name])
         mode = "graph" if capturing else "eager"
         return self._timed(world, call, mode) or self.auto(world, call, mode)
 
@@ -700,10 +701,13 @@ class Op(ABC, Generic[C]):
             if getattr(plan, name) != getattr(type(plan), name):
                 raise ValueError(f"{self.title}: {plan}: {name} means nothing to this op")
 
-    @property
-    def kinds(self) -> list[str]:
-        """Return the names of the kinds of plans that serve the op."""
-        return list(dict.fromkeys([plan.kind for plan in self.runs]))
+    @cached_property
+    def kinds(self) -> dict[str, type[Plan]]:
+        """Return, by the name of each kind of plans that serves the op, the kind's first class in `runs`."""
+        classes: dict[str, type[Plan]] = {}
+        for plan in self.runs:
+            classes.setdefault(plan.kind, plan)
+        return classes
 
     def dense_operands(self, plan: Plan, operands: Operands) -> Operands:
         """Return the operands in a layout that the plan accepts, copying operands that are not dense."""

@@ -199,12 +199,6 @@ class EmulatedBackend(Backend):
         return copies
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
-        for rank, (peer_nbytes, title) in enumerate(self._exchange((nbytes, name))):
-            if (peer_nbytes, title) != (nbytes, name):
-                raise Mismatch(
-                    f"symmetric memory: rank {self.rank} asks for {nbytes} bytes of {name!r}, "
-                    f"rank {rank} for {peer_nbytes} bytes of {title!r}"
-                )
         if reason := spread(self.nodes):
             raise Unsupported(f"{name}: no symmetric memory: {reason}")
         copies = self._copies(nbytes, name) if self.rank == 0 else None
