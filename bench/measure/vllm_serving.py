@@ -11,9 +11,8 @@ turns of stock in a repeat bounds the meaning of a ratio. "stock" is vLLM as it 
 A row of DIR/vllm_serving.jsonl compares a method with stock for one mix: `seconds` of each repeat and `baseline_seconds` of the two turns of
 stock around it; `ratio`, the median of stock's mean over the method's; `ratio_range`; `null_range`, of the ratio of stock's two turns;
 `first`, the seconds of the method's first turn of this mix; [median, 99th percentile] in milliseconds of the time from a request's arrival
-to its first token and between tokens; `watched`, for each turn its slowest steps and possible causes of a delay (vllm_watch.py); "fused
-all-reduce": whether the engine was asked for it, its workers' backend, and the matches in the compiled model that it replaced. The program
-writes rows mix by mix, and the engines' logs to the same folder.
+to its first token and between tokens; "fused all-reduce": whether the engine was asked for it, its workers' backend, and the matches in
+the compiled model that it replaced. The program writes rows mix by mix, and the engines' logs to the same folder.
 """
 
 from __future__ import annotations
@@ -194,7 +193,6 @@ def comparison(results: dict[str, list[Served]], method: str) -> dict[str, Any]:
         "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
         "null_range": [round(min(nulls), 4), round(max(nulls), 4)],
         "latency": {name: latency(results[name]) for name in (STOCK, method)},
-        "watched": {name: [served.watched for served in results[name]] for name in (STOCK, method)},
     }
 
 
