@@ -16,7 +16,8 @@ from textwrap import fill
 from typing import Any
 
 from bench.pages import svg
-from bench.pages.report import OPS, _percent, _table, _us, _x, mean
+from bench.pages.report import OPS, _percent, _us, _x, mean
+from bench.pages.tables import grid, lines_of
 from weft.planner.profile import shipped
 from weft.plans import Plan, Signaled
 from weft.transport.signals import schedule
@@ -46,11 +47,7 @@ INTRODUCTION = (
 
 # -- rows
 def load(folder: Path) -> list[Row]:
-    return [
-        json.loads(line) | {"run": path.stem}
-        for path in sorted(folder.glob("*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
+    return [row | {"run": path.stem} for path in sorted(folder.glob("*.jsonl")) for row in lines_of(path)]
 
 
 def cases(rows: Sequence[Row], part: str, op: str | None = None, mode: str = "graph") -> Cases:
@@ -81,18 +78,16 @@ def listed(names: Iterable[str]) -> str:
 TABLES = "bench/results/signaled.md"
 
 
-def blocks(*parts: str | list[str]) -> str:
-    """Return paragraphs, images and tables (lists of lines)."""
+def blocks(*parts: str) -> str:
+    """Return paragraphs, wrapped, and images and tables as they are."""
     return "\n\n".join(map(block, filter(None, parts))) + "\n"
 
 
-def block(part: str | list[str]) -> str:
-    if isinstance(part, list):
-        return "\n".join(part)
-    return part if part.startswith("![") else fill(part, 120, break_long_words=False, break_on_hyphens=False)
+def block(part: str) -> str:
+    return part if part.startswith(("![", "|")) else fill(part, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def section(title: str, *parts: str | list[str], level: int = 3) -> str:
+def section(title: str, *parts: str, level: int = 3) -> str:
     return f"\n{'#' * level} {title}\n\n" + blocks(*parts)
 
 
@@ -150,7 +145,7 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
         "The GEMM with reordering and signals",
         "*Overhead* is beside the same main loop and epilogue on as many SMs, to ordinary rows and without signals; *beside cuBLAS* "
         "is beside cuBLAS on all SMs. Nothing else ran.",
-        _table(["GEMM of", "SMs left", "overhead", "most", f"under {GEMM_GOAL:.0%}", "beside cuBLAS", "most"], lines),
+        grid(["GEMM of", "SMs left", "overhead", "most", f"under {GEMM_GOAL:.0%}", "beside cuBLAS", "most"], lines, 1),
         f"Goal: under {GEMM_GOAL:.0%}; the paper: 0.07 to 0.7%. **{reached}**: with the default groups the mean is "
         f"{overhead(fmean(usual))} and the most {overhead(max(usual))};\n{under} of {len(usual)} GEMMs stay under {GEMM_GOAL:.0%}. "
         f"The least is {overhead(min(usual))}, so differences of that size are not all overhead.",
@@ -269,10 +264,10 @@ def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: i
         head.append(f"{worlds[machine]} GPUs: cuBLAS + NCCL")
         head += [t for f in families[machine] for t in (f"by {f.title}", "of its bound")]
     goals = [f.judgement(op, worlds[m]) for m, of_machine in families.items() for f in of_machine if f.speedups]
-    return section(OPS[op], _table(head, lines), level=4), goals
+    return section(OPS[op], grid(head, lines, 1), level=4), goals
 
 
-def ablations(cases_by_op: CasesByOp) -> list[str]:
+def ablations(cases_by_op: CasesByOp) -> str:
     """Return the table of the mean time with fixed groups over that with the default groups, and of the best fixed
     groups of each shape."""
     lines, usual = [], f"default, {EQUAL} CTAs"
@@ -286,7 +281,7 @@ def ablations(cases_by_op: CasesByOp) -> list[str]:
             min(by_method[n]["us"] for n in FIXED if n in by_method) / by_method[usual]["us"] for by_method in tried
         )
         lines.append([OPS[op], str(world), *cells, _x(best)])
-    return _table(["op", "GPUs", *FIXED, "best of these"], lines)
+    return grid(["op", "GPUs", *FIXED, "best of these"], lines, 1)
 
 
 def plot(cases_by_op: dict[str, Cases], world: int, path: Path) -> None:
@@ -346,12 +341,12 @@ def ops(machines: dict[str, list[Row]], sms: int) -> str:
     )
 
 
-def against_the_goal(goals: list[list[str]]) -> list[str | list[str]]:
+def against_the_goal(goals: list[list[str]]) -> list[str]:
     head = ["op", "GPUs", "moved by", "of the bound, mean", "least", "most", "of one wave's, mean", f"{BOUND_GOAL:.0%}"]
     return [
         f"Goal: at least {BOUND_GOAL:.0%} of the bound in the mean, and up to 1.6x; the paper: 69 to 98%, and 1.30x on NVLink. Of the best "
         "plans of each shape:",
-        _table([*head, "speedup, mean", "most", "lost on"], goals, 3),
+        grid([*head, "speedup, mean", "most", "lost on"], goals, 3),
     ]
 
 
@@ -388,7 +383,7 @@ def digest(machines: dict[str, list[Row]], sms: int) -> str:
     every = f"Every size, and what signals and reordering take, is in [tables](../{TABLES})."
     sentence, _ = against_the_goal(goals)
     head = ["op", "GPUs", "moved by", "of the bound, mean", "speedup, mean", "most", "lost on"]
-    means = _table(head, [[*goal[:4], *goal[-3:]] for goal in goals], 3)
+    means = grid(head, [[*goal[:4], *goal[-3:]] for goal in goals], 3)
     return "## Signaled plans\n\n" + blocks(*INTRODUCTION, *plots, sentence, means, every)
 
 

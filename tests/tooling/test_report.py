@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.pages import report, signaled_page
+from bench.pages import report, signaled_page, tables
 from weft.errors import WeftError
 from weft.plans import FusedGatherByCopies, Signaled
 
@@ -182,12 +182,11 @@ def test_bad_results_are_named(repo: Path, text: str, says: str) -> None:
 
 
 def test_only_the_text_between_the_marks_is_changed() -> None:
-    assert (
-        report.between_marks(f"a\n{report.BEGIN}\nold\n{report.END}\nz", ["new", ""])
-        == f"a\n{report.BEGIN}\nnew\n{report.END}\nz"
-    )
+    page, marks = "a\n{}\n{}\n{}\nz", (report.BEGIN, report.END)
+    changed = tables.between(page.format(report.BEGIN, "old", report.END), *marks, "new")
+    assert changed == page.format(report.BEGIN, "new", report.END)
     with pytest.raises(WeftError, match="must hold"):
-        report.between_marks("mine", ["new"])
+        tables.between("mine", *marks, "new")
 
 
 def signaled_rows(op: str, times: dict[str, float], **changes) -> list[dict]:
