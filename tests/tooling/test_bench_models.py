@@ -69,8 +69,8 @@ def test_a_dense_pass_without_communication_is_of_this_ranks_parts() -> None:
         layout = model.layout(Batch.prefill((7, 4)), cache, "plain")
         with torch.no_grad():
             whole = model.hidden(ids, layout).clone()
-            alone(world, lambda: model.hidden(ids, layout, bench.alone))
-            return [distance(model.hidden(ids, layout, bench.alone), whole)]
+            alone(world, lambda: model.hidden(ids, layout, collectives.norm_alone))
+            return [distance(model.hidden(ids, layout, collectives.norm_alone), whole)]
 
     one, two = emulate(rank, 1), emulate(rank, 2)
     assert one == [[0.0]] and min(min(two)) > 0.01
