@@ -36,12 +36,7 @@ def tilelink(results: Path) -> str:
 def flashoverlap() -> str:
     """Return weft's figures beside FlashOverlap's, for the best plans by copies and by NCCL: share of the bound, and the largest
     speedup over cuBLAS + NCCL."""
-    goals: list[list[str]] = []
-    machines = signaled_page.machines()
-    for op in (signaled_page.AR, signaled_page.RS, signaled_page.A2A):
-        cases = {machine: signaled_page.cases(rows, "ops", op) for machine, rows in machines.items()}
-        worlds = {machine: rows[0]["world"] for machine, rows in machines.items()}
-        goals += signaled_page.op_table(op, {m: c for m, c in cases.items() if c}, worlds, signaled_page.sms())[1]
+    _, goals = signaled_page.every_op(signaled_page.machines(), signaled_page.sms())
     figures = []
     for mover in ("NCCL", "copies"):
         lines = [line for line in goals if line[2] == mover]

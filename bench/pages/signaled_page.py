@@ -50,11 +50,11 @@ def load(folder: Path) -> list[Row]:
     return [row | {"run": path.stem} for path in sorted(folder.glob("*.jsonl")) for row in lines_of(path)]
 
 
-def cases(rows: Sequence[Row], part: str, op: str | None = None, mode: str = "graph") -> Cases:
-    """Return, by shape, the rows by method of the last run that has the shape."""
+def cases(rows: Sequence[Row], part: str, op: str | None = None) -> Cases:
+    """Return, by shape, the rows by method of the last run that has the shape, in CUDA graphs."""
     rows_by_size: Cases = {}
     for row in rows:
-        if (row["part"], row.get("op"), row.get("mode")) == (part, op, mode):
+        if (row["part"], row.get("op"), row.get("mode")) == (part, op, "graph"):
             size = row["M"], row["N"], row.get("K", 0)
             if any(earlier["run"] != row["run"] for earlier in rows_by_size.get(size, {}).values()):
                 del rows_by_size[size]
@@ -68,6 +68,10 @@ def shape_text(size: Size) -> str:
 
 def overhead(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f}%"
+
+
+def mean_and_most(ratios: list[float]) -> list[str]:
+    return [overhead(fmean(ratios)), overhead(max(ratios))]
 
 
 def listed(names: Iterable[str]) -> str:
@@ -115,21 +119,13 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
     for name in sorted(signaled, key=ctas):
         overheads, library = ratios_to(name), ratios_to(name, "cublas")
         under = sum(r - 1 < GEMM_GOAL for r in overheads)
-        lines.append(
-            [
-                title(name),
-                str(ctas(name)),
-                overhead(fmean(overheads)),
-                overhead(max(overheads)),
-                f"{under} of {len(overheads)}",
-            ]
-            + [overhead(fmean(library)), overhead(max(library))]
-        )
+        cells = [title(name), str(ctas(name)), *mean_and_most(overheads), f"{under} of {len(overheads)}"]
+        lines.append([*cells, *mean_and_most(library)])
     for name in (f"plain, {c} CTAs left" for c in sorted({0} | {ctas(n) for n in signaled})):
         library = ratios_to(name, "cublas")
         if library:
             left = name.split(", ")[1].split()[0]
-            lines.append(["none, without signals", left, "", "", "", overhead(fmean(library)), overhead(max(library))])
+            lines.append(["none, without signals", left, "", "", "", *mean_and_most(library)])
     usual_tile = Signaled.tile
     whole = {
         c: sum(-(-m // usual_tile.block_m) * -(-n // usual_tile.block_n) % (sms - c) == 0 for m, n, _ in us)
@@ -323,21 +319,35 @@ def explained() -> str:
     )
 
 
-def ops(machines: dict[str, list[Row]], sms: int) -> str:
-    by_machine = {machine: op_cases(rows) for machine, rows in machines.items()}
+def every_op(machines: dict[str, list[Row]], sms: int) -> tuple[str, list[list[str]]]:
+    """Return the sections of all ops, and the rows that compare their plans with the goal."""
     worlds = {machine: rows[0]["world"] for machine, rows in machines.items()}
-    goals: list[list[str]] = []
-    text = blocks(
-        *(measured([r for r in rows if r["part"] == "ops"]) for rows in machines.values()),
-        *(EARLIER[machine] for machine in machines if machine in EARLIER),
-    )
+    by_machine = {machine: op_cases(rows) for machine, rows in machines.items()}
+    text, goals = "", list[list[str]]()
     for op in (AR, RS, A2A):
         cases_by_machine = {machine: of_op[op] for machine, of_op in by_machine.items() if op in of_op}
         if cases_by_machine:
             table, judgements = op_table(op, cases_by_machine, worlds, sms)
             text, goals = text + table, goals + judgements
-    return text + judged_and_varied(
-        goals, {(op, worlds[m]): c for m, of_op in by_machine.items() for op, c in of_op.items()}
+    return text, goals
+
+
+def ops(machines: dict[str, list[Row]], sms: int) -> str:
+    """Return who measured the ops, their tables, and the sections that follow these."""
+    tables, goals = every_op(machines, sms)
+    text = blocks(
+        *(measured([r for r in rows if r["part"] == "ops"]) for rows in machines.values()),
+        *(EARLIER[machine] for machine in machines if machine in EARLIER),
+    )
+    cases_by_op = {(op, rows[0]["world"]): c for rows in machines.values() for op, c in op_cases(rows).items()}
+    text += tables + section("Against the goal", *against_the_goal(goals), level=4)
+    return text + section(
+        "Fixed groups",
+        f"Mean time with fixed groups beside the default ones (up to four groups, the last one wave), all with {EQUAL} CTAs; above 1 the "
+        "default is faster (as in the paper's Figure 14). *A wave a group* ends at 16 groups, the last of which takes the other waves; "
+        "*first wave* and *last wave* are two groups, one of which is that wave. The last column is a best of five.",
+        ablations(cases_by_op),
+        level=4,
     )
 
 
@@ -348,19 +358,6 @@ def against_the_goal(goals: list[list[str]]) -> list[str]:
         "plans of each shape:",
         grid([*head, "speedup, mean", "most", "lost on"], goals, 3),
     ]
-
-
-def judged_and_varied(goals: list[list[str]], cases_by_op: CasesByOp) -> str:
-    """Return the sections that follow the ops' tables."""
-    text = section("Against the goal", *against_the_goal(goals), level=4)
-    return text + section(
-        "Fixed groups",
-        f"Mean time with fixed groups beside the default ones (up to four groups, the last one wave), all with {EQUAL} CTAs; above 1 the "
-        "default is faster (as in the paper's Figure 14). *A wave a group* ends at 16 groups, the last of which takes the other waves; "
-        "*first wave* and *last wave* are two groups, one of which is that wave. The last column is a best of five.",
-        ablations(cases_by_op),
-        level=4,
-    )
 
 
 def measured(rows: Sequence[Row]) -> str:
@@ -374,11 +371,7 @@ def of_last_run(rows: Sequence[Row]) -> list[Row]:
 
 def digest(machines: dict[str, list[Row]], sms: int) -> str:
     """Return the part of the chapter that the page of measurements shows."""
-    goals: list[list[str]] = []
-    for op in (AR, RS, A2A):
-        cases_by_machine = {machine: cases(rows, "ops", op) for machine, rows in machines.items()}
-        worlds = {machine: rows[0]["world"] for machine, rows in machines.items()}
-        goals += op_table(op, {machine: of_op for machine, of_op in cases_by_machine.items() if of_op}, worlds, sms)[1]
+    _, goals = every_op(machines, sms)
     plots = (f"![signaled plans against cuBLAS + NCCL](img/signaled-{machine}.svg)" for machine in machines)
     every = f"Every size, and what signals and reordering take, is in [tables](../{TABLES})."
     sentence, _ = against_the_goal(goals)
