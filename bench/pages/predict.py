@@ -22,7 +22,7 @@ from weft.plans import KINDS, Plan
 
 @dataclass(frozen=True)
 class Point:
-    """One measured call and its prediction. source: the run that predicted it. tags: why it was measured."""
+    """One measured call and its prediction. source: the run that predicted it."""
 
     source: str
     op: str
@@ -31,7 +31,6 @@ class Point:
     plan: str
     us: float
     predicted: float
-    tags: tuple[str, ...] = ()
 
     @property
     def error(self) -> float:
@@ -52,10 +51,7 @@ def tuned(machine: str) -> dict[str, list[Point]]:
     points: dict[str, list[Point]] = {}
     for path in sorted((stored.RESULTS / machine / "predictions").glob("*.jsonl"), key=lambda path: path.stem):
         points[path.stem] = [
-            Point(
-                path.stem, r["op"], (r["M"], r["N"], r["K"]), r["world"], json.dumps(r["plan"], sort_keys=True), r["us"], r["predicted"],
-                tuple(r["tags"]),
-            )
+            Point(path.stem, r["op"], (r["M"], r["N"], r["K"]), r["world"], json.dumps(r["plan"], sort_keys=True), r["us"], r["predicted"])
             for r in lines_of(path)
             if (r["M"], r["N"], r["K"]) not in seen[r["op"]]
         ]  # fmt: skip

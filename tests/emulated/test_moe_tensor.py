@@ -111,7 +111,7 @@ def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "DispatchedColumns", lambda: S)
 
     def main(world: weft.World) -> None:
-        layer = bench.Layer(world, bench.Model(32, 32 * world.size, 4, 2, tokens=32))
+        layer = bench.Layer(world, bench.Model(32, 32 * world.size, 4, 2), 32)
         first_half = layer.first_half("auto", 0)
         y = layer.second_half("auto", first_half).clone()
         world.synchronize()

@@ -9,8 +9,8 @@ import torch
 
 import weft
 from bench.common.timing import error_of
-from bench.measure.moe import Layer, Model
-from bench.measure.moe_one_gpu import Size, by_one_launch, by_torch, ordered, stored
+from bench.measure.moe import ONE_LAUNCH, Layer, Model
+from bench.measure.moe_one_gpu import Size, by_torch, by_weft, ordered, stored
 from bench.measure.moe_stragglers import figures
 from bench.pages import moe_page, one_gpu_page
 
@@ -127,6 +127,6 @@ def test_the_method_of_one_launch_computes_the_layer() -> None:
         layer = Layer(world, Model(32, 16, 4, 2), 9, 0.0)
         logits = (layer.logits(layer.xs[0]).float() * 64).sort(1).values
         assert float(logits.diff(dim=1).min()) > 0, "ties would be another layer"
-        return error_of(by_one_launch(layer)(layer.xs[0]), by_torch(layer)(layer.xs[0]))
+        return error_of(by_weft(layer, ONE_LAUNCH)(layer.xs[0]), by_torch(layer)(layer.xs[0]))
 
     assert max(weft.spmd(main, 1, backend="emulated")) < 1e-2
