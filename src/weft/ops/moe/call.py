@@ -49,6 +49,11 @@ class RouterOptions(NamedTuple):
     top_groups: int
     scale: float
 
+    @property
+    def renormalises(self) -> bool:
+        """Return whether the weights are divided by their sum; for other scorings the option has no meaning."""
+        return self.renormalise and self.scoring in ("softmax", "sigmoid")
+
 
 class Weights(NamedTuple):
     """The matrices and biases of this rank's El experts.
