@@ -173,7 +173,7 @@ def tables_alone(layer: Layer, outputs: tuple[torch.Tensor, ...]) -> Callable[[]
     tables = state.tables(parts)
 
     def run() -> None:
-        route_tables.share(world, ids, weights, call.layer.max_tokens_per_rank, alternating=True)
+        route_tables.share_routes(world, state.builder.routes, ids, weights)
         route_tables.run_builder(world, state.builder, tables, parts.weights)
 
     return run
