@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weft import Overflow, World
-from weft.ops.moe.routing.route_tables import Tables, build_tables, left_out_words, share
+from weft.ops.moe.routing.route_tables import Tables, TableSizes, builder_of, left_out_words, run_builder, share_routes
 
 Ids = list[list[int]]  # of a rank's tokens
 
@@ -76,7 +76,7 @@ def drawn(layer: Layer, seed: int, tokens: list[int] | None = None) -> list[Ids]
 
 
 def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World], None]:
-    """Call `share` and `tables`, with only `World.barrier` between calls in place of the rest of a layer, and return
+    """Share routes and build their tables, with only `World.barrier` between calls in place of the rest of a layer, and return
     what they wrote. `routed` holds every rank's ids, by call."""
 
     def main(world: World) -> None:
@@ -84,11 +84,9 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
         for n in range(layer.calls):
             own_ids = routed(n)[world.rank]
             ids = torch.tensor(own_ids, dtype=torch.int32).view(len(own_ids), layer.k)
-            ids_all, weights_all = share(world, ids, weights_of(ids, world.rank), layer.max_tokens_per_rank)
-            tables = build_tables(
-                world, ids_all, layer.experts, layer.max_tokens_per_rank, layer.block_m, layer.max_rows
-            )
-            seen.append(copied(world, tables, ids_all, weights_all))
+            sizes = TableSizes(layer.experts, layer.max_tokens_per_rank, layer.block_m, layer.max_rows)
+            tables = routed_tables(world, ids, weights_of(ids, world.rank), sizes)
+            seen.append(copied(world, *tables))
             world.barrier()  # nobody shares again before all have read this
         lost = [[reference(layer, r, routed(n))["lost"] for n in range(layer.calls)] for r in range(layer.ranks)]
         by_source = torch.tensor(lost).sum(1)  # [full rank, rank of the tokens]
@@ -118,6 +116,17 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
             assert numbers(tables) == dict(expected, targets=targets), f"rank {world.rank}, call {n}"
 
     return main
+
+
+def routed_tables(
+    world: World, ids: torch.Tensor, weights: torch.Tensor, sizes: TableSizes
+) -> tuple[Tables, torch.Tensor, torch.Tensor]:
+    """Share these routes, build the tables, and return them with all ranks' ids and weights."""
+    builder, tables = builder_of(world, ids.shape[1], sizes)
+    all_weights = builder.routes.shared_weights.local
+    share_routes(world, builder.routes, ids, weights)
+    run_builder(world, builder, tables, all_weights)
+    return tables, builder.routes.ids, all_weights
 
 
 def weights_of(ids: torch.Tensor, rank: int) -> torch.Tensor:

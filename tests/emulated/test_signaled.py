@@ -601,14 +601,16 @@ def exchanged(tables: GroupTables) -> GroupTables:
 def mistaken(tables: GroupTables) -> GroupTables:
     """A group's rows begin one row too early, over the last row of another group."""
     sender = 1 - tables.signals.ch.state[0].item()
-    tables.receive_offsets[1][sender] -= 1
+    rows = tables.received[1][sender]
+    tables.received[1][sender] = slice(rows.start - 1, rows.stop - 1)
     return tables
 
 
 def pulled_early(tables: GroupTables) -> GroupTables:
     """Rows of another group are pulled from a peer's pool."""
     sender = 1 - tables.signals.ch.state[0].item()
-    tables.source_offsets[0][sender] += tables.receive_counts[0][sender]
+    rows = tables.pulled[0][sender]
+    tables.pulled[0][sender] = slice(rows.stop, 2 * rows.stop - rows.start)
     return tables
 
 

@@ -59,7 +59,7 @@ from weft.ops.all_reduce.kernels import (
 from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_latency
 from weft.ops.matmul import INVARIANT_TILES, multiply_with_tile
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
-from weft.ops.moe.routing.route_tables import build_tables, share
+from weft.ops.moe.routing.route_tables import TableSizes, builder_of, run_builder, share_routes
 from weft.ops.moe.routing.router import gate
 from weft.ops.rotary import rotary
 from weft.ops.scaled_gemm import PROMOTED, WIDE
@@ -421,8 +421,9 @@ def routes(tokens: int, k: int, experts: int, block_m: int = 128) -> Callable[[W
         ids, weights = gate(logits, k, world=world, bias=logits[0], groups=2, top_groups=2, scoring="sigmoid")
         gate(logits.bfloat16(), k, world=world)
         around_the_gate(world, logits, ids, weights)
-        ids_all, _ = share(world, ids, weights, tokens)
-        build_tables(world, ids_all, experts, tokens, block_m)
+        builder, tables = builder_of(world, k, TableSizes(experts, tokens, block_m))
+        share_routes(world, builder.routes, ids, weights)
+        run_builder(world, builder, tables, builder.routes.shared_weights.local)
 
     return fn
 
