@@ -175,7 +175,7 @@ def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None,
 
 
 def _reached(key: tuple[str, int]) -> None:
-    hooks.reached.add(key)
+    hooks.machine.report.reached.add(key)
 
 
 def _count_turns() -> Iterator[None]:
@@ -844,7 +844,7 @@ def convert(arg: object, name: str = "") -> object:
         return tl.tensor(TensorHandle(np.array([arg], np.float32), tl.float32), tl.float32)
     if isinstance(arg, torch.Tensor):
         kind = _pointer(arg.dtype)
-        return tl.tensor(TensorHandle(np.array([hooks.pointer(arg, name)], np.uint64), kind), kind)
+        return tl.tensor(TensorHandle(np.array([hooks.machine.bounds.pointer(arg, name)], np.uint64), kind), kind)
     if isinstance(arg, tuple):
         names = getattr(arg, "_fields", range(len(arg)))
         fields = [convert(a, f"{name}.{key}") for key, a in zip(names, arg, strict=True)]
