@@ -320,16 +320,16 @@ class Programs:
         mask: Mask,
         dtype: np.dtype,
         do: Callable[[], R],
-        acquire: bool,
-        release: bool,
+        order: str,
         scope: str,
     ) -> R:
-        """Run an atomic operation `do` on each element, and record its access, its acquire and its release. scope:
-        "SYSTEM", "GPU" or "CTA"; with "CTA" it neither acquires from other programs nor releases to them."""
+        """Run an atomic operation `do` on each element, and record its access, its acquire and its release. order:
+        "RELAXED", "ACQUIRE", "RELEASE" or "ACQUIRE_RELEASE". scope: "SYSTEM", "GPU" or "CTA"; with "CTA" it neither
+        acquires from other programs nor releases to them."""
         self.machine.pause()
         task = self.machine.current
         scope_sys = scope == "SYSTEM"
-        acquire, release = acquire and scope != "CTA", release and scope != "CTA"
+        acquire, release = (part in order and scope != "CTA" for part in ("ACQUIRE", "RELEASE"))
         if self.machine.record and scope_sys:
             self.machine.report.sys_lines.add(interpret.where()[0][:2])
         size = dtype.itemsize
