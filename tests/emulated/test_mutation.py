@@ -38,14 +38,13 @@ from tests.emulated.cases_router import (
 )
 from tests.emulated.cases_routing import Layer, drawn, routing
 from tests.emulated.cases_tensor_parallel import around_layer, both_halves, first_halves, other_second_halves
+from tests.emulator.mutate import Mutation, kill_rate, sites
 from weft import World, check
 from weft import moe as moe_functions
 from weft.architectures import AMPERE
 from weft.backends.barrier import wait_group
 from weft.backends.emulated import spmd
-from weft.check.schedules import kill_rate
 from weft.compute.gemm import matmul as gemm
-from weft.emulator import Mutation, sites
 from weft.lang.intrinsics import wait_until
 from weft.lang.mapping import balanced_rows
 from weft.lang.primitives import channel_wait

@@ -24,12 +24,12 @@ from tests.emulated.cases_matmul_all_to_all_routed import (
     some_nowhere,
     uniform,
 )
+from tests.emulator.mutate import Mutation
 from tests.gates import some
 from tests.offline import test_offline as offline
 from weft import World
 from weft.check import ptx
 from weft.check.offline import compile_kernel
-from weft.emulator import Mutation
 from weft.ops.matmul_all_to_all_routed.kernels import half_address, number_rows, receive_rows, return_rows
 from weft.plans import FusedAllToAll, GemmTile, Plan
 from weft.scale import SMALL_ALL_TO_ALL

@@ -58,7 +58,7 @@ def age(world: World, calls: int) -> None:
     world.synchronize()
     world.exchange("aged")
     backend: Any = world.backend
-    for name, rank, counters, state, _ in backend.machine.channels.values():
+    for (rank, name, _), (counters, state, _) in backend.machine.channels.items():
         if rank != world.rank or not isinstance(state, torch.Tensor):
             continue
         calls_made = int(state[CALLS.value])

@@ -10,9 +10,9 @@ import pytest
 import torch
 import triton.language as tl
 
+from tests.emulator.mutate import Mutation, kill_rate, sites
 from weft.backends.emulated import EmulatedBackend, spmd
-from weft.check.schedules import explore, kill_rate
-from weft.emulator import Mutation, sites
+from weft.check.schedules import explore
 from weft.lang.intrinsics import flush_stores, wait_until
 from weft.lang.jit import jit
 
