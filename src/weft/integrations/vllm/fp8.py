@@ -66,11 +66,6 @@ def scale_of(linear: VllmObject) -> VllmObject:
     return getattr(linear, "weight_scale", None) if inverse is None else inverse
 
 
-def recipe_of(scale: Tensor | None) -> str | None:
-    """Return the recipe of a weight with these scales, None for an unquantised weight."""
-    return None if scale is None else "row" if scale.dim() == 1 else "block"
-
-
 def is_of_whole_weight(scale: Tensor) -> bool:
     return scale.shape == (1,)
 
@@ -83,7 +78,7 @@ def operand_specs(
     name: str, weight: Tensor | None, scale: Tensor | None, shape: tuple[int, int], dtype: torch.dtype
 ) -> dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]]:
     """Return the shapes and dtypes that the operands `name` and `name`_scale must have, for `check_operands`."""
-    scale_shape: tuple[int, ...] = block_scale_shape(*shape) if recipe_of(scale) == "block" else shape[:1]
+    scale_shape: tuple[int, ...] = shape[:1] if scale is None or scale.dim() == 1 else block_scale_shape(*shape)
     if scale is not None and is_of_whole_weight(scale):
         scale_shape = (1,)
     return {

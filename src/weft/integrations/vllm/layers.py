@@ -14,7 +14,7 @@ from ...world import World
 from .fp8 import Fp8Linears, weight_of
 from .interface import VllmObject
 from .row_all_reduce import ROW_ALL_REDUCE
-from .row_norm_column import row_norm_column
+from .row_norm_column import ROW_NORM_COLUMN, LayerTensors
 from .twin import copied
 
 # The attributes of a linear that are read below.
@@ -93,7 +93,7 @@ def sums_experts(runner: VllmObject) -> bool:
 
 # -- forwards ----------------------------------------------------------------------------------------------------------
 class Served(NamedTuple):
-    """The operands with which a norm calls `row_norm_column`: the linears before and after the norm, if the norm also
+    """The operands with which a norm calls ROW_NORM_COLUMN: the linears before and after the norm, if the norm also
     computes their GEMMs, or None."""
 
     row: VllmObject | None
@@ -122,21 +122,13 @@ class SummedNorm:
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> VllmObject:
         row, column, world = self.weft
-        row_weight, row_scale = (None, None) if row is None else weight_of(row)
-        column_weight, column_scale = (None, None) if column is None else weight_of(column)
-        y, new_residual = row_norm_column(
-            x,
-            residual,
-            self.scale(),
-            self.variance_epsilon,
-            row=row_weight,
-            row_bias=None if row is None else row.bias,
-            column=column_weight,
-            column_bias=None if column is None else column.bias,
-            row_scale=row_scale,
-            column_scale=column_scale,
-            world=world,
+        none = (None, None, None)
+        row_weight, row_scale, row_bias = none if row is None else (*weight_of(row), row.bias)
+        column_weight, column_scale, column_bias = none if column is None else (*weight_of(column), column.bias)
+        operands = LayerTensors(
+            *(x, residual, self.scale(), row_weight, row_bias, column_weight, column_bias, row_scale, column_scale)
         )
+        y, new_residual = ROW_NORM_COLUMN(world, "auto", operands, (self.variance_epsilon,))
         return y if residual is None else (y, new_residual)
 
 
