@@ -1,4 +1,4 @@
-"""The kinds of vLLM's modules, and the forwards of the copies that replace them in the twin."""
+"""The classes of vLLM's modules, and the forwards of the copies that replace them in the twin."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ class Classes:
     fp8: Fp8Linears = field(default_factory=Fp8Linears)
 
     def reduces(self, module: VllmObject) -> bool:
+        """Return whether a module ends in an all-reduce that can be left out."""
         if isinstance(module, self.row):
             linear = all(hasattr(module, name) for name in (*LINEAR, "reduce_results", "input_is_parallel"))
             return bool(linear and module.reduce_results and module.tp_size > 1 and not module.skip_bias_add)
         return self.runner is not None and isinstance(module, self.runner) and sums_experts(module)
 
     def gives_bias(self, module: VllmObject) -> bool:
+        """Return whether a module returns (output, bias)."""
         return isinstance(module, self.row) and bool(getattr(module, "return_bias", False))
 
     def is_norm(self, module: VllmObject) -> bool:

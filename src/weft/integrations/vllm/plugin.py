@@ -147,13 +147,9 @@ def serve(model: nn.Module, config: VllmObject, interface: Interface) -> None:
 
 def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: VllmObject, report: ServedModel) -> None:
     fp8_methods = () if batch_invariant() else FP8_METHODS
+    names = "row", "column", "norm", "unquantized", "gemma_norm", "runner"
     classes = Classes(
-        row=interface.objects["row"],
-        column=interface.objects["column"],
-        norm=interface.objects["norm"],
-        unquantized=interface.objects["unquantized"],
-        gemma_norm=interface.objects.get("gemma_norm"),
-        runner=interface.objects.get("runner"),
+        **{name: interface.objects.get(name) for name in names},
         fp8=fp8.Fp8Linears(tuple(interface.objects[name] for name in fp8_methods if name in interface.objects)),
     )
     candidates = find_candidates(model, config, classes)
