@@ -233,7 +233,7 @@ def test_a_forward_that_cannot_be_traced_is_served_layer_by_layer(modules: Any) 
     [
         (dict(lora_config=object()), "LoRA"),
         (dict(speculative_config=object()), "speculative decoding"),
-        (dict(parallel_config=SimpleNamespace(enable_dbo=True)), "enable_dbo"),
+        (dict(parallel_config=SimpleNamespace(enable_dbo=False, use_ubatching=True)), "ubatch_size"),
         (dict(model_config=SimpleNamespace(enable_sleep_mode=True)), "sleep mode"),
         (dict(compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=True))), "enable_sp"),
         (dict(parallel_config=SimpleNamespace(pipeline_parallel_size=2)), "pipeline parallelism"),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...plans import Plan
 from ...world import World
-from .interface import VllmObject
+from .interface import VllmObject, option
 
 ROW_BUFFERS = 4  # buffers for the rows of all ranks in a workspace: one for two shots, three for one shot
 WORKSPACE_BYTES = 256 << 20  # bytes of a workspace: half the size of vLLM's own with two ranks
@@ -55,8 +55,7 @@ def installed() -> str | None:
 
 def asked_for(config: VllmObject) -> bool:
     """Return whether vLLM's own passes use the kernel."""
-    passes = getattr(getattr(config, "compilation_config", None), "pass_config", None)
-    return bool(getattr(passes, "fuse_allreduce_rms", False)) and installed() is not None
+    return bool(option(config, "compilation_config.pass_config.fuse_allreduce_rms")) and installed() is not None
 
 
 def workspaces(world: World) -> dict[WorkspaceKey, FlashInferWorkspace]:

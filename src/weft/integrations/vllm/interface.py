@@ -64,6 +64,14 @@ FP8_METHODS = {  # read only if weft should serve FP8 GEMMs (fp8.py)
 }
 
 
+def option(config: VllmObject, path: str, default: VllmObject = None) -> VllmObject:
+    """Return the option at `path`, such as "parallel_config.enable_eplb", of an engine's configuration, or `default` if
+    it is None or this version of vLLM does not have it."""
+    for name in path.split("."):
+        config = getattr(config, name, None)
+    return default if config is None else config
+
+
 @dataclass
 class Interface:
     """The classes and functions of the installed vLLM. `objects` has a function, or the class of a method, for each
