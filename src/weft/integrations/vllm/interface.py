@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, TypeAlias
@@ -114,23 +113,16 @@ def read_interface(fp8: bool = False) -> Interface:
 
 def resolve(path: str, parameters: tuple[str, ...]) -> VllmObject:
     """Return the function at `path`, or the class of the method there. Raises ImportError or AttributeError if it is
-    missing, TypeError if it has different parameters."""
+    missing, TypeError if it cannot be called with these parameters: all further ones need defaults."""
     module, names = path.split(":")
     holder: VllmObject = importlib.import_module(module)
     *classes, function = names.split(".")
     for name in classes:
         holder = getattr(holder, name)
-    if why := parameter_mismatch(getattr(holder, function), parameters):
-        raise TypeError(why)
-    return holder if classes else getattr(holder, function)
-
-
-def parameter_mismatch(function: Callable[..., object], parameters: tuple[str, ...]) -> str | None:
-    """Return why a function cannot be called with these parameters, or None. All further parameters need defaults."""
-    signature = inspect.signature(function).parameters
-    required = [
+    signature = inspect.signature(getattr(holder, function)).parameters
+    required = {
         n for n, p in signature.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    unexpected = [n for n in required if n not in parameters]
-    missing = [n for n in parameters if n not in signature]
-    return f"takes {', '.join(signature)}, not {', '.join(parameters)}" if unexpected or missing else None
+    }
+    if not required <= set(parameters) <= set(signature):
+        raise TypeError(f"takes {', '.join(signature)}, not {', '.join(parameters)}")
+    return holder if classes else getattr(holder, function)
