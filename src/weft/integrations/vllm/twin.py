@@ -38,8 +38,7 @@ from torch.nn.functional import pad
 from ...errors import WeftError
 from ...plans import Plan
 from ...world import World
-from .flashinfer import Gather
-from .interface import VllmObject
+from .interface import VllmObject, gather_objects
 from .row_norm_column import WovenLayers, forms
 
 if TYPE_CHECKING:
@@ -159,14 +158,13 @@ class Passes:
         padded_tokens = {table[size]: tokens for tokens, size in reversed(list(enumerate(self.sizes))) if size > tokens}
         return [*sorted(set(self.sizes) - {0}, reverse=True), *padded_tokens.values()]
 
-    def weave_on_all_ranks(self, why: str, gather: Gather) -> None:
+    def weave_on_all_ranks(self, why: str, group: VllmObject) -> None:
         """Use no passes in two parts over whole layers if any rank cannot run them. why: this rank's reason, or "".
         Collective."""
-        reasons = [reason for (reason,) in gather((why,)) if reason]
-        if reasons:
+        if reason := next(filter(None, gather_objects(why, group)), ""):
             if self.woven is not None:
                 self.woven.release()
-            self.woven, self.unwoven = None, reasons[0]
+            self.woven, self.unwoven = None, reason
 
     def put(self, kind: type | None = None) -> None:
         """Make the stack look up the number of tokens at each pass. `kind` is the class with that lookup."""
