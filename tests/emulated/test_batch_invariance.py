@@ -19,7 +19,7 @@ from tests.gpu import gpu_invariant
 from weft.backends import emulated
 from weft.compute.norm import sum_in_pairs
 from weft.integrations.vllm.row_all_reduce import ROW_ALL_REDUCE
-from weft.integrations.vllm.row_norm_column import row_norm_column
+from weft.integrations.vllm.row_norm_column import ROW_NORM_COLUMN, LayerTensors
 from weft.models import Llama
 from weft.nn import ParallelMLP
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
@@ -124,7 +124,7 @@ def vllm_sublayers(world: weft.World, plan: str | Plan, m: int, begin: int) -> t
         y = product(y, column, world=world)
     else:
         for _ in range(2):
-            y, kept = row_norm_column(x, residual, w, 1e-6, row=row, column=column, world=world, plan=plan)
+            y, kept = ROW_NORM_COLUMN(world, plan, LayerTensors(x, residual, w, row, column=column), (1e-6,))
     return torch.cat([y, kept], 1)[begin : begin + ODD].clone()
 
 
