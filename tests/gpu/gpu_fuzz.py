@@ -298,7 +298,7 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
                 forms.append(replace(usual, forward_programs=2, **options))
         elif kind == "signaled":
             signaled: Any = REGISTRY[op].default(world, Signaled)
-            forms += [replace(signaled, groups=(1, 1)), replace(signaled, copies=True)]
+            forms.append(replace(signaled, groups=(1, 1), copies=op != "matmul_all_reduce"))
         elif kind == "two_shot":
             forms += [TwoShotLowLatency(), TwoShotPush(warps=8, spread=True), TwoShotPull(programs=16)]
         elif kind == "segmented":

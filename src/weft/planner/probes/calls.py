@@ -64,6 +64,11 @@ def shapes_of(b: Bench, op: str, part: int) -> tuple[GemmShape, ...]:
     return (b.sizes.gather if REGISTRY[op].gathers else b.sizes.reduce)[part]
 
 
+def _has_field(op: str, plan: type[Plan], field: str) -> bool:
+    """Return whether the op uses this field of a plan."""
+    return field not in REGISTRY[op].unsupported_fields.get(plan, ())
+
+
 def calls(b: Bench, part: int) -> Iterator[Probe]:
     """Yield calls by sequential, decomposed and fused plans."""
     world = b.world.size
@@ -72,8 +77,7 @@ def calls(b: Bench, part: int) -> Iterator[Probe]:
         doubling.append(sum(doubling))
     chunks = [Decomposed((1,) * world), Decomposed(tuple(doubling))] if sum(doubling) == world else [Decomposed()]
     for op, fused in variants(b.world.backend.capability).items():
-        takes_pieces = "pieces" not in REGISTRY[op].unsupported_fields.get(Decomposed, ())
-        in_pieces = [Decomposed((1,) * world, 2)] if takes_pieces else []
+        in_pieces = [Decomposed((1,) * world, 2)] if _has_field(op, Decomposed, "pieces") else []
         plans: list[Plan] = [Sequential(), *((*chunks, *in_pieces, *fused) if b.copies else ())]
         yield from (call(b, op, plan, *shape) for plan in plans for shape in shapes_of(b, op, part))
     yield from (
@@ -88,7 +92,7 @@ def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
             for groups in ((), (1, 2, 4, 8, 16), (2,) * 16):
                 plan = replace(b.sizes.signaled, groups=groups, ctas=ctas)
                 yield from (call(b, op, plan, *shape) for shape in shapes_of(b, op, part))
-        for groups in ((), SINGLE) if b.copies else ():
+        for groups in ((), SINGLE) if b.copies and _has_field(op, Signaled, "copies") else ():
             plan = replace(b.sizes.signaled, groups=groups, ctas=min(b.sizes.ctas), copies=True)
             yield from (call(b, op, plan, *shape) for shape in shapes_of(b, op, part))
 
@@ -100,7 +104,7 @@ def eager_calls(b: Bench) -> Iterator[Probe]:
         plans: list[Plan] = [Sequential(), *((Decomposed(), fused[0]) if b.copies else ())]
         if Signaled in REGISTRY[op].costs:
             plans.append(b.sizes.signaled)
-            if b.copies:
+            if b.copies and _has_field(op, Signaled, "copies"):
                 plans.append(replace(b.sizes.signaled, ctas=min(b.sizes.ctas), copies=True))
         large = shapes_of(b, op, 0)[0]
         small = (min(b.world.size * 128, large[0]), min(256, large[1]), min(256, large[2]))
