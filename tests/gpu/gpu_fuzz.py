@@ -298,13 +298,13 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
                 forms.append(replace(usual, forward_programs=2, **options))
         elif kind == "signaled":
             signaled: Any = REGISTRY[op].default(world, Signaled)
-            forms.append(replace(signaled, groups=(1, 1), copies=op != "matmul_all_reduce"))
+            forms += [replace(signaled, groups=(1, 1)), replace(signaled, copies=True)]
         elif kind == "two_shot":
             forms += [TwoShotLowLatency(), TwoShotPush(warps=8, spread=True), TwoShotPull(programs=16)]
         elif kind == "segmented":
             forms += [Segmented(calls=1), Segmented(calls=3)]
         if kind != "multicast":
-            plans_by_kind[kind] = rng.choice(forms)
+            plans_by_kind[kind] = rng.choice([form for form in forms if form == kind or REGISTRY[op].has(form)])
     return plans_by_kind
 
 
