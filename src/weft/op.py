@@ -700,6 +700,14 @@ class Op(ABC, Generic[C]):
             if getattr(plan, name) != getattr(type(plan), name):
                 raise ValueError(f"{self.title}: {plan}: {name} means nothing to this op")
 
+    def has(self, plan: Plan) -> bool:
+        """Return whether the op has the plan, and refuses none of its fields."""
+        try:
+            self.check_plan(plan)
+        except ValueError:
+            return False
+        return True
+
     @property
     def kinds(self) -> list[str]:
         """Return the names of the kinds of plans that serve the op."""

@@ -186,7 +186,6 @@ TAKEN = [
     twice("transport/low_latency.py prepare_posting", "Thirds", SUM, OneShot(warps=4)),
     twice("ops/matmul_reduce/signaled.py _by_collectives", "Signals", SCATTER, "signaled"),
     twice("ops/matmul_reduce/signaled.py _scatter_by_copies", COPIES, SCATTER, BY_COPIES),
-    twice("ops/matmul_reduce/signaled.py _reduce_by_copies", COPIES, PRODUCT_SUM, BY_COPIES),
     twice("ops/matmul_all_to_all/op.py run_signaled", "Signals", TO_RANKS, "signaled"),
     twice("ops/matmul_all_to_all/op.py run_signaled", COPIES, TO_RANKS, BY_COPIES),
     twice("ops/matmul_all_to_all_routed/runs.py prepare_fused", "Arena", ROUTED, "fused"),

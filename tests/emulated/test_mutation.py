@@ -618,7 +618,6 @@ CASES |= {
     f"{RS} signaled": Case(reducing("signaled", (70, 40, 40)), 2),
     f"{A2A} signaled": Case(to_ranks("signaled", (70, 30)), 2),
     f"{AR} signaled, before Hopper": Case(before_hopper(reducing("signaled", (35, 40, 40), everywhere=True)), 2),
-    f"{AR} signaled by copies": Case(reducing(COPIES, (64, 40, 40), everywhere=True), 2),
     f"{RS} signaled by copies": Case(reducing(COPIES, (64, 40, 40)), 2),
     f"{A2A} signaled by copies": Case(to_ranks(COPIES, (70, 30)), 2),
     "signaled, two streams": Case(reducing_on_two_streams("signaled"), 2, kernels=False),
@@ -896,7 +895,7 @@ EQUIVALENT = [
         "channel_broadcast",
     ),
     Equivalent(
-        (*(n for n in SIGNALED if "copies" not in n and A2A not in n), f"{AR} signaled by copies"), "drop wait_event",
+        tuple(n for n in SIGNALED if "copies" not in n and A2A not in n), "drop wait_event",
         "world.wait_event(comm, world.record(stream))",
         "everything on the communicator's stream stands behind a wait for counts of this call's GEMM, whose programs start "
         "after all that the caller's stream was given before. On a GPU the edge makes the stream part of a graph's capture. (Only in "
@@ -941,10 +940,6 @@ EQUIVALENT = [
         ("attention gradients",), "drop wait_event", "world.wait_event(world.current_stream(), fetched.end)",
         "keys stay as they are until the backward pass has ended, whose pushes come behind these on one stream, and are "
         "waited for",
-    ),
-    Equivalent(
-        (f"{AR} signaled by copies",), "drop wait_event", "world.wait_event(stream, world.record(comm))",
-        "the caller's stream waits for the last pull, which comes after the last barrier on the communicator's stream",
     ),
 ]  # fmt: skip
 

@@ -137,9 +137,13 @@ PLANS: list[str | Plan] = [
 ]
 
 
+def plans_of(op: str) -> list[str | Plan]:
+    """Return the plans that the op has: copy engines move the groups of a reduce-scatter only."""
+    return [plan for plan in PLANS if op == "matmul_reduce_scatter" or not getattr(plan, "copies", False)]
+
+
 @pytest.mark.parametrize("ranks", some([2, 4]))
-@pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
-@pytest.mark.parametrize("op", REDUCING)
+@pytest.mark.parametrize(("op", "plan"), [(op, plan) for op in REDUCING for plan in plans_of(op)])
 def test_against_torch(op: str, plan: str | Plan, ranks: int) -> None:
     for i, rows in enumerate(([16] * ranks, [40] * ranks, [64] * ranks, balanced_rows(13 * ranks + 1, ranks))):
         compare(op, rows, 72, 64, plan, run=i, calls=2)
@@ -155,7 +159,7 @@ def test_in_a_loop_over_tiles_as_before_hopper(op: str, seed: int) -> None:
         world.backend.capability = AMPERE
         return case(world, op, rows, 72, 40, plan, calls=3, bias=bias)
 
-    for plan in PLANS[1:]:
+    for plan in plans_of(op)[1:]:
         assert isinstance(plan, Plan)
         for rows, bias in ([40, 40], False), ([33, 32], True):
             assert max(emulate(lambda w, p=plan, r=rows, b=bias: main(w, r, p, b), 2, seed, preempt=0.2)) < 5e-3
@@ -165,7 +169,7 @@ def test_in_a_loop_over_tiles_as_before_hopper(op: str, seed: int) -> None:
 @pytest.mark.parametrize("m", [0, 1, 2, 3])
 def test_fewer_rows_than_ranks(op: str, m: int) -> None:
     for ranks in (2, 4):
-        for plan in ("signaled", replace(S, copies=True)):
+        for plan in ("signaled", replace(S, copies=op == "matmul_reduce_scatter")):
             compare(op, balanced_rows(m, ranks), 16, 40, plan, calls=3)
 
 
@@ -176,7 +180,7 @@ def test_rows_of_the_callers_choice(rows: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("op", REDUCING)
 def test_float16_views_and_out(op: str) -> None:
-    for plan in ("signaled", replace(S, copies=True)):
+    for plan in ("signaled", replace(S, copies=op == "matmul_reduce_scatter")):
         for rows in (17, 48):
             compare(op, [rows] * 2, 40, 40, plan, dtype=torch.float16, bias=True, calls=2)
             compare(op, [rows] * 2, 40, 40, plan, views=True, into=True, calls=2)
@@ -191,37 +195,42 @@ def test_float16_views_and_out(op: str) -> None:
 def test_random_shapes(
     op: str, rows: list[int], n: int, k: int, groups: list[int], ctas: int, copies: bool, bias: bool, run: int
 ) -> None:
+    copies = copies and op == "matmul_reduce_scatter"
     plan = replace(S, groups=tuple(groups), ctas=ctas, copies=copies)
     if copies:  # what copy engines move
-        n, rows = n // 8 * 8, [rows[0] // 16 * 16] * len(rows) if op == "matmul_reduce_scatter" else rows
+        n, rows = n // 8 * 8, [rows[0] // 16 * 16] * len(rows)
     compare(op, rows, n, 8 * k, plan, run, bias=bias, seed=run, calls=2)
 
 
 def test_unsupported_copies_are_sequential(caplog: Any) -> None:
-    """Reduce-scatter needs equal shards of whole tiles, and both ops need rows of whole 16-byte words. The reason is
-    logged once, and is the same on every rank."""
+    """Reduce-scatter needs equal shards of whole tiles, and rows of whole 16-byte words. The reason is logged once, and
+    is the same on every rank."""
     plan = replace(S, copies=True)
 
-    def main(world: weft.World, op: str, rows: list[int], n: int) -> tuple[float, bool]:
-        return case(world, op, rows, n, 24, plan, calls=2), bool({"staging", "partials"} & set(world._buffers))
+    def main(world: weft.World, rows: list[int], n: int) -> tuple[float, bool]:
+        return case(world, "matmul_reduce_scatter", rows, n, 24, plan, calls=2), "staging" in world._buffers
 
-    for op, rows, n, moved in (
-        ("matmul_reduce_scatter", [32, 32], 40, True), ("matmul_all_reduce", [17, 16], 40, True),
-        ("matmul_reduce_scatter", [33, 32], 40, False), ("matmul_reduce_scatter", [24, 24], 40, False),
-        ("matmul_reduce_scatter", [32, 32], 39, False), ("matmul_all_reduce", [17, 16], 39, False),
-    ):  # fmt: skip
+    for rows, n, moved in (([32, 32], 40, True), ([33, 32], 40, False), ([24, 24], 40, False), ([32, 32], 39, False)):
         caplog.clear()
-        for error, by_copies in emulate(lambda w, a=(op, rows, n): main(w, *a), 2):
+        for error, by_copies in emulate(lambda w, a=(rows, n): main(w, *a), 2):
             assert error < 5e-3 and by_copies == moved
         assert ("sequential instead of signaled" in caplog.text) != moved
 
 
-@pytest.mark.parametrize("copies", [False, True])
-def test_where_one_ranks_output_begins_does_not_divide_the_ranks(copies: bool) -> None:
+def test_an_all_reduce_by_copies_is_refused() -> None:
+    def main(world: weft.World) -> None:
+        x, w = draw(world.rank, 32, 24), draw(50 + world.rank, 40, 24)
+        with pytest.raises(ValueError, match="copies means nothing to this op"):
+            weft.matmul_all_reduce(x, w, world=world, plan=replace(S, copies=True))
+
+    emulate(main, 2)
+
+
+def test_where_one_ranks_output_begins_does_not_divide_the_ranks() -> None:
     def main(world: weft.World) -> float:
         x, w = draw(world.rank, 48, 24), draw(50 + world.rank, 40, 24)
         out = world.empty((48 * 40 + 4,), torch.bfloat16)[4 * world.rank :][: 48 * 40].view(48, 40)
-        actual = weft.matmul_all_reduce(x, w, world=world, plan=replace(S, copies=copies), out=out)
+        actual = weft.matmul_all_reduce(x, w, world=world, plan=S, out=out)
         return distance(actual, weft.matmul_all_reduce(x, w, world=world, plan="sequential"))
 
     assert max(emulate(main, 2)) < 5e-3
@@ -231,7 +240,7 @@ def test_where_one_ranks_output_begins_does_not_divide_the_ranks(copies: bool) -
 @pytest.mark.parametrize("op", REDUCING)
 def test_schedules(op: str, seed: int) -> None:
     """Several calls under frequent preemption report nothing, and the result is right."""
-    for copies, rows in ((False, [30, 29, 29]), (True, [32] * 3)):
+    for copies, rows in ((False, [30, 29, 29]), (op == "matmul_reduce_scatter", [32] * 3)):
         plan = replace(S, groups=((), (1, 1), (2,))[seed % 3], copies=copies)
         rank_errors = emulate(lambda w, p=plan, r=rows: case(w, op, r, 72, 24, p, calls=4), 3, seed, preempt=0.2)
         assert max(rank_errors) < 5e-3
@@ -245,7 +254,8 @@ def test_shapes_kinds_and_streams_in_turn(seed: int) -> None:
             for name in ("main", "second"):
                 with on_stream(world, name):
                     for op in REDUCING:
-                        for plan in ("signaled", replace(S, copies=True), "sequential", "decomposed", "fused"):
+                        by_copies = replace(S, copies=op == "matmul_reduce_scatter")
+                        for plan in ("signaled", by_copies, "sequential", "decomposed", "fused"):
                             worst = max(worst, case(world, op, [32] * world.size, 40, 32, plan, seed=i))
         return worst
 

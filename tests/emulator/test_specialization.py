@@ -93,7 +93,6 @@ CASES: dict[str, tuple[Run, tuple[int, str]]] = {
     "all-reduce, one shot": (gemm(AR, OneShot()), ONE),
     "all-reduce, two shots": (gemm(AR, TwoShotLowLatency()), ONE),
     "all-reduce, signaled": (gemm(AR, Signaled()), ONE),
-    "all-reduce, signaled, copies": (gemm(AR, Signaled(copies=True)), ONE),
     "all-to-all, signaled": (gemm(A2A, Signaled()), ONE),
     "rows alone": (rows_alone, (2, "with a residual and without")),
 }

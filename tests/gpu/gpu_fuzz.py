@@ -304,7 +304,7 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
         elif kind == "segmented":
             forms += [Segmented(calls=1), Segmented(calls=3)]
         if kind != "multicast":
-            plans_by_kind[kind] = rng.choice(forms)
+            plans_by_kind[kind] = rng.choice([form for form in forms if form == kind or REGISTRY[op].has(form)])
     return plans_by_kind
 
 

@@ -118,8 +118,7 @@ def counted(world: weft.World) -> Iterator[Check]:
         for name, plan in (("fused", FUSED[op]), ("fused, second", SECOND[op])):
             yield from of_plan(world, op, name, with_architecture_tiles(plan, world.backend.capability))
         yield f"{op} fused by name", BF16, partial(gemm_case, world, op, 256, 1024, 512, "fused", calls=2)
-    for op in (SCATTER, ALL):
-        yield from of_plan(world, op, "signaled by copies", replace(SMALL, ctas=4, copies=True))
+    yield from of_plan(world, SCATTER, "signaled by copies", replace(SMALL, ctas=4, copies=True))
     for name, plan in {
         "two shots": TwoShotPush(),
         "two shots, spread": TwoShotPush(warps=8, spread=True),

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 from tests.emulated.cases import distance, draw
@@ -20,7 +21,6 @@ from tests.gpu.gpu_record import with_results
 from weft.backends.cuda import CudaBackend
 from weft.check.offline import OfflineDriver, standing_in
 from weft.lang.descriptors import for_gpu, tiles_of
-from weft.transport.memory import descriptor
 
 
 @weft.jit
@@ -38,7 +38,8 @@ def test_code_for_an_older_gpu_is_assembled_for_the_one_at_hand(monkeypatch: pyt
     older.as_gpu(80, 90)
     assert triton.knobs.cache.dir == str(tmp_path / "sm_80_on_sm_90")
     x = torch.zeros(16, 64, dtype=torch.bfloat16)
-    args = for_gpu(dict(x_desc=descriptor(x, 16, 64, (16, 64)), y_desc=descriptor(x, 16, 64, (16, 64))), 80)
+    tile = TensorDescriptor.from_tensor(x, [16, 64])
+    args = for_gpu(dict(x_desc=tile, y_desc=tile), 80)
     with standing_in(OfflineDriver(80)):
         compiled = twice.warmup(**args, num_warps=4, grid=(1,))
     assert ".target sm_80" in compiled.asm["ptx"] and "cp.async.bulk" not in compiled.asm["ptx"]

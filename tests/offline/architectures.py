@@ -76,6 +76,7 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
             plans = {"decomposed": Decomposed(), "low latency": TwoShotLowLatency() if op == AR else OneShot()}
             if op != OPS[0]:
                 plans |= {"signaled": fit(Signaled()), "signaled, 16 CTAs": changed(fit(Signaled()), block_n=128)}
+            if op == OPS[1]:
                 plans |= {"signaled by copies": replace(fit(Signaled()), ctas=4, copies=True)}
             if features(capability).nvlink:
                 plans |= {"fused": fit(FUSED[op]), "fused, second": fit(SECOND[op])}

@@ -182,7 +182,7 @@ for op in (AG, RS):  # of gradients
         CASES[f"{op} x8 plan {i} turned, odd sizes"] = call(op, plan, 33, 1032, 520, dtype=HALF, transposed=True), 8
 HALVED = [96], 256 * 80  # rows of a rank, and columns, for which tiles of 64 rows suit
 for op in OPS:
-    signaled = [] if op == AG else [Signaled(), Signaled(ctas=4, copies=True)]
+    signaled = {AG: [], RS: [Signaled(), Signaled(ctas=4, copies=True)], AR: [Signaled()]}[op]
     for i, plan in enumerate((*REGISTRY[op].variants[: 3 if op == AG else 1], *signaled)):
         half = with_shape_tiles(plan, HALVED[0] * 2, HALVED[1], SMS)
         m = 64 if plan == Signaled(ctas=4, copies=True) else 33  # which moves whole tiles
@@ -293,18 +293,14 @@ for i, plan in enumerate(
     CASES[f"to ranks x8 signaled {i}"] = to_ranks(plan), 8
     CASES[f"to ranks x2 signaled {i} bias float16"] = to_ranks(plan, 1032, 520, True, HALF), 2
 for op in (RS, AR):
-    for i, plan in enumerate(
-        (Signaled(), Signaled(tile=GemmTile(block_n=128, warps=4, stages=4)), Signaled(ctas=4, copies=True))
-    ):
+    by_copies = [Signaled(ctas=4, copies=True)] if op == RS else []
+    for i, plan in enumerate((Signaled(), Signaled(tile=GemmTile(block_n=128, warps=4, stages=4)), *by_copies)):
         for ranks in (2, 8) if i == 0 else (8,):
             CASES[f"{op} x{ranks} signaled {i}"] = call(op, plan), ranks
         CASES[f"{op} x8 signaled {i} bias float16"] = call(op, plan, bias=True, dtype=HALF), 8
         if not plan.copies:  # which take no such sizes
             CASES[f"{op} x8 signaled {i} odd sizes"] = call(op, plan, 33, 1031, 520, bias=True), 8
     CASES[f"{op} x8 signaled, one row"] = call(op, Signaled(), 1), 8
-for rows in (1200, 13):  # the most programs an SM; and fewer rows than a tile has, not as many for every rank
-    plan = Signaled(ctas=4, copies=True)
-    CASES[f"{AR} x8 signaled by copies, {rows} rows"] = call(AR, plan, rows, uneven=rows == 13), 8
 
 
 def silu(world: World) -> None:

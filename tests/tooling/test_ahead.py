@@ -47,4 +47,4 @@ def test_every_plan_that_is_tuned_is_predicted() -> None:
     for op in ahead.OPS:
         times = {json.dumps(row["plan"]): row["predicted"] for row in rows if row["op"] == op}
         (chosen,) = (row["predicted"] for row in rows if row["op"] == op and row["chosen"])
-        assert len(times) > 3 and chosen <= min(times.values()) < times['{"kind": "sequential"}']
+        assert len(times) > 1 and chosen <= min(times.values()) < times['{"kind": "sequential"}']

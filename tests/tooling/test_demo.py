@@ -28,7 +28,7 @@ from weft.trace import profile
 from weft.trace.picture import render
 from weft.trace.profile import recorded, spans_of
 from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
-from weft.transport.sums import sum_partials, sum_staged
+from weft.transport.sums import sum_staged
 
 Events = list[dict[str, Any]]
 ARGUMENTS = "(ncclDevKernelArgsStorage<4096ul>)"
@@ -161,7 +161,7 @@ def test_later_copies_belong_to_the_reduce_scatter() -> None:
     [
         ("compute", (all_gather_gemm, copied_gemm, silu_mul, matmul, gemm_reduce, signaled_gemm)),
         ("all-gather", (gather_low_latency,)),
-        ("reduce", (scatter_low_latency, sum_staged, sum_partials, wait_group, wait_word)),
+        ("reduce", (scatter_low_latency, sum_staged, wait_group, wait_word)),
         ("copy engine", (barrier,)),
     ],
 )
