@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import random
 import re
 import signal
@@ -307,17 +306,17 @@ def test_without_a_folder_that_all_see_there_is_none(monkeypatch: pytest.MonkeyP
 
 def test_short_exchanges_use_shared_memory_and_long_ones_messages() -> None:
     """A rank that posted while others exchange does not make them wait for messages."""
-    sent: list[bytes] = []
+    sent: list[object] = []
 
     def main(shm: SharedMemoryExchange) -> Any:
         backend = CudaBackend.__new__(CudaBackend)
         backend.rank, backend.size, backend._shm = shm.rank, 2, shm
 
-        def messages(data: bytes) -> list[Any]:
-            sent.append(data)
+        def messages(obj: object) -> list[Any]:
+            sent.append(obj)
             return ["by messages"] * 2
 
-        backend._exchange_messages = messages  # type: ignore[method-assign]
+        backend._messages = SimpleNamespace(objects=messages)  # type: ignore[assignment]
         short = backend.exchange(("short", shm.rank))
         long = backend.exchange(b"x" * (2 * BYTES if shm.rank else 1))  # that of one rank is
         post: Any = backend.post
@@ -336,19 +335,19 @@ def test_short_exchanges_use_shared_memory_and_long_ones_messages() -> None:
 
 def test_a_long_message_is_not_mistaken_for_an_earlier_one() -> None:
     """One rank is late for a short call; a call whose data is too long for a slot follows."""
-    barrier, slots = threading.Barrier(2, timeout=20), [b""] * 2
+    barrier, slots = threading.Barrier(2, timeout=20), [None] * 2
 
     def main(shm: SharedMemoryExchange) -> bool:
         backend = CudaBackend.__new__(CudaBackend)
         backend.rank, backend.size, backend._shm, backend.device = shm.rank, 2, shm, torch.device("cpu")
         backend.sm_count, backend.uploads = 1, cuda.Uploads(backend.device)
 
-        def messages(data: bytes) -> list[Any]:
-            slots[shm.rank] = data
+        def messages(obj: Any) -> list[Any]:
+            slots[shm.rank] = obj
             barrier.wait()
-            return [pickle.loads(slot) for slot in slots]
+            return slots
 
-        backend._exchange_messages = messages  # type: ignore[method-assign]
+        backend._messages = SimpleNamespace(objects=messages)  # type: ignore[assignment]
         backend.name_counters = lambda describe: None  # type: ignore[method-assign]
         backend.capturing = lambda: False  # type: ignore[method-assign]
         world = weft.World(backend)
@@ -358,7 +357,7 @@ def test_a_long_message_is_not_mistaken_for_an_earlier_one() -> None:
             world.post_call("call", **fields)
         world.post_call("another")
         world._collect(None)
-        return bool(slots[0]) and shm.post_count == shm.collect_count
+        return slots[0] is not None and shm.post_count == shm.collect_count
 
     assert ranks(main) == [True] * 2
 

@@ -34,7 +34,7 @@ from weft.ops.all_reduce import two_level as of_sums
 from weft.ops.matmul_all_to_all import two_level as of_exchanges
 from weft.ops.matmul_reduce import two_level as of_products
 from weft.plans import Decomposed, Plan, Sequential, TwoLevel
-from weft.prepared import CallDecision
+from weft.prepared import Prepared
 from weft.timing import CallTime
 from weft.torch_library import plan_of, text_of
 from weft.transport.two_level import BETWEEN
@@ -374,8 +374,7 @@ def test_auto_chooses_the_plan_measured_faster(us: float, plan: Plan, monkeypatc
 
     def main(world: World) -> set[Plan]:
         assert case(world, "matmul_reduce_scatter", [4] * 4, 32, 32, "auto", calls=2) < BOUND
-        decisions = [decision for decision in world.decided.values() if isinstance(decision, CallDecision)]
-        return {decision.eager.plan for decision in decisions if decision.eager is not None}
+        return {call.plan for call in world.decided.values() if isinstance(call, Prepared)}
 
     assert over_nodes(main, sm_count=32) == [{plan}] * 4
 

@@ -1195,7 +1195,8 @@ def of_group(group: Any) -> Any:
     backend: Any = CudaBackend.__new__(CudaBackend)
     backend.rank, backend.size = dist.get_rank(group), dist.get_world_size(group)
     if backend.size > 1:
-        backend._connect(dist.distributed_c10d._get_process_group_store(group))
+        backend.group = group
+        backend._connect()
     return backend
 
 

@@ -40,7 +40,7 @@ from tests.emulated.cases_matmul_all_to_all import all_to_all_case, drawn
 from tests.emulated.cases_nn import all_gather_grads, reduce_grads
 from tests.emulated.cases_ops import OPS, case, shared_case
 from weft.plans import Plan, Sequential, TwoLevel
-from weft.prepared import CallDecision
+from weft.prepared import Prepared
 
 BF16 = 5e-3
 WAIT, LIMIT = 5, 150  # seconds: of weft's waits; for starting, compiling, both bounds, and torch's own farewell
@@ -113,9 +113,9 @@ def chosen(world: weft.World) -> float:
     _, fn = calls_of(world, "all_gather_matmul", "auto")
     y = [fn() for _ in range(2)][-1]  # the first is not remembered
     key = next(key for key in world.decided if isinstance(key, tuple) and key[:2] == ("all_gather_matmul", "auto"))
-    decision = world.decided[key]
-    assert isinstance(decision, CallDecision) and decision.eager is not None
-    assert not world.backend.shares_gpu or decision.eager.plan == Sequential(), decision.eager.plan
+    decided = world.decided[key]
+    assert isinstance(decided, Prepared)
+    assert not world.backend.shares_gpu or decided.plan == Sequential(), decided.plan
     return distance(y.float(), calls_of(world, "all_gather_matmul", TwoLevel())[1]().float())
 
 

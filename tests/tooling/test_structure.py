@@ -34,7 +34,7 @@ def test_every_op_is_defined_whole() -> None:
     assert set(collectives()) <= set(REGISTRY)
     for op in REGISTRY.values():
         assert (
-            op.kinds[0] == "sequential"
+            next(iter(op.kinds)) == "sequential"
             and (op.emulator_plan if isinstance(op.emulator_plan, type) else type(op.emulator_plan)) in op.runs
         )
         assert all(inspect.isfunction(run) for run in op.runs.values()), op.name
