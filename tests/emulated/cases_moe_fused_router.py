@@ -45,7 +45,7 @@ class RoutedLayer:
     groups: int = 0
     top_groups: int = 0
     scale: float = 1.0
-    spread: int = 4  # logits differ by about so much
+    spread: int = 4  # the range of the logits, approximately
 
     @property
     def layer(self) -> Layer:
@@ -98,8 +98,8 @@ def run_layer(
 
 
 class RouterCase:
-    """The calls of one layer on one rank of a stream-ordered program: work on the stream rewrites the operands for
-    every call and copies the results."""
+    """One layer's calls on one rank of a stream-ordered program. Operations on the stream rewrite the operands for
+    every call and copy the results."""
 
     def __init__(self, world: weft.World, sizes: RoutedLayer, plan: FusedMoe = WITH_ROUTER, seed: int = 0) -> None:
         self.world, self.sizes, self.plan = world, sizes, plan
@@ -130,8 +130,8 @@ class RouterCase:
         self.results.append((values, Routed(*map(self.copy, results))))
 
     def check(self) -> float:
-        """Compare the routes of all calls with those of the router's own kernel, bit for bit, and return the largest
-        error of the results against torch's."""
+        """Compare the routes of all calls bit for bit with those that the router's own kernel returns, and return the
+        largest error of the results compared with torch's."""
         self.world.synchronize()
         worst = 0.0
         for call, (x, results) in enumerate(self.results):
@@ -182,5 +182,5 @@ def router_calls(
     return main
 
 
-# Of the mutation gate: several tiles of logits, of which a rank without tokens has none, and several tiles an expert.
+# For the mutation gate: several tiles of logits (none on a rank without tokens), and several tiles per expert.
 MUTATED = RoutedLayer(hidden=40, inner=40, tokens=(20, 13), router_bias=True)
