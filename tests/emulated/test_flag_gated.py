@@ -126,8 +126,8 @@ def filled(rows: int, value: float) -> torch.Tensor:
 
 
 def first_call_of_a_size_beside_another(world: weft.World) -> list[float]:
-    """Call two sizes on two streams of a host that runs ahead: the flags for which the first GEMM waits are set while
-    the second GEMM is loaded."""
+    """Call two sizes on two streams of a host that runs ahead: loading the second GEMM sets flags while
+    the first GEMM waits for its own."""
     weft.all_gather_matmul(filled(16, 0.0), identity(), world=world, plan=PLAN)
     world.synchronize()
     finish, world.backend.finish = world.backend.finish, lambda stream: None

@@ -118,7 +118,7 @@ def test_padding_is_routed_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # -- rows on every rank, in one part and in two ------------------------------------------------------------------------
-COLUMNS = {**MIXTURES, "mixtral": MIXTURES["mixtral"] | dict(intermediate_size=64)}  # of whole 16-byte words on 4 ranks
+COLUMNS = {**MIXTURES, "mixtral": MIXTURES["mixtral"] | dict(intermediate_size=64)}  # 4 ranks have 16-byte rows
 SPLITS = ["expert", "tensor"]
 
 

@@ -217,7 +217,7 @@ def test_no_tokens_at_all(way: Way) -> None:
 
 
 # -- `weft.moe.moe` ----------------------------------------------------------------------------------------------------
-# Steps of every plan are tried in these worlds by test_any_world; the op around them is of no plan.
+# test_any_world runs the steps of every plan in these worlds; the op around them is the same for all plans.
 @covered("[13]-(dispatched|fused|low_latency)", covering=r"[2-\1]")
 @pytest.mark.parametrize("plan", ["sequential", "dispatched", "fused", "low_latency", "auto"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
