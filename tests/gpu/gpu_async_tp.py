@@ -1,5 +1,5 @@
 """The GPU checks of torch's fused operators served by weft, which gpu_main.py runs: `checks` yields a name, a bound and
-a function for each. The error of a check is infinite where weft served nothing.
+a function for each. If weft served no call, the error of a check is infinite.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Check on GPUs what is kept between launches: arguments whose addresses change, and memory that must not be allocated
-in the pools of CUDA graphs.
+"""Check on GPUs the state kept between launches: arguments whose addresses change, and memory that must not be
+allocated in the pools of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def variants(world: weft.World) -> int:
 
 def moving(world: weft.World, op: Op, reference: Op, make: Callable[[int], Tensors]) -> float:
     """Make calls of one size, each with tensors at new addresses and with new values, while earlier tensors are alive:
-    every result must be that of its own call, and no launch may be prepared after the first calls. The same must hold
+    every result must belong to its own call, and weft may prepare no launch after the first calls. The same must hold
     on a side stream and in a graph."""
     held, results = [], []
     for i in range(CALLS):
@@ -116,7 +116,7 @@ def pools(world: weft.World, plan: Plan) -> float:
 
         def run(inputs: Tensors = inputs) -> torch.Tensor:
             y: torch.Tensor = normed(world, plan, *inputs)
-            behind = [torch.full((64 + i,), -1, device=world.device) for i in range(256)]  # numbers that are no address
+            behind = [torch.full((64 + i,), -1, device=world.device) for i in range(256)]  # no valid addresses
             return y + 0 * behind[-1].sum()
 
         with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
@@ -189,7 +189,7 @@ def memory_cases(world: weft.World) -> Iterator[tuple[str, Callable[[], object]]
     yield "gathered_attention, segmented", attention
 
 
-ASLEEP = 400_000_000  # clocks for which the GPU is busy, a fifth of a second
+ASLEEP = 400_000_000  # the clocks for which the GPU is kept busy, a fifth of a second
 
 
 @torch.no_grad()

@@ -19,12 +19,12 @@ from typing import Any
 from tests.gpu.gpu_queue import RECORD, Row, placed
 from tests.tooling.trends import note
 
-KEPT = 12  # runs
+KEPT = 12  # the number of runs on record
 FIELDS = ("outcome", "date", "seconds", "parts", "error", "bound", "why")
 
 
 def fuzzed(runs: list[dict[str, Any]], tree: str, gpus: int, old: dict[str, Any]) -> dict[str, Any]:
-    """Return the random calls of these runs, added to all earlier ones. A run that did not end properly has made a
+    """Return the random calls of these runs, added to all earlier ones. A run that did not end properly counts as one
     wrong call."""
     trees = {name: dict(counts) for name, counts in old.get("trees", {}).items()}
     for run in runs:
@@ -70,7 +70,7 @@ def with_results(results: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]
 
 
 def is_known(results: dict[str, Any], record: dict[str, Any]) -> bool:
-    """Return whether the record already has these results."""
+    """Return whether the record already contains these results."""
     run = {key: results[key] for key in ("date", "tree", "machine", "minutes")}
     return any(run == {key: old.get(key) for key in run} for old in record.get("runs", []))
 
