@@ -1,11 +1,12 @@
 """Add the results of gpu/run.sh to tests/gpu_record.json: python -m tests.gpu.gpu_record RESULTS.json ...
 
-Under "checks", by ranks and GPUs ("4 ranks on 1 GPU": they share it), the newest row of every check: outcome, of which version of weft
-(git's name for the content of src/weft), date, machine, seconds, the parts of weft whose kernels it launched, error and bound, and why it
-failed. A check that failed and passed in one run has failed. Under "fuzz" random calls are added up over all runs, by version, ranks
-and kind; a run of them counts once. Under "runs" are the newest, with the versions of torch, Triton, CUDA and NCCL; "tree" is the
-newest run's version of weft. The minutes of every part go to tests/trends.csv. tests/gpu_record-2026-11.json is the record from before
-ranks shared GPUs as processes.
+"checks" contains, for each number of ranks and GPUs ("4 ranks on 1 GPU": they share it), the newest row of every check:
+outcome, version of weft (git's name for the content of src/weft), date, machine, seconds, the parts of weft whose
+kernels it launched, error and bound, and the reason of a failure. A check that both failed and passed in one run has
+failed. "fuzz" contains the sums of random calls over all runs, by version, ranks and kind; each run counts once. "runs"
+contains the newest runs, with the versions of torch, Triton, CUDA and NCCL, and "tree" the newest run's version of
+weft. The minutes of every part are added to tests/trends.csv. tests/gpu_record-2026-11.json is an older record, from
+before ranks shared GPUs as processes.
 """
 
 from __future__ import annotations

@@ -3,14 +3,15 @@ gpu/run.sh starts this.
 
     python -m tests.gpu.gpu_run --out DIR [--minutes 9.5] [--parts checks peers users fuzz] [--ranks 2 4 8]
 
-On G GPUs, R ranks have min(R, G) of them, and share them where that is fewer. Several groups of processes run at once, as many ranks as
-the machine has cores: the most of a check is compiling and waiting. `checks` are those of gpu_main.py, which groups of equally
-many ranks share by a queue; `peers` those that are killed, stall or come late; `users` what users start; `fuzz` random calls. A check
-that needs the GPU's memory runs at the end, beside nothing else. A group that dies, or stands still, is a failure of the check that it
-was at, and another group goes on with the rest. Nothing outlasts the time: what is left is the next call's.
+R ranks run on min(R, G) of the machine's G GPUs, which they share if R > G. Several groups of processes run at once,
+with as many ranks as the machine has cores, since checks mostly compile and wait. The parts are: `checks`, the checks
+of gpu_main.py, which groups of equally many ranks take from a shared queue; `peers`, with ranks that are killed, stall
+or are late; `users`, commands that users run; and `fuzz`, random calls. A check that needs the GPU's memory runs alone
+at the end. If a group dies or hangs, its current check has failed, and a new group continues with the rest. All groups
+end in time; the next call runs the remaining checks.
 
-DIR gets results.json (which tests/gpu/gpu_record.py adds to the record, and the next call begins with what that does not have), written
-again whenever there is news, and log.txt, the end of what every group has printed.
+The program writes DIR/results.json whenever a result is new, and DIR/log.txt, the end of every group's output.
+tests/gpu/gpu_record.py adds the results to the record; the next call also starts from results not yet on record.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Switches that tests set for the rest of a process: they treat this GPU as an older one, and the link between ranks as
 a less capable one.
 
-as_gpu(80)           kernels are compiled for sm_80 (mma.sync, cp.async, no TMA), their PTX assembled for the GPU at hand: PTX runs on
-                     every newer GPU. A program has the shared memory that it would have there. Before the first World.
-without("peers")     no rank can address a peer's memory, as on GPUs over PCIe without peer access: asking for symmetric memory fails
-without("atomics")   peers' memory can be stored to and read, but not counted in, as over PCIe
+as_gpu(80)           kernels are compiled for sm_80 (mma.sync, cp.async, no TMA), and their PTX is assembled for this
+                     machine's GPU, since newer GPUs can run it. A program has as much shared memory as on sm_80. Call
+                     this before the first World.
+without("peers")     no rank can address a peer's memory, as over PCIe without peer access: an allocation of symmetric
+                     memory fails
+without("atomics")   ranks can load from and store to peers' memory, but cannot use atomics on it, as over PCIe
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Print the structure of the source in numbers, and check its limits: `python tests/tooling/structure.py` (`make
 structure`).
 
-Imports go down only: a module imports from its own layer's name and from the layers below. DOORS are the exceptions,
-all inside functions. No circle of modules, imports inside functions included, but through a door. What is imported for
-type checking alone does not count. Arrows do count it: an arrow goes from a package, or a module beside the packages,
-to each other one that it imports, and UP of them may go from a lower to a higher one.
+A module may import only modules with its own layer's name and modules of lower layers. DOORS lists the exceptions, all
+of them imports inside functions. Modules must not import each other in a circle, except through a door; imports inside
+functions count here, imports for type checking alone do not. They do count as arrows: an arrow leads from a package,
+or a module beside the packages, to each other one that it imports, and UP arrows may lead from a lower to a higher one.
 
 Only `architectures` compares compute capabilities.
 
-A limit that today's source does not meet stands at today's number, with the goal beside it: lower it with the source.
-Of the code beside the source, in NAMED, names alone are checked. `--lines` prints how many lines of code there are
-instead, beside the numbers in CODE_LINES.
+A limit that the source does not meet yet has today's number, with the goal beside it: lower it together with the
+number. In the code outside src, which NAMED lists, only names are checked. `--lines` prints the lines of code instead,
+beside the numbers in CODE_LINES.
 """
 
 from __future__ import annotations
