@@ -67,7 +67,7 @@ def row_norm_column(form: Plan) -> Make:
     return make
 
 
-# By name: the call, and the most functions that it may enter.
+# For each name: the call, and the most functions that it may enter.
 CALLS: dict[str, tuple[Make, int]] = {
     "all-gather + GEMM, sequential": (all_gather("sequential"), 10),
     "all-gather + GEMM, fused": (all_gather("fused"), 11),
@@ -82,7 +82,7 @@ CALLS: dict[str, tuple[Make, int]] = {
 
 
 class CallPath:
-    """Counts the functions of weft that are entered, without those that the emulator enters."""
+    """Counts the functions of weft that are entered, except those that the emulator enters."""
 
     def __init__(self) -> None:
         self.entered: Counter[str] = Counter()

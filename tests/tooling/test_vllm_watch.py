@@ -1,4 +1,4 @@
-"""The watch over a worker of vLLM finds the slow step among many, and what happened in it."""
+"""The watch over a vLLM worker finds the slow step among many, and the cause of its time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from bench.measure import vllm_engine, vllm_watch
 from bench.measure.vllm_watch import Watch
 
-SLOW = 0.05  # seconds
+SLOW = 0.05  # in seconds
 
 
 class Worker:
-    """A worker whose steps take no time, except one of 101 tokens, in which garbage is collected."""
+    """A worker whose steps need no time, except one of 101 tokens, during which garbage is collected."""
 
     def execute_model(self, scheduler_output: Any) -> int:
         tokens: int = scheduler_output.total_num_scheduled_tokens
@@ -36,7 +36,7 @@ def _callbacks() -> Iterator[None]:
 
 
 def test_the_slowest_step_is_found() -> None:
-    """It is compared with steps of as many tokens: a longer step with more tokens does not count."""
+    """The step is compared with steps of equally many tokens: a longer step with more tokens does not count."""
     worker: Any = Worker()
     watch = Watch(worker, lambda tokens: f"form of {tokens}")
     watch.begin()
@@ -67,8 +67,8 @@ def test_a_turn_has_its_own_record() -> None:
 
 
 def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn's record holds the changes: two calls of cudaMalloc, and kernels that CUDA loaded beside torch's
-    memory."""
+    """A turn's record contains the changes: two calls of cudaMalloc, and the memory of kernels that CUDA loaded outside
+    torch's pool."""
     allocations, free = iter([5, 7]), iter([70 << 20, 40 << 20])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
@@ -85,7 +85,7 @@ def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_are_joined_by_the_greatest_number() -> None:
-    """The slowest steps are those of the rank that had the single slowest step."""
+    """The slowest steps belong to the rank that had the slowest single step."""
     ranks = [
         {"steps": 3, "gc ms": 1.0, "slowest": [{"over the median": 2.0, "tokens": 1}]},
         {"steps": 3, "num_device_alloc": 4, "gc ms": 0.5, "slowest": [{"over the median": 9.0, "tokens": 2}]},
@@ -97,7 +97,7 @@ def test_ranks_are_joined_by_the_greatest_number() -> None:
 
 
 def test_an_engine_watches_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It watches its workers, through methods that vLLM provides, and this process."""
+    """The watch covers the workers, through methods that vLLM provides, and this process."""
 
     class Extended(Worker, vllm_engine.WorkerExtension):
         pass
