@@ -1,4 +1,4 @@
-"""`@pytest.mark.gpu(n)`: the test needs n GPUs (default 1) and is skipped, with that reason, where there are fewer.
+"""`@pytest.mark.gpu(n)`: the test needs n GPUs (default 1); if there are fewer, it is skipped with that reason.
 
 Under xdist (`--dist loadgroup`), tests that share GPUs run one after another, so that none measures another's work.
 """

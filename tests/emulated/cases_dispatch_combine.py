@@ -86,7 +86,8 @@ class Routed:
     most: int  # the most rows of an expert; 0: no limit
 
     def tables(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return the tables for contiguous rows; sources, counts and drops only where each expert has a row limit."""
+        """Return the tables for contiguous rows; sources, counts and drops are included only if each expert has a row
+        limit."""
         ranks, capacity = len(self.ids), max(1, *map(len, self.ids))
         ids_all = torch.full((ranks, capacity, self.ids[0].shape[1]), -1)
         for r, ids in enumerate(self.ids):

@@ -159,8 +159,8 @@ def swiglu(y: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def mixture(c: Config, w: dict[str, Tensor], y: Tensor) -> Tensor:
-    """Return the experts' weighted sum plus the shared expert, token by token. Fail where rounding could change the
-    choice of an expert."""
+    """Return the experts' weighted sum plus the shared expert, token by token. Fail if rounding could change the choice
+    of an expert."""
     m = c.mixture
     assert m is not None
     logits = y @ w["gate.weight"].t()
@@ -371,7 +371,8 @@ def padded(
 
 def lengthy(world: weft.World, kind: str, config: Any = TINY, *, long: int) -> float:
     """Compare a prompt of `long` tokens with the reference. Its batch also has the second chunk of a prompt twice as
-    long and, where one kernel attends to single tokens, a single token. On GPUs the pass is captured and replayed."""
+    long and, if a separate kernel attends to single tokens, a single token. On GPUs the pass is captured and
+    replayed."""
     c = Config.from_hf(config)
     model, cache = build_llama(world, c), Cache(c, world=world, slots=4, max_len=2 * long + 8)
     requests, worst = Requests.random(0, 3, 1, c.vocab_size, 4), 0.0
@@ -407,7 +408,7 @@ def captured(fn: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
 
 
 def delays(world: weft.World, plans: Sequence[LayerPlan], config: Any, calls: int, lengths: Sequence[int]) -> float:
-    """Delay random ranks in every call and plan: the bits must equal those of the plan's first call. Return 0."""
+    """Delay random ranks in every call and plan: the bits must equal the plan's first result. Return 0."""
     c, rng = Config.from_hf(config), random.Random(100 + world.rank)
     model, cache = build_llama(world, c), Cache(c, world=world, slots=len(lengths), max_len=max(lengths))
     ids, batch = (torch.arange(sum(lengths)) * 7 % c.vocab_size).to(world.device), Batch.prefill(lengths)

@@ -88,8 +88,8 @@ def expert(
 
 
 class Model:
-    """The weights of one layer: all ranks' weights on the host, and this rank's on the device. A rank has whole
-    experts, or, where `tp_size` ranks share each expert, `inner` columns of each."""
+    """The weights of one layer: all ranks' weights on the host, and this rank's on the device. A rank has whole experts
+    or, if `tp_size` ranks share each expert, `inner` columns of each."""
 
     def __init__(self, world: weft.World, layer: Layer, biases: bool, seed: int = 0, tp_size: int = 1) -> None:
         e, h, i, wide = layer.experts, layer.hidden, layer.inner, 1 if layer.activation == "gelu" else 2

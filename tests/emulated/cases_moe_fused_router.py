@@ -167,8 +167,8 @@ def router_calls(
     plan: FusedMoe = WITH_ROUTER,
     bound: float = 5e-3,
 ) -> Callable[[weft.World], float]:
-    """Return a function that makes a number of calls with new tokens on alternating streams, and returns the largest
-    error. Nothing synchronises between them."""
+    """Return a function that calls the layer with new tokens on alternating streams and returns the largest error.
+    Nothing synchronises between them."""
 
     def main(world: weft.World) -> float:
         case = RouterCase(world, sizes, plan)

@@ -88,7 +88,7 @@ def reduce_grads(
     world: weft.World, m: int, n: int, k: int, plan: Any = "auto", wants: str = "xwb", everywhere: bool = False,
     rows: Sequence[int] | None = None, passes: int = 1, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
 ) -> float:  # fmt: skip
-    """Check GEMM + reduce-scatter, or GEMM + all-reduce; the arguments are those of `all_gather_grads`."""
+    """Check GEMM + reduce-scatter, or GEMM + all-reduce; the arguments are the same as for `all_gather_grads`."""
     me, shards = world.rank, list(rows or balanced_rows(m, world.size))
     xs = [draw(seed + 1 + r, m, k, dtype=dtype) for r in range(world.size)]
     ws = [draw(seed + 10 + r, n, k, dtype=dtype) * 0.1 for r in range(world.size)]
@@ -303,7 +303,7 @@ def round_trip(world: weft.World, hidden: int, inner: int) -> float:
 
 # -- compilation -------------------------------------------------------------------------------------------------------
 def compiled_ops(world: weft.World, backend: str = "aot_eager", dynamic: bool | None = None) -> float:
-    """Compile all ops into one graph: bits and gradients must equal those of eager calls. Return 0."""
+    """Compile all ops into one graph: results and gradients must have the same bits as in eager calls. Return 0."""
     from weft.plans import Sequential
 
     w = world.size
@@ -338,7 +338,7 @@ def compiled_ops(world: weft.World, backend: str = "aot_eager", dynamic: bool | 
 
 
 def compiled_out(world: weft.World, backend: str = "aot_eager") -> float:
-    """Compile a call with `out=`: its bits must equal those of an eager call. Return 0."""
+    """Compile a call with `out=`: the bits must be the same as in an eager call. Return 0."""
     torch._dynamo.reset()
 
     def fn(x: Tensor, weight: Tensor, gathered: Tensor, reduced: Tensor) -> Tensor:

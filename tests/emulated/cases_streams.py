@@ -67,8 +67,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Op:
-    """`run` makes a call with the plan. `over_nodes` lists the plans for ranks on several nodes; an op without such
-    plans is skipped there."""
+    """`run` calls the op with a plan. `over_nodes` lists the plans for ranks on several nodes; an op without such plans
+    is skipped there."""
 
     run: Run
     plans: Sequence[str | Plan]

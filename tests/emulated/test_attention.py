@@ -453,7 +453,7 @@ def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch)
     assert [reason for reason in libraries.library_errors("forward", *call_shape).values()] == ["no kernel", ""]
 
 
-# -- the kernels, compiled ---------------------------------------------------------------------------------------------
+# -- compiled kernels --------------------------------------------------------------------------------------------------
 LAUNCHES = {
     "even": (Shape((64,) * 4, 32, 8, 128), Segmented()),
     "zigzag": (Shape((55, 55, 55, 54), 32, 8, 128, True, "zigzag"), Segmented()),

@@ -107,7 +107,7 @@ def test_silu_mul(block: int) -> None:
 
 
 def test_gradients_of_views_and_expanded_gradients() -> None:
-    """The gradient of a sum has stride 0, and that of a transposed output is transposed."""
+    """The gradient of a sum has stride 0; the gradient of a transposed output is transposed."""
 
     def rank(world: weft.World) -> None:
         x, w = leaf(draw(1 + world.rank, 8, 16), world), leaf(draw(3, 16, 24), world)

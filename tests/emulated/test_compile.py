@@ -1,4 +1,4 @@
-"""The ops as torch.library operators, and graphs that torch.compile makes of them without a break.
+"""The ops as torch.library operators, and their graphs under torch.compile, which must have no break.
 
 These tests do not need Inductor: "aot_eager" traces through the fake implementations and the registered gradients, and
 runs the ops. Ranks compile one after the other, each on its own thread.

@@ -251,7 +251,7 @@ def stays_away(rank: int, store: str, out: str) -> None:
     text = raised(lambda: weft.all_reduce(torch.ones(8), world=world)) if rank == 0 else ""
     (Path(out) / f"{rank}").write_text(text)
     dist.barrier()
-    os._exit(0)  # at a normal exit, gloo's threads, one of which still waits, occasionally abort the process
+    os._exit(0)  # at a normal exit, a gloo thread that still waits occasionally aborts the process
 
 
 def test_a_missing_rank_is_a_timeout(tmp_path: Path) -> None:

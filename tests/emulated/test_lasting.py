@@ -82,8 +82,8 @@ def test_a_call_makes_nothing_else_but_its_results(plan: str) -> None:
 
 
 def test_a_warm_up_on_one_rank_alone_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank makes its first call on a stream of its own. The rank waits on the host, not in a collective that the
-    others do not enter, although all ranks have called that plan before."""
+    """One rank makes its first call on a stream of its own. Although all ranks have called that plan before, this rank
+    waits on the host: the other ranks would not join a collective."""
     plans = {"eager": OneShot(), "graph": Sequential()}
     monkeypatch.setattr(AllReduce, "auto", lambda self, world, call, mode: plans[mode])
 

@@ -104,8 +104,8 @@ def backward_passes(world: World) -> None:
 
 
 def backward_of_halves(world: World) -> None:
-    """Run the backward passes of second halves on both streams, then those of first halves, which gather nothing
-    before they write scratch memory."""
+    """Run the backward passes of second halves on both streams, then the backward passes of first halves, which gather
+    nothing before they write scratch memory."""
     layer, passes, results = Layer(9, 2, 1, 16, 16, torch.bfloat16), [], []
     model = Model(world, layer, False, tp_size=world.size)
     for i, name in enumerate(STREAMS):
@@ -236,8 +236,8 @@ def without(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def emulate(taken: Taken, seed: int) -> None:
-    """Run the calls of both streams concurrently, even where they might not fit on the SMs: serialising them would
-    hide the missing lock."""
+    """Run the calls of both streams concurrently, even if they might not fit on the SMs: serialising them would hide
+    the missing lock."""
 
     def main(world: World) -> None:
         world.backend.ledgers = None

@@ -65,7 +65,7 @@ def test_norms_of_every_kind_read_and_write_in_place(plan: str) -> None:
 
 @pytest.mark.parametrize("seed", some(range(1, 5)))
 def test_random_splits_and_schedules(seed: int) -> None:
-    """float16 rounds eight times less than bfloat16, so that a wrong token is noticed."""
+    """float16's rounding error is an eighth of bfloat16's, so a wrong token is noticed."""
     plan = LayerPlan("woven", 1 + 3 * seed)  # shorter batches are not split
     run = lambda world: chunked(world, plan, seed=seed, count=3, dtype=torch.float16)  # noqa: E731
     assert max(emulate(run, 2, seed)) < 4e-3

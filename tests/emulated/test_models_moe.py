@@ -18,7 +18,7 @@ from weft.models import Batch, Cache, Config, Graphs, Llama
 from weft.models.config import Mixture
 from weft.nn.weave import LayerPlan
 
-HALF, FLOAT16 = 4e-3, torch.float16  # rounds eight times less than bfloat16, so that a wrong token is noticed
+HALF, FLOAT16 = 4e-3, torch.float16  # its rounding error is an eighth of bfloat16's, so a wrong token is noticed
 CLASSES = {
     "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe",
 }  # fmt: skip

@@ -128,8 +128,8 @@ def routed(world: weft.World, t: int = 6, h: int = 32, k: int = 2, experts: int 
 
 
 def test_the_bits_of_a_layer() -> None:
-    """The layer's experts scale their rows likewise: their matrices are multiples of the identity, and for large x the
-    GELU of x is x."""
+    """The layer's experts scale their rows by the same factors: their matrices are multiples of the identity, and for
+    large x the GELU of x is x."""
 
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
@@ -166,7 +166,8 @@ def test_the_grouped_gemm_of_torch_takes_the_rows(alignment: int) -> None:
 
 
 def test_handles() -> None:
-    """Two handles may be pending. Each is used once, in order, in its own World. The caller may choose the buffer."""
+    """Two handles may be pending. Each handle is used once, in order, in its own World. The caller may choose the
+    buffer."""
 
     def rank(world: weft.World) -> None:
         operands = routed(world)
@@ -247,7 +248,7 @@ def test_a_cancelled_or_dropped_handle_returns_its_slot(layout: str, seed: int) 
 
 
 def test_a_gradient_of_the_experts_returns_its_slot() -> None:
-    """The slot is returned even where one backward pass covers more calls than there are slots."""
+    """The slot is returned even if one backward pass covers more calls than there are slots."""
 
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
@@ -417,8 +418,8 @@ def offloaded(world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Ten
 
 
 def halves_compiled(dispatch_compiled: bool, combine_compiled: bool) -> Callable[..., Any]:
-    """Call dispatch and combine, each in a separate graph or outside any graph. The handle from dispatch goes to
-    combine."""
+    """Call dispatch and combine, each in a separate graph or outside any graph. combine receives the handle that
+    dispatch returns."""
 
     def graph(fn: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
         return torch.compile(fn, backend="aot_eager", fullgraph=True) if compiled else fn

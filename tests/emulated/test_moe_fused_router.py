@@ -1,6 +1,5 @@
-"""An MoE layer in one launch that includes the router, on emulated ranks: the routes equal those of a separate launch
-of the router to the bit, and the results equal those of the layer after that launch. The compiled kernel is tested
-too.
+"""An MoE layer in one launch that includes the router, on emulated ranks: the routes have the same bits as from a
+separate launch of the router, and the results are the same as after that launch. The compiled kernel is tested too.
 """
 
 from __future__ import annotations

@@ -199,8 +199,8 @@ def test_waves_of_four_ranks(tokens: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("seed", some(range(4)))
 @pytest.mark.parametrize("preceding_plan", [D, L], ids=lambda plan: plan.kind)
 def test_a_smaller_layer_follows_by_another_plan(preceding_plan: Plan, seed: int) -> None:
-    """A rank may send the smaller layer's rows while others still read those of the larger one: in a shared inbox
-    they would collide."""
+    """A rank may send the smaller layer's rows while others still read the larger layer's rows: a shared inbox would
+    mix them."""
     case = dict(experts=3, k=1, hidden=16, inner=16, layers=2, calls=2, tokens=(36,) * 3, plan=(preceding_plan, F))
     assert right(WAYS["fused"], 3, seed, 0.2, **case)
 

@@ -1,5 +1,5 @@
-"""Capacity, placement and the router's losses take one launch each. Their results equal definitions in torch
-operations."""
+"""Capacity, placement and the router's losses take one launch each. Their results equal torch operations that define
+them."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def norming(
 
 
 def of_8_bits(op: str, plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], scaling: str = "row") -> Main:
-    """Call an op around a GEMM of 8-bit operands; where rows are gathered, their scales travel with them."""
+    """Call an op around a GEMM of 8-bit operands; an op that gathers rows also gathers their scales."""
 
     def main(world: World) -> None:
         caller = Caller(world)
@@ -512,7 +512,7 @@ class Case:
     run: Main
     ranks: int
     kernels: bool | tuple[Any, ...] = (
-        True  # False: only host code, where another case has the same kernels; or these alone
+        True  # False: only host code, since another case has these kernels; a tuple: only these kernels
     )
     nodes: int = 1
     file: str = ""  # only host code, barriers included, of files whose names end with this

@@ -1,7 +1,7 @@
 """The ops on emulated ranks against torch: every plan kind, any shape, any layout, many schedules.
 
-The error of a plan may be up to 1.5 times that of `sequential` for the same inputs; races, deadlocks and reads of
-unwritten memory raise errors by themselves.
+The error of a plan may be up to 1.5 times that of `sequential` for the same inputs; the emulator itself raises an error
+for a race, a deadlock or a read of unwritten memory.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def test_operands_that_are_not_contiguous_and_out_that_holds_one(plan: str) -> N
 @pytest.mark.parametrize("needs", [("x",), ("w",), ("b",), ("w", "b")], ids=str)
 @pytest.mark.parametrize("plan", ["sequential", "fused"])
 def test_gradients_of_some_operands(plan: str, needs: tuple[str, ...]) -> None:
-    """The requested gradients equal those of a call that requests all gradients, and the other gradients are None."""
+    """Requested gradients are the same as in a call that requests all gradients, and the other gradients are None."""
 
     def main(world: World) -> None:
         tensors = dict(x=draw(world.rank, 20, 16), w=draw(3, 24, 16), b=draw(4, 24))

@@ -93,7 +93,7 @@ def test_a_schedule(owners: int, tiles_per_owner: int, programs: int, groups: li
 
 
 def slots_of(tile_schedule: Schedule, owners: int) -> list[int]:
-    """Return where signaled_gemm stores each tile when it walks a program's entries."""
+    """Return the place where signaled_gemm stores each tile when it processes a program's entries."""
     slots = [-1] * tile_schedule.bounds[-1]
     for p, entries in enumerate(tile_schedule.program_groups):
         left = list(entries)

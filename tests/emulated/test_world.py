@@ -1139,7 +1139,7 @@ def test_one_log_line_says_that_ranks_share(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
-    """The error advises how to share GPUs; weft tells the processes that it starts itself."""
+    """The error explains how to share GPUs; processes that weft starts need no setting."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WEFT_SHARE_GPU", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

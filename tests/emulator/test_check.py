@@ -327,6 +327,6 @@ def test_one_line_before_and_after_a_wait_is_two_loads() -> None:
 """.replace("FILE", Path(__file__).name).replace("TESTS", str(Path(__file__).parent))
     assert lines_and_calls(ptx)[0] == (10, ((Path(__file__).name, 20),))
     assert broken_kernel_rules(ptx, "", [(place, (__file__, 24))]) == []
-    for behind in (20, None):  # either the first line comes later too, or its caller is unknown
+    for behind in (20, None):  # either the first line also comes later, or the load has no known caller
         (wrong,) = broken_kernel_rules(ptx, "", [(place, *([(__file__, behind)] if behind else []))])
         assert wrong.startswith("acquire: may be loaded before the wait"), behind

@@ -1563,7 +1563,7 @@ def test_a_race_names_the_statements_that_made_it(late: bool) -> None:
 
 @jit
 def exchanged(x, boxes, own_boxes, out, epoch, ch, half, N: tl.constexpr, HALVES: tl.constexpr, COUNTED: tl.constexpr):
-    """Program p sends x [N] to rank p and reads what rank p sent."""
+    """Program p sends x [N] to rank p and reads the data that rank p sent."""
     me, p, offsets = wl.rank_of(ch), tl.program_id(0), tl.arange(0, N)
     base = tl.load(epoch) % HALVES * half
     wl.tile_push_data(boxes, p, base + me * N + offsets, tl.load(x + offsets), offsets < N)
@@ -1624,8 +1624,8 @@ def test_an_uncounted_call_is_reported(bug: str, why: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_copy_into_memory_that_a_peers_kernel_still_reads(seed: int) -> None:
-    """On each rank the copies of the second call follow the first launch; what precedes the launch belongs to the
-    first call."""
+    """On each rank the copies of the second call follow the first launch; earlier operations belong to the first
+    call."""
 
     def main(world: weft.World, calls: int, wait: bool) -> None:
         box, out = world.symmetric((16,), torch.float32, "box"), world.empty((16,), torch.float32)
@@ -1679,8 +1679,8 @@ def test_a_world_is_of_no_use_after_its_run() -> None:
 
 @jit
 def own_row(x, out, epoch, ch, N: tl.constexpr, DOES: tl.constexpr):
-    """Each program computes one row. DOES says whether the first program notifies, and whether all programs wait for
-    it."""
+    """DOES selects whether the first program notifies, and whether all programs wait for it. Each program computes one
+    row."""
     p, offsets = tl.program_id(0), tl.arange(0, N)
     tl.store(out + p * N + offsets, tl.load(x + offsets))
     if DOES != "nothing" and p == 0:

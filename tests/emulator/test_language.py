@@ -1,4 +1,4 @@
-"""Every public function of Triton's language in the emulator either computes what numpy and torch do, or is refused
+"""Every public function of Triton's language in the emulator either gives the results of numpy and torch, or is refused
 in a sentence that names it."""
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def fenced(data, flag, N: tl.constexpr, FENCE: tl.constexpr, SCOPE: tl.constexpr
     [("gpu", "sys", "before"), ("sys", "gpu", "before"), ("sys", "sys", ""), ("sys", "sys", "after")],
 )
 def test_a_fence_releases_earlier_stores_in_its_own_scope(fence: str, scope: str, flushed_at: str) -> None:
-    """The notify after the fence is relaxed; a rank reads what its neighbour wrote."""
+    """The notify after the fence is relaxed; a rank reads the data that its neighbour wrote."""
 
     def fn(b: EmulatedBackend, fence: str, scope: str, flushed_at: str) -> None:
         box, flag, to = b.symmetric(4 * N, "box").view(0, (N,), torch.float32), words(b, "flag"), (b.rank + 1) % b.size
@@ -427,7 +427,7 @@ def test_ways_to_schedule() -> None:
 
 @jit
 def add_up(x, TIMES: tl.constexpr):
-    """Add without atomics, which loses what a second program adds between this program's load and store."""
+    """Add without atomics, which loses another program's addition between this program's load and store."""
     for _ in range(TIMES):
         tl.store(x, tl.load(x) + 1)
 

@@ -1,4 +1,4 @@
-"""Versions of Triton: those that weft supports, the refusal of others, and the arguments of their launchers."""
+"""Tests of Triton's versions: those that weft supports, the refusal of others, and the arguments of their launchers."""
 
 from __future__ import annotations
 

@@ -54,10 +54,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Round:
-    """`world` selects the World, and `rows` are the numbers of rows of all ranks. With `whole` the call also asks for
-    what few callers want: the gathered activation, a full residual, tiles in the plan's order, the limits of an MoE
-    layer, or dispatch and combine without the layer. `form` selects one of an op's forms. `replays` is the number of
-    replays of a graph of the calls, or 0 without a graph."""
+    """`world` selects the World, and `rows` are the numbers of rows of all ranks. With `whole` the call also uses rare
+    options: the gathered activation, a full residual, tiles in the plan's order, the limits of an MoE layer, or
+    dispatch and combine without the layer. `form` selects one of an op's forms. `replays` is the number of replays of a
+    graph of the calls, or 0 without a graph."""
 
     index: int
     kind: Kind
@@ -79,7 +79,7 @@ class Round:
 
 class Layer:
     """The weights and inputs of all ranks, and the rounding error of the results. x [W, pool, K] is the input of GEMMs,
-    y [W, pool, N] that of sums, and noise [W, ..] that of backward passes."""
+    y [W, pool, N] the input of sums, and noise [W, ..] the input of backward passes."""
 
     def __init__(self, world: weft.World, seed: int, n: int, k: int, dtype: torch.dtype, bias: bool, pool: int) -> None:
         def drawn(seed_offset: int, *shape: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ class Layer:
         self.residual, self.scale, self.shift = drawn(5, pool, n), 1 + 0.1 * drawn(6, n), drawn(7, n) if bias else None
         self.norm = "layer" if bias else "rms"
         self.wide_biases = biases.float() if bias else torch.zeros_like(biases, dtype=torch.float32)
-        # A result may deviate by its own rounding and that of the partial sums, each half an eps of their size.
+        # A result may deviate by the rounding of the result and of the partial sums, each half an eps of their size.
         self.bound = 8 * torch.finfo(dtype).eps
 
     def __repr__(self) -> str:

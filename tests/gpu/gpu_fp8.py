@@ -63,8 +63,8 @@ def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
 
 
 def libraries(world: weft.World, scaling: str) -> float:
-    """Every installed library's product must equal that of weft's own kernel; a library that fails must raise an error,
-    and is then not chosen."""
+    """Every installed library's product must equal that of weft's own kernel. A library that fails must raise an error,
+    and is not chosen."""
     x, w, xs, ws = factors(1, 512, 1024, 2048, scaling, world.device)
     expected, errors = wanted(x, w, xs, ws, scaling), [0.0]
     for name, run in library_gemm.scaled_products(Scaling(scaling)).items():

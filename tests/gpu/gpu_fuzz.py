@@ -3,11 +3,11 @@
     torchrun --nproc-per-node N -m tests.gpu.gpu_fuzz --out DIR [--seconds S] [--calls C]
 
 A round draws a kind: an op, a plan, whether to compute gradients, and whether to use a second World (`World.split`). It
-also draws every rank's number of rows, a layer (N, K, dtype, and whether it has a bias), and a routing for experts. It
-makes a few such calls, each with different inputs, on a stream, with or without `out`, and with one rank late; or it
-captures them in a CUDA graph that is replayed with new inputs. Only weft orders calls of one round on several streams;
-rounds run one after another, as different ops on two streams and ops of several Worlds must. The device compares
-results with a float32 reference, and the host reads the comparisons once in a while.
+also draws every rank's number of rows, a layer (N, K, dtype, and whether it has a bias), and a routing for experts. The
+round makes a few such calls, each with different inputs, on a stream, with or without `out`, and with one rank late; or
+it captures them in a CUDA graph and replays the graph with new inputs. Only weft orders calls of one round on several
+streams; rounds run one after another, as different ops on two streams and ops of several Worlds must. The device
+compares results with a float32 reference, and the host reads the comparisons once in a while.
 
 The kinds with the fewest recorded calls on the same number of ranks (tests/gpu_record.json) are drawn most often. Every
 rank draws the same values from (seed, index of the round, kind), so `--seed S --only I --kind KIND` repeats round I
@@ -206,7 +206,7 @@ class Fuzz:
                 self.compare(checked, actual, checked.expected(start))
 
     def join(self) -> None:
-        """Order all work on every stream before what follows."""
+        """Order all work on every stream before later work."""
         main = self.world.current_stream()
         others = [stream_of(part.world, name) for part in self.parts for name in STREAMS]
         for stream in others:
@@ -284,7 +284,7 @@ def captured(world: weft.World, fn: Callable[[], list[Result]]) -> tuple[list[Re
 
 
 def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Plan]:
-    """Return plans by kind, including "auto"; some kinds have several forms, of which one is drawn. Multicast needs an
+    """Return plans by kind, including "auto"; some kinds have several forms, one of which is drawn. Multicast needs an
     address that maps to all GPUs."""
     plans_by_kind: dict[str, str | Plan] = {"auto": "auto"}
     for kind in REGISTRY[op].kinds:

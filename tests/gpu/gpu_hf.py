@@ -132,7 +132,7 @@ def drawn(world: weft.World) -> float:
 
 @torch.no_grad()
 def generate(world: weft.World, static: bool) -> float:
-    """Compare the tokens with those of Transformers alone, except where its two best logits are equal to rounding."""
+    """Compare the tokens with those of Transformers alone, unless its two best logits are equal to rounding."""
     model = loaded(world, "Qwen3")
     ids = ids_of(world, 2, 17)
     cache_options: dict[str, Any] = dict(cache_implementation="static", disable_compile=True) if static else {}
@@ -170,7 +170,7 @@ def forced(world: weft.World, kind: str, steps: int = 64) -> float:
 
 
 def serve(world: weft.World, graph: bool) -> float:
-    """Continuous batching must give the tokens of generate, except where the two best logits are equal to rounding."""
+    """Continuous batching must give the same tokens as generate, unless the two best logits are equal to rounding."""
     from transformers import GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
 

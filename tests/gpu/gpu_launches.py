@@ -105,8 +105,8 @@ def gathered(world: weft.World, plan: Plan) -> float:
 
 @torch.no_grad()
 def pools(world: weft.World, plan: Plan) -> float:
-    """Capture several graphs in one memory pool, each warmed up in that pool, as engines do: what weft keeps for a
-    size must not be in memory that an earlier graph writes when it is replayed."""
+    """Capture several graphs in one memory pool, each warmed up in that pool, as engines do: weft's memory for a size
+    must not be memory that a replay of an earlier graph writes."""
     stream, pool, worst = torch.cuda.Stream(), torch.cuda.MemPool(), 0.0
     captured: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, Tensors]] = []
     for m in (56, 88, 24):
@@ -195,8 +195,7 @@ ASLEEP = 400_000_000  # the clocks for which the GPU is kept busy, a fifth of a 
 @torch.no_grad()
 def first_call_of_a_size(world: weft.World, kind: str) -> float:
     """Return the error of the first call of a size, which is enqueued on a busy stream without the host waiting, and of
-    the same call on a second stream, which finds the tables of the first. torch raises an error where the host
-    waits."""
+    the same call on a second stream, which uses the tables of the first. torch raises an error if the host waits."""
     gather = kind in ("fused", "one_shot")
     op = weft.all_gather_matmul if gather else weft.matmul_reduce_scatter
     weight = draw(9, 256, 512).to(world.device)

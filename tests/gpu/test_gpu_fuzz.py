@@ -51,7 +51,7 @@ def of_every_kind(world: weft.World) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.gate)])
 def test_every_kind_over_gloo(ranks: int) -> None:
-    """Only sequential plans run, so this checks what is drawn, passed and compared."""
+    """Only sequential plans run, so this test checks the drawn calls, their arguments and the comparison."""
     assert weft.spmd(of_every_kind, ranks, backend="gloo") == [[]] * ranks
 
 

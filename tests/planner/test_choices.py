@@ -1,6 +1,6 @@
 """For every shape with stored times of its plans (bench/results), the chooser's plan may be at most 1% slower than its
-former plan, except for four shapes. Timings are replayed: a candidate takes its stored time, and a plan without a
-stored time is no candidate.
+former plan, except for four shapes. The test replays timings: a candidate has its stored time, and a plan without a
+stored time is not a candidate.
 """
 
 from __future__ import annotations

@@ -950,7 +950,7 @@ def test_tiles_of_few_rows_take_as_long_as_the_weight_is_read() -> None:
     assert p.tiles(two, 264, 256, m, n, k) == 210 > p._tiles_us(two, 264, 256, k)
     p = Predictor(
         made_up_profile() + [Gemm(64, 65536, 8192, 400.0), Gemm(16, 32768, 8192, 900.0)]
-    )  # rows that say nothing about memory bandwidth
+    )  # rows without measurements of memory bandwidth
     assert p.tiles(two, 264, 256, m, n, k) == pytest.approx(rate * (m * k + n * k + m * n))
     wide = (8192, 4096, 4096)
     assert p.tiles(two, 264, 2048, *wide) == p._tiles_us(two, 264, 2048, wide[2])
@@ -1081,7 +1081,7 @@ def auto(
 
 @pytest.fixture
 def find_returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Return what `find` returns on a machine of 8 H200s."""
+    """Return the result of `find` on a machine of 8 H200s."""
     monkeypatch.setattr(table, "gpu_model", lambda device: "nvidia-h200")
     monkeypatch.setattr(weft_auto, "this_machine", lambda device, world: MACHINE)
     monkeypatch.setattr(weft_auto, "time_check", lambda device: 101.0)

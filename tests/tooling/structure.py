@@ -252,7 +252,7 @@ def _inside(module: Module, line: int) -> bool:
 
 
 def circles(modules_by_name: Mapping[str, Module], doors: Mapping[tuple[str, str], str]) -> list[str]:
-    """Return groups of modules that import each other; one circular path stands for each group."""
+    """Return groups of modules that import each other, each as one circular path."""
     to = {
         m.name: {n for n, _ in m.imports if n in modules_by_name and (m.name, n) not in doors}
         for m in modules_by_name.values()
@@ -433,7 +433,7 @@ def _named(module: Module) -> Iterator[tuple[str, str]]:
 
 
 def _assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
-    """Yield (name, value) of an assignment, unless it makes a TypeVar or ParamSpec."""
+    """Yield (name, value) of an assignment, unless it creates a TypeVar or ParamSpec."""
     if isinstance(node, ast.Assign):
         targets, value = node.targets, node.value
     elif isinstance(node, ast.AnnAssign):
