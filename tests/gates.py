@@ -29,7 +29,7 @@ def some(cases: Iterable[Any], quick_cases: int = 1) -> list[Any]:
 
 
 def covered(cases: str, covering: str) -> pytest.MarkDecorator:
-    """Leave to `make gates` the cases of a test whose names in brackets match an expression. covering: the case that covers them: its
+    """Leave to `make gates` the cases of a test whose names in brackets match an expression. `covering` is the case that covers them: its
     brackets, its name in the same file, or its file below tests/ and its name; \\1 is the expression's first group."""
     return pytest.mark.covered(cases, covering)
 

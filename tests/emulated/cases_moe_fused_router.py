@@ -1,7 +1,7 @@
 """Layers whose router is part of the layer's launch, for the emulator's tests, the mutation gate and GPUs.
 
-Logits are exact here: tokens and the router's weights are small integers times a power of two, and float32 holds the
-sums of their products in any order, so that a router in a launch of its own gives the same bits. Each function runs on
+The logits are exact, so that a router in a launch of its own gives the same bits: tokens and the router's weights are
+small integers times a power of two, and float32 represents the sums of their products exactly. Each function runs on
 one rank.
 """
 

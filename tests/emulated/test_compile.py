@@ -164,7 +164,7 @@ def test_opcheck() -> None:
                 and "block" not in args
                 and getattr(args[0], "dtype", None) != torch.float8_e4m3fn
             )
-            # opcheck's first test writes to copies of the tensors to detect aliases, and lacks 8-bit arithmetic
+            # test_schema computes with copies of the tensors, and torch has no arithmetic of 8 bits
             torch.library.opcheck(op.default, args, test_utils=tests if schemas else tests[1:])
 
     emulate(rank, 1)

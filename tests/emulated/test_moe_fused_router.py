@@ -1,5 +1,5 @@
-"""An MoE layer in one launch that includes the router, on emulated ranks: the routes have the same bits as from a
-separate launch of the router, and the results are the same as after that launch. The compiled kernel is tested too.
+"""An MoE layer in one launch that includes the router, on emulated ranks. Routes and results must be the same, to the
+bit for routes, as after a separate launch of the router. The compiled kernel is tested too.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def ids_of(world: weft.World, rank: int) -> torch.Tensor:
 
 
 def routed(world: weft.World, bad: float) -> dict[str, torch.Tensor]:
-    """Return x, ids and weights: some routes, and all routes of some tokens, are dropped; their weights, and those
-    tokens, are `bad`."""
+    """Return x, ids and weights. Some routes, and all routes of some tokens, are dropped; the dropped routes' weights
+    and these tokens are `bad`."""
     ids = ids_of(world, world.rank)
     has_expert = (ids >= 0) & (ids < 4)
     weights = torch.where(has_expert, draw(3 + world.rank, T, 2, dtype=torch.float32).abs(), bad)

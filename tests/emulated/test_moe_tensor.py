@@ -105,7 +105,7 @@ def test_the_code_on_the_page_runs() -> None:
 
 
 def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmark times weft's ops, and as their limit the GEMMs alone."""
+    """The benchmark times weft's ops and, as their limit, the GEMMs alone."""
     from bench.measure import moe_tensor as bench
 
     monkeypatch.setattr(bench, "DispatchedColumns", lambda: S)

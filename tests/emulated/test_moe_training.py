@@ -54,7 +54,7 @@ WORLDS: list[tuple[str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("way", "ranks", "changes"), WORLDS, ids=str)
 def test_against_float64(way: str, ranks: int, changes: dict[str, Any], plan: str) -> None:
     """Ranks have different numbers of tokens, some none; every operand has a gradient; the calls save different
-    tensors; only some of the ranks share the columns of experts in some cases."""
+    tensors; in some cases only some of the ranks share an expert's columns."""
     assert right(way, ranks, plan=plan, **changes)
 
 

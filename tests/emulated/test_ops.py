@@ -522,7 +522,7 @@ def test_gated_and_plain_calls_of_one_shape(plan: str | Plan) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_kernels_are_loaded_before_anything_spins(op: str) -> None:
-    """Loading can wait for a spinning kernel, so a call loads every variant that runs beside another one before it
+    """Loading can wait for a spinning kernel. A call therefore loads all variants that run beside each other before it
     launches any, even if a bias or a dtype needs another variant of a known shape."""
 
     def main(world: weft.World) -> int:

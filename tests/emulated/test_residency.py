@@ -1,5 +1,5 @@
-"""Calls on two streams of a rank whose launches wait for other ranks: calls that may not fit on the SMs together run
-one after another, in one order on all ranks; all other calls run concurrently."""
+"""Calls on two streams of a rank whose launches wait for other ranks. Calls that may not fit on the SMs together run
+one after another, in the same order on all ranks; all other calls run concurrently."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def test_a_repeated_name_is_two_tensors() -> None:
 @pytest.mark.parametrize("rows", [(8,), (8, 8, 8), (7, 9), (16, 0), (8, -8)])
 def test_rows_that_do_not_fit_are_refused(rows: tuple[int, ...]) -> None:
     def main(world: weft.World) -> list[Exception | None]:
-        x = draw(0, 15, 16)  # for reduce-scatter: no `rows` has this sum
+        x = draw(0, 15, 16)  # none of these `rows` sums to 15
         return [
             caught(lambda: call(world, "all_gather_matmul", draw(0, 8, 16), rows=rows)) if rows != (8, -8) or world.rank else None,
             caught(lambda: call(world, "matmul_reduce_scatter", x, rows=rows)),

@@ -1,8 +1,8 @@
 """The emulator's model of a GPU, rule by rule: which operations order two accesses, which effects others may see half
 done, when each task runs, and the results of Triton's language.
 
-Each small program has a correct twin: a rule that is too weak finds nothing in the wrong one, and a rule that is too
-strong finds a fault in the right one.
+Each small program has a correct twin: a rule that is too weak finds no fault in the wrong program, and a rule that is
+too strong finds one in the correct twin.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ class Layer:
 
 
 class Experts:
-    """The experts of all ranks in a layer with H = K and I = N, two per rank, and for every kind of routing two routes
-    for each token of the pool."""
+    """The experts of all ranks in a layer with H = K and I = N, two per rank. For every kind of routing, each token of
+    the pool has two routes."""
 
     K = 2
 

@@ -314,8 +314,8 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
 @dataclass(frozen=True)
 class Rounds:
     """With `only`, run these rounds and write nothing; otherwise run from round 0 until the number of calls or of
-    seconds is reached. `kind` is the kind of all rounds; if it is "", kinds are drawn by `counts`, the recorded calls,
-    from the kinds that a run had `compiled`, or from all kinds."""
+    seconds is reached. `kind` is the kind of all rounds. If it is "", each round draws a kind according to `counts`,
+    the recorded calls, from the kinds in `compiled`, by default all."""
 
     seconds: float = 1000
     calls: int = 1_000_000

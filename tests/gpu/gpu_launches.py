@@ -194,8 +194,8 @@ ASLEEP = 400_000_000  # the clocks for which the GPU is kept busy, a fifth of a 
 
 @torch.no_grad()
 def first_call_of_a_size(world: weft.World, kind: str) -> float:
-    """Return the error of the first call of a size, which is enqueued on a busy stream without the host waiting, and of
-    the same call on a second stream, which uses the tables of the first. torch raises an error if the host waits."""
+    """Return the error of the first call of a size, which the host enqueues on a busy stream without waiting, and of
+    the same call on a second stream, which uses the first call's tables. torch raises an error if the host waits."""
     gather = kind in ("fused", "one_shot")
     op = weft.all_gather_matmul if gather else weft.matmul_reduce_scatter
     weight = draw(9, 256, 512).to(world.device)

@@ -64,8 +64,8 @@ def calls_of(world: weft.World, op: str, plan: str | Plan) -> tuple[torch.Tensor
 
 
 def replayed(world: weft.World, op: str, plan: Plan, replays: int = 8) -> float:
-    """Replay a graph of two calls with new inputs: the bits must be the same twice, and must equal those of eager calls
-    in between to rounding, since "auto" may choose different plans for a node inside a graph."""
+    """Replay a graph of two calls with new inputs. Both replays must give the same bits, and must equal eager calls in
+    between to rounding, since "auto" may choose a different plan for a node inside a graph."""
     x, fn = calls_of(world, op, plan)
     for _ in range(2):
         fn()

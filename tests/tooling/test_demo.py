@@ -65,8 +65,8 @@ def before(start: float, wait: float) -> Events:
 
 
 def sequential(start: float, wait: float, late: float) -> Events:
-    """Return a call of 131 + 1395 + 98 + 702 + 163 us, 12 us after the barrier and 2 us apart; rank 1's GEMM is
-    `late`, so that its last collective waits less."""
+    """Return a call of 131 + 1395 + 98 + 702 + 163 us, which begins 12 us after the barrier, with gaps of 2 us. Rank
+    1's GEMM is `late`, so that its last collective waits less."""
     stages = ((GATHER, 131.0), (UP, 1395 + late), ("silu_mul", 98.0), (DOWN, 702.0), (SCATTER, 163 - late))
     events, begin = before(start, wait), start + 12
     for name, us in stages:
