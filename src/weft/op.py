@@ -695,6 +695,14 @@ class Op(ABC, Generic[C]):
             if getattr(plan, name) != getattr(type(plan), name):
                 raise ValueError(f"{self.title}: {plan}: {name} means nothing to this op")
 
+    def has(self, plan: Plan) -> bool:
+        """Return whether the op has the plan, and refuses none of its fields."""
+        try:
+            self.check_plan(plan)
+        except ValueError:
+            return False
+        return True
+
     @cached_property
     def kinds(self) -> dict[str, type[Plan]]:
         """Return, by the name of each kind of plans that serves the op, the kind's first class in `runs`."""

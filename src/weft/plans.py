@@ -422,7 +422,8 @@ class Signaled(Plan):
     groups: number of waves of tiles in each group, in the order of computation. Waves beyond their sum join the last
     group; groups beyond the last wave are left out. Empty: up to four groups, the last of one wave. ctas: most CTAs of
     the communicator; the GEMM runs one program on each remaining SM, and a wave is one tile of each program. copies:
-    copy engines move the groups instead; ctas are then the SMs left for waits. tile: the GEMM's tile.
+    copy engines move the groups instead (not for all-reduce); ctas are then the SMs left for waits. tile: the GEMM's
+    tile.
     """
 
     kind: ClassVar[str] = "signaled"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ....kernel_launch import Launch, prepared
-from ....op import Local, RowsCall, check_call, registered
+from ....op import Local, RowsCall, Shapes, registered
 from ....plans import Plan, Sequential
 from ....prepared import Run
 from ....tensor_checks import check_device, dims
@@ -90,17 +90,20 @@ class CapacityOp(Local[CapacityCall]):
 
     def check(self, world: World, operands: CapacityOperands, options: CallOptions) -> CapacityCall:
         (ids, weights), (experts, factor, drop) = operands, options
-        check_call(APPLY_CAPACITY, world)
         for name, t in operands._asdict().items():
             check_device(APPLY_CAPACITY, world, name, t)
-        _check_capacity(ids, weights, experts, factor, drop)
+        if ids.dim() != 2 or ids.shape[1] < 1 or weights.shape != ids.shape:
+            raise ValueError(f"{APPLY_CAPACITY}: ids {dims(ids)} and weights {dims(weights)} must be [T, k]")
+        if ids.dtype != torch.int32 or weights.dtype != torch.float32:
+            raise TypeError(f"{APPLY_CAPACITY}: ids {dims(ids)} must be int32, weights {dims(weights)} float32")
+        if experts < 1 or not 0 < factor < math.inf:
+            raise ValueError(f"{APPLY_CAPACITY}: {experts} experts, capacity_factor {factor!r}: both must be above 0")
+        if drop not in DROPS:
+            raise ValueError(f"{APPLY_CAPACITY}: drop {drop!r} is not one of {list(DROPS)}")
         return CapacityCall(ids.shape[0], ids.shape[1], experts, factor, drop)
 
-    def outputs(self, world: World, call: CapacityCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: CapacityCall) -> Shapes:
         return [((call.m, call.k), torch.int32), ((call.experts,), torch.int32)]
-
-    def dense_operands(self, plan: Plan, operands: CapacityOperands) -> CapacityOperands:
-        return CapacityOperands(*(t.contiguous() for t in operands))
 
     def without_rows(self, world: World, call: CapacityCall, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return out, world.zeros((call.experts,), torch.int32)
@@ -141,14 +144,3 @@ def apply_capacity(
     options = experts, float(capacity_factor), drop
     kept_ids, dropped = CAPACITY(world, Sequential(), CapacityOperands(ids, weights), options)
     return kept_ids, dropped
-
-
-def _check_capacity(ids: torch.Tensor, weights: torch.Tensor, experts: int, factor: float, drop: str) -> None:
-    if ids.dim() != 2 or ids.shape[1] < 1 or weights.shape != ids.shape:
-        raise ValueError(f"{APPLY_CAPACITY}: ids {dims(ids)} and weights {dims(weights)} must be [T, k]")
-    if ids.dtype != torch.int32 or weights.dtype != torch.float32:
-        raise TypeError(f"{APPLY_CAPACITY}: ids {dims(ids)} must be int32, weights {dims(weights)} float32")
-    if experts < 1 or not 0 < factor < math.inf:
-        raise ValueError(f"{APPLY_CAPACITY}: {experts} experts, capacity_factor {factor!r}: both must be above 0")
-    if drop not in DROPS:
-        raise ValueError(f"{APPLY_CAPACITY}: drop {drop!r} is not one of {list(DROPS)}")

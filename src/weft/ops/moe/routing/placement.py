@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ....kernel_launch import Launch, prepared
-from ....op import Local, RowsCall, check_call, registered
+from ....op import Local, RowsCall, Shapes, registered
 from ....plans import Plan, Sequential
 from ....prepared import Run
 from ....tensor_checks import check_device, dims
@@ -70,7 +70,6 @@ class PlacementOp(Local[PlacementCall]):
 
     def check(self, world: World, operands: PlacementOperands, options: CallOptions) -> PlacementCall:
         ids, table = operands
-        check_call(EXPERT_PLACEMENT, world)
         for name, t in operands._asdict().items():
             check_device(EXPERT_PLACEMENT, world, name, t)
         if table.dim() not in (1, 2) or table.dtype != torch.int32 or ids.dim() != 2 or ids.dtype != torch.int32:
@@ -79,11 +78,8 @@ class PlacementOp(Local[PlacementCall]):
             )
         return PlacementCall(ids.shape[0], ids.shape[1], table.shape[0], table.shape[1] if table.dim() == 2 else 1)
 
-    def outputs(self, world: World, call: PlacementCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: PlacementCall) -> Shapes:
         return [((call.m, call.k), torch.int32)]
-
-    def dense_operands(self, plan: Plan, operands: PlacementOperands) -> PlacementOperands:
-        return PlacementOperands(*(t.contiguous() for t in operands))
 
 
 PLACEMENT = registered(PlacementOp())
