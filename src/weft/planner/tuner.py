@@ -83,7 +83,7 @@ class CudaTimer:
             return self._slowest(statistics.median(map(length, spans)) / BATCH)
 
     def together(self, fn: Callable[[], object], transfer: Callable[[Stream], object]) -> tuple[float, float]:
-        """Time each function while the other runs: the measured one runs a third as long, in the middle of the other's
+        """Time each function while the load runs: the measured one runs a third as long, in the middle of the load's
         time."""
         with torch.cuda.stream(self.stream):
             side = self.world.side_stream("tune")
@@ -94,16 +94,16 @@ class CudaTimer:
             def on_main(count: int) -> Events:
                 return span(repeated(fn, count))
 
-            def timed(run: Timed, count: int, beside: Timed | None = None, calls_beside: int = 0) -> float:
+            def timed(run: Timed, count: int, load: Timed | None = None, load_calls: int = 0) -> float:
                 streams: dict[Timed, torch.cuda.Stream] = {on_side: side, on_main: self.stream}
                 times = []
                 for _ in range(3):
                     self._rendezvous()
                     side.wait_stream(self.stream)
-                    if beside:
-                        beside(max(calls_beside // 4, 1))
-                        streams[run].wait_stream(streams[beside])
-                        beside(calls_beside)
+                    if load:
+                        load(max(load_calls // 4, 1))
+                        streams[run].wait_stream(streams[load])
+                        load(load_calls)
                     events = run(count)
                     torch.cuda.synchronize()
                     times.append(length(events))
