@@ -83,7 +83,7 @@ class CudaTimer:
             return self._slowest(statistics.median(map(length, spans)) / BATCH)
 
     def together(self, fn: Callable[[], object], transfer: Callable[[Stream], object]) -> tuple[float, float]:
-        """Time each function while the load runs: the measured one runs a third as long, in the middle of the load's
+        """Time each function while the other runs: the measured one runs a third as long, in the middle of the other's
         time."""
         with torch.cuda.stream(self.stream):
             side = self.world.side_stream("tune")
