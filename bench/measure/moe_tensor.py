@@ -32,7 +32,7 @@ from weft.ops.moe.expert_parallel import dispatched
 from weft.ops.moe.expert_parallel.op import packed
 from weft.ops.moe.routing import route_tables
 from weft.ops.moe.tensor_parallel.call import GatherOperands, route_parts
-from weft.ops.moe.tensor_parallel.dispatched import first_half_state
+from weft.ops.moe.tensor_parallel.dispatched import plan_state, table_builder
 from weft.ops.moe.tensor_parallel.op import FIRST_HALF, GATHER_NAME
 from weft.plans import DispatchedColumns, Plan
 
@@ -145,12 +145,11 @@ def own_gemms(layer: Layer, library: Library, outputs: tuple[torch.Tensor, ...])
     w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.model.activation)
     operands = GatherOperands(layer.x, ids, layer.routes[0][1], w13)
     call = FIRST_HALF.check(world, operands, (None, layer.model.activation, layer.inner, world.size, "rows", False))
-    state = first_half_state(world, call.layer, DispatchedColumns())
     dispatch_flags = world.channel("nobody to wait for", world.size, None)
     dispatch_flags.counters.fill_(1 << 30)
     counters = torch.zeros_like(dispatch_flags.counters)
-    dispatched_state = replace(state.dispatched, dispatch_flags=dispatch_flags)
-    tables = state.tables(route_parts(world, call.layer, routes))
+    dispatched_state = replace(plan_state(world, call.layer, DispatchedColumns()), dispatch_flags=dispatch_flags)
+    tables = route_parts(world, call.layer, routes).tables
     y, full = hidden.new_empty(hidden.shape[0], layer.model.hidden), library.gathered(layer.x)
     workspace = dispatched.LayerWorkspace(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
     w, product = Weights(w13, layer.w2), dispatched.GroupedProduct(hidden, layer.w2)
@@ -169,12 +168,11 @@ def tables_alone(layer: Layer, outputs: tuple[torch.Tensor, ...]) -> Callable[[]
     w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.model.activation)
     operands = GatherOperands(layer.x, ids, weights, w13)
     call = FIRST_HALF.check(world, operands, (None, layer.model.activation, layer.inner, world.size, "rows", False))
-    state, parts = first_half_state(world, call.layer, DispatchedColumns()), route_parts(world, call.layer, routes)
-    tables = state.tables(parts)
+    builder, (all_weights, tables) = table_builder(world, call.layer), route_parts(world, call.layer, routes)
 
     def run() -> None:
-        route_tables.share_routes(world, state.builder.routes, ids, weights)
-        route_tables.run_builder(world, state.builder, tables, parts.weights)
+        route_tables.share_routes(world, builder.routes, ids, weights)
+        route_tables.run_builder(world, builder, tables, all_weights)
 
     return run
 

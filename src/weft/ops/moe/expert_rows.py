@@ -140,9 +140,10 @@ class RowOrder:
     @classmethod
     def from_routes(cls, world: World, layer: Split, routes: Tensor) -> RowOrder:
         """Return the order in these routes."""
-        parts, n, k = route_parts(world, layer, routes), world.size * layer.max_tokens_per_rank * layer.k, layer.k
-        route_rows, weights = (t[:n].view(-1, k) for t in (parts.route_rows, parts.weights))
-        return cls(route_rows, weights, parts.sources[: layer.rows(world)], parts.offsets[: layer.local(world) + 1])
+        all_weights, tables = route_parts(world, layer, routes)
+        n = world.size * layer.max_tokens_per_rank * layer.k
+        route_rows, weights = (t[:n].view(-1, layer.k) for t in (tables.route_rows, all_weights))
+        return cls(route_rows, weights, tables.sources[: layer.rows(world)], tables.offsets[: layer.local(world) + 1])
 
     @property
     def read(self) -> list[Tensor]:

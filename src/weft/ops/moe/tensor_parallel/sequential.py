@@ -37,7 +37,7 @@ def run_gather(world: World, call: FirstHalfCall, plan: Plan, operands: GatherOp
     def run() -> None:
         table = tables(all_ids.view(world.size, -1, layer.k), world.rank, layer, layer.local(world))
         for name, values in table.items():
-            getattr(parts, name)[: values.numel()] = values.flatten()
+            getattr(parts.tables, name)[: values.numel()] = values.flatten()
         parts.weights[: all_weights.numel()] = all_weights.flatten()
         preactivation = linear(rows[table["sources"].clamp(min=0)], w13, b13, table["offsets"])
         out.copy_(ACTIVATED[layer.activation](preactivation, layer.inner, block))
