@@ -54,6 +54,11 @@ class BackwardOperands(NamedTuple):
     lse: Tensor
     dout: Tensor
 
+    def part(self, first_query: int, k: Tensor, v: Tensor) -> BackwardOperands:
+        """Return the operands of the queries from `first_query` on and these keys and values."""
+        q, _, _, out, lse, dout = self
+        return BackwardOperands(q[first_query:], k, v, out[first_query:], lse[:, first_query:], dout[first_query:])
+
 
 SequenceOffsets = tuple[Tensor, Tensor]  # Packed.cu_queries and cu_keys as int32 tensors on the device
 Result = tuple[Tensor, Tensor]  # out, lse
