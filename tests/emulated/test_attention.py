@@ -388,7 +388,7 @@ def test_what_auto_tries() -> None:
             torch.empty(shape.rows[world.rank], heads, shape.dim, dtype=shape.dtype)
             for heads in (shape.heads, shape.kv_heads)
         )
-        call = op.check(world, (q, kv, kv, None), options)
+        call = op.check(world, op.typed((q, kv, kv, None)), options)
         return [str(plan) for plan in op.candidates(world, call)]
 
     def tries(shape: Shape) -> list[str]:

@@ -12,12 +12,11 @@ rounded once before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...plans import Plan, Segmented
+from ...plans import Plan
 from ...tensor_checks import dense
 from ...world import World
 from .key_ranges import KeyRanges
@@ -40,9 +39,7 @@ def backward(
     q, k, v, *_ = operands
     stream, m, n, packed = world.current_stream(), len(q), len(k), key_ranges.packed
     kv_shape = (2, config.kv_heads, config.dim)
-    if packed and isinstance(plan, Segmented):
-        plan = replace(plan, calls=1)
-    remote, end = prepare_fetch(world, config, plan, key_ranges.remote, groups_by_rank)(KeyValues(k, v))
+    remote, end = prepare_fetch(world, config, plan, key_ranges, groups_by_rank)(KeyValues(k, v))
     local_dkv = world.zeros((n, *kv_shape), torch.float32)
     dqs: list[tuple[int, Tensor]] = []
     dkv_by_rank: dict[int, Tensor] = {}

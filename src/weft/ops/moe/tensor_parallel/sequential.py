@@ -11,8 +11,8 @@ from ....errors import WeftError
 from ....plans import Plan
 from ....world import World
 from ..expert_rows import (
-    ACTIVATED,
     RowOrder,
+    activated,
     activation_gradient,
     expert_of_rows,
     gathered,
@@ -40,7 +40,7 @@ def run_gather(world: World, call: FirstHalfCall, plan: Plan, operands: GatherOp
             getattr(parts.tables, name)[: values.numel()] = values.flatten()
         parts.weights[: all_weights.numel()] = all_weights.flatten()
         preactivation = linear(rows[table["sources"].clamp(min=0)], w13, b13, table["offsets"])
-        out.copy_(ACTIVATED[layer.activation](preactivation, layer.inner, block))
+        out.copy_(activated(preactivation, layer.activation, layer.inner, block))
 
     read = [rows, all_ids, all_weights, w13, *([] if b13 is None else [b13])]
     world.call(run, read, [out, routes], world.current_stream())
