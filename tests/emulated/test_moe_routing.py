@@ -1,6 +1,5 @@
-"""Emulated ranks share routes and make tables of them, which must equal those computed in plain Python. Races,
-deadlocks and reads of unwritten memory raise errors by themselves.
-"""
+"""Emulated ranks share routes and compute the routing tables, which must equal those computed in plain Python. The
+emulator itself raises an error for a race, a deadlock or a read of unwritten memory."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def test_tables_of_random_routes(layer: Layer, seed: int) -> None:
 
 
 def test_many_blocks_and_sections() -> None:
-    """There are more blocks than programs, several sections in each, and several chunks of counts."""
+    """There are more blocks than programs, several sections in each block, and several chunks of counts."""
     layer = Layer(2, 5, 4, 70, calls=2)
     check(layer, lambda n: drawn(layer, n), sm_count=2)
 
@@ -50,7 +49,7 @@ def test_more_experts_than_blocks() -> None:
 
 @pytest.mark.parametrize("expert", [0, 5])
 def test_all_tokens_to_one_expert(expert: int) -> None:
-    """The second call routes to another expert; the other ranks have nothing to do."""
+    """The second call routes all tokens to another expert; the other ranks have nothing to do."""
     layer = Layer(3, 2, 1, 30)
     check(layer, lambda n: [[[(expert + n) % 6]] * 30 for _ in range(3)])
 

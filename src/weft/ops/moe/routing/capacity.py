@@ -16,7 +16,7 @@ import torch
 from ....kernel_launch import Launch, prepared
 from ....op import Local, RowsCall, Shapes, registered
 from ....plans import Plan, Sequential
-from ....prepared import unprepared
+from ....prepared import Run
 from ....tensor_checks import check_device, dims
 from ....torch_library import CallOptions
 from ....world import World
@@ -48,22 +48,26 @@ class CapacityOperands(NamedTuple):
     weights: torch.Tensor
 
 
-def run_capacity(
-    world: World, call: CapacityCall, plan: Plan, operands: CapacityOperands, out: torch.Tensor
-) -> tuple[torch.Tensor]:
+def prepare_capacity(world: World, call: CapacityCall, plan: Plan) -> Run:
     routes, by_weight = call.m * call.k, call.drop == "probability"
-    dropped = world.empty((call.experts,), torch.int32)
-    _limit(world, call.experts, by_weight, min(power(routes), world.backend.scale.block))(
-        world.current_stream(),
-        ids=operands.ids,
-        weights=operands.weights,
-        kept_ids=out,
-        dropped=dropped,
-        listed=world.empty((2, routes), torch.int32) if by_weight else None,
-        routes=routes,
-        capacity=min(call.expert_capacity, routes),
-    )
-    return (dropped,)
+    launch = _limit(world, call.experts, by_weight, min(power(routes), world.backend.scale.block))
+    capacity = min(call.expert_capacity, routes)
+
+    def run(operands: CapacityOperands, out: torch.Tensor) -> tuple[torch.Tensor]:
+        dropped = world.empty((call.experts,), torch.int32)
+        launch(
+            world.current_stream(),
+            ids=operands.ids,
+            weights=operands.weights,
+            kept_ids=out,
+            dropped=dropped,
+            listed=world.empty((2, routes), torch.int32) if by_weight else None,
+            routes=routes,
+            capacity=capacity,
+        )
+        return (dropped,)
+
+    return run
 
 
 @prepared
@@ -82,7 +86,7 @@ class CapacityOp(Local[CapacityCall]):
     signature = "Tensor ids, Tensor weights, SymInt experts, float capacity_factor, str drop"
     results = 2
     operand_type = CapacityOperands
-    runs = {Sequential: unprepared(run_capacity)}
+    runs = {Sequential: prepare_capacity}
 
     def check(self, world: World, operands: CapacityOperands, options: CallOptions) -> CapacityCall:
         (ids, weights), (experts, factor, drop) = operands, options
