@@ -45,7 +45,7 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     plan = plan if isinstance(plan, Dispatched) else Dispatched()
     dispatched.prepare_dispatched(world, call, plan)(operands, torch.empty_like(x))
     world.synchronize()
-    _, built, _ = dispatched.tables_of(world, dispatched.plan_state(world, kind, plan))
+    _, built, _ = dispatched.tables_of(world, kind, plan.tile.block_m)
     tables = route_tables.Tables(*(t.clone() for t in built))  # the next call overwrites them for another routing
     dispatch_flags = world.channel("nobody to wait for", world.size, None)
     dispatch_flags.counters.fill_(1 << 30)

@@ -282,7 +282,7 @@ def backward(
     stream, side = world.current_stream(), dispatched.side_stream(world)
     world.order(lock(world, NAME), stream)
     state = dispatched.plan_state(world, layer, plan)
-    builder, tables, counters = dispatched.tables_of(world, state)
+    builder, tables, counters = dispatched.tables_of(world, state.layer, state.plan.tile.block_m)
     memory = backward_memory(world, state, w.w13.shape[1])
     gradients = Gradients(world.empty(x.shape, x.dtype), world.empty(weights.shape, torch.float32))
     if experts:
@@ -349,7 +349,7 @@ def pass_launches(
 ) -> PassLaunches:
     """Return the launches of a pass. operands: dy, x, ids and the experts."""
     (dy, x, ids, w), space = operands, memory.workspace
-    builder, tables, counters = dispatched.tables_of(world, state)
+    builder, tables, counters = dispatched.tables_of(world, state.layer, state.plan.tile.block_m)
     if kept.preactivation is not None:
         memory = replace(memory, preactivation=kept.preactivation)
 

@@ -574,9 +574,12 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
         Overflow: at such a call too, on a rank whose experts received more rows than `layer_rows`, and on their tokens'
         ranks.
     """
-    layer, state = call.layer, plan_state(world, call.layer, plan)
-    space, (builder, tables, counters) = make_workspace(world, layer, state.rows), tables_of(world, state)
-    routes, saved = builder.routes, call.saved_shapes(world, plan.tile.block_m)
+    layer, state, block_m = call.layer, plan_state(world, call.layer, plan), plan.tile.block_m
+    space, (builder, tables, counters) = (
+        make_workspace(world, layer, state.rows),
+        tables_of(world, layer, plan.tile.block_m),
+    )
+    routes, saved = builder.routes, call.saved_shapes(world, block_m)
     weights_all, holder = routes.shared_weights.local, lock(world, NAME)
     share, send = route_tables.share_launch(world, routes), _dispatch_launch(world, state)
     gemm_in = _first_gemm(world, state, first_columns(world, layer), False, 0, len(saved) > 1)
@@ -635,12 +638,10 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
 
 
 @prepared
-def tables_of(world: World, state: DispatchedState) -> tuple[route_tables.TableBuilder, Tables, torch.Tensor]:
-    """Return the builder of a layer's tables, the tables, and the counters that grow with their `targets`. The call is
-    collective the first time."""
-    layer = state.layer
-    sizes = route_tables.TableSizes(
-        state.local_experts, layer.max_tokens_per_rank, state.plan.tile.block_m, layer.max_rows
-    )
+def tables_of(world: World, layer: Layer, block_m: int) -> tuple[route_tables.TableBuilder, Tables, torch.Tensor]:
+    """Return the builder of a layer's tables in tiles of block_m rows, the tables, and the counters that grow with
+    their `targets`. The call is collective the first time."""
+    local_experts = layer.experts // world.size
+    sizes = route_tables.TableSizes(local_experts, layer.max_tokens_per_rank, block_m, layer.max_rows)
     builder, tables = route_tables.builder_of(world, layer.k, sizes)
     return builder, tables, step_counters(world, tables.targets)
