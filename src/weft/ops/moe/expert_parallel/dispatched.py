@@ -584,17 +584,15 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
     share, send = route_tables.share_launch(world, routes), _dispatch_launch(world, state)
     gemm_in = _first_gemm(world, state, first_columns(world, layer), False, 0, len(saved) > 1)
     gemm_out = _grouped_gemm(world, state, layer.inner, layer.hidden, False, False)
-    combine, final_sum = _combine_launch(world, state, 0), _final_sum_launch(world, state, 0, FinalSumOptions())
+    rows = RoutedRows(space.y, tables.route_rows, weights_all)
+    combine, combined = combine_launch(world, state, rows, tables.targets, counters, space)
+    final_sum = _final_sum_launch(world, state, 0, FinalSumOptions())
     pairs = send, gemm_in, combine, gemm_out, final_sum  # whose programs share an SM
     side_of_many = world.side_stream(NAME) if world.size > 1 else None  # `side_stream`
 
     listed: dict[str, Moved] = dict(tiles=tables.tiles, tile_count=tables.tile_count)
     in_fixed = dict(listed, inbox=space.inbox.local, sources=tables.sources, hidden_desc=space.hidden, epoch=None)
     out_fixed = dict(listed, hidden_desc=space.hidden, y_desc=space.y, counters=counters)
-    rows = RoutedRows(space.y, tables.route_rows, weights_all)
-    combined: dict[str, Moved] = dict(
-        routed=rows, targets=tables.targets, counters=counters, outboxes=space.outbox.addresses, epoch=None
-    )
     sum_fixed: dict[str, Moved] = dict(routed=rows, outbox=space.outbox.local, counters=None, epoch=None)
 
     def run(operands: MoeOperands, out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

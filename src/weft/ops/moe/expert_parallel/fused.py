@@ -185,8 +185,8 @@ def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Callable[..., 
         if not has_router:
             launches.insert(0, BoundLaunch(compare_calls, dict(number=number)))
         ahead((*layer_operands[:-1], *(router or ()), w13, w2), lambda: launches)
-        for step in launches:
-            step.on(stream)
+        for launch, arguments in launches:
+            launch(stream, **arguments)
         if received is not None:
             world.copy(received, tables.received, stream)
         return (received,)

@@ -138,8 +138,8 @@ def prepare_low_latency(world: World, call: MoeCall, plan: LowLatency) -> Run:
             BoundLaunch(sums, dict(ids=ids, shared=shared, out=out, T=x.shape[0])),
         )
         ahead((*operands[:-1], out, counts), lambda: launches)
-        for step in launches:
-            step.on(stream)
+        for launch, arguments in launches:
+            launch(stream, **arguments)
         if received is not None and counts is not None and counts is not received:
             world.copy(received, counts, stream)
         return (received,)
