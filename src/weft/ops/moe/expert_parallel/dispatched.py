@@ -113,17 +113,13 @@ class DispatchedState:
         """Return the number of programs of a GEMM."""
         return world.sm_count * self.plan.per_sm
 
-    def side_launch(
-        self,
-        world: World,
-        kernel: JITFunction,
-        programs: int,
-        registers: int,
-        ch: BlockChannel,
-        **sizes: int,
-    ) -> Launch:
-        """Return a side-stream kernel's launch, which moves rows of H elements with `registers` registers a thread."""
-        layer, options = self.layer, dict(num_warps=self.plan.side_warps, maxnreg=registers, co_resident=True)
+    def side_launch(self, world: World, kernel: JITFunction, is_dispatch: bool, **sizes: int) -> Launch:
+        """Return the launch of a side-stream kernel that moves rows of H elements. is_dispatch: whether the rows are
+        tokens; otherwise they are sums."""
+        layer, programs, registers, ch = self.layer, self.combine_programs, COMBINE_REGISTERS, self.combine_flags
+        if is_dispatch:
+            programs, registers, ch = self.dispatch_programs, DISPATCH_REGISTERS, self.dispatch_flags
+        options = dict(num_warps=self.plan.side_warps, maxnreg=registers, co_resident=True)
         sizes |= dict(max_tokens=layer.max_tokens_per_rank, H=layer.hidden, PROGRAMS=programs)
         return Launch(world, kernel, programs, options, ch=ch, DTYPE=DTYPES[layer.dtype], **sizes)
 
@@ -264,19 +260,6 @@ def scratch(world: World, name: str, rows: int, cols: int, dtype: torch.dtype) -
     return allocations[-1][: rows * cols].view(rows, cols)
 
 
-def step_counters(world: World, targets: torch.Tensor) -> torch.Tensor:
-    """Return counters by source step that belong to `targets` and grow with them. The call is collective the first
-    time."""
-    channels: dict[int, tuple[BlockChannel, torch.Tensor]] = world.cached((NAME, "step counters"), dict)
-    if targets.data_ptr() not in channels:
-        world._no_capture(NAME)
-        channels[targets.data_ptr()] = (
-            world.channel(f"{NAME}, tiles by source step, {len(channels)}", world.size, None),
-            targets,
-        )
-    return channels[targets.data_ptr()][0].counters
-
-
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
@@ -293,15 +276,7 @@ def dispatch_launch(
 def _dispatch_launch(world: World, state: DispatchedState) -> Launch:
     layer, k = state.layer, state.layer.k
     sizes = dict(P=power(layer.hidden), K=k, KP=power(k), EL=state.local_experts, ROWS=state.send_block)
-    return state.side_launch(
-        world,
-        dispatch_rows,
-        state.dispatch_programs,
-        DISPATCH_REGISTERS,
-        state.dispatch_flags,
-        STAGES=state.plan.send_stages,
-        **sizes,
-    )
+    return state.side_launch(world, dispatch_rows, True, STAGES=state.plan.send_stages, **sizes)
 
 
 def first_gemm(
@@ -448,15 +423,7 @@ def _combine_launch(world: World, state: DispatchedState, half_size: int) -> Lau
     block = 32 * plan.side_warps * ELEMENTS_PER_THREAD
     cols = min(power(layer.hidden), block)
     sizes = dict(COLS=cols, K=layer.k, ROWS=min(plan.sum_rows, block // cols))
-    return state.side_launch(
-        world,
-        combine_rows,
-        state.combine_programs,
-        COMBINE_REGISTERS,
-        state.combine_flags,
-        half_size=half_size,
-        **sizes,
-    )
+    return state.side_launch(world, combine_rows, False, half_size=half_size, **sizes)
 
 
 def final_sum_launch(
@@ -596,7 +563,7 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
     sum_fixed: dict[str, Moved] = dict(routed=rows, outbox=space.outbox.local, counters=None, epoch=None)
 
     def run(operands: MoeOperands, out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, ids, weights, w13, w2, b13, b2, shared, received = operands
+        x, ids, weights, w13, w2, b13, b2, shared, received, *_ = operands
         stream, kept = world.current_stream(), tuple([world.empty(*spec) for spec in saved])
         side, preactivation = side_of_many or stream, kept[1] if len(kept) > 1 else None
         if received is None and call.counted:
@@ -642,4 +609,5 @@ def tables_of(world: World, layer: Layer, block_m: int) -> tuple[route_tables.Ta
     local_experts = layer.experts // world.size
     sizes = route_tables.TableSizes(local_experts, layer.max_tokens_per_rank, block_m, layer.max_rows)
     builder, tables = route_tables.builder_of(world, layer.k, sizes)
-    return builder, tables, step_counters(world, tables.targets)
+    counters = world.channel(f"{NAME}, tiles by source step, for k {layer.k} and {sizes}", world.size, None).counters
+    return builder, tables, counters

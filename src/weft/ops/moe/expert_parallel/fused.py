@@ -3,7 +3,6 @@ router in the same launch if the plan says `route` (route_kernels.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,7 +11,7 @@ from ....backends.barrier import compare
 from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix
 from ....lang.jit import constants
 from ....plans import FusedMoe
-from ....prepared import made_once
+from ....prepared import Run, made_once
 from ....transport.memory import lock
 from ....world import World
 from ..call import NAME, Layer, MoeCall, MoeOperands, first_columns
@@ -155,14 +154,13 @@ def stamped(world: World, programs: int) -> torch.Tensor:
     return times
 
 
-def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Callable[..., tuple[torch.Tensor | None]]:
+def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Run:
     """Prepare calls that compute what plan Dispatched does, with the same bits and in the same memory except for the
     inbox. `out` may be shared, not x. First a small launch compares the ranks' calls; it takes some us, as a barrier
     does.
 
-    A run takes operands, out, and the router's tensors if the call has a router. Then the launch writes the operands
-    ids and weights, and compares the calls itself. A run raises Unsupported if the plan's programs are not all resident
-    at once.
+    If the call has a router, the launch writes the operands ids and weights, and compares the calls itself. A run
+    raises Unsupported if the plan's programs are not all resident at once.
     """
     has_router, holder, ahead = call.router is not None, lock(world, NAME), Ahead()
     if not has_router:  # counters of its own, since only launches with a router count all barriers
@@ -173,10 +171,9 @@ def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Callable[..., 
     # bytes of spills on sm_90a).
     compare_calls = Launch(world, compare, 1, dict(num_warps=1), calls=world.calls(NAME))
 
-    def run(
-        operands: MoeOperands, out: torch.Tensor, router: RouterTensors | None = None
-    ) -> tuple[torch.Tensor | None]:
-        x, ids, weights, w13, w2, b13, b2, shared, _ = operands
+    def run(operands: MoeOperands, out: torch.Tensor) -> tuple[torch.Tensor | None]:
+        x, ids, weights, w13, w2, b13, b2, shared, _, weight, bias, choice_bias = operands
+        router = None if weight is None else RouterTensors(weight, bias, choice_bias)
         received, stream, number = call.received(world, operands), world.current_stream(), world.number
         world.order(holder, stream)
         launch = launch_of(stamps in world.decided, number if has_router else None)

@@ -121,10 +121,10 @@ def prepare_low_latency(world: World, call: MoeCall, plan: LowLatency) -> Run:
     fixed_memory, gemms, sums = layer_launches(world, layer, plan)
 
     def run(operands: MoeOperands, out: torch.Tensor) -> tuple[torch.Tensor | None]:
-        (x, ids, weights, w13, w2, b13, b2, shared, _), stream = operands, world.current_stream()
+        (x, ids, weights, w13, w2, b13, b2, shared, *_), stream = operands, world.current_stream()
         received = call.received(world, operands)
         counts = received
-        if received is not None and overlap(received, *operands[:-1]):
+        if received is not None and overlap(received, *operands[:8]):
             # Some programs write the numbers of received rows while others still read operands.
             counts = world.empty(received.shape, torch.int32)
         world.order(holder, stream)
@@ -137,7 +137,7 @@ def prepare_low_latency(world: World, call: MoeCall, plan: LowLatency) -> Run:
             BoundLaunch(gemm_out, dict(moving, w_desc=w2, bias=b2)),
             BoundLaunch(sums, dict(ids=ids, shared=shared, out=out, T=x.shape[0])),
         )
-        ahead((*operands[:-1], out, counts), lambda: launches)
+        ahead((*operands[:8], out, counts), lambda: launches)
         for launch, arguments in launches:
             launch(stream, **arguments)
         if received is not None and counts is not None and counts is not received:

@@ -14,7 +14,6 @@ from ....world import Arena, World
 from ..call import NAME, NONE_KEPT, Kept, Weights
 from ..expert_parallel import dispatched
 from ..expert_parallel.dispatched import (
-    DISPATCH_REGISTERS,
     ELEMENTS_PER_THREAD,
     DispatchedState,
     FinalSumOptions,
@@ -114,15 +113,7 @@ def push_shard_launch(
 def _push_shard(world: World, state: DispatchedState, half_size: int, other_programs: int) -> Launch:
     plan = state.plan
     sizes = dict(BLOCK=state.push_block, STAGES=plan.send_stages, OTHER_PROGRAMS=other_programs)
-    return state.side_launch(
-        world,
-        push_shard,
-        state.dispatch_programs,
-        DISPATCH_REGISTERS,
-        state.dispatch_flags,
-        half_size=half_size,
-        **sizes,
-    )
+    return state.side_launch(world, push_shard, True, half_size=half_size, **sizes)
 
 
 def keep_shards_launch(
