@@ -35,7 +35,7 @@ from ....world import World
 from ...common import check_rows, plain_rows
 from ..call import MAX_TOPK, check_routes
 from ..expert_parallel import dispatched
-from ..expert_parallel.dispatched import DispatchedState, FinalSumOptions, LayerWorkspace, make_state, token_memory
+from ..expert_parallel.dispatched import DispatchedState, LayerWorkspace, make_state, token_memory
 from ..expert_parallel.kernels import RoutedRows
 from ..expert_parallel.place_rows import order_of, place_rows_launch
 from ..expert_parallel.place_rows_kernels import ExpertOrder, Masked, mask_rows
@@ -48,7 +48,6 @@ DISPATCH, COMBINE = "moe.dispatch", "moe.combine"
 BUFFERS = 2
 ALIGNMENTS = (1, 16, 128)
 ROW_LAYOUTS = ("contiguous", "masked")
-FINAL_SUM_PROGRAMS = 2  # programs of `sum_ranks` on an SM
 _numbers = itertools.count()
 
 
@@ -524,9 +523,8 @@ def combine_launches(
     """
     rows, space = RoutedRows(y, state.row_order.route_rows, state.weights), kernels.space(y)
     zeros = kernels.zero_counters
-    sum_options = FinalSumOptions(per_sm=FINAL_SUM_PROGRAMS, co_resident=co_resident)
     final_sum = dispatched.final_sum_launch(
-        world, kernels.dispatched, rows, state.order.ids[world.rank], shared, out, space, sum_options=sum_options
+        world, kernels.dispatched, rows, state.order.ids[world.rank], shared, out, space, co_resident=co_resident
     )
     return dispatched.combine_launch(world, kernels.dispatched, rows, zeros, zeros, space), final_sum
 

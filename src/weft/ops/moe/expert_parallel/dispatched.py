@@ -32,6 +32,7 @@ from ..call import ACTIVATIONS, NAME, Layer, MoeCall, MoeOperands, Weights, firs
 from ..routing import route_tables
 from ..routing.kernels import LeftOut
 from ..routing.route_tables import Tables, power
+from ..tensor_parallel.call import Split
 from .fused_kernels import LayerSizes
 from .kernels import (
     ROW_OF_TILES,
@@ -52,6 +53,7 @@ SM_MEMORY = 225 << 10  # bytes of shared memory for the tiles of a GEMM's and a 
 WGMMA_ROWS = 64  # tiles of fewer rows use mma.sync with operands in registers: one buffer less than stages
 RESERVED_MEMORY = 1 << 10  # bytes of shared memory that CUDA reserves for each program
 FINAL_SUM_WARPS, FINAL_SUM_PER_SM = 4, 4  # warps of a program of `sum_ranks`, and its programs on an SM
+SHARED_SUM_PER_SM = 2  # its programs on an SM that they share with other kernels' programs
 
 
 @dataclass(eq=False)
@@ -138,27 +140,6 @@ class LayerWorkspace:
     y: torch.Tensor
     epoch: torch.Tensor | None = None
     half_size: int = 0
-
-
-@dataclass(frozen=True)
-class FinalSumOptions:
-    """How the programs that sum over ranks run.
-
-    tp_size: neighbouring ranks that share the columns of experts. per_sm: programs on an SM. co_resident: None if they
-    do not share the SMs; otherwise whether programs of the kernel that is loaded next must fit on an SM with one of
-    them.
-    """
-
-    tp_size: int = 1
-    per_sm: int = FINAL_SUM_PER_SM
-    co_resident: bool | None = None
-
-    @property
-    def options(self) -> dict[str, int]:
-        if self.co_resident is None:
-            registers = 65536 // (32 * FINAL_SUM_WARPS * FINAL_SUM_PER_SM)
-            return dict(num_warps=FINAL_SUM_WARPS, maxnreg=registers, per_sm=self.per_sm)
-        return dict(num_warps=FINAL_SUM_WARPS, co_resident=self.co_resident, per_sm=self.per_sm)
 
 
 def unsupported(world: World, layer: Layer, plan: DispatchedGemms | FusedMoe | LowLatency) -> str | None:
@@ -435,9 +416,11 @@ def final_sum_launch(
     out: torch.Tensor,
     workspace: LayerWorkspace,
     counters: torch.Tensor | None = None,
-    sum_options: FinalSumOptions = FinalSumOptions(),  # noqa: B008  # frozen
+    co_resident: bool | None = None,
 ) -> BoundLaunch:
-    """Return the launch of `sum_ranks`. counters: GEMM 2's counters if they must be cleared."""
+    """Return the launch of `sum_ranks`. counters: GEMM 2's counters if they must be cleared. co_resident: None if its
+    programs do not share the SMs; otherwise whether programs of the kernel that is loaded next must fit on an SM with
+    one of them."""
     moving: dict[str, Moved] = dict(
         routed=rows,
         outbox=workspace.outbox.local,
@@ -449,21 +432,25 @@ def final_sum_launch(
         T=out.shape[0],
         number=world.number,
     )
-    return BoundLaunch(_final_sum_launch(world, state, workspace.half_size, sum_options), moving)
+    return BoundLaunch(_final_sum_launch(world, state, workspace.half_size, co_resident), moving)
 
 
 @prepared
-def _final_sum_launch(world: World, state: DispatchedState, half_size: int, sum_options: FinalSumOptions) -> Launch:
-    layer = state.layer
-    block = min(32 * FINAL_SUM_WARPS * ELEMENTS_PER_THREAD // 2, world.backend.scale.norm_block)
+def _final_sum_launch(world: World, state: DispatchedState, half_size: int, co_resident: bool | None) -> Launch:
+    layer, threads = state.layer, 32 * FINAL_SUM_WARPS
+    if co_resident is None:
+        options = dict(maxnreg=65536 // (threads * FINAL_SUM_PER_SM), per_sm=FINAL_SUM_PER_SM)
+    else:
+        options = dict(co_resident=co_resident, per_sm=SHARED_SUM_PER_SM)
+    block = min(threads * ELEMENTS_PER_THREAD // 2, world.backend.scale.norm_block)
     cols = min(power(layer.hidden), block)
     rows = block // cols
     blocks = -(-layer.max_tokens_per_rank // rows) * -(-layer.hidden // cols)
     return Launch(
         world,
         sum_ranks,
-        min(sum_options.per_sm * world.sm_count, blocks),
-        sum_options.options,
+        min(options["per_sm"] * world.sm_count, blocks),
+        dict(options, num_warps=FINAL_SUM_WARPS),
         ch=state.combine_flags,
         calls=state.calls,
         left_out=state.left_out,
@@ -475,7 +462,7 @@ def _final_sum_launch(world: World, state: DispatchedState, half_size: int, sum_
             H=layer.hidden,
             K=layer.k,
             EL=state.local_experts,
-            TP_SIZE=sum_options.tp_size,
+            TP_SIZE=layer.tp_size if isinstance(layer, Split) else 1,
             ROWS=rows,
             COLS=cols,
         ),
@@ -542,10 +529,8 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
         ranks.
     """
     layer, state, block_m = call.layer, plan_state(world, call.layer, plan), plan.tile.block_m
-    space, (builder, tables, counters) = (
-        make_workspace(world, layer, state.rows),
-        tables_of(world, layer, plan.tile.block_m),
-    )
+    space = make_workspace(world, layer, state.rows)
+    builder, tables, counters = tables_of(world, layer, block_m)
     routes, saved = builder.routes, call.saved_shapes(world, block_m)
     weights_all, holder = routes.shared_weights.local, lock(world, NAME)
     share, send = route_tables.share_launch(world, routes), _dispatch_launch(world, state)
@@ -553,7 +538,7 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
     gemm_out = _grouped_gemm(world, state, layer.inner, layer.hidden, False, False)
     rows = RoutedRows(space.y, tables.route_rows, weights_all)
     combine, combined = combine_launch(world, state, rows, tables.targets, counters, space)
-    final_sum = _final_sum_launch(world, state, 0, FinalSumOptions())
+    final_sum = _final_sum_launch(world, state, 0, None)
     pairs = send, gemm_in, combine, gemm_out, final_sum  # whose programs share an SM
     side_of_many = world.side_stream(NAME) if world.size > 1 else None  # `side_stream`
 

@@ -175,7 +175,7 @@ def moe(
     """
     named = None if rows is None else plain_rows(NAME, rows)
     options = named, activation, max_tokens, max_rows, keep, received is not None
-    w13, b13 = packed(NAME, "w13", w13, 5, activation), packed(NAME, "b13", b13, 4, activation)
+    w13, b13 = packed(NAME, "w13", w13, 5, activation), b13 if b13 is None else packed(NAME, "b13", b13, 4, activation)
     if router is not None:
         if ids is not None or weights is not None:
             raise ValueError(f"{NAME}: a router chooses ids and weights, which must be None")

@@ -16,7 +16,6 @@ from ..expert_parallel import dispatched
 from ..expert_parallel.dispatched import (
     ELEMENTS_PER_THREAD,
     DispatchedState,
-    FinalSumOptions,
     GroupedProduct,
     LayerWorkspace,
     make_state,
@@ -202,10 +201,7 @@ def reduce_rows(
     counters = world.channel(f"{NAME}, tiles of column shards by source step", world.size, None).counters
     gemm = dispatched.grouped_gemm(world, state, tables, product, y, counters, is_backward, is_backward)
     combine = dispatched.combine_launch(world, state, rows, tables.targets, counters, workspace)
-    sum_options = FinalSumOptions(layer.tp_size)
-    final_sum = dispatched.final_sum_launch(
-        world, state, rows, ids, shared, out, workspace, counters, sum_options=sum_options
-    )
+    final_sum = dispatched.final_sum_launch(world, state, rows, ids, shared, out, workspace, counters)
     further = concurrent or ()
     pairs = [part for step in (gemm, *further) for part in (combine, step)]
     variant = "sums", is_backward, len(further)
