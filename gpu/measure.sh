@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Measures a machine with several GPUs in calls that end by themselves within MINUTES (9.5). Results are written to ${OUT:-gpu/out}; a call
-# with the same folder continues where the last one ended, prints what is left, and exits with 0 once nothing is. First every step runs
-# once for its seconds, then the steps that were cut continue, and last the steps that failed run again. Where git is, the results of
-# machine <gpu>-x<N> then belong here:
+# Measures a machine with several GPUs in calls that end by themselves within MINUTES (9.5). The script writes its results to
+# ${OUT:-gpu/out}; a call with the same folder continues where the last one ended, prints the remaining steps, and exits with 0 once no
+# step remains. First every step runs once for its seconds, then interrupted steps continue, and last the failed steps run again. In the
+# repository, the results of machine <gpu>-x<N> then belong here:
 #   profile/*.json              src/weft/planner/profiles/ (where it is while this runs, for "auto")
 #   predictions/*.jsonl         bench/results/<machine>/predictions/
 #   tuning/sweep.jsonl          bench/results/<machine>/tuning/<run>.jsonl, then python -m bench.pages.table <gpu>

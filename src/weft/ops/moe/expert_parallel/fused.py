@@ -53,7 +53,6 @@ def layer_sizes_of(world: World, call: MoeCall, plan: FusedMoe) -> LayerSizes:
     sizes = layer_sizes(world, layer, tile, GROUP_M=tile.group_m, **blocks)
     if options is None:
         return sizes
-    groups = options.groups, options.top_groups
     router = constants(
         RouterSizes,
         ROWS=min(tile.block_m, LOGITS_ROWS),
@@ -61,7 +60,7 @@ def layer_sizes_of(world: World, call: MoeCall, plan: FusedMoe) -> LayerSizes:
         BK=tile.block_k,
         EVEN_K=layer.hidden % tile.block_k == 0,
         SCALE=options.scale,
-        gate=gate_sizes(layer.experts, layer.k, groups, options.scoring, options.renormalise, warps=tile.warps),
+        gate=gate_sizes(layer.experts, layer.k, options, warps=tile.warps),
     )
     return sizes._replace(router=router)
 
