@@ -28,7 +28,7 @@ from ....kernel_launch import BoundLaunch, Launch, prepared
 from ....op import Call, Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, Plan, Sequential
 from ....prepared import unprepared
-from ....tensor_checks import bulk, check_device, dense, dims, requires_grad
+from ....tensor_checks import Expected, bulk, check_device, check_operands, dense, dims, requires_grad
 from ....torch_library import Backward, CallOptions
 from ....transport.memory import lock, rank_word
 from ....world import World
@@ -134,6 +134,8 @@ class KernelState(NamedTuple):
     """The state of the kernels that move the rows."""
 
     dispatched: DispatchedState
+    builder: route_tables.TableBuilder
+    tables: route_tables.Tables
     inbox: SymmetricTensor
     outbox: SymmetricTensor
     zero_counters: torch.Tensor  # int32 [W], zeros: counters and targets of sums that wait for no tile
@@ -321,7 +323,11 @@ def combine(
         [2.0, 2.0]
     """
     check_handle(handle, world)
-    check_sums(handle, y, shared)
+    expected: Expected = {
+        "y": (y, handle.shape, handle.dtype),
+        "shared": (shared, (len(handle.ids), handle.shape[-1]), handle.dtype),
+    }
+    check_operands(COMBINE, handle.world, expected)
     gradient = torch.is_grad_enabled() and requires_grad(y, shared, handle.weights)
     before, current_versions = handle.versions, versions(handle.ids, handle.weights)
     if gradient and before and current_versions and before != current_versions:
@@ -351,20 +357,6 @@ def check_handle(handle: Handle, world: World | None) -> None:
             f"{COMBINE}: the handle of buffer {handle.buffer_index} is out of order: that of buffer"
             f" {oldest.state.buffer_index} was dispatched before it, and must be combined or cancelled first"
         )
-
-
-def check_sums(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None) -> None:
-    """Raise ValueError or TypeError if y or shared do not fit the handle."""
-    tokens, dtype, h = handle.ids.shape[0], handle.dtype, handle.shape[-1]
-    for name, t, shape in (("y", y, handle.shape), ("shared", shared, (tokens, h))):
-        if t is None and name == "shared":
-            continue
-        check_device(COMBINE, handle.world, name, t)
-        assert t is not None
-        if t.shape != shape:
-            raise ValueError(f"{COMBINE}: {name} {dims(t)} must be {list(shape)}, as the handle's")
-        if t.dtype != dtype:
-            raise TypeError(f"{COMBINE}: {name} is {dims(t)}, and what was dispatched {dtype}")
 
 
 # -- pending dispatches ------------------------------------------------------------------------------------------------
@@ -425,17 +417,17 @@ def exchange_state(world: World, exchange: Exchange, plan: Plan, buffer_index: i
         kind = dict(rows=exchange.tokens, **sizes, expert_alignment=layer.tile, buffer_index=buffer_index, plan=plan)
         numbers = world.check_same_on_all_ranks(DISPATCH, **kind), world.check_same_on_all_ranks(COMBINE, **kind)
         el, shape = layer.local(world), (world.size, layer.max_tokens_per_rank, layer.k)
-        routes, kernels = math.prod(shape), None
+        num_routes, kernels = math.prod(shape), None
         if isinstance(plan, Dispatched):
             kernels = kernel_state(world, layer, plan, buffer_index)
-            builder, tables = tables_of(world, layer, buffer_index)
-            order, weights = order_of(tables, builder.routes.ids), builder.routes.shared_weights.local
+            routes = kernels.builder.routes
+            order, weights = order_of(kernels.tables, routes.ids), routes.shared_weights.local
         else:
-            order = ExpertOrder(ints(*shape), ints(routes), ints(layer.rows(world)), ints(el + 1), ints(el))
+            order = ExpertOrder(ints(*shape), ints(num_routes), ints(layer.rows(world)), ints(el + 1), ints(el))
             weights = world.zeros(shape, torch.float32)
         masked, row_order = None, order
         if max_m:
-            masked = Masked(ints(routes), ints(el, max_m), ints(el))
+            masked = Masked(ints(num_routes), ints(el, max_m), ints(el))
             offsets = world.tensor([max_m * e for e in range(el + 1)], torch.int32)
             row_order = ExpertOrder(order.ids, masked.route_rows, masked.sources, offsets, masked.counts)
         state = ExchangeState(exchange, numbers, buffer_index, order, row_order, weights, masked, kernels)
@@ -446,21 +438,16 @@ def exchange_state(world: World, exchange: Exchange, plan: Plan, buffer_index: i
     return world.cached((DISPATCH, exchange, plan, buffer_index), make)
 
 
-def tables_of(world: World, layer: Split, buffer_index: int) -> tuple[route_tables.TableBuilder, route_tables.Tables]:
-    """Return the builder and the tables of a buffer. The call is collective the first time."""
-    sizes = route_tables.TableSizes(layer.local(world), layer.max_tokens_per_rank, layer.tile)
-    return route_tables.builder_of(world, layer.k, sizes, buffer_index)
-
-
 def kernel_state(world: World, layer: Split, plan: Dispatched, buffer_index: int) -> KernelState:
     """Return the state of the kernels of a buffer. The call is collective."""
     dispatch_name, combine_name = f"{DISPATCH} {buffer_index}", f"{COMBINE} {buffer_index}"
     names = f"{dispatch_name}, rows", f"{combine_name}, sums"
     left_out = route_tables.left_out_words(world, buffer_index)
-    sizes = layer.local(world), layer.rows(world)
-    state = make_state(world, layer, plan, *sizes, *names, left_out, combine_name)
+    state = make_state(world, layer, plan, layer.local(world), layer.rows(world), *names, left_out, combine_name)
+    sizes = route_tables.TableSizes(state.local_experts, layer.max_tokens_per_rank, layer.tile)
+    tables = route_tables.builder_of(world, layer.k, sizes, buffer_index)
     inbox, outbox = (token_memory(world, layer, name) for name in (dispatch_name, combine_name))
-    return KernelState(state, inbox, outbox, world.zeros((max(world.size, 16),), torch.int32))
+    return KernelState(state, *tables, inbox, outbox, world.zeros((max(world.size, 16),), torch.int32))
 
 
 def load(world: World, state: ExchangeState, kernels: KernelState) -> None:
@@ -552,13 +539,11 @@ def launch_dispatch(
     stream, kernels = world.current_stream(), state.kernels
     world.order(lock(world, f"{DISPATCH} {state.buffer_index}"), stream)
     if kernels is not None:
-        side, buffer_index = world.side_stream(f"{DISPATCH} {state.buffer_index}"), state.buffer_index
-        builder, tables = tables_of(world, state.exchange.layer, buffer_index)
-        start = world.record(stream)
-        route_tables.share_routes(world, builder.routes, ids, weights)
+        side, start = world.side_stream(f"{DISPATCH} {state.buffer_index}"), world.record(stream)
+        route_tables.share_routes(world, kernels.builder.routes, ids, weights)
         world.wait_event(side, start)
         dispatched.dispatch_launch(world, kernels.dispatched, x, ids, kernels.space(rows)).on(side)
-        route_tables.run_builder(world, builder, tables, state.weights, is_backward)
+        route_tables.run_builder(world, kernels.builder, kernels.tables, state.weights, is_backward)
     else:
         tokens = collectives.gather_tokens(world, state.exchange.layer, state.order, state.weights, x, ids, weights)
     if state.masked is not None:

@@ -32,7 +32,7 @@ from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
 from ....prepared import unprepared
 from ....symmetric import check_tensors
-from ....tensor_checks import bulk, check_device, check_operands, dense, dims
+from ....tensor_checks import Expected, bulk, check_device, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
 from ...common import check_rows, plain_rows
@@ -451,20 +451,18 @@ def check_experts(world: World, operands: MoeOperands, activation: str) -> None:
             f"{NAME}: for x {dims(x)} and w2 {dims(w2)}, w13 must be [{local_experts}, {wanted}, {x.shape[1]}] as"
             f" weft.moe.pack makes it, and w2 [{local_experts}, {x.shape[1]}, I]; w13 is {dims(w13)}"
         )
-    for name, t, shape in (
-        ("b13", b13, (local_experts, n)),
-        ("b2", b2, (local_experts, h)),
-        ("shared", shared, tuple(x.shape)),
-    ):
-        if t is not None and t.shape != shape:
-            raise ValueError(f"{NAME}: {name} {dims(t)} must be {list(shape)}")
+    expected: Expected = {
+        "w13": (w13, tuple(w13.shape), x.dtype),
+        "w2": (w2, tuple(w2.shape), x.dtype),
+        "b13": (b13, (local_experts, n), x.dtype),
+        "b2": (b2, (local_experts, h), x.dtype),
+        "shared": (shared, tuple(x.shape), x.dtype),
+    }
+    check_operands(NAME, world, expected)
     if received is not None and (
         received.shape != (local_experts,) or received.dtype != torch.int32 or not received.is_contiguous()
     ):
         raise ValueError(f"{NAME}: received {dims(received)} must be int32 [{local_experts}], contiguous")
-    for name, t in (("w13", w13), ("w2", w2), ("b13", b13), ("b2", b2), ("shared", shared)):
-        if t is not None and t.dtype != x.dtype:
-            raise TypeError(f"{NAME}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
 
 
 MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, "torch.Tensor | None")
