@@ -135,11 +135,9 @@ def rows_of(front: Tensor, scales: Tensor | None) -> Activation:
     rows = front.flatten(0, -2)
     if scales is None:
         return rows
-    return (
-        ScaledTensor(rows, scales.view(1), "tensor")
-        if scales.numel() == 1
-        else ScaledTensor(rows, scales.reshape(-1, 1), "row")
-    )
+    if scales.numel() == 1:
+        return ScaledTensor(rows, scales.view(1), "tensor")
+    return ScaledTensor(rows, scales.reshape(-1, 1), "row")
 
 
 def gather(
