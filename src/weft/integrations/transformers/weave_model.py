@@ -285,8 +285,7 @@ def _check_split(layers: list[Module], world: World) -> None:
             raise Unsupported(f"{count} {name} of {head} columns do not divide by {world.size} ranks")
     for mlp in (layer.mlp for layer in layers):
         if hasattr(mlp, "experts"):
-            if why := moe.split_reason(mlp.experts, world):
-                raise Unsupported(why)
+            moe.check_split(mlp.experts, world)
         elif config.intermediate_size % (8 * world.size):
             raise Unsupported(
                 f"intermediate size {config.intermediate_size} is not a multiple of 8 times {world.size} ranks"

@@ -26,7 +26,6 @@ REQUIRED = {  # by name, the function and the parameters; if one of these is mis
     "column": f"{VLLM_LAYERS}.linear:ColumnParallelLinear.forward(self, input_)",
     "unquantized": f"{VLLM_LAYERS}.linear:UnquantizedLinearMethod.apply(self, layer, x, bias)",
     "norm": f"{VLLM_LAYERS}.layernorm:RMSNorm.forward_native(self, x, residual)",
-    "all_reduce": "vllm.distributed:tensor_model_parallel_all_reduce(input_)",
     "group": "vllm.distributed:get_tp_group()",
     "context": "vllm.forward_context:get_forward_context()",
 }
