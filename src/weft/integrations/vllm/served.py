@@ -30,8 +30,8 @@ class ServedModel:
 
     model: str
     version: str
-    config: VllmObject = None
-    group: VllmObject = None
+    config: VllmObject
+    group: VllmObject
     served: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     world: World | None = None
