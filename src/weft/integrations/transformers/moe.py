@@ -91,7 +91,7 @@ def parallel_of(parameter: Tensor) -> str:
 # -- experts -----------------------------------------------------------------------------------------------------------
 class RankExperts(Bound):
     """This rank's experts, in the layout of `weft.moe.moe`, of a module that every rank has whole or that Transformers
-    has split. `split` says which experts they are. Packed gate and up need their bytes a second time, and so do the
+    has split. `split` describes them. Packed gate and up need their bytes a second time, and so do the
     transposed second matrices of GPT-OSS.
 
     With `local` the module's tensors are already this rank's experts, and routed ids count from 0 among them. `numbers`

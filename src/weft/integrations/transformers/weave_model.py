@@ -53,7 +53,7 @@ def weave(
     Logits agree with the model's own to rounding: sums over ranks, residual and norm are computed in float32 and
     rounded once. `forward`, `generate`, caches and CUDA graphs work as before. All ranks must make the same calls, and
     if `generate` samples, they use the draws of rank 0. `output_hidden_states` gathers the hidden states;
-    `output_attentions` is rejected. `unweave` restores the model, `report` says what was replaced. On a batch-invariant
+    `output_attentions` is rejected. `unweave` restores the model, `report` lists replaced modules. On a batch-invariant
     World (`weft.init`) weft's results are batch-invariant; attention, the embedding and an output head that is whole on
     every rank stay Transformers' own, and experts are rejected.
 
