@@ -27,6 +27,7 @@ from bench.common.resume import keep
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from weft.lang.mapping import balanced_rows
 from weft.planner.auto import auto as chosen
+from weft.planner.search import brief
 from weft.plans import Decomposed, OneShot, Plan, Sequential, TwoShotLowLatency, TwoShotPull, TwoShotPush
 
 BF = torch.bfloat16
@@ -51,11 +52,6 @@ def plans(tokens: int, hidden: int, world: int) -> list[Plan]:
     for programs in (0, 64, 32, 16):
         candidates += [TwoShotPush(programs), TwoShotPull(programs)]
     return candidates
-
-
-def brief(plan: Plan) -> str:
-    usual = vars(type(plan)())
-    return " ".join([plan.kind, *(f"{k}={v}" for k, v in vars(plan).items() if v != usual[k])])
 
 
 def compiled_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:

@@ -41,8 +41,9 @@ def _check_fields(title: str, instance: TileShape | Plan, may_be_0: Sequence[str
 
 def _call_of(instance: TileShape | Plan) -> str:
     """Return the constructor call with the fields that differ from their defaults."""
-    changed = ((f.name, getattr(instance, f.name)) for f in fields(instance) if getattr(instance, f.name) != f.default)
-    return f"{type(instance).__name__}({', '.join(f'{name}={value}' for name, value in changed)})"
+    values = [(field, getattr(instance, field.name)) for field in fields(instance)]
+    changed = [f"{field.name}={value}" for field, value in values if value != field.default]
+    return f"{type(instance).__name__}({', '.join(changed)})"
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ def test_a_partition_covers_the_waves(groups: list[int], waves: int) -> None:
 
 def test_partitions() -> None:
     assert partition((), 1) == (1,) and partition((), 3) == (1, 1, 1) and partition((), 10) == (3, 3, 3, 1)
-    assert partition((1, 2), 9) == (1, 8), "what is left joins the last group"
-    assert partition((2, 2, 2), 3) == (2, 1), "groups beyond the last wave"
+    assert partition((1, 2), 9) == (1, 8), "the last group includes the remaining waves"
+    assert partition((2, 2, 2), 3) == (2, 1), "groups beyond the last wave are cut off"
 
 
 @settings(deadline=None)
@@ -67,8 +67,8 @@ def test_partitions() -> None:
     groups=st.lists(st.integers(1, 4), max_size=4), unit=st.integers(1, 12),
 )  # fmt: skip
 def test_a_schedule(owners: int, tiles_per_owner: int, programs: int, groups: list[int], unit: int) -> None:
-    """Slots are a permutation within each group, ordered by owner; every program signals each of its groups once,
-    with its last tile in that group."""
+    """Tile positions are a permutation within each group, ordered by owner; every program signals each of its groups
+    once, with its last tile in that group."""
     tiles = owners * tiles_per_owner
     tile_schedule = schedule(tiles, programs, groups, owners, unit)
     assert tile_schedule.bounds[0] == 0 and tile_schedule.bounds[-1] == tiles
@@ -84,7 +84,7 @@ def test_a_schedule(owners: int, tiles_per_owner: int, programs: int, groups: li
             assert lo <= slots[t] < hi and (slots[t] - lo) // share == t % owners
         owner_slots = [slots[t] - lo for t in range(lo, hi) if t % owners == 0]
         assert owner_slots == list(range(share)), "an owner's tiles keep their order"
-        workers = {t % programs: t for t in range(lo, hi)}  # with their last tiles
+        workers = {t % programs: t for t in range(lo, hi)}  # each program's last tile of the group
         assert {
             p: entry.last_tile for p in range(programs) for entry in tile_schedule.program_groups[p] if entry.group == g
         } == workers
@@ -93,7 +93,7 @@ def test_a_schedule(owners: int, tiles_per_owner: int, programs: int, groups: li
 
 
 def slots_of(tile_schedule: Schedule, owners: int) -> list[int]:
-    """Return where signaled_gemm stores each tile when it walks a program's entries."""
+    """Return the place where signaled_gemm stores each tile when it processes a program's entries."""
     slots = [-1] * tile_schedule.bounds[-1]
     for p, entries in enumerate(tile_schedule.program_groups):
         left = list(entries)
@@ -280,7 +280,7 @@ def test_same_inputs_same_bits(op: str) -> None:
         assert all(torch.equal(runs[0][0][0], runs[0][rank][0]) for rank in range(3))
 
 
-# -- schedules that are wrong ------------------------------------------------------------------------------------------
+# -- wrong schedules ---------------------------------------------------------------------------------------------------
 
 
 def changed_entry(tile_schedule: Schedule, p: int, i: int, **new: int) -> Schedule:
@@ -291,7 +291,7 @@ def changed_entry(tile_schedule: Schedule, p: int, i: int, **new: int) -> Schedu
 
 
 def early(tile_schedule: Schedule) -> Schedule:
-    """A program signals a group one tile before its last tile of it."""
+    """A program signals a group when it has yet to compute its last tile of the group."""
     p, i = next(
         (p, i)
         for p, entries in enumerate(tile_schedule.program_groups)
@@ -302,7 +302,7 @@ def early(tile_schedule: Schedule) -> Schedule:
 
 
 def twice(tile_schedule: Schedule) -> Schedule:
-    """Two tiles of a group share a slot, and another slot stays empty."""
+    """Two tiles of a group are stored in one position, and another position stays empty."""
     return changed_entry(tile_schedule, 1, 0, tiles_per_owner=tile_schedule.program_groups[1][0].tiles_per_owner - 1)
 
 
@@ -313,7 +313,7 @@ def swapped(tile_schedule: Schedule) -> Schedule:
 
 
 def short(tile_schedule: Schedule) -> Schedule:
-    """A wait is short by one program."""
+    """A collective waits for one program too few."""
     return replace(tile_schedule, arrivals=(tile_schedule.arrivals[0] - 1, *tile_schedule.arrivals[1:]))
 
 
@@ -327,7 +327,7 @@ def wrong_group(tile_schedule: Schedule) -> Schedule:
 
 
 def cut(tile_schedule: Schedule) -> Schedule:
-    """The first group's collective includes a tile too many."""
+    """The first group's collective includes one tile too many."""
     step = tile_schedule.bounds[-1] // 2 if len(tile_schedule.bounds) == 2 else 6
     return replace(tile_schedule, bounds=(0, tile_schedule.bounds[1] + step, *tile_schedule.bounds[2:]))
 
@@ -342,7 +342,7 @@ SCATTER = "matmul_reduce_scatter"
         *itertools.product(REDUCING, BROKEN),
         (SCATTER, twice),
         (SCATTER, swapped),
-    ],  # alone, an owner's slots are its tiles
+    ],  # with one owner, positions equal tile numbers
     ids=lambda f: getattr(f, "__name__", f),
 )
 def test_a_broken_schedule_is_caught(broken: Callable[[Schedule], Schedule], op: str, monkeypatch: Any) -> None:
@@ -371,7 +371,7 @@ def test_a_broken_schedule_is_caught(broken: Callable[[Schedule], Schedule], op:
 @pytest.mark.parametrize("op", REDUCING)
 @pytest.mark.parametrize("shape", [(40, 72, 24), (33, 16, 40), (7, 100, 8), (96, 64, 16)])
 def test_tiles_are_left_to_what_follows(op: str, shape: tuple[int, int, int]) -> None:
-    """The Remap gives the place of each element; RMSNorm and residual add read through it."""
+    """The Remap maps each element to its position; RMSNorm and the residual add read through it."""
     m, n, k = shape
 
     def main(world: weft.World) -> None:
@@ -385,7 +385,7 @@ def test_tiles_are_left_to_what_follows(op: str, shape: tuple[int, int, int]) ->
 
 @pytest.mark.parametrize("n", [16, 13])
 def test_out_where_no_bulk_store_gets(n: int) -> None:
-    """On one rank alone, bulk stores cannot reach `out`; this must not change how the ranks communicate."""
+    """On one rank alone, bulk stores cannot reach `out`; this must not change the ranks' communication."""
 
     def main(world: weft.World) -> float:
         x, w = draw(world.rank, 8, 16), draw(5, n, 16) * 0.1
@@ -398,7 +398,7 @@ def test_out_where_no_bulk_store_gets(n: int) -> None:
 
 
 def test_an_eager_call_prepares_captures_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where "auto" stands for a signaled plan only in graphs, a result in tiles has a different layout in a graph."""
+    """If "auto" chooses a signaled plan only in graphs, a result in tiles has a different layout in a graph."""
     chosen = dict(graph=S, eager=Sequential())
     monkeypatch.setattr(MatmulAllReduce, "auto", lambda op, world, call, mode: chosen[mode])
 
@@ -426,7 +426,7 @@ def test_rms_norm_of_nothing_and_of_float16() -> None:
     emulate(main, 1)
 
 
-# -- what does not fit -------------------------------------------------------------------------------------------------
+# -- unsupported calls -------------------------------------------------------------------------------------------------
 
 
 def test_errors_quote_what_was_given() -> None:
@@ -474,7 +474,7 @@ def test_a_plan_is_text_and_back() -> None:
         Plan.from_json('{"kind": "signaled", "groups": 3}')
 
 
-# -- rows to ranks of their own ----------------------------------------------------------------------------------------
+# -- all-to-all --------------------------------------------------------------------------------------------------------
 
 
 TO_ALL: list[str | Plan] = [
@@ -495,7 +495,7 @@ def test_all_to_all(ranks: int, plan: str | Plan) -> None:
             rank_errors = emulate(lambda w, to=to, i=i: all_to_all_case(w, to, 72, 24, plan, seed=i), ranks, i)
             assert max(rank_errors) < 5e-3
     to = drawn(9, ranks, [37] * ranks)
-    for n in (40, 39):  # 39: sequential
+    for n in (40, 39):  # 39 columns need the sequential plan
         rank_errors = emulate(
             lambda w, n=n: all_to_all_case(w, to, n, 40, plan, bias=True, dtype=torch.float16, into=True), ranks, 1
         )
@@ -504,7 +504,8 @@ def test_all_to_all(ranks: int, plan: str | Plan) -> None:
 
 @pytest.mark.parametrize("seed", some(range(10)))
 def test_all_to_all_under_many_schedules(seed: int) -> None:
-    """Ranks have more or fewer waves, and several routings alternate, some of them reused; ops overlap, as on a GPU."""
+    """Ranks have different numbers of waves, and several routings alternate, some of them reused; ops overlap, as on a
+    GPU."""
 
     def main(world: weft.World) -> float:
         worst = 0.0
@@ -541,7 +542,7 @@ def test_all_to_all_of_any_shape(rows: list[int], n: int, k: int, groups: list[i
 
 
 def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
-    """The capture runs another plan, which needs tables and symmetric memory, and exchanges nothing between hosts."""
+    """The capture runs a different plan, which needs tables and symmetric memory, without an exchange between hosts."""
 
     def main(world: weft.World) -> bool:
         backend: Any = world.backend
@@ -549,7 +550,7 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
         x, w, bias = draw(world.rank, 40, 24), draw(50 + world.rank, 72, 24), draw(9, 72)
         routing = weft.route([i % 2 for i in range(40)], world=world)
         expected = weft.matmul_all_to_all(x, w, destinations=routing, world=world).clone()
-        alone = bias if world.rank else None  # a bias is each rank's own
+        alone = bias if world.rank else None  # a rank may have a bias that others lack
         weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world)
         added = weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world).clone()
         world.exchange(None)
@@ -597,7 +598,7 @@ def test_all_to_all_errors() -> None:
 
 
 def shifted(tables: GroupTables) -> GroupTables:
-    """A row is stored in the place after its own."""
+    """A row is stored at the next row's position."""
     tables.row_map[1] += 1
     return tables
 
@@ -611,14 +612,16 @@ def exchanged(tables: GroupTables) -> GroupTables:
 def mistaken(tables: GroupTables) -> GroupTables:
     """A group's rows begin one row too early, over the last row of another group."""
     sender = 1 - tables.signals.ch.state[0].item()
-    tables.receive_offsets[1][sender] -= 1
+    rows = tables.received[1][sender]
+    tables.received[1][sender] = slice(rows.start - 1, rows.stop - 1)
     return tables
 
 
 def pulled_early(tables: GroupTables) -> GroupTables:
-    """Rows of another group are pulled from a peer's pool."""
+    """Rows of another group are pulled from a peer's buffer."""
     sender = 1 - tables.signals.ch.state[0].item()
-    tables.source_offsets[0][sender] += tables.receive_counts[0][sender]
+    rows = tables.pulled[0][sender]
+    tables.pulled[0][sender] = slice(rows.stop, 2 * rows.stop - rows.start)
     return tables
 
 

@@ -32,7 +32,7 @@ PLANS = {
 }
 
 
-SMALL = Signaled(groups=(1, 1, 1), tile=GemmTile(block_m=64, block_n=64, warps=4))  # several waves of small shapes
+SMALL = Signaled(groups=(1, 1, 1), tile=GemmTile(block_m=64, block_n=64, warps=4))  # small shapes have several waves
 COPIES = replace(SMALL, ctas=4, copies=True)
 
 
@@ -52,7 +52,7 @@ def random_shapes(world: weft.World, count: int) -> float:
 
 
 def replay_to_ranks(world: weft.World, plan: Signaled, replays: int) -> float:
-    """Replay a graph of two calls by two routings with new inputs, alternating with eager calls: the bits must be the
+    """Replay a graph of two calls with two routings and new inputs, alternating with eager calls: the bits must be the
     same."""
     rng, n, k, m = random.Random(3), 512, 256, 1000 + 100 * world.rank
     routings = [weft.route([rng.randrange(world.size) for _ in range(m)], world=world) for _ in range(2)]

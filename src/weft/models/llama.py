@@ -400,23 +400,6 @@ class Llama(nn.Module):
             )
         return self._rotary
 
-    def _linear(self, x: Activation, weight: Activation, out: Tensor | None, sms: int) -> Tensor:
-        """Return x @ weight.T, by weft's own GEMM on `sms` SMs or by the library's GEMM, in `out` if it is not None. x
-        is quantized if the weight has 8 bits."""
-        world = self.world
-        if isinstance(weight, ScaledTensor):
-            operands = ScaledOperands(quantized(x, weight, world), weight, None, fast_accum=True)
-            out = world.empty((len(operands.x.values), len(weight.values)), self.dtype) if out is None else out
-            multiply(world, operands, world.current_stream(), out)
-            return out
-        assert isinstance(x, torch.Tensor)
-        out = self.world.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
-        if sms:
-            matmul(x, weight, out, self.world, sms)
-        else:
-            self.world.backend.linear(x, weight, None, self.world.current_stream(), out)
-        return out
-
     def _heads(
         self, layer: Attention, layer_index: int, part: Part, layout: Layout, qkv: Tensor, out: Tensor
     ) -> Tensor:
@@ -453,7 +436,21 @@ class _SublayerOfPass:
     memory: _PassMemory
 
     def linear(self, x: Activation, weight: Activation, out: Tensor | None) -> Tensor:
-        return self.model._linear(x, weight, out, self.layout.plan.sms)
+        """Return x @ weight.T, by weft's own GEMM on the plan's SMs or by the library's GEMM, in `out` if it is not
+        None. x is quantized if the weight has 8 bits."""
+        world, sms = self.model.world, self.layout.plan.sms
+        if isinstance(weight, ScaledTensor):
+            operands = ScaledOperands(quantized(x, weight, world), weight, None, fast_accum=True)
+            out = world.empty((len(operands.x.values), len(weight.values)), self.model.dtype) if out is None else out
+            multiply(world, operands, world.current_stream(), out)
+            return out
+        assert isinstance(x, torch.Tensor)
+        out = world.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
+        if sms:
+            matmul(x, weight, out, world, sms)
+        else:
+            world.backend.linear(x, weight, None, world.current_stream(), out)
+        return out
 
     def dense(self, mlp: ParallelMLP, x: Tensor, out: Tensor | None) -> Tensor:
         world, sms = self.model.world, self.layout.plan.sms

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -61,7 +62,7 @@ class MatmulCall(Call):
         """Return the dtype of x and the weight."""
         return self.dtype if self.scaling is None else E4M3
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return sum(self.shards)
 

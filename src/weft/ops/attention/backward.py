@@ -98,15 +98,12 @@ def gradients(
     operands = BackwardOperands(q, k, v, out, lse, dout)
     use, sizes = "packed_backward" if isinstance(mask, Packed) else "backward", (len(q), len(k), mask is True)
     outputs = [(t.shape, config.dtype) for t in (q, k, v)]
-    offsets = sequence_offsets(world, mask) if isinstance(mask, Packed) else None
+    offsets = sequence_offsets(world, mask)
     if wait is not None:
         wait()
 
-    def attention(library: AttentionLibrary) -> tuple[Tensor, Tensor, Tensor]:
-        if isinstance(mask, bool):
-            return library.backward(operands, mask, config.scale)
-        assert library.packed_backward is not None and offsets is not None
-        return library.packed_backward(operands, mask, offsets, config.scale)
+    def attention(library: AttentionLibrary) -> Sequence[Tensor]:
+        return library.function(use)(operands, mask, offsets, config.scale)
 
     library = config.library(world, use, sizes, attention)
     reads = [*operands, *(offsets or ())]

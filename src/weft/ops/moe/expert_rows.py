@@ -180,9 +180,8 @@ class RowOrder:
 def activation_gradient(preactivation: Tensor, dy: Tensor, activation: str, block: int) -> Tensor:
     """Return the gradient of preactivation, in its layout."""
     if activation == "gelu":
-        x = preactivation.float()
-        below = 0.5 * (1 + torch.erf(x * 0.5**0.5))
-        return (dy.float() * (below + x * torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5)).to(preactivation.dtype)
+        gradient: Tensor = torch.ops.aten.gelu_backward(dy.float(), preactivation.float())
+        return gradient.to(preactivation.dtype)
     inner = dy.shape[1]
     gate, up = halves(preactivation, inner, block)
     if activation == "gpt_oss":

@@ -131,8 +131,8 @@ class Bench:
         values.copy_(torch.randn(count, dtype=BF, device=values.device) * 0.1)
         return values
 
-    def latency(self, operation: str, nbytes: int, fn: Callable[[], object], ctas: int = 0, per: int = 1) -> Probe:
-        row = Latency(operation, ctas, nbytes, 1.0)
+    def latency(self, operation: str, nbytes: int, fn: Callable[[], object], per: int = 1) -> Probe:
+        row = Latency(operation, 0, nbytes, 1.0)
         name = f"{operation} {size_of(nbytes)}" if nbytes else operation
         return Probe(name, (row,), lambda: [replace(row, us=self.timer.graph(fn) / per)])
 

@@ -34,29 +34,13 @@ from .dispatched import acquire_arena, arena_workspace, plan_state, push_shard_l
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def activation_gradient_launch(
-    world: World, state: DispatchedState, tables: Tables, preactivation: Tensor, dhidden: Tensor, dpreactivation: Tensor
-) -> BoundLaunch:
-    """Return the launch of `activation_backward`."""
-    launch = _activation_backward(world, state, preactivation.shape[1], dhidden.shape[1])
-    moving: dict[str, Moved] = dict(
-        preactivation=preactivation,
-        dy=dhidden,
-        out=dpreactivation,
-        sources=tables.sources,
-        tiles=tables.tiles,
-        tile_count=tables.tile_count,
-    )
-    return BoundLaunch(launch, moving)
-
-
 @prepared
-def _activation_backward(world: World, state: DispatchedState, n: int, inner: int) -> Launch:
+def _activation_backward(world: World, state: DispatchedState, n: int) -> Launch:
     act = ACTIVATIONS[state.layer.activation]
     form = GradientForm(act, 0 if act == GELU.value else world.backend.scale.interleave, n, 0, False)
     programs, options = between_gemms(world)
     sizes = gradient_sizes(world, state, form)
-    return Launch(world, activation_backward, programs, options, N=n, inner=inner, s=sizes)
+    return Launch(world, activation_backward, programs, options, N=n, inner=state.layer.inner, s=sizes)
 
 
 # -- the passes --------------------------------------------------------------------------------------------------------
@@ -165,7 +149,9 @@ def first_half(
         counters = unused_counters(world)
         product = GroupedProduct(x_rows, w13, b13)
         gemm = [grouped_gemm(world, state, tables, product, preactivation, counters, False, True)]
-    activation = activation_gradient_launch(world, state, tables, preactivation, dhidden, dpreactivation)
+    moving: dict[str, Moved] = dict(preactivation=preactivation, dy=dhidden, out=dpreactivation)
+    listed = dict(sources=tables.sources, tiles=tables.tiles, tile_count=tables.tile_count)
+    activation = BoundLaunch(_activation_backward(world, state, n), moving | listed)
     bias_gradients, wgrad = expert_gradient_launches(world, state, tables, (dpreactivation, x_rows, dw13), (None, db13))
     # A kernel that shares SMs is checked against the kernel loaded next: the GEMM against the weights' kernel.
     loaded = (*place, *bias_gradients, activation, *gemm, *wgrad)

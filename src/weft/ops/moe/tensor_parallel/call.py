@@ -73,17 +73,7 @@ class GroupedCall(Call):
         return sum(self.tokens)
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:
-        layer = self.layer
-        return dict(
-            rows=self.tokens,
-            experts=layer.experts,
-            k=layer.k,
-            H=layer.hidden,
-            I=layer.inner,
-            dtype=str(layer.dtype),
-            activation=layer.activation,
-            tp_size=layer.tp_size,
-        )
+        return dict(rows=self.tokens, tp_size=self.layer.tp_size) | self.layer.same_on_all_ranks()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ....kernel_launch import BoundLaunch, Launch, prepared
 from ....plans import DispatchedColumns
 from ....transport.memory import lock
 from ....world import Arena, World
-from ..call import NAME, NONE_KEPT, Kept, Weights
+from ..call import NAME, Kept, Weights
 from ..expert_parallel import dispatched
 from ..expert_parallel.dispatched import (
     DISPATCH_REGISTERS,
@@ -125,18 +125,9 @@ def _push_shard(world: World, state: DispatchedState, half_size: int, other_prog
     )
 
 
-def keep_shards_launch(
-    world: World, state: DispatchedState, route_rows: torch.Tensor, workspace: LayerWorkspace, kept: torch.Tensor
-) -> BoundLaunch:
-    """Return the launch of kept [W, max_tokens, H] = the inbox of the call that ended last."""
-    return BoundLaunch(
-        _keep_shards(world, state, workspace.half_size),
-        dict(inbox=workspace.inbox.local, kept_rows=kept, route_rows=route_rows, epoch=workspace.epoch),
-    )
-
-
 @prepared
 def _keep_shards(world: World, state: DispatchedState, half_size: int) -> Launch:
+    """Return the launch of kept rows [W, max_tokens, H] = the inbox of the call that ended last."""
     layer, block = state.layer, min(32 * 4 * ELEMENTS_PER_THREAD, world.backend.scale.norm_block)
     cols = min(power(layer.hidden), block)
     sizes = dict(
@@ -155,7 +146,7 @@ def run_gather(
     the routes and the saved tensors."""
     (x, ids, weights, w13, b13), layer = operands, call.layer
     routes = call.routes(world)
-    kept = NONE_KEPT if call.keep is None else Kept(*(world.empty(*t) for t in call.saved_shapes(world)))
+    kept = Kept(*(world.empty(*t) for t in call.saved_shapes(world)))
     arena, stream, side = acquire_arena(world, layer), world.current_stream(), world.side_stream(NAME)
     half_state = first_half_state(world, layer, plan)
     workspace, parts = arena_workspace(arena, layer.dtype, out, out), route_parts(world, layer, routes)
@@ -164,7 +155,10 @@ def run_gather(
     gemm = dispatched.first_gemm(world, state, Weights(w13, w13, b13), tables, workspace, kept.preactivation)
     keep_steps = []
     if kept.rows is not None:
-        keep_steps.append(keep_shards_launch(world, state, parts.route_rows, workspace, kept.rows))
+        launch = _keep_shards(world, state, workspace.half_size)
+        inbox, route_rows = workspace.inbox.local, parts.route_rows
+        moving = dict(inbox=inbox, kept_rows=kept.rows, route_rows=route_rows, epoch=workspace.epoch)
+        keep_steps.append(BoundLaunch(launch, moving))
     state.ahead((x, out, w13, b13, *kept), lambda: (push, gemm, *keep_steps), "gather and GEMM")
     start = world.record(stream)
     route_tables.share_routes(world, builder.routes, ids, weights)
