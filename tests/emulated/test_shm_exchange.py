@@ -305,7 +305,7 @@ def test_without_a_folder_that_all_see_there_is_none(monkeypatch: pytest.MonkeyP
 
 
 def test_short_exchanges_use_shared_memory_and_long_ones_messages() -> None:
-    """A rank that posted while others exchange does not make them wait for messages."""
+    """A rank that posted while other ranks exchange does not make them wait for messages."""
     sent: list[object] = []
 
     def main(shm: SharedMemoryExchange) -> Any:
@@ -334,7 +334,7 @@ def test_short_exchanges_use_shared_memory_and_long_ones_messages() -> None:
 
 
 def test_a_long_message_is_not_mistaken_for_an_earlier_one() -> None:
-    """One rank is late for a short call; a call whose data is too long for a slot follows."""
+    """One rank is late for a short call; the data of the next call is too long for a slot."""
     barrier, slots = threading.Barrier(2, timeout=20), [None] * 2
 
     def main(shm: SharedMemoryExchange) -> bool:

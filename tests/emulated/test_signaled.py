@@ -138,7 +138,7 @@ PLANS: list[str | Plan] = [
 
 
 def plans_of(op: str) -> list[str | Plan]:
-    """Return the plans that the op has: copy engines move the groups of a reduce-scatter only."""
+    """Return the plans that the op has: with copy engines, only a reduce-scatter's groups are moved."""
     return [plan for plan in PLANS if op == "matmul_reduce_scatter" or not getattr(plan, "copies", False)]
 
 
@@ -197,14 +197,14 @@ def test_random_shapes(
 ) -> None:
     copies = copies and op == "matmul_reduce_scatter"
     plan = replace(S, groups=tuple(groups), ctas=ctas, copies=copies)
-    if copies:  # what copy engines move
+    if copies:  # copy engines need whole words and tiles
         n, rows = n // 8 * 8, [rows[0] // 16 * 16] * len(rows)
     compare(op, rows, n, 8 * k, plan, run, bias=bias, seed=run, calls=2)
 
 
 def test_unsupported_copies_are_sequential(caplog: Any) -> None:
-    """Reduce-scatter needs equal shards of whole tiles, and rows of whole 16-byte words. The reason is logged once, and
-    is the same on every rank."""
+    """Reduce-scatter needs equal shards of whole tiles, and rows that are a multiple of 16 bytes. The reason is logged
+    once, and is the same on every rank."""
     plan = replace(S, copies=True)
 
     def main(world: weft.World, rows: list[int], n: int) -> tuple[float, bool]:

@@ -94,7 +94,9 @@ def is_parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 def test_every_step_is_taken_by_its_program_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = dict(PARTS="profile ops norm eager decoder signaled moe attention columns transformers fp8 vllm", MINUTES="30")
+    parts = dict(
+        PARTS="profile ops norm eager decoder signaled moe attention columns transformers fp8 vllm", MINUTES="30"
+    )
     code, printed, asked = run(tmp_path / "tree", tmp_path / "out", **parts)
     assert code == 0 and "left" not in printed, printed
     for words in asked:

@@ -244,7 +244,7 @@ def test_a_loop_with_signals_that_stays_flattened_is_found(own_cache: None, monk
     assert waits_run_ahead(compiled(chained("tiles_of_a_gemm", True)).compiled.ptx)
 
 
-# -- the text of the IR ------------------------------------------------------------------------------------------------
+# -- tests of the text of the IR ---------------------------------------------------------------------------------------
 
 TEXT = """module {
   tt.func public @k(%x: !tt.ptr<f32> loc("x"(#loc))) attributes {noinline = false} {

@@ -35,7 +35,7 @@ def store(repo: Path, rows: list[dict], op: str = "all_gather_matmul") -> None:
 
 
 def write(repo: Path) -> str:
-    """Return the chapters of measurements and of sizes."""
+    """Return two texts: the chapters of docs/measurements.md, and the tables of every size."""
     machines = report.load_all(repo / "results")
     pages = [
         page
