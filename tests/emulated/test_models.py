@@ -435,7 +435,7 @@ def test_graphs_refuse_foreign_batches() -> None:
     emulate(main, 2)
 
 
-def test_tensors_made_in_inference_mode_serve_outside_it() -> None:
+def test_tensors_made_in_inference_mode_can_be_used_outside_it() -> None:
     def main(world: weft.World) -> None:
         model = build_llama(world, TINY)
         with torch.inference_mode():

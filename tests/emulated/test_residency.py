@@ -242,12 +242,12 @@ programs = st.builds(ResidentPrograms, st.integers(1, 3), st.tuples(st.integers(
 
 @given(st.integers(1, 3), st.lists(programs, min_size=1, max_size=3))
 @settings(deadline=None, max_examples=150)
-def test_what_fits_is_never_stuck(number: int, launches: list[ResidentPrograms]) -> None:
+def test_launches_that_fit_are_never_stuck(number: int, launches: list[ResidentPrograms]) -> None:
     sms = SMs(number, (6, 6))
     assert not (sms.fit(launches) and stuck(sms, launches))
 
 
-def test_what_fits() -> None:
+def test_launches_that_fit_together() -> None:
     sms = SMs(132, (65536, 228 << 10, 2048))
     gemm, rows = ((256 * 168, 200 << 10, 256), (128 * 40, 8 << 10, 128))
     assert sms.fit([ResidentPrograms(100, gemm), ResidentPrograms(32, gemm)]), "each program has an SM"

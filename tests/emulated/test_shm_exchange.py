@@ -120,7 +120,7 @@ def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
     assert ranks(main) == [True, True]
 
 
-def test_final_data_takes_no_slot_of_posts() -> None:
+def test_final_data_uses_no_slot_of_posts() -> None:
     """Final data uses no slot of posts on any rank, at any position of the ring of posts."""
 
     def main(shm: SharedMemoryExchange) -> bool:
@@ -612,7 +612,7 @@ def stuck(shm: SharedMemoryExchange, flag: int, words: tuple[int, int], tile: in
 
 
 @pytest.mark.parametrize("rank_1_state", ["waits", "does not"])
-def test_an_expired_wait_says_first_what_other_ranks_wait_in(
+def test_an_expired_wait_first_names_the_calls_of_other_ranks(
     monkeypatch: pytest.MonkeyPatch, rank_1_state: str
 ) -> None:
     monkeypatch.setattr(cuda, "GRACE", 20.0 if rank_1_state == "waits" else 0.1)

@@ -726,7 +726,7 @@ BREAKS = [  # newer Tritons themselves wait for bulk stores, and insert a barrie
 
 
 @pytest.mark.parametrize(("old", "new", "says"), BREAKS)
-def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
+def test_broken_rules_are_found(old: str, new: str, says: str) -> None:
     """The rules find each edit of the all-reduce kernels' own PTX."""
     broken = []
     for launch, k in compiled(f"{AR} x8 plan 0 one row"):

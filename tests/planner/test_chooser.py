@@ -206,7 +206,7 @@ def test_nothing_is_tried_in_a_capture(us: dict, monkeypatch: Any) -> None:
     assert emulate(rank) == [None, Sequential(), Sequential(), None, [SECOND] * 2]
 
 
-def test_explain_says_what_was_timed(us: dict) -> None:
+def test_explain_reports_the_trial(us: dict) -> None:
     def rank(world: weft.World) -> str:
         auto(world, 64)
         trial = world.choices.last(OP.name, (64, N, K))

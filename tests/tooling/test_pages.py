@@ -24,11 +24,11 @@ SLOW = ("docs/planner.md", "bench/results/predictions.md")  # these predict thou
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.gate if n in SLOW else ()) for n in pages.PAGES])
-def test_a_page_is_what_its_maker_makes(name: str) -> None:
+def test_a_page_equals_the_output_of_its_program(name: str) -> None:
     assert (ROOT / name).read_text() == pages.PAGES[name](), f"{name} is out of date: run make pages"
 
 
-def test_the_shipped_table_is_what_its_maker_makes() -> None:
+def test_the_shipped_table_equals_the_output_of_its_program() -> None:
     text, _ = table.table_of("nvidia-h200")
     assert text == (table.TABLES / "nvidia-h200.json").read_text(), "run python -m bench.pages.table nvidia-h200"
 
@@ -262,7 +262,7 @@ def test_the_reference_has_every_public_module() -> None:
         assert importlib.import_module(name).__doc__
 
 
-def test_the_reference_says_in_a_clone_what_every_name_is() -> None:
+def test_the_reference_describes_every_name_in_a_clone() -> None:
     """The site's directives do not count as text."""
     text = (ROOT / "docs/api.md").read_text()
     for name in weft.__all__:
