@@ -106,7 +106,7 @@ def by_tables(
     world: weft.World, qkv: torch.Tensor, part: Part, keys: torch.Tensor, values: torch.Tensor, heads: int,
     out: torch.Tensor, flash: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention as a flash kernel does: from the tables alone."""
+    """Compute attention from the tables alone, like a flash kernel."""
     d, regions = keys.shape[-1], (part.single, part.several)
 
     def attend() -> None:

@@ -58,7 +58,7 @@ def on_two_streams(call_a: tuple[weft.World, Call], call_b: tuple[weft.World, Ca
 
 @contextmanager
 def counted_waits(world: weft.World) -> Iterator[list[str]]:
-    """Yield a list of the names of the streams that another stream waits for before it has room."""
+    """Yield a list that records the name of each stream for which another stream waits until there is room."""
     waits: list[str] = []
     backend, start_after = world.backend, world.backend.start_after
 

@@ -128,7 +128,7 @@ def test_sums(nodes: int, ranks: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks"), NODES)
 def test_all_to_all(nodes: int, ranks: int) -> None:
-    """Destinations are even, skewed, or leave ranks without rows to send or receive; rows may be no multiple of 16
+    """Destinations are even, skewed, or leave ranks without rows to send or receive; rows need not be a multiple of 16
     bytes."""
     sizes = [3 + 5 * (r % 2) for r in range(ranks)]
     all_rows = [

@@ -98,7 +98,8 @@ def test_a_channel_number_past_the_end_is_a_fault(wait: bool, says: str) -> None
 
 @weft.jit
 def ask(ch, epoch, END: tl.constexpr):
-    """Rank 0 answers the other rank; either the last of its two programs does not end the call, or both do not."""
+    """Rank 0 answers the other rank; either the last of its two programs does not end the call, or neither program
+    does."""
     me, p = wl.rank_of(ch), tl.program_id(0)
     if p == 0:
         wl.peer_tile_notify(ch, 0, 1 - me, False)

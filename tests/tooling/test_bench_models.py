@@ -1,4 +1,4 @@
-"""bench/measure/models.py and bench/measure/models_training.py: both sides compute the same on emulated ranks."""
+"""bench/measure/models.py and bench/measure/models_training.py: both sides give the same results on emulated ranks."""
 
 from __future__ import annotations
 
