@@ -503,7 +503,7 @@ ALONE = (matmul.__name__, whole_matmul.__name__, scaled_matmul.__name__)  # thes
 
 
 def private(launch: Launch, k: Compiled) -> list[str]:
-    """Return the registers of the descriptors of the caller's own tensors, which no other rank writes."""
+    """Return the registers that hold descriptors of the caller's own tensors, which no other rank writes."""
     names = [n for n in launch.kernel.arg_names if isinstance(launch.args[n], TensorDescriptor)]
     registers_of = dict(zip(names, descriptors(k.ptx), strict=True))
     return [register for name in ("x_desc", "w_desc") for register in registers_of.get(name, ())]
