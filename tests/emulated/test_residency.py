@@ -260,7 +260,7 @@ def test_launches_that_fit_together() -> None:
 
 
 def test_a_call_waits_for_all_that_may_still_run() -> None:
-    """This includes a call on a third stream that fits beside the last one of the second."""
+    """A call also waits for a call on a third stream that fits beside the second stream's last one."""
     half, whole = ((frozenset({ResidentPrograms(n, (1,))}),) for n in (2, 4))
     ledger = Ledger(SMs(4, (1,)))
     assert ledger.enter("a", whole) == []

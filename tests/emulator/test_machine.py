@@ -292,8 +292,8 @@ def raise_flag(flag):
 
 
 def test_an_sm_is_free_when_all_its_programs_have_ended() -> None:
-    """It is not free when only the first of them has ended: otherwise a program that waits for room would run here, but
-    not on a GPU."""
+    """An SM is not free when only the first of its programs has ended: otherwise a program that waits for room would
+    run here, but not on a GPU."""
 
     def fn(b: EmulatedBackend) -> None:
         gate, flag, side = b.zeros((1,), torch.int32), b.zeros((1,), torch.int32), b.side_stream("late")
@@ -549,7 +549,7 @@ def numbers(x, y, low, high, i, u, shifted, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_extremes_ignore_nan_and_signed_shifts_keep_the_sign(dtype: torch.dtype) -> None:
-    """They follow the GPU, and not numpy's maximum."""
+    """Maximum, minimum and shifts give the GPU's results, not numpy's."""
     nan = float("nan")
     x, y = torch.tensor([1, nan, nan, -2] * 4).to(dtype), torch.tensor([nan, 3, nan, 5] * 4).to(dtype)
     i = torch.tensor([-9, 9, -(2**31), 2**31 - 1] * 4, dtype=torch.int32)

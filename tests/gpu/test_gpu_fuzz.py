@@ -103,8 +103,8 @@ def test_kinds_with_few_recorded_calls_are_drawn_most() -> None:
 
 
 def test_only_compiled_kinds_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that compile a kind are compared, but not counted. This part ends after half of the time, and the whole run
-    when the time is up."""
+    """Calls that compile a kind are compared, but not counted. Compiling ends after half of the time, and the run when
+    the time is up."""
     run, rounds_run = gpu_fuzz.Fuzz.run, []
 
     def noted(self: gpu_fuzz.Fuzz, r: Round) -> int:

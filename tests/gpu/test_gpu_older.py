@@ -111,7 +111,7 @@ def test_rows_of_a_switch_have_a_place_of_their_own() -> None:
 
 
 def test_the_timed_ways_multiply() -> None:
-    """Each way is checked twice."""
+    """Every way to multiply is checked twice."""
 
     def main(world: weft.World) -> dict[str, float]:
         x, w = draw(1, 256, 128), draw(2, 512, 128)

@@ -799,7 +799,8 @@ def steps_of_python(count: int = 100_000) -> int:
 
 
 def test_a_decision_takes_as_long_as_170_thousand_steps_of_python() -> None:
-    """This is about 10 ms on an idle core. The test counts steps, since another thread on the core would slow both."""
+    """These steps take about 10 ms on an idle core. The test counts steps, since another thread on the core would slow
+    both."""
     profile = with_fused() + [TimedCall(op, changed(VARIANTS[op], pull_programs=p).to_json(), *shape, "graph", 900.0) for op, *_ in SHAPES[::9] for p in range(17, 21) for shape in ((8192, 4096, 4096), (2048, 8192, 4096))]  # fmt: skip
     took: list[tuple[float, float]] = []
     for _ in range(5):  # each planner is new and has stored no decision
@@ -1011,7 +1012,7 @@ def test_the_plan_package_is_a_function_too() -> None:
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_explain_shows_the_plan_of_auto(find_returns: Callable[[Any], None], mode: str) -> None:
-    """This includes sizes that the plan of a larger M serves, shapes in the table, and shapes for which no plan is
+    """The shapes include sizes that the plan of a larger M serves, shapes in the table, and shapes for which no plan is
     faster."""
     known = profile.shipped("nvidia-h200-x4")
     find_returns(known)
@@ -1108,8 +1109,8 @@ def test_auto_asks_the_table_then_the_profile(find_returns: Callable[[Any], None
 def test_ranks_that_share_a_gpu_decide_as_on_the_nearest_machine(
     find_returns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They use that machine's profile without timing anything, and the rows of their GPU's model or of one with rows;
-    explain reports it."""
+    """Such ranks use the nearest machine's profile without timing anything, and the rows of their GPU's model or of
+    another model with rows; `explain` names the machine."""
     find_returns(None)  # `find` is not called
     monkeypatch.setattr(weft_auto, "time_launch", lambda device: pytest.fail("timed"))
     monkeypatch.setattr(weft_auto, "time_check", lambda device: pytest.fail("timed"))

@@ -121,7 +121,7 @@ def test_planted_bug_is_found(bug: str, seed: int, planted: Callable[[str], Path
 
 
 def test_call_that_is_not_ended_is_found(tmp_path: Path) -> None:
-    """Later waits end too early. This is a race or, if the copies still come first, a report of calls that were not
+    """Later waits end too early. The emulator reports a race or, if the copies still come first, calls that were not
     counted; if the host compares before the late copy, it reads an old row."""
     path = tmp_path / "not_ended.py"
     path.write_text(FIRST.read_text().replace("    wl.end_call(ch, epoch, tl.num_programs(0))\n", ""))

@@ -172,8 +172,8 @@ def test_each_mean_names_the_commits_of_its_rows() -> None:
 
 
 def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
-    """These figures are the times of experts on one GPU compared with vLLM's and quack's, the gain for a prompt, in
-    total and by overlap, and vLLM's lowest repeat."""
+    """The README's other figures are the times of experts on one GPU compared with vLLM's and quack's, the gain for a
+    prompt, in total and by overlap, and vLLM's lowest repeat."""
     text = (ROOT / "README.md").read_text()
     one = {(r["name"], r["method"]): r["us"] for r in stored_rows("nvidia-h100-x1", "moe_one_gpu") if r["zipf"] == 0}
     names = {name for name, method in one if method == "weft"}
@@ -213,7 +213,7 @@ def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
 
 
 def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
-    """These means are for experts on one GPU by number of tokens, FlashMoE's single launch, and quack's GEMM."""
+    """The means are for experts on one GPU by number of tokens, FlashMoE's single launch, and quack's GEMM."""
     moe, papers, guide = ((ROOT / f"docs/{name}.md").read_text() for name in ("moe", "papers", "guide"))
     for machine in ("nvidia-h100-x1", "nvidia-h200-x1"):
         rows = [r for r in stored_rows(machine, "moe_one_gpu") if r["zipf"] == 0]

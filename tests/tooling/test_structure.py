@@ -1,4 +1,4 @@
-"""The layers of the source: the planner asks the registry for the properties of an op."""
+"""Tests of the layers of the source: the planner asks the registry for the properties of an op."""
 
 from __future__ import annotations
 
