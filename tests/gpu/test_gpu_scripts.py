@@ -131,7 +131,7 @@ def test_interrupted_steps_continue_and_failed_ones_come_last(tmp_path: Path) ->
     assert code == 0 and [words[1] for words in asked] == ["bench.measure.moe_tensor"]
 
 
-def test_what_is_one_run_begins_again(tmp_path: Path) -> None:
+def test_steps_that_are_one_run_begin_again(tmp_path: Path) -> None:
     """The table for the decoder has sizes that only one run has measured."""
     kept = tmp_path / "out/decoder"
     kept.mkdir(parents=True)
