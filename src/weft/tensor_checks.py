@@ -36,7 +36,7 @@ def check_operands(op: str, world: World, expected: Expected) -> None:
         if t is None:
             continue
         check_device(op, world, name, t)
-        if t.dim() != len(shape) or any(n not in (None, size) for size, n in zip(t.shape, shape, strict=True)):
+        if t.dim() != len(shape) or any([n not in (None, size) for size, n in zip(t.shape, shape, strict=True)]):
             words = ", ".join("any" if n is None else str(n) for n in shape)
             raise ValueError(f"{op}: {name} {dims(t)} must be [{words}]")
         if t.dtype != dtype:
