@@ -29,7 +29,7 @@ TOKENS, ROUNDING = 24, 0.1  # tokens of an answer; bfloat16's rounding of a log 
 ROUNDING_OF_FP8 = 1.0  # for FP8 linears; not yet run on a GPU, but an engine on CPU ranks differed by up to 0.5
 BLOCKS = 24  # blocks of 16 tokens in the cache, fewer than CROWD needs
 CROWD = [[i, *range(40)] for i in range(8)]
-FURTHER = 1.5  # bound of weft's error of the probabilities over vLLM's own
+FURTHER = 1.5  # the largest allowed ratio of weft's error of the probabilities to vLLM's
 PASS_FORMS = ("sequential", "own_rows", "sequence_parallel", "woven", "woven_layers")
 MODES = {"eager": dict(enforce_eager=True), "graphs": dict(enforce_eager=False)}
 

@@ -411,8 +411,8 @@ def fragments(module: Module) -> list[int]:
 
 
 def shared_names(modules_by_name: Mapping[str, Module]) -> dict[str, list[str]]:
-    """Return the names that several modules give to different public classes, constants or aliases of types (TypeVars
-    do not count), with these modules. Aliases of one type under one name count as one thing (`shared_aliases`)."""
+    """Return the names that several modules give to different public classes, constants or aliases of types, each with
+    its modules. TypeVars do not count, and aliases of one type under one name count as one thing (`shared_aliases`)."""
     by_name: dict[str, dict[str, str]] = defaultdict(dict)  # for each name, a module for each meaning
     for module in modules_by_name.values():
         for name, value in _named(module):
