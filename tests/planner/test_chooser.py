@@ -83,7 +83,7 @@ def noted(world: weft.World) -> list[Any]:
 
 
 def emulate(fn: Callable[[weft.World], Any], ranks: int = 2) -> Any:
-    """Return the result of every rank, which must be the same."""
+    """Return the ranks' common result."""
     results = weft.spmd(fn, ranks, backend="emulated", sm_count=32)
     assert all(result == results[0] for result in results)
     return results[0]

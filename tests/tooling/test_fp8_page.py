@@ -107,7 +107,7 @@ def test_eager_calls_are_shown_where_torch_was_not_captured(
 
 
 def test_a_size_where_nothing_can_be_saved_has_no_share() -> None:
-    """In that case "auto" cannot approach the limit, however fast it is."""
+    """If the limit equals sequential's time, "auto" can save nothing, however fast it is."""
     row_at_limit = over_ranks(10, sequential=6.0) | {"recipe": "block"}
     assert fp8_page.ranks([row_at_limit]).splitlines()[-1].split(" | ")[-2:] == ["", "2.00x |"]
 
