@@ -388,7 +388,7 @@ def test_candidates_of_auto() -> None:
             torch.empty(shape.rows[world.rank], heads, shape.dim, dtype=shape.dtype)
             for heads in (shape.heads, shape.kv_heads)
         )
-        call = op.check(world, (q, kv, kv, None), options)
+        call = op.check(world, op.typed((q, kv, kv, None)), options)
         return [str(plan) for plan in op.candidates(world, call)]
 
     def tries(shape: Shape) -> list[str]:
@@ -544,10 +544,12 @@ def test_gradients_do_not_depend_on_the_schedule() -> None:
 def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN reads 16 bytes at once, wherever the caller's tensor or the gradient begins in memory."""
     seen: list[bool] = []
+    unwatched = backward.gradients
 
-    def passed(*tensors: torch.Tensor) -> BackwardOperands:
-        seen.extend(t.data_ptr() % 16 == 0 for t in tensors[:4] + tensors[5:])  # the library allocates lse itself
-        return BackwardOperands(*tensors)
+    def gradients(world: weft.World, config: Any, operands: BackwardOperands, mask: Any) -> Any:
+        # The library allocates the lse itself.
+        seen.extend(t.data_ptr() % 16 == 0 for t in operands[:4] + operands[5:])
+        return unwatched(world, config, operands, mask)
 
     def off(t: torch.Tensor) -> torch.Tensor:
         moved = t.new_empty(t.numel() + 3)[3:].view(t.shape)
@@ -562,7 +564,7 @@ def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: 
             grads.append(torch.autograd.grad(out, leaves, place(draw(7, *out.shape, dtype=out.dtype))))
         assert all(map(torch.equal, *grads))
 
-    monkeypatch.setattr(backward, "BackwardOperands", passed)
+    monkeypatch.setattr(backward, "gradients", gradients)
     weft.spmd(main, 2, backend="emulated")
     assert len(seen) >= 20 and all(seen)
 

@@ -312,7 +312,7 @@ def test_objects_and_dicts_are_configs() -> None:
 
 def test_bad_input() -> None:
     def rank(world: weft.World) -> None:
-        with pytest.raises(ValueError, match="2 key and value heads do not split over 4 ranks"):
+        with pytest.raises(ValueError, match="num_key_value_heads 2 is not divisible by the world size 4"):
             Llama({**TINY, "num_key_value_heads": 2}, world=world)
         with pytest.raises(ValueError, match="intermediate_size 98 is not divisible by the world size 4"):
             Llama({**TINY, "intermediate_size": 98}, world=world)

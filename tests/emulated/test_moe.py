@@ -74,7 +74,7 @@ def test_errors_quote_the_arguments() -> None:
         wrong(ValueError, r"w13 must be \[2, .*weft.moe.pack", w13=w.w13[:, :-1])
         wrong(ValueError, "w13 .* is not what weft.moe.pack makes", w13=w.w13.flatten(1, 3))  # as in a checkpoint
         wrong(ValueError, "b13 .* is not what weft.moe.pack makes", b13=w.w13[..., 0].flatten(1, 3))
-        wrong(TypeError, "one dtype is needed", w2=w.w2.half())
+        wrong(TypeError, "w2 .*float16.* must be torch.bfloat16", w2=w.w2.half())
         wrong(ValueError, r"shared .* must be \[4, 32\]", shared=x[:2])
         wrong(ValueError, "k 9 of ids", ids=torch.zeros(4, 9, dtype=torch.int32), weights=torch.zeros(4, 9))
         wrong(ValueError, "rows .* must name 2 ranks", rows=[4])

@@ -324,8 +324,7 @@ def wait_word(world: World) -> None:
     from weft.backends.cuda import GpuBackend
 
     word = world.zeros((1,), torch.int32)
-    world.backend._wait_word = None  # type: ignore[attr-defined]  # as a GPU's backend has it before the first wait
-    GpuBackend.wait(world.backend, word, word, None)  # type: ignore[arg-type]
+    GpuBackend._wait_word.func(world.backend)(None, word=word, value=word)  # type: ignore[attr-defined]
 
 
 def rows(world: World) -> None:
