@@ -39,7 +39,7 @@ def compiled(sizes: RoutedLayer, plan: FusedMoe) -> dict[str, Compiled]:
 
 
 def sums_of(kernel: Compiled) -> list[tuple[str, ...]]:
-    """Return the columns of each sum over a row's experts, and its layout along the row."""
+    """Return, for each sum over a row's experts, the number of columns and the layout along the row."""
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", kernel.ttgir, re.MULTILINE))
     return [
         (columns, *(number for _, number in ALONG_A_ROW.findall(layouts[name])))

@@ -71,7 +71,7 @@ def test_the_cost_of_quantizing_is_compared_with_one_and_two_kernels() -> None:
 
 
 def over_ranks(m: int, mode: str = "graph", recipe: str = "row", **us: float) -> dict:
-    """Return a row whose limit is 6 us, sequential 10 and "auto" 8, unless `us` says otherwise."""
+    """Return a row with a limit of 6 us, sequential at 10 us and "auto" at 8 us; `us` replaces these times."""
     us = {"sequential": 10.0, "weft auto": 8.0, "bf16 weft auto": 16.0} | {
         k.replace("_", " ", 1): v for k, v in us.items()
     }
