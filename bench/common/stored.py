@@ -35,7 +35,6 @@ class Row:
     collective alone, if the run timed them. date: in ISO form, "" in old rows of tuning runs."""
 
     run: str
-    name: str
     world: int
     call: TimedCall
     gemm: float | None
@@ -67,7 +66,7 @@ def rows(machine: str, results: Path = RESULTS) -> list[Row]:
                 ran = plan_of(plan) if plan.startswith("{") else None
                 if ran:
                     call = TimedCall(r["op"], ran.to_json(), r["M"], r["N"], r["K"], r["mode"], us)
-                    out.append(Row(path.stem, r["name"], r["world"], call, times.get("gemm"), None, r.get("date", "")))
+                    out.append(Row(path.stem, r["world"], call, times.get("gemm"), None, r.get("date", "")))
     for path in sorted((results / machine).glob("*.jsonl")):
         if path.stem not in OPS:
             continue
@@ -77,7 +76,7 @@ def rows(machine: str, results: Path = RESULTS) -> list[Row]:
             plan = plan_of(r["plan"]) if r.get("plan") else default_plans.get(r["method"])
             if plan:
                 call = TimedCall(r["op"], plan.to_json(), r["M"], r["N"], r["K"], r["mode"], r["us"])
-                out.append(Row("benchmark", r["name"], r["world"], call, r["gemm_us"], r["comm_us"], r.get("date", "")))
+                out.append(Row("benchmark", r["world"], call, r["gemm_us"], r["comm_us"], r.get("date", "")))
     return out
 
 
