@@ -27,9 +27,8 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
         out += [FlagGated(*form) for form in quack.FORMS] if quack.lacks() is None else []
     elif op == "matmul_reduce_scatter":
         out += [Decomposed((1,) * world, pieces=2)]
-    out += REGISTRY[op].variants
-    if op != "all_gather_matmul":
         out += [Signaled(ctas=4, copies=True), Signaled(ctas=4, copies=True, groups=SINGLE)]
+    out += REGISTRY[op].variants
     return out + [plan for plan in SHOTS if nbytes <= most_low_latency_bytes(op, plan, world)]
 
 

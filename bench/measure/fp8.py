@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 from bench.common.program import Program, options, worst_error
@@ -30,7 +31,6 @@ from weft.ops.recipes import block_rows, scaled_tile
 from weft.ops.scaled_gemm import PROMOTED, WIDE
 from weft.plans import GemmTile, Persistent
 from weft.scaled_tensor import SCALE_BLOCK, ScaledTensor, Scaling, scales_shape
-from weft.transport.memory import descriptor
 
 BF, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ROWS = 128  # rows that are compared with float64
@@ -69,8 +69,10 @@ def launched(
     (m, k), n, tile = x.shape, len(weight), plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     rows = block_rows(tile, o.scaling)
-    a, b = descriptor(x, m, k, (rows, bk)), descriptor(weight, n, k, (bn, bk))
-    c = descriptor(out, m, n, (rows, bn // 2))
+    a, b, c = (
+        TensorDescriptor.from_tensor(t, block)
+        for t, block in ((x, [rows, bk]), (weight, [bn, bk]), (out, [rows, bn // 2]))
+    )
     grid = (min(sms * plan.per_sm, -(-m // bm) * -(-n // bn)),)
     args = dict(
         x_desc=a, w_desc=b, out_desc=c, bias=bias, scales=Scales(x_scales, weight_scales), M=m, N=n, K=k,

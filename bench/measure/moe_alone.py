@@ -94,7 +94,7 @@ def tables(layer: Layer) -> Callable[[], object]:
 
     def run() -> None:
         _, ids, weights = layer.routed()
-        route_tables.share(world, ids, weights, capacity, alternating=True)
+        route_tables.share_routes(world, shared, ids, weights)
         route_tables.run_builder(world, builder, outputs, weights_of_rows)
 
     return run

@@ -33,7 +33,7 @@ from weft.ops.moe.expert_parallel import dispatched
 from weft.ops.moe.expert_parallel.op import packed
 from weft.ops.moe.routing import route_tables
 from weft.ops.moe.tensor_parallel.call import GatherOperands, Split, route_parts
-from weft.ops.moe.tensor_parallel.dispatched import FirstHalfState, first_half_state
+from weft.ops.moe.tensor_parallel.dispatched import plan_state, table_builder
 from weft.ops.moe.tensor_parallel.op import FIRST_HALF, GATHER_NAME
 from weft.plans import DispatchedColumns, Plan
 
@@ -126,37 +126,35 @@ class Library:
         }
 
 
-def first_half_of(layer: Layer, outputs: tuple[torch.Tensor, ...]) -> tuple[GatherOperands, Split, FirstHalfState]:
-    """Return the operands, sizes and state of the first half's call that returned `outputs`."""
+def first_half_of(layer: Layer, outputs: tuple[torch.Tensor, ...]) -> tuple[GatherOperands, Split]:
+    """Return the operands and sizes of the first half's call that returned `outputs`."""
     w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.model.activation)
     operands = GatherOperands(layer.x, outputs[2], layer.routes[0][1], w13)
     options = (None, layer.model.activation, layer.inner, layer.world.size, "rows", False)
-    kind = FIRST_HALF.check(layer.world, operands, options).layer
-    return operands, kind, first_half_state(layer.world, kind, DispatchedColumns())
+    return operands, FIRST_HALF.check(layer.world, operands, options).layer
 
 
 def own_gemms(layer: Layer, library: Library, outputs: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
     """Return weft's GEMMs alone, for the routing of the call that returned `outputs`; they wait for nothing."""
     world, (hidden, routes, _) = layer.world, outputs
-    operands, kind, state = first_half_of(layer, outputs)
-    tables = state.tables(route_parts(world, kind, routes))
+    operands, kind = first_half_of(layer, outputs)
+    state, tables = plan_state(world, kind, DispatchedColumns()), route_parts(world, kind, routes).tables
     y, full = hidden.new_empty(hidden.shape[0], layer.model.hidden), library.gathered(layer.x)
     workspace = dispatched.LayerWorkspace(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
     weights = Weights(operands.w13, layer.w2)
-    return waiting_for_nobody(world, state.dispatched, weights, tables, workspace, hidden)
+    return waiting_for_nobody(world, state, weights, tables, workspace, hidden)
 
 
 def tables_alone(layer: Layer, outputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:
     """Return a function that does what precedes the first GEMM of a call: it shares the routes with all ranks and
     builds the tables."""
     world, routes = layer.world, outputs[1].clone()
-    operands, kind, state = first_half_of(layer, outputs)
-    parts = route_parts(world, kind, routes)
-    tables = state.tables(parts)
+    operands, kind = first_half_of(layer, outputs)
+    builder, (weights, tables) = table_builder(world, kind), route_parts(world, kind, routes)
 
     def run() -> None:
-        route_tables.share(world, operands.ids, operands.weights, kind.max_tokens_per_rank, alternating=True)
-        route_tables.run_builder(world, state.builder, tables, parts.weights)
+        route_tables.share_routes(world, builder.routes, operands.ids, operands.weights)
+        route_tables.run_builder(world, builder, tables, weights)
 
     return run
 

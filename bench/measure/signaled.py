@@ -141,9 +141,10 @@ class Bench(Program):
     def calls(self, m: int, n: int, k: int) -> int:
         return 10 if m * n * k < 1 << 37 else 3
 
-    def plans(self, m: int, n: int, owners: int) -> dict[str, Signaled]:
-        """Return some plans: groups of a plan with 8 CTAs, the default groups with other numbers of CTAs, and plans
-        whose groups copy engines move."""
+    def plans(self, op: str, m: int, n: int) -> dict[str, Signaled]:
+        """Return some plans: groups of a plan with 8 CTAs, the default groups with other numbers of CTAs, and, for ops
+        that have them, plans whose groups copy engines move."""
+        owners = self.world.size if op == RS else 1
         plan = replace(Signaled(), ctas=8)
         out = {f"default, {ctas} CTAs": replace(plan, ctas=ctas) for ctas in CTAS}
         tiles = owners * -(-m // owners // plan.tile.block_m) * -(-n // plan.tile.block_n)
@@ -160,7 +161,7 @@ class Bench(Program):
             if partition(g, waves) not in known:
                 known.add(partition(g, waves))
                 out[name] = replace(plan, groups=g)
-        for sms in (4, 8, 16):
+        for sms in (4, 8, 16) if op != AR else ():
             copies = replace(plan, ctas=sms, copies=True)
             waves = -(-tiles // (self.world.sm_count - sms))
             out[f"copies, {sms} SMs"] = copies
@@ -196,7 +197,7 @@ class Bench(Program):
             seq = peers.cublas_nccl(op, x, w, size)  # type: ignore[assignment]
             comm = peers.collective(op, m, n, k, size, BF)
         expected = seq()
-        plans = self.plans(m, n, size if op == RS else 1)
+        plans = self.plans(op, m, n)
         plans = {name: p for name, p in plans.items() if self.right(f"{op} {name}", lambda p=p: run(p), expected)}
         fns: Fns = {"sequential": seq, "gemm": lambda: torch.mm(x, w.t(), out=y), "comm": comm}
         fns |= {name: lambda p=p: run(p) for name, p in plans.items()}

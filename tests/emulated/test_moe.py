@@ -1,5 +1,5 @@
-"""`weft.moe` by every plan: its errors, its operator under torch.compile, and the module with the names of a
-checkpoint.
+"""`weft.moe` by every plan: its errors, its operator under torch.compile, and the module, whose parameters have a
+checkpoint's names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.ops.moe.expert_parallel.op import MOE
 from weft.plans import Dispatched, LowLatency
 from weft.scale import SMALL_DISPATCHED
 
-BOUND = 1.2e-2  # two roundings to bf16 on the way
+BOUND = 1.2e-2  # a result is rounded twice to bfloat16
 
 
 def test_the_same_bits_by_any_schedule() -> None:
@@ -110,7 +110,7 @@ def checkpoint(kind: str, e: int, h: int, i: int) -> dict[str, torch.Tensor]:
     if kind == "stacked":
         state |= {"mlp.experts.gate_up_proj": w13, "mlp.experts.down_proj": w2}
     if kind == "gpt_oss":
-        interleaved = torch.stack(w13.chunk(2, 1), 2).flatten(1, 2)  # gate and up in turn
+        interleaved = torch.stack(w13.chunk(2, 1), 2).flatten(1, 2)  # gate and up rows alternate
         state = {"mlp.router.weight": state["mlp.gate.weight"], "mlp.router.bias": draw(4, e)} | {
             "mlp.experts.gate_up_proj": interleaved.transpose(1, 2),
             "mlp.experts.gate_up_proj_bias": torch.zeros(e, 2 * i), "mlp.experts.down_proj": w2.transpose(1, 2),

@@ -1,6 +1,5 @@
-"""An MoE layer in one launch on emulated ranks, compared with torch, and with the plan of several launches to the bit;
-and its compiled kernel.
-"""
+"""An MoE layer in one launch on emulated ranks, compared with torch and, to the bit, with the plan of several launches;
+and its compiled kernel."""
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ S = SMALL_MOE
 
 
 def test_a_kernel_with_time_stamps_computes_the_same() -> None:
-    """The emulator's clock does not advance, so this only checks that the kernel with time stamps computes the same."""
+    """The emulator's clock does not advance, so this test only checks that time stamps do not change the kernel's
+    results."""
 
     def rank(world: weft.World) -> float:
         times = fused.stamped(world, world.sm_count)
@@ -98,7 +98,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def awaited(step: Any) -> bool:
-    """Return whether the step loads what other programs or ranks write."""
+    """Return whether the step loads data that other programs or ranks write."""
     return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(y +", "tl.load(outbox"))
 
 
@@ -107,13 +107,13 @@ def awaited(step: Any) -> bool:
 def test_the_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
     plan, ranks = CASES[name][-2:]
     by_rank = offline.launches(launching(name), ranks)
-    launch = by_rank[0][-1]  # behind the one that compares calls
+    launch = by_rank[0][-1]  # the launch before it compares calls
     k = compile_kernel(launch.kernel, launch.args, launch.options)
     record_property("kernel", (f"moe fused {name}", k.registers, k.shared))
     offline.fits(launch, k)
     assert "wgmma.mma_async" in k.ptx and any(awaited(step) for step in ptx.steps_of(k.ptx))
     assert ptx.broken_rules(k.ptx, awaited) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
-    assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
+    assert "fence.proxy.async;" not in k.ptx, "a proxy fence must name global memory"
     dispatched, tile = ptx.steps_of(k.ptx), plan.tile
     gathered = sum("cp.async.cg.shared" in s.text and "tl.load(pointers + k" in s.source for s in dispatched)
     assert gathered == tile.stages * tile.block_m * tile.block_k * 2 // (tile.warps * 32 * 16)

@@ -16,7 +16,7 @@ def emulate(fn: Any) -> Any:
 
 
 def best(x: torch.Tensor, n: int) -> torch.Tensor:
-    """Return the columns of the n largest values of every row; the leftmost of equal values comes first."""
+    """Return the columns of each row's n largest values; the leftmost of equal values comes first."""
     return torch.sort(x, dim=1, descending=True, stable=True).indices[:, :n]
 
 

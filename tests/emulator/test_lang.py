@@ -1,6 +1,5 @@
-"""Tests of what a kernel author relies on: launches that agree on every rank, counted signals, errors that name the
-mistake, and scans in bf16.
-"""
+"""Tests for kernel authors: launches that agree on every rank, counted signals, errors that name the mistake, and scans
+in bf16."""
 
 from __future__ import annotations
 
@@ -99,7 +98,7 @@ def test_a_channel_number_past_the_end_is_a_fault(wait: bool, says: str) -> None
 
 @weft.jit
 def ask(ch, epoch, END: tl.constexpr):
-    """Rank 0 answers the other rank; the last of the two programs does not end the call, or neither does."""
+    """Rank 0 answers the other rank; either the last of its two programs does not end the call, or both do not."""
     me, p = wl.rank_of(ch), tl.program_id(0)
     if p == 0:
         wl.peer_tile_notify(ch, 0, 1 - me, False)
@@ -386,7 +385,7 @@ def test_ranks_that_make_different_channels_or_memory_disagree() -> None:
             world.symmetric((4,), [torch.float32, torch.int32][me], "x")
         with pytest.raises(weft.Mismatch, match=r"shape=\(4, 2\); rank 1: symmetric 'x' shape=\(2, 4\)"):
             world.symmetric([(4, 2), (2, 4)][me], torch.float32, "x")
-        assert world.channel("a", 1, None, me).counters.numel() == 1  # arrivals are the rank's own
+        assert world.channel("a", 1, None, me).counters.numel() == 1  # only this rank increments the arrivals
 
     weft.spmd(main, 2, backend="emulated")
 
@@ -511,7 +510,7 @@ def test_an_unknown_mode_of_a_notify_is_refused() -> None:
 
 
 def test_a_notify_of_a_tile_in_two_channels_is_refused() -> None:
-    """The notify would raise only the first channel."""
+    """The notify would increment only the first channel."""
 
     def main(world: weft.World, rows: int) -> None:
         mapping = wl.StaticMapping.over(32, 2, tile_rows=rows, channel_rows=8, arrivals=1)
@@ -525,6 +524,6 @@ def test_a_notify_of_a_tile_in_two_channels_is_refused() -> None:
 
 
 def test_every_signal_and_wait_has_a_form_in_stock_triton() -> None:
-    """Only functions that order bulk accesses or use multicast addresses lack such a form."""
+    """Only functions that order bulk accesses or use multicast addresses have no such form."""
     missing = {name for name in intrinsics.Intrinsic.emulated if not hasattr(stock, name)}
     assert missing == {"flush_stores", "window_fence", "window_store", "window_sum"}

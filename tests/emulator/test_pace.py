@@ -10,7 +10,7 @@ from weft import moe
 
 
 class Stop(Exception):
-    """An exception that is raised in place of the launch."""
+    """An exception raised in place of the launch."""
 
 
 def notices(fn, ranks: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:

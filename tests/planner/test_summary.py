@@ -1,4 +1,4 @@
-"""`weft tune` ends with a table and a plot of what the profile predicts."""
+"""`weft tune` ends with a table and a plot of the profile's predictions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Python functions that a known call passes through, from the public function to the launches: `python -m tests.tooling.call_path`.
+"""The Python functions that a known call enters, from the public function to the launches: `python -m
+tests.tooling.call_path`.
 
-Counted on rank 0 of an emulated world, at the third call of a shape. What the emulator and its backend call is not counted: on a GPU
-there is one call of CUDA's or NCCL's in its place. A comprehension that Python runs as a function counts as one (3.11; not since 3.12).
+The program counts them on rank 0 of an emulated World, in the third call of a shape. It does not count functions that
+the emulator and its backend call: on a GPU, one call of CUDA or NCCL replaces them. A comprehension counts as one if
+Python runs it as a function (3.11, but not 3.12 and later).
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def row_norm_column(form: Plan) -> Make:
     return make
 
 
-# By name: the call, and the most functions that it may enter.
+# For each name: the call, and the most functions that it may enter.
 CALLS: dict[str, tuple[Make, int]] = {
     "all-gather + GEMM, sequential": (all_gather("sequential"), 10),
     "all-gather + GEMM, fused": (all_gather("fused"), 11),
@@ -80,7 +82,7 @@ CALLS: dict[str, tuple[Make, int]] = {
 
 
 class CallPath:
-    """Counts the functions of weft that are entered, without those that the emulator enters."""
+    """Counts the functions of weft that are entered, except those that the emulator enters."""
 
     def __init__(self) -> None:
         self.entered: Counter[str] = Counter()

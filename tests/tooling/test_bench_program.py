@@ -54,7 +54,7 @@ def test_gains_are_over_the_base() -> None:
 
 
 def test_the_worst_error_is_of_all_ranks_and_calls(capsys: pytest.CaptureFixture[str]) -> None:
-    """A rank that raises makes it infinite everywhere, and rank 0 prints the reason."""
+    """A rank that raises an error makes the result infinite everywhere, and rank 0 prints the reason."""
 
     def main(world: weft.World) -> list[float]:
         results = iter([1.0e-3, 2.0e-3])

@@ -1,5 +1,5 @@
-"""A known call passes through few Python functions (call_path.py), so that a reader can follow it and its host time
-is short."""
+"""A known call enters few Python functions (call_path.py), so that a reader can follow it and the host needs little
+time."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_check_finds_what_is_broken(kernel, old: str, new: str, says: str) -> No
 
 START = "    me = wl.rank_of(ch)\n"
 HELPER = "@weft.jit\ndef helper(me):\n    if me == 0:\n        v = 0\n    else:\n        v = 0.5\n    return v\n\n\n"
-REFUSED = {  # code behind START of the kernel, or before it; the line of it that is named, and what is said
+REFUSED = {  # code after START of the kernel, or before it; the line that the error names, and its message
     "break": ("    for i in range(3):\n        if i == 1:\n            break\n", 3, "unsupported AST node type: Break"),
     "comprehension": ("    parts = [tl.load(x + i) for i in range(2)]\n", 1, "only tuple comprehensions are supported"),
     "two types": ("    if me == 0:\n        v = 0\n    else:\n        v = 0.5\n", 1, "Mismatched type for v"),
@@ -185,7 +185,7 @@ REFUSED = {  # code behind START of the kernel, or before it; the line of it tha
 
 @pytest.mark.parametrize("construct", REFUSED)
 def test_check_fails_on_what_triton_refuses(kernel, construct: str) -> None:
-    """Python accepts all of it, and so does the emulator."""
+    """Python accepts these kernels, and so does the emulator."""
     code, line, says = REFUSED[construct]
     path = kernel("@weft.jit\n", code + "@weft.jit\n") if code == HELPER else kernel(START, START + code)
     if code == HELPER:
@@ -193,7 +193,7 @@ def test_check_fails_on_what_triton_refuses(kernel, construct: str) -> None:
     line += path.read_text()[: path.read_text().index(code)].count("\n")
     result = weft("check", path, "--seeds", 1)
     assert result.exit_code == 1 and result.output.count("clean with") == 3
-    assert result.output.count("does not compile") == 1, "once, not for every world"
+    assert result.output.count("does not compile") == 1, "the fault must be reported once, not for every World"
     assert f"shift does not compile: {path}:{line}: {says}" in result.output
     assert weft("check", path, "--seeds", 1, "--world", 2, "--no-compile").exit_code == 0
 
@@ -225,7 +225,7 @@ def test_check_says_where_a_file_fails(tmp_path: Path) -> None:
 
 
 def test_check_fails_without_a_kernel_run(tmp_path: Path) -> None:
-    """The cases are a file or a rank that ends the process, functions that only make a coroutine, and a file without a
+    """Cases: a file or a rank that ends the process, functions that only create a coroutine, and a file without a
     kernel."""
     for text, says in (
         ("import sys\n\nsys.exit(0)\n", "file.py:3: SystemExit: 0"),
@@ -299,7 +299,7 @@ def test_trace_says_what_is_wrong(kernel, tmp_path: Path) -> None:
     ids=["race", "deadlock", "wrong result"],
 )
 def test_trace_draws_up_to_the_failure(kernel, tmp_path: Path, old: str, new: str, says: str, drawn: str) -> None:
-    """The trace contains the spans that had ended, and the spans that the failure cut short."""
+    """The trace contains the completed spans, and the spans that the failure interrupted."""
     result = weft("trace", kernel(old, new), "--world", 3, "--out", tmp_path / "t")
     assert result.exit_code == 1 and f"{says}: " in result.output, result.output
     slices = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
@@ -338,7 +338,7 @@ def test_bench_without_arguments_prints_usage() -> None:
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["check", "--help"]])
 def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
-    """torch's import takes seconds."""
+    """Importing torch takes seconds."""
     code = "import sys; from weft.cli import app; app(standalone_mode=False); print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.splitlines()[-1] == "False", run.stdout + run.stderr
@@ -407,7 +407,7 @@ def test_demo_fails_where_the_result_is_wrong(tmp_path: Path, monkeypatch: pytes
 
 
 def test_doctor_says_what_triton_cannot_build_its_stub_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A slim container, for example, lacks a compiler."""
+    """For example, a slim container has no compiler."""
     monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)

@@ -26,7 +26,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 def test_the_first_code_of_a_page_runs_as_it_stands(
     page: str, function: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The code runs in the emulator with the sizes on the page; sizes for GPUs fit its arguments."""
+    """The code runs in the emulator with the page's sizes; its function accepts the sizes for GPUs."""
     (code, *_) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     names: dict[str, Any] = {}
     exec(code, names)
@@ -49,7 +49,7 @@ def test_the_tutorial_runs_and_shows_what_it_says(capsys: pytest.CaptureFixture[
     assert plans[-1].startswith(
         "ranks disagree on this call: rank 0: all_gather_matmul rows=(16, 16, 16, 16); rank 1: "
     )
-    assert "y" not in names  # what GPUs alone run
+    assert "y" not in names  # only GPUs run this part
 
 
 def test_the_code_with_experts_of_ones_own_runs() -> None:
@@ -73,13 +73,13 @@ PRINTING = [(page.name, *example) for page in PAGES for example in re.findall(r"
 
 @pytest.mark.parametrize("code, shown", [row[1:] for row in PRINTING], ids=[row[0] for row in PRINTING])
 def test_an_example_prints_what_its_page_shows(code: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It runs on emulated ranks."""
+    """The example runs on emulated ranks."""
     exec(code, {"__name__": "example"})
     assert capsys.readouterr().out == shown
 
 
 def ops() -> dict[str, Any]:
-    """Return the functions that take tensors and a World."""
+    """Return the functions that accept tensors and a World."""
     functions = {name: getattr(weft, name) for name in weft.__all__ if inspect.isfunction(getattr(weft, name))}
     of_moe = {f"moe.{name}": getattr(weft.moe, name) for name in ("moe", "dispatch", "combine")}
     on_worlds = {name: f for name, f in functions.items() if "world" in inspect.getfullargspec(f).kwonlyargs}
@@ -99,7 +99,7 @@ def test_the_example_over_gloo_runs_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     run = subprocess.run([*torchrun, str(tmp_path / "example.py")], capture_output=True, text=True, timeout=300)
-    assert run.stdout.count("16.0") == 2, run.stdout + run.stderr  # of two processes, whose lines may mix
+    assert run.stdout.count("16.0") == 2, run.stdout + run.stderr  # the lines of the two processes may mix
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -148,7 +148,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_readmes_first_screen_has_a_picture_code_and_one_line_that_installs() -> None:
-    """A table of what to write and a table of figures follow."""
+    """A table of ways to use weft and a table of figures follow."""
     text = (ROOT / "README.md").read_text()
     screen, *parts = re.split(r"^## ", text, flags=re.M)
     assert "overlap and fusion" in screen.split("\n\n")[1] and screen.index("![") < screen.index("```python")

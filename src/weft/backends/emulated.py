@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from triton import JITFunction
 
 from ..emulator import Machine, Report
-from ..emulator.streams import call_site, fresh
-from ..emulator.tasks import H200, Arrival, Costs, EmulatedEvent, EmulatedStream
+from ..emulator.memory import POISON
+from ..emulator.streams import call_site
+from ..emulator.tasks import Arrival, EmulatedEvent, EmulatedStream
 from ..errors import Mismatch, Unsupported, WeftError
 from ..kernel_launch import Launch, Moved
 from ..lang.host import check_copy
@@ -43,9 +45,6 @@ from .base import (
 )
 from .nodes import numbered, placed, spread
 
-if TYPE_CHECKING:
-    from ..emulator.mutate import Mutation
-
 B = TypeVar("B", bound=Backend)
 ALIGN = 256
 GAP = 1 << 20
@@ -61,9 +60,9 @@ class _Symmetric(SymmetricTensor):
     """A symmetric tensor that gets its `addresses`, and its views' `addresses`, from `table_of`, which numbers tensors
     for the check of bounds."""
 
-    table_of: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] = field(kw_only=True)
+    table_of: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(kw_only=True)
 
-    def table(self, peers: tuple[torch.Tensor, ...], offset: int) -> torch.Tensor:
+    def table(self, peers: Sequence[torch.Tensor], offset: int) -> torch.Tensor:
         return self.table_of(peers)
 
 
@@ -74,8 +73,7 @@ def _one_call_at_a_time(backend: type[B]) -> type[B]:
     def wrapped(method: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(method)
         def call(self: EmulatedBackend, *args: object, **options: object) -> R:
-            host = self.machine.hosts[self.machine_rank].host
-            assert host is not None
+            host = self.machine.host_threads[self.machine_rank]
             with host.calling(), torch._C.DisableTorchFunction():  # torch's modes are for host code's own operations
                 result = method(self, *args, **options)
             if not self._machine.ahead and host.on_rank_thread and not host.in_call:
@@ -177,11 +175,16 @@ class EmulatedBackend(Backend):
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def _allocate(self, nbytes: int, name: str, granule: int, poison: bool) -> torch.Tensor:
-        raw, start = fresh(nbytes, ALIGN, poison)
+        """Allocate bytes between two untracked margins."""
+        raw = torch.zeros(nbytes + 3 * ALIGN, dtype=torch.uint8)
+        start = ALIGN + -raw.data_ptr() % ALIGN
+        flat = raw[start : start + nbytes]
+        if poison and nbytes:
+            flat.copy_(torch.from_numpy(np.resize(POISON, nbytes)))
         self.machine.memory.add(
             raw.data_ptr() + start, max(nbytes, 1), raw.untyped_storage(), name, self.machine_rank, granule, not poison
         ).node_local = True
-        return raw[start : start + nbytes]
+        return flat
 
     def _copies(self, nbytes: int, name: str) -> tuple[torch.Tensor, ...]:
         """Allocate every rank's copy in one allocation, so that one descriptor spans all copies. The gap between two
@@ -199,12 +202,6 @@ class EmulatedBackend(Backend):
         return copies
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
-        for rank, (peer_nbytes, title) in enumerate(self._exchange((nbytes, name))):
-            if (peer_nbytes, title) != (nbytes, name):
-                raise Mismatch(
-                    f"symmetric memory: rank {self.rank} asks for {nbytes} bytes of {name!r}, "
-                    f"rank {rank} for {peer_nbytes} bytes of {title!r}"
-                )
         if reason := spread(self.nodes):
             raise Unsupported(f"{name}: no symmetric memory: {reason}")
         copies = self._copies(nbytes, name) if self.rank == 0 else None
@@ -283,8 +280,7 @@ class EmulatedBackend(Backend):
         return self.current_stream() is not self.machine.streams.stream(self.machine_rank, "main")
 
     def finish(self, stream: EmulatedStream) -> None:
-        host = self.machine.hosts[self.machine_rank].host
-        assert host is not None
+        host = self.machine.host_threads[self.machine_rank]
         if not self.machine.ahead or not host.on_rank_thread:  # only the rank's thread puts torch operations in order
             self.machine.streams.finish(stream)
 
@@ -457,13 +453,7 @@ class EmulatedBackend(Backend):
         """Register counters, each of which must equal calls x arrivals at the end of the run. arrivals: one number, one
         number per counter, or None if not known. state: a BlockChannel's state, which contains the number of calls, or
         that number."""
-        self.machine.channels[self.machine_rank, name, counters.data_ptr()] = (
-            name,
-            self.machine_rank,
-            counters,
-            state,
-            arrivals,
-        )
+        self.machine.channels[self.machine_rank, name, counters.data_ptr()] = counters, state, arrivals
 
 
 def _duration(seconds: float) -> str:
@@ -496,33 +486,12 @@ def spmd(
     fn: Callable[[EmulatedBackend], R],
     size: int,
     *,
-    seed: int = 0,
-    sm_count: int = 6,
-    races: bool = True,
-    preempt: float = 0.05,
-    mutation: Mutation | None = None,
-    record: bool = False,
     nodes: int | Sequence[int] = 1,
-    ahead: bool = False,
-    ends_release: bool = False,
-    costs: Costs = H200,
+    **options: Any,
 ) -> tuple[list[R], Report]:
     """Run `fn(backend)` as `size` ranks; return the results by rank, and the run's report. nodes: the number of nodes
-    of equal size, or the number of ranks on each node. ahead: operators return before their streams are drained, as on
-    a GPU, and torch operations run in the order of the current stream. ends_release: see Machine."""
-    machine = Machine(
-        size,
-        seed=seed,
-        sm_count=sm_count,
-        races=races,
-        preempt=preempt,
-        mutation=mutation,
-        record=record,
-        ahead=ahead,
-        costs=costs,
-    )
-    machine.ends_release = ends_release
-    machine.nodes = placed(nodes, size)
+    of equal size, or the number of ranks on each node. options: see Machine."""
+    machine = Machine(size, nodes=placed(nodes, size), **options)
     return drive(fn, machine), machine.report
 
 

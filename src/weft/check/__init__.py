@@ -1,6 +1,6 @@
 """The work of `weft check` and `weft trace`: run the function of a user's file as every rank of an emulated world,
 compile the kernels that ran for a GPU that need not be present (offline.py), and check the PTX against the protocol's
-rules (ptx.py). schedules.py runs many schedules, and mutations."""
+rules (ptx.py). schedules.py runs many schedules."""
 
 from __future__ import annotations
 
@@ -123,8 +123,7 @@ def _rank(main: Main) -> Callable[[Backend], object]:
 def run(main: Main, world: int, seed: int) -> tuple[Report, Exception | None]:
     """Run one schedule of `main` on `world` emulated ranks; return its report, and the error that ended it, if any."""
     with ranks_of(main) as (rank, options):
-        machine = Machine(world, seed=seed, sm_count=options["sm_count"])
-        machine.ends_release = options["ends_release"]
+        machine = Machine(world, seed=seed, **options)
         try:
             drive(rank, machine)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Runs one program under many schedules, and with each of its mutations."""
+"""Runs one program under many schedules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from ..backends.emulated import EmulatedBackend, spmd
 from ..emulator.host import folded
-from ..emulator.mutate import Mutation
 from ..emulator.ran import Ran
 from ..errors import Deadlock, Race
 
@@ -60,27 +59,4 @@ def explore(
         out.switches.append(report.switches)
         out.modes[report.mode] += 1
     out.schedules = len(seen)
-    return out
-
-
-def kill_rate(
-    fn: Callable[[EmulatedBackend], object],
-    size: int,
-    mutations: Iterable[Mutation],
-    seeds: Iterable[int],
-    **options: Any,
-) -> list[tuple[Mutation, str | None]]:
-    """Return each mutation with the error that caught it on the first seed that did (an exception of `fn` itself
-    counts), or None."""
-    seeds = list(seeds)
-    out: list[tuple[Mutation, str | None]] = []
-    for mutation in mutations:
-        caught = None
-        for seed in seeds:
-            try:
-                spmd(fn, size, seed=seed, mutation=mutation, **options)
-            except Exception as error:
-                caught = f"{type(error).__name__}: {error}".partition("\n")[0]
-                break
-        out.append((mutation, caught))
     return out

@@ -1,9 +1,8 @@
 """A world of ranks on one CPU thread: kernels, streams, copies and collectives run in an order that a seed decides.
 
 It runs the kernels' own source and reports races, deadlocks, lost and doubled signals, reads of unwritten memory, and
-accesses outside of the tensor that a kernel was launched with. `backends/emulated.py` is the entry point; `mutate`
-breaks a protocol on purpose, one call at a time, to test that the emulator notices; `check/schedules.py` runs many
-schedules.
+accesses outside of the tensor that a kernel was launched with. `backends/emulated.py` is the entry point;
+`check/schedules.py` runs many schedules.
 
     interpret   Triton's language on numpy, one program
     libdevice   CUDA's mathematical functions on numpy
@@ -26,14 +25,13 @@ inline_ptx.py knows its instructions, and is refused otherwise. Specialisation o
 
 from importlib.util import find_spec
 
-from ..errors import SignalError, WeftError
+from ..errors import WeftError
 
 if find_spec("greenlet") is None:
     raise WeftError("the emulator needs greenlet, which is not installed: pip install greenlet")
 
 from . import inline_ptx, intrinsics  # noqa: F401  (they register what inline PTX and weft.lang's intrinsics do)
 from .machine import Machine
-from .mutate import Mutation, sites
 from .tasks import Report
 
-__all__ = ["Machine", "Mutation", "Report", "SignalError", "sites"]
+__all__ = ["Machine", "Report"]

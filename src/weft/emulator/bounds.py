@@ -9,6 +9,7 @@ be in any tracked memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,15 +21,37 @@ NUMBERS = 1 << 15  # a larger number would make an int64 address negative
 
 @dataclass
 class Extent:
-    """The bytes `lo` to `end` that a tensor spans."""
+    """The bytes that a tensor spans, from `lo` on."""
 
     name: str
     lo: int
-    end: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # bytes
     size: int  # bytes of an element
-    gaps: bool  # whether there are bytes between lo and end that belong to no element
+
+    @classmethod
+    def of_tensor(cls, tensor: torch.Tensor, name: str) -> Extent:
+        size = tensor.element_size()
+        return cls(name, tensor.data_ptr(), tuple(tensor.shape), tuple(s * size for s in tensor.stride()), size)
+
+    @cached_property
+    def end(self) -> int:
+        """Return the address after the tensor's last byte."""
+        if 0 in self.shape:
+            return self.lo
+        return self.lo + self.size + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+
+    @cached_property
+    def gaps(self) -> bool:
+        """Return whether there are bytes between the elements. False if axes interlock, since there is no simple test
+        for that."""
+        span, gaps = self.size, False
+        for stride, n in sorted((s, n) for s, n in zip(self.strides, self.shape, strict=True) if s and n > 1):
+            if stride < span:
+                return False
+            gaps |= stride > span
+            span += stride * (n - 1)
+        return gaps
 
     @property
     def axes(self) -> list[int]:
@@ -58,18 +81,6 @@ class Extent:
         return f"{self.name}{index or ''}" + (f" + {rest} bytes" if rest else "")
 
 
-def _gaps(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
-    """Return whether there are bytes between the elements. False if axes interlock, since there is no simple test for
-    that."""
-    span, gaps = size, False
-    for stride, n in sorted((s, n) for s, n in zip(strides, shape, strict=True) if s and n > 1):
-        if stride < span:
-            return False
-        gaps |= stride > span
-        span += stride * (n - 1)
-    return gaps
-
-
 class PointerBounds:
     """The tensors that are arguments of a run's kernels, by number."""
 
@@ -80,21 +91,19 @@ class PointerBounds:
     def pointer(self, tensor: torch.Tensor, name: str) -> int:
         """Return the tensor's address and number as one integer; the address alone if accesses may leave the tensor
         (`weft.lang.beyond`), or if all numbers are in use."""
-        size, lo, shape = tensor.element_size(), tensor.data_ptr(), tuple(tensor.shape)
+        extent = Extent.of_tensor(tensor, name)
         if hasattr(tensor, "reaches_beyond"):
-            return lo
-        strides = tuple(s * size for s in tensor.stride())
-        key = (lo, shape, strides, size)
+            return extent.lo
+        key = (extent.lo, extent.shape, extent.strides, extent.size)
         number = self._numbers.get(key)
         if number is None:
             if len(self.extents) == NUMBERS:
-                return lo
+                return extent.lo
             number = self._numbers[key] = len(self.extents)
-            span = size + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if tensor.numel() else 0
-            self.extents.append(Extent(name, lo, lo + span, shape, strides, size, _gaps(shape, strides, size)))
+            self.extents.append(extent)
         elif (known := self.extents[number]) is not None:
             known.name = name  # the same memory may have belonged to a different tensor before
-        return number << BITS | lo
+        return number << BITS | extent.lo
 
     def extent_of(self, pointer: int) -> Extent | None:
         """Return the extent of the tensor that a pointer comes from, or None for an address alone."""

@@ -23,10 +23,9 @@ def graph(machine: Machine) -> str:
         lines += _describe(machine, tasks)
     for rank in range(machine.size):
         for run in machine.streams.pending[rank]:
-            total = run.grid[0] * run.grid[1] * run.grid[2]
             held = ", ".join(t.name for t in machine.streams.resident[rank])
             lines.append(
-                f"  rank {rank} {run.kernel.__name__}[{run.started}..{total - 1}] are not resident: all "
+                f"  rank {rank} {run.kernel.__name__}[{run.started}..{run.programs - 1}] are not resident: all "
                 f"{machine.sm_count} SMs of the rank are held by {held}"
             )
         if machine.hosts[rank].done:

@@ -19,6 +19,7 @@ an `if` it selects the threads that run the body, which `interpret` keeps in `Ta
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,25 +31,8 @@ from ..errors import Unsupported
 from . import interpret
 from .interpret import TensorHandle
 
-_SIZES = {
-    "b8": 1,
-    "u8": 1,
-    "s8": 1,
-    "b16": 2,
-    "u16": 2,
-    "s16": 2,
-    "f16": 2,
-    "bf16": 2,
-    "b32": 4,
-    "u32": 4,
-    "s32": 4,
-    "f32": 4,
-    "b64": 8,
-    "u64": 8,
-    "s64": 8,
-    "f64": 8,
-    "pred": 1,
-}
+_SIZES = {"pred": 1, "f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+_SIZES |= {f"{kind}{8 * size}": size for kind in "bus" for size in (1, 2, 4, 8)}
 _ORDERS = {
     "weak": "",
     "relaxed": "relaxed",
@@ -60,26 +44,16 @@ _ORDERS = {
 }
 _SCOPES = {"cta": "CTA", "gpu": "GPU", "gl": "GPU", "sys": "SYSTEM"}
 _COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "lo": lambda a, b: a < b,
-    "ls": lambda a, b: a <= b,
-    "hi": lambda a, b: a > b,
-    "hs": lambda a, b: a >= b,
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    "lo": operator.lt,
+    "ls": operator.le,
+    "hi": operator.gt,
+    "hs": operator.ge,
 }
 _COMPUTE: dict[str, Callable[[int, int], int]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "shl": lambda a, b: a << b,
-    "shr": lambda a, b: a >> b,
+    **{name: getattr(operator, f"__{name}__") for name in ("add", "sub", "mul", "and", "or", "xor")},
+    "shl": operator.lshift,
+    "shr": operator.rshift,
     "min": min,
     "max": max,
 }

@@ -18,6 +18,7 @@ import ctypes
 import functools
 import inspect
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -175,7 +176,7 @@ def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None,
 
 
 def _reached(key: tuple[str, int]) -> None:
-    hooks.reached.add(key)
+    hooks.machine.report.reached.add(key)
 
 
 def _count_turns() -> Iterator[None]:
@@ -326,44 +327,24 @@ def _quotient(a: int, b: int) -> int:
     return a // b if (a < 0) == (b < 0) else -((-a) // b)
 
 
-_SCALAR: dict[str, Callable[[int, int], int]] = {
-    "__add__": lambda a, b: a + b,
-    "__radd__": lambda a, b: b + a,
-    "__sub__": lambda a, b: a - b,
+_COMPARE: dict[str, Function] = {f"__{name}__": getattr(operator, name) for name in "lt le gt ge eq ne".split()}
+_ARITHMETIC: dict[str, Function] = {  # of integers, and of numpy's blocks
+    "__add__": operator.add,
+    "__radd__": operator.add,
+    "__sub__": operator.sub,
     "__rsub__": lambda a, b: b - a,
-    "__mul__": lambda a, b: a * b,
-    "__rmul__": lambda a, b: b * a,
+    "__mul__": operator.mul,
+    "__rmul__": operator.mul,
+}
+_SCALAR = {
+    **_ARITHMETIC,
+    **_COMPARE,
     "__floordiv__": _quotient,
     "__rfloordiv__": lambda a, b: _quotient(b, a),
     "__mod__": lambda a, b: a - b * _quotient(a, b),
     "__rmod__": lambda a, b: b - a * _quotient(b, a),
 }
-_COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "__lt__": lambda a, b: a < b,
-    "__le__": lambda a, b: a <= b,
-    "__gt__": lambda a, b: a > b,
-    "__ge__": lambda a, b: a >= b,
-    "__eq__": lambda a, b: a == b,
-    "__ne__": lambda a, b: a != b,
-}
-
-
-_BLOCK: dict[str, Callable[..., np.ndarray]] = {
-    "__add__": np.add,
-    "__radd__": lambda a, b: np.add(b, a),
-    "__sub__": np.subtract,
-    "__rsub__": lambda a, b: np.subtract(b, a),
-    "__mul__": np.multiply,
-    "__rmul__": lambda a, b: np.multiply(b, a),
-    "__lt__": np.less,
-    "__le__": np.less_equal,
-    "__gt__": np.greater,
-    "__ge__": np.greater_equal,
-    "__eq__": np.equal,
-    "__ne__": np.not_equal,
-    "__and__": np.bitwise_and,
-    "__or__": np.bitwise_or,
-}
+_BLOCK = {**_ARITHMETIC, **_COMPARE, "__and__": operator.and_, "__or__": operator.or_}
 _PLAIN: dict[int, type] = {id(tl.int32): np.int32, id(tl.int64): np.int64, id(tl.float32): np.float32}
 
 
@@ -371,8 +352,7 @@ def _fast(name: str, slow: Function) -> Function:
     """Return a method that computes int32 scalars, and operands of one plain type, without Triton's type rules, and
     calls `slow` otherwise."""
     make: Callable[[int], tl.tensor] = _bool if name in _COMPARE else int32
-    scalar: Callable[[int, int], int] | None = _SCALAR.get(name) or _COMPARE.get(name)
-    block = _BLOCK.get(name)
+    scalar, block = _SCALAR.get(name), _BLOCK.get(name)
     logic = name in ("__and__", "__or__")
     to_bool = name in _COMPARE or logic
     add = name in ("__add__", "__radd__")
@@ -424,9 +404,6 @@ def _tensor(data: np.ndarray, element: tl.dtype, *operands: tl.tensor) -> tl.ten
 
 
 # -- the builder -------------------------------------------------------------------------------------------------------
-
-_ACQUIRE = ("ACQUIRE", "ACQUIRE_RELEASE")
-_RELEASE = ("RELEASE", "ACQUIRE_RELEASE")
 
 
 @functools.cache
@@ -528,29 +505,25 @@ class Builder(stock.InterpreterBuilder):
         do = functools.partial(super().create_atomic_rmw, op, _plain(ptr), val, mask, sem, scope)
         if val.dtype.scalar == tl.bfloat16:
             do = functools.partial(_atomic_bf16, _enum(op), ptr, val, mask)
-        order = _enum(sem)
-        return hooks.atomic(
-            ptr.data, _mask(mask), val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope)
-        )
+        return hooks.atomic(ptr.data, _mask(mask), val.data.dtype, do, _enum(sem), _enum(scope))
 
     def create_atomic_cas(
         self, ptr: TensorHandle, cmp: TensorHandle, val: TensorHandle, sem: object, scope: object
     ) -> TensorHandle:
         do = functools.partial(super().create_atomic_cas, _plain(ptr), cmp, val, sem, scope)
-        order = _enum(sem)
-        return hooks.atomic(ptr.data, None, val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope))
+        return hooks.atomic(ptr.data, None, val.data.dtype, do, _enum(sem), _enum(scope))
 
     # These three since Triton 3.9.
     def create_atomic_load(self, ptr: TensorHandle, mask: TensorHandle, sem: object, scope: object) -> TensorHandle:
         do = functools.partial(super().create_masked_load, _plain(ptr), mask, None, None, True)
         dtype = stock._get_np_dtype(ptr.get_element_ty())
-        return hooks.atomic(ptr.data, _mask(mask), dtype, do, _enum(sem) in _ACQUIRE, False, _enum(scope))
+        return hooks.atomic(ptr.data, _mask(mask), dtype, do, _enum(sem), _enum(scope))
 
     def create_atomic_store(
         self, ptr: TensorHandle, val: TensorHandle, mask: TensorHandle, sem: object, scope: object
     ) -> None:
         do = functools.partial(super().create_masked_store, _plain(ptr), val, mask, None)
-        hooks.atomic(ptr.data, _mask(mask), val.data.dtype, do, False, _enum(sem) in _RELEASE, _enum(scope))
+        hooks.atomic(ptr.data, _mask(mask), val.data.dtype, do, _enum(sem), _enum(scope))
 
     def create_atomic_poll(
         self, ptr: TensorHandle, expected: TensorHandle, timeout_ns: object, sem: object, scope: object
@@ -563,7 +536,7 @@ class Builder(stock.InterpreterBuilder):
             matched = TensorHandle(seen.data == expected.data, tl.int1)
             if isinstance(timeout_ns, TensorHandle) or matched.data.all():
                 break
-        if _enum(sem) in _ACQUIRE and matched.data.any():
+        if _enum(sem) != "RELAXED" and matched.data.any():
             self.create_atomic_load(ptr, matched, sem, scope)
         return matched
 
@@ -844,7 +817,7 @@ def convert(arg: object, name: str = "") -> object:
         return tl.tensor(TensorHandle(np.array([arg], np.float32), tl.float32), tl.float32)
     if isinstance(arg, torch.Tensor):
         kind = _pointer(arg.dtype)
-        return tl.tensor(TensorHandle(np.array([hooks.pointer(arg, name)], np.uint64), kind), kind)
+        return tl.tensor(TensorHandle(np.array([hooks.machine.bounds.pointer(arg, name)], np.uint64), kind), kind)
     if isinstance(arg, tuple):
         names = getattr(arg, "_fields", range(len(arg)))
         fields = [convert(a, f"{name}.{key}") for key, a in zip(names, arg, strict=True)]
@@ -922,20 +895,6 @@ def _scan(
     input: tl.tensor | tuple, axis: Constant, combine_fn: JITFunction, reverse: Constant = False, **_: object
 ) -> tl.tensor | tuple:
     return _Scan(plain(axis), combine_fn, plain(reverse)).apply(input)
-
-
-def _desc_load(self: tl.core.tensor_descriptor_base, offsets: Sequence[Scalar], **_: object) -> tl.tensor:
-    if len(offsets) != self.handle.ndim:
-        raise ValueError(f"{self.handle.ndim} offsets expected, got {len(offsets)}")
-    data = hooks.bulk_load(self.handle, [as_int(o) for o in offsets])
-    kind = self.type.block_type
-    return tl.tensor(TensorHandle(data, kind.element_ty), kind)
-
-
-def _desc_store(self: tl.core.tensor_descriptor_base, offsets: Sequence[Scalar], value: tl.tensor, **_: object) -> None:
-    semantic.validate_store_like(self, value, offsets)
-    data = semantic.cast(value, self.type.block_type.element_ty).handle.data
-    hooks.bulk_store(self.handle, [as_int(o) for o in offsets], data)
 
 
 def _dot(
@@ -1185,9 +1144,7 @@ def _changes() -> list[Change]:
     for space in (tl, tl.core):
         scope.set_attr(space, "dot", _dot)
         scope.set_attr(space, "inline_asm_elementwise", _inline_asm)
-    scope.set_attr(tl.core.tensor_descriptor_base, "load", _desc_load)
-    scope.set_attr(tl.core.tensor_descriptor_base, "store", _desc_store)
-    for name in dict.fromkeys((*_SCALAR, *_COMPARE, *_BLOCK)):
+    for name in dict.fromkeys((*_SCALAR, *_BLOCK)):
         scope.set_attr(tl.core.tensor, name, _fast(name, _builtin(vars(tl.core.tensor)[name], f"tl.tensor.{name}")))
     scope.set_attr(tl.core.tensor, "__init__", _tensor_init)
     scope.set_attr(tl.core.block_type, "__init__", _block_type_init)

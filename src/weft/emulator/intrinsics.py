@@ -129,7 +129,7 @@ def window_sum(row: tl.tensor, H: Constant, P: Constant, DTYPE: tl.constexpr | t
     width, padded, dtype = as_int(H), as_int(P), plain(DTYPE)
     kind = np.dtype(np.uint16 if dtype == tl.bfloat16 else np.float16)
     total = np.zeros(padded, np.float32)
-    for start in interpret.hooks.window(as_int(row)):
+    for start in interpret.hooks.machine.window(as_int(row)):
         part = interpret.hooks.load(_elements(start, width), None, None, kind, False)
         bits = (part.astype(np.uint32) << np.uint32(16)).view(np.float32) if kind == np.uint16 else part
         total[:width] += bits.astype(np.float32)
@@ -138,7 +138,7 @@ def window_sum(row: tl.tensor, H: Constant, P: Constant, DTYPE: tl.constexpr | t
 
 def window_store(row: tl.tensor, y: tl.tensor, H: Constant, P: Constant) -> None:
     width = as_int(H)
-    for start in interpret.hooks.window(as_int(row)):
+    for start in interpret.hooks.machine.window(as_int(row)):
         interpret.hooks.store(_elements(start, width), y.handle.data[:width], None)
 
 

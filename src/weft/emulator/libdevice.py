@@ -20,6 +20,11 @@ Array = np.ndarray
 ArrayFunction = Callable[..., Array]
 
 
+def _of_numpy(names: str) -> dict[str, ArrayFunction]:
+    """Return numpy's functions of these names."""
+    return {name: getattr(np, name) for name in names.split()}
+
+
 def _by_torch(fn: Callable[..., torch.Tensor]) -> ArrayFunction:
     return lambda *args: fn(*(torch.from_numpy(np.array(a)) for a in args)).numpy()
 
@@ -56,36 +61,21 @@ _erfc, _ndtri = _by_torch(torch.special.erfc), _by_torch(torch.special.ndtri)
 
 # Functions of real numbers, with fp64 arguments.
 OF_REAL_NUMBERS: dict[str, ArrayFunction] = {
-    "sqrt": np.sqrt,
+    **_of_numpy("sqrt cbrt exp exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh tanh hypot"),
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "cbrt": np.cbrt,
     "rcbrt": lambda x: 1 / np.cbrt(x),
-    "exp": np.exp,
-    "exp2": np.exp2,
     "exp10": lambda x: np.power(10.0, x),
-    "expm1": np.expm1,
-    "log": np.log,
-    "log2": np.log2,
-    "log10": np.log10,
-    "log1p": np.log1p,
     "pow": np.power,
     "powi": np.power,
-    "sin": np.sin,
-    "cos": np.cos,
-    "tan": np.tan,
     "sinpi": lambda x: np.sin(np.pi * np.fmod(x, 2)),
     "cospi": lambda x: np.cos(np.pi * np.fmod(x, 2)),
     "asin": np.arcsin,
     "acos": np.arccos,
     "atan": np.arctan,
     "atan2": np.arctan2,
-    "sinh": np.sinh,
-    "cosh": np.cosh,
-    "tanh": np.tanh,
     "asinh": np.arcsinh,
     "acosh": np.arccosh,
     "atanh": np.arctanh,
-    "hypot": np.hypot,
     "rhypot": lambda x, y: 1 / np.hypot(x, y),
     "norm3d": lambda *x: np.sqrt(sum(np.square(a) for a in x)),
     "norm4d": lambda *x: np.sqrt(sum(np.square(a) for a in x)),
@@ -183,25 +173,13 @@ def _low_24(x: int, signed: bool) -> int:
 
 # Functions of bits and of exact numbers, with arguments in their own dtypes.
 IN_OWN_DTYPE: dict[str, ArrayFunction] = {
-    "abs": np.abs,
+    **_of_numpy("abs fabs floor ceil trunc rint isnan isinf isfinite signbit copysign nextafter fmod"),
     "llabs": np.abs,
-    "fabs": np.abs,
-    "floor": np.floor,
-    "ceil": np.ceil,
-    "trunc": np.trunc,
-    "rint": np.rint,
     "nearbyint": np.rint,
     "llrint": lambda x: _to_integer(np.rint(x), np.dtype(np.int64)),
     "round": _half_away,
     "llround": lambda x: _to_integer(_half_away(x), np.dtype(np.int64)),
-    "isnan": np.isnan,
-    "isinf": np.isinf,
-    "isfinite": np.isfinite,
     "finite": np.isfinite,
-    "signbit": np.signbit,
-    "copysign": np.copysign,
-    "nextafter": np.nextafter,
-    "fmod": np.fmod,
     "remainder": _by_math(math.remainder),
     "logb": _exponent,
     "ilogb": _ilogb,

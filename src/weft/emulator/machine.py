@@ -20,18 +20,18 @@ Inside a program the GPU's order is weaker than program order, and so is this mo
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import itertools
-import math
 import random
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
+from triton import JITFunction
 
 from ..errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Unsupported
 from ..lang.channel import CALLS, DONE
@@ -72,10 +72,7 @@ from .tasks import (
     place,
     reached,
 )
-from .torch_order import OrderWhileBusy, in_stream_order
-
-if TYPE_CHECKING:
-    from .mutate import Mutation
+from .torch_order import TorchOrder
 
 R = TypeVar("R")
 
@@ -88,13 +85,25 @@ MODES = ("clock", "random", "starve", "burst")
 WINDOW, WINDOW_STEP = 1 << 60, 1 << 36  # the first multicast address, and the distance between windows
 
 
+# A channel's counters, its number of calls, and the arrivals of one call (`EmulatedBackend.register_channel`).
+Channel = tuple[torch.Tensor, torch.Tensor | int, list[int] | int | None]
+
+
+class Mutation(Protocol):
+    """A change of one call, by which a test shows that the emulator notices it."""
+
+    def changes(self, fn: JITFunction) -> bool:
+        """Return whether the call is in the source of this function."""
+
+    def apply(self, tree: ast.Module) -> None:
+        """Change the call in the function's source."""
+
+    def drops(self, site: tuple[str, int, str]) -> bool:
+        """Return whether host code leaves the call out at this site: the file, the line and the backend's method."""
+
+
 class Machine:
     """One run of a world."""
-
-    # If true, a relaxed atomic of a kernel publishes the writes of earlier operations on the kernel's stream, and the
-    # update that it reads orders later operations. PTX does not promise that, but GPUs make writes visible to all when
-    # an operation ends, and the signals of published kernels rely on it. weft's own kernels release and acquire.
-    ends_release = False
 
     def __init__(
         self,
@@ -106,17 +115,25 @@ class Machine:
         preempt: float = 0.05,
         mutation: Mutation | None = None,
         record: bool = False,
+        nodes: Sequence[int] | None = None,
         ahead: bool = False,
+        ends_release: bool = False,
         costs: Costs = H200,
     ) -> None:
-        """Make the machine of a run. ahead: host code runs ahead of its streams, as on a GPU (torch_order.py)."""
-        self.nodes: tuple[int, ...] = (0,) * size  # the number of each rank's node, by rank
+        """Make the machine of a run. nodes: the number of each rank's node, by rank. ahead: operators return before
+        their streams are drained, as on a GPU, and torch operations run in the order of the current stream
+        (torch_order.py).
+
+        ends_release: a relaxed atomic of a kernel publishes the writes of earlier operations on the kernel's stream,
+        and the update that it reads orders later operations. PTX does not promise that, but GPUs make writes visible
+        to all when an operation ends, and the signals of published kernels rely on it. weft's own kernels release and
+        acquire."""
+        self.nodes, self.ends_release = nodes or (0,) * size, ends_release
         self.size, self.seed, self.sm_count, self.preempt = size, seed, sm_count, preempt
-        self.mutation, self.record, self.ahead, self.costs = mutation, record, ahead, costs
+        self.races, self.mutation, self.record, self.ahead, self.costs = races, mutation, record, ahead, costs
         self.rng, self.mode = random.Random(seed), MODES[seed % len(MODES)]
-        self.memory = Memory(self, races)
+        self.memory = Memory(self)
         self.bounds = PointerBounds()
-        self.races = races
         self.report = Report(seed, self.mode, size)
         # tasks
         self.tasks: list[Task] = []
@@ -146,17 +163,16 @@ class Machine:
         self.polling: list[Task] = []
         self.not_resident: dict[KernelRun, str] = {}  # the error message for launches that signal but are not resident
         self.hosts: list[Task] = []
+        self.host_threads: list[HostThread] = []
         self.program_of_agent: dict[int, int] = {}  # by agent of a program, the program's main agent
-        # Filled by `EmulatedBackend.register_channel`.
-        self.channels: dict[
-            tuple[int, str, int], tuple[str, int, torch.Tensor, torch.Tensor | int, list[int] | int | None]
-        ] = {}
+        # Filled by `EmulatedBackend.register_channel`, by the rank, the channel's name and its address.
+        self.channels: dict[tuple[int, str, int], Channel] = {}
         self.channel_names: dict[int, list[Callable[[int], str]]] = {}  # by rank, functions that name a counter
         self.disagreements: dict[int, Callable[[dict[int, int]], Mismatch]] = {}  # by a World's guard, makes its error
         self.seen_sites: set[tuple[str, int, str]] = set()
         self.programs, self.streams = Programs(self), Streams(self)
         self.world_numbers = [itertools.count() for _ in range(size)]
-        self.torch_order = [OrderWhileBusy(self, rank) for rank in range(size)]
+        self.torch_order = [TorchOrder(self, rank) for rank in range(size)]
 
     # -- running -----------------------------------------------------------------------------------------------------
     def add_window(self, nbytes: int, starts: list[int]) -> int:
@@ -179,8 +195,9 @@ class Machine:
         def host(rank: int, fn: Callable[[], R]) -> Callable[[], None]:
             def body() -> None:
                 try:
-                    with in_stream_order(self, rank) if self.ahead else nullcontext():
-                        results[rank] = fn()
+                    if self.ahead:
+                        self.torch_order[rank].set(True)
+                    results[rank] = fn()
                 except GreenletExit:
                     raise
                 except BaseException as error:
@@ -198,6 +215,7 @@ class Machine:
                     task = self.task(f"rank {rank} host", rank, "host", "host", ("host", rank))
                     self.hosts.append(task)
                     task.host = HostThread(rank, host(rank, fn))
+                    self.host_threads.append(task.host)
                     self.start(task, task.host.run)
                 self._loop()
             except BaseException:
@@ -410,8 +428,29 @@ class Machine:
     def peek(self, address: int) -> int:
         return ctypes.c_int32.from_address(address).value
 
-    def store_word(self, address: int, value: int) -> None:
+    def store_word(self, address: int, value: int, store: bool = True, releases: bool = True) -> None:
+        """Change a word by an operation of the current stream. store: as in `release`. releases: whether a memory
+        barrier comes before the change."""
+        self.word(address, ATOMIC_WRITE)
         ctypes.c_int32.from_address(address).value = value
+        self.release(self.current, address, True, store, releases)
+        self.word_changed(address)
+        self.current.advance()
+
+    def poll_word(self, address: int, done: Callable[[int], bool], acquires: bool = True) -> None:
+        """Block the current stream until the value of a word is the one that it waits for."""
+        self.pause()
+        while not done(self.peek(address)):
+            self.sleep(address)
+        self.word(address, ATOMIC_READ)
+        if acquires and (log := self.words.get(address)):
+            self.acquire(self.current, log[-1], True)
+
+    def sleep(self, address: int | None, plain: bool = False) -> None:
+        """Block the current task until a word changes (None: any word). plain: the task reads the word by ordinary
+        loads."""
+        self.polling.append(self.current)
+        self.block(Poll(address, interpret.where(), plain))
 
     def _wake_word(self, task: Task) -> None:
         tasks = self.waiting[task.wait.address]
@@ -483,9 +522,9 @@ class Machine:
         """Note that the current task waits or notifies: if it is a program, its whole grid should be resident at
         once."""
         run = self.current.run
-        if run is not None and not run.fits and run not in self.not_resident:
+        if run is not None and not run.fits(self.sm_count) and run not in self.not_resident:
             self.not_resident[run] = (
-                f"{run.kernel.__name__}: {math.prod(run.grid)} programs are not resident at once on the "
+                f"{run.kernel.__name__}: {run.programs} programs are not resident at once on the "
                 f"{self.sm_count} SMs of rank {self.current.rank}, {run.per_sm} an SM, and one of them {action}: a "
                 f"program that never starts never signals (launch at most world.sm_count)\n{self.me()}"
             )
@@ -535,7 +574,7 @@ class Machine:
             region = self.memory.find(address, address + 1)
             assert region is not None
             region.words = True
-        if task.run is not None and not task.run.fits:
+        if task.run is not None and not task.run.fits(self.sm_count):
             region = self.memory.find(address, address + 1)
             if region is not None and region.name == "channels":
                 self.signals("notifies")
@@ -760,7 +799,7 @@ class Machine:
 
     # -- the end -----------------------------------------------------------------------------------------------------
     def _check_channels(self) -> None:
-        for name, rank, counters, state, arrivals in self.channels.values():
+        for (rank, name, _), (counters, state, arrivals) in self.channels.items():
             values = counters.reshape(-1).tolist()
             self.report.counters[f"{name} of rank {rank}"] = values
             calls, uncounted = state, ""

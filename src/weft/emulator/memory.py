@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .bounds import Extent
+
 if TYPE_CHECKING:
     from .machine import Machine
     from .tasks import Task
@@ -56,32 +58,6 @@ class AccessState(NamedTuple):
     atoms: tuple[Stamp, ...] = ()
 
 
-@dataclass
-class View:
-    """A tensor through which an operation accesses a region; it names the region's elements."""
-
-    name: str
-    rank: int
-    lo: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # bytes
-    size: int
-
-    @property
-    def hi(self) -> int:
-        return self.lo + self.size + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-
-    def index(self, address: int) -> str | None:
-        """Return `name[index]` for the element at an address, or None if the view has no element there."""
-        rest, out = address - self.lo, [0] * len(self.shape)
-        for i in sorted(range(len(self.shape)), key=lambda i: -self.strides[i]):
-            if self.strides[i]:
-                out[i], rest = divmod(rest, self.strides[i])
-            if out[i] >= self.shape[i]:
-                return None
-        return f"{self.name}[{', '.join(map(str, out))}]" if 0 <= rest < self.size else None
-
-
 @dataclass(eq=False)
 class Region:
     """A range of tracked addresses and the states of its granules."""
@@ -97,7 +73,8 @@ class Region:
     fresh: bool  # whether the region may contain unwritten elements
     words: bool = False  # whether the region contains counters or flags that released accesses
     node_local: bool = False  # whether only the rank's node can address the region, as memory of the backend
-    views: dict[tuple[str, int, tuple[int, ...]], View] = field(default_factory=dict)
+    # The tensors through which operations access the region; they name its elements.
+    views: dict[tuple[str, int, tuple[int, ...]], Extent] = field(default_factory=dict)
 
     def refine(self, granule: int) -> None:
         """Keep states at a smaller granule."""
@@ -129,19 +106,18 @@ class Region:
 
     def label(self, address: int) -> str:
         """Return `name[index]` for the element at an address, named by the smallest view that contains it."""
-        for view in sorted(self.views.values(), key=lambda v: (v.hi - v.lo, v.name == self.name)):
-            if view.lo <= address < view.hi and (text := view.index(address)) is not None:
-                return f"{text} of rank {self.rank}" if self.rank >= 0 else text
         owner = f" of rank {self.rank}" if self.rank >= 0 else ""
+        for view in sorted(self.views.values(), key=lambda v: (v.end - v.lo, v.name == self.name)):
+            if not view.outside(np.array([address]), 1).any():
+                return view.index(address) + owner
         return f"{self.name}{owner}, byte {address - self.base}"
 
 
 class Memory:
     """All tracked memory of a run. `machine` names tasks and raises."""
 
-    def __init__(self, machine: Machine, races: bool) -> None:
+    def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.races = races
         self.states = [AccessState(), AccessState()]  # UNWRITTEN, INITIAL
         self.numbers: dict[AccessState, int] = {}  # the index of each state in `states`
         self.regions: list[Region] = []
@@ -197,18 +173,16 @@ class Memory:
         """Track a tensor that an operation uses; memory that the backend did not allocate counts as written."""
         if tensor.numel() == 0:
             return None
-        size, lo = tensor.element_size(), tensor.data_ptr()
-        strides = tuple(s * size for s in tensor.stride())
-        view = View(name, rank, lo, tuple(tensor.shape), strides, size)
-        region = self.find(lo, view.hi)
+        view = Extent.of_tensor(tensor, name)
+        region = self.find(view.lo, view.end)
         if region is None or region.storage.expired():
             storage = tensor.untyped_storage()
-            region = self.add(storage.data_ptr(), storage.nbytes(), storage, name or "a tensor", rank, size, True)
+            region = self.add(storage.data_ptr(), storage.nbytes(), storage, name or "a tensor", rank, view.size, True)
         elif region.fresh:
             self.refresh(region)
         view.name = name or region.name
         if len(region.views) < 256:
-            region.views.setdefault((view.name, lo, view.shape), view)
+            region.views.setdefault((view.name, view.lo, view.shape), view)
         return region
 
     def refresh(self, region: Region) -> None:
@@ -231,7 +205,7 @@ class Memory:
         """Record an access by `task` to the states in `block`, a view into `region.states`. Raises Finding if the
         access is a race or reads unwritten elements. All elements in one state get the same next state, which is
         cached."""
-        if not self.races:
+        if not self.machine.races:
             return
         first_state = block.item(0)
         if block.size == 1 or np.count_nonzero(block == first_state) == block.size:
@@ -257,7 +231,7 @@ class Memory:
 
     def touch_scattered(self, task: Task, region: Region, index: np.ndarray, kind: int) -> None:
         """Record an access to the states at these indices, as `touch` does."""
-        if not self.races:
+        if not self.machine.races:
             return
         block = region.states[index]
         try:
@@ -358,12 +332,7 @@ class Finding(Exception):
         self.region, self.granule, self.kind, self.stamp = region, granule, kind, stamp
 
 
-def extent(start: int, shape: Sequence[int], strides: Sequence[int], size: int) -> tuple[int, int, int]:
-    """Return (lowest byte, end, start) of a strided block."""
-    lo = hi = start
-    for n, s in zip(shape, strides, strict=True):
-        if s >= 0:
-            hi += (n - 1) * s
-        else:
-            lo += (n - 1) * s
-    return lo, hi + size, start
+def span_of(start: int, shape: Sequence[int], strides: Sequence[int], size: int) -> tuple[int, int]:
+    """Return the lowest byte of a strided block, and the byte after its last."""
+    steps = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+    return start + sum(s for s in steps if s < 0), start + sum(s for s in steps if s > 0) + size

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
-import torch
 from triton import JITFunction
 
 from . import interpret
@@ -27,10 +26,10 @@ from .memory import (
     WRITE,
     Finding,
     Region,
-    extent,
+    span_of,
 )
 from .ran import Function
-from .tasks import Poll, Task, merged
+from .tasks import Task, merged
 from .threads import AccessedBlock, moved
 
 if TYPE_CHECKING:
@@ -60,10 +59,6 @@ class Programs:
     @property
     def current(self) -> Task:
         return self.machine.current
-
-    @property
-    def reached(self) -> set[tuple[str, int]]:
-        return self.machine.report.reached
 
     def _maybe_pause(self) -> None:
         machine = self.machine
@@ -179,10 +174,6 @@ class Programs:
         np.ndarray(ptrs.shape, value.dtype, region.bytes, offset, strides)[...] = value
         self.machine.range_changed(lo, hi, region)
 
-    def pointer(self, tensor: torch.Tensor, name: str) -> int:
-        """Return the pointer to a tensor that a kernel has as an argument of that name."""
-        return self.machine.bounds.pointer(tensor, name)
-
     def _within(self, lo: int, hi: int, size: int, kind: int, ptrs: Callable[[], np.ndarray]) -> tuple[Region, int]:
         """Return the region of an access from pointer `lo` to `hi`, and the number to subtract from a pointer there to
         get its address. Raises if an access leaves the tensor that `lo` comes from. ptrs: returns the pointer of each
@@ -205,7 +196,8 @@ class Programs:
         strides = strided(ptrs)
         if strides is None:
             return None
-        lo, hi, start = extent(int(ptrs.item(0)), ptrs.shape, strides, size)
+        start = int(ptrs.item(0))
+        lo, hi = span_of(start, ptrs.shape, strides, size)
         if lo >> BITS != (hi - 1) >> BITS:
             return None
         region, number = self._within(lo, hi, size, kind, lambda: ptrs)
@@ -294,7 +286,7 @@ class Programs:
             inner.append(slice(low, high))
             shape.append(high - low)
             start += (offset + low) * stride
-        lo, hi, start = extent(start, shape, strides, size)
+        lo, hi = span_of(start, shape, strides, size)
         region, number = self._within(lo, hi, size, kind, lambda: _addresses(start, shape, strides))
         lo, hi, start = lo - number, hi - number, start - number - region.base
         if self.machine.races:
@@ -328,16 +320,16 @@ class Programs:
         mask: Mask,
         dtype: np.dtype,
         do: Callable[[], R],
-        acquire: bool,
-        release: bool,
+        order: str,
         scope: str,
     ) -> R:
-        """Run an atomic operation `do` on each element, and record its access, its acquire and its release. scope:
-        "SYSTEM", "GPU" or "CTA"; with "CTA" it neither acquires from other programs nor releases to them."""
+        """Run an atomic operation `do` on each element, and record its access, its acquire and its release. order:
+        "RELAXED", "ACQUIRE", "RELEASE" or "ACQUIRE_RELEASE". scope: "SYSTEM", "GPU" or "CTA"; with "CTA" it neither
+        acquires from other programs nor releases to them."""
         self.machine.pause()
         task = self.machine.current
         scope_sys = scope == "SYSTEM"
-        acquire, release = acquire and scope != "CTA", release and scope != "CTA"
+        acquire, release = (part in order and scope != "CTA" for part in ("ACQUIRE", "RELEASE"))
         if self.machine.record and scope_sys:
             self.machine.report.sys_lines.add(interpret.where()[0][:2])
         size = dtype.itemsize
@@ -377,8 +369,7 @@ class Programs:
             if same and (log := self.machine.words.get(address or 0)):
                 task.time = max(task.time, log[-1].time)
             self.machine.signals("waits")
-            self.machine.polling.append(task)
-            self.machine.block(Poll(address if same else None, interpret.where()))
+            self.machine.sleep(address if same else None)
 
     def _read_again(self, lo: int, address: int | None) -> None:
         """Note a plain load. A program that keeps loading one unchanged value sleeps until something changes, since the
@@ -389,8 +380,7 @@ class Programs:
             task.reads.clear()
         again = task.reads[lo] = task.reads.get(lo, 0) + 1
         if again == SPIN:
-            machine.polling.append(task)
-            machine.block(Poll(address, interpret.where(), plain=True))
+            machine.sleep(address, plain=True)
             task.reads.clear()
 
     def halves(self, count: int) -> tuple[slice, slice]:
@@ -457,8 +447,7 @@ class Programs:
         if task.polled != (machine.progress,):
             task.polled = (machine.progress,)
             return
-        machine.polling.append(task)
-        machine.block(Poll(address, interpret.where()))
+        machine.sleep(address)
         task.polled = ()
 
     def flush_stores(self, bulk: bool) -> None:
@@ -514,10 +503,6 @@ class Programs:
     def disagree(self, guard: int, words: dict[int, int]) -> None:
         """Raise the Mismatch of a World. guard: the address of its guard; words: the words of `same_call`, by rank."""
         raise self.machine.disagreements[self._address(guard, READ)](words)
-
-    def window(self, address: int) -> list[int]:
-        """Return the address in every rank's memory to which a multicast address refers."""
-        return self.machine.window(address)
 
     def bulk_fence(self) -> None:
         """Order the program's earlier accesses before its later bulk accesses."""

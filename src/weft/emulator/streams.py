@@ -27,8 +27,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import Mismatch
 from ..lang.channel import CALLS, DONE, BlockChannel
-from . import interpret, memory
-from .memory import ATOMIC_WRITE, MAYBE_UNWRITTEN, READ, WRITE, extent
+from . import interpret
+from .bounds import Extent
+from .memory import MAYBE_UNWRITTEN, READ, WRITE
 from .ran import Function
 from .tasks import (
     Arrival,
@@ -236,37 +237,21 @@ class Streams:
         for state in states:
             self.launched[state.data_ptr()] += 1
         bound = interpret.bind(kernel, args)
-        count = grid[0] * grid[1] * grid[2]
         body = self.machine.programs.interpreted(kernel)
-        enqueue_index, earlier = self.enqueued[rank], self.launches[rank, kernel.fn]
-        earlier.append(enqueue_index)
-        number, fits = len(earlier), co_resident or count <= self.machine.sm_count * per_sm
+        index, earlier = self.enqueued[rank], self.launches[rank, kernel.fn]
+        earlier.append(index)
+        run = KernelRun(kernel, body, bound, grid, stream, len(earlier), index, co_resident, per_sm, warps)
 
         def do() -> None:
-            if count == 0:
+            if run.programs == 0:
                 return
-            start = stream.task.time
-            run = KernelRun(
-                kernel,
-                body,
-                bound,
-                grid,
-                stream,
-                count,
-                start,
-                start,
-                number,
-                enqueue_index,
-                co_resident,
-                per_sm,
-                fits,
-                warps,
-            )
+            run.begun = run.ended = stream.task.time
+            run.left = run.programs
             self._number(run, states)
             if co_resident:
-                for pid in range(count):
+                for pid in range(run.programs):
                     run.started += 1
-                    self._start_program(run, pid, start, [1])
+                    self._start_program(run, pid, run.begun, [1])
             else:
                 self.pending[rank].append(run)
                 self._dispatch(rank)
@@ -319,9 +304,9 @@ class Streams:
             self.waiting_for_sm[rank].clear()
         while free and pending:
             run = pending[0] if len(pending) == 1 else self.machine.rng.choice(pending)
-            first_pid, count = run.started, run.grid[0] * run.grid[1] * run.grid[2]
-            run.started = min(first_pid + run.per_sm, count)
-            if run.started == count:
+            first_pid = run.started
+            run.started = min(first_pid + run.per_sm, run.programs)
+            if run.started == run.programs:
                 pending.remove(run)
             free_since = min(free)
             free.remove(free_since)
@@ -398,19 +383,17 @@ class Streams:
         """Record an access of the current stream to all of a tensor."""
         if tensor.numel() == 0:
             return
-        size = tensor.element_size()
-        strides = tuple(s * size for s in tensor.stride())
-        lo, hi, start = extent(tensor.data_ptr(), tensor.shape, strides, size)
-        region = self.machine.region(lo, hi, kind)
+        block = Extent.of_tensor(tensor, "")
+        region = self.machine.region(block.lo, block.end, kind)
         if self.machine.races:
-            self.machine.touch(region, region.shadow(start - region.base, tuple(tensor.shape), strides, size), kind)
+            states = region.shadow(block.lo - region.base, block.shape, block.strides, block.size)
+            self.machine.touch(region, states, kind)
 
     def changed(self, tensor: torch.Tensor) -> None:
         """Wake the tasks that wait for a word in a tensor, after its contents have changed."""
         if tensor.numel():
-            size = tensor.element_size()
-            lo, hi, _ = extent(tensor.data_ptr(), tensor.shape, [s * size for s in tensor.stride()], size)
-            self.machine.range_changed(lo, hi, self.machine.region(lo, hi, WRITE))
+            block = Extent.of_tensor(tensor, "")
+            self.machine.range_changed(block.lo, block.end, self.machine.region(block.lo, block.end, WRITE))
 
     def _rank_of(self, tensor: torch.Tensor) -> int | None:
         """Return the rank whose memory contains a tensor, or None for memory that is not tracked."""
@@ -437,7 +420,7 @@ class Streams:
                 self.access_all(dst_chunk, WRITE)
                 with counted.kept():
                     dst_chunk.copy_(src_chunk)
-                task.time += nbytes_of(dst_chunk) * per_byte
+                task.time += dst_chunk.nbytes * per_byte
                 self.changed(dst_chunk)
             self.machine.span(task, "copy", "copy", start)
 
@@ -482,15 +465,9 @@ class Streams:
         self.track("", value, stream.rank)
 
         def do() -> None:
-            task = stream.task
             self.machine.pause()
             self.access_all(value, READ)
-            address = word.data_ptr()
-            self.machine.word(address, ATOMIC_WRITE)
-            word.copy_(value)
-            self.machine.release(task, address, True, True, True)
-            self.machine.word_changed(address)
-            task.advance()
+            self.machine.store_word(word.data_ptr(), int(value.item()))
 
         self.enqueue(stream, "signal", do)
 
@@ -510,7 +487,7 @@ class Streams:
         (|A| |B| |C| = (M N K)^2), else from its bytes."""
         product = len(reads) >= 2 and len(writes) > 0
         flops = 2 * (reads[0].numel() * reads[1].numel() * writes[0].numel()) ** 0.5 if product else 0.0
-        nbytes = sum(map(nbytes_of, (*reads, *writes)))
+        nbytes = sum(t.nbytes for t in (*reads, *writes))
         return self.machine.costs.product(flops, nbytes, self.machine.sm_count)
 
     def collective(
@@ -611,7 +588,7 @@ class Streams:
                     self.access_all(t, kind)
         finally:
             self.machine.current = previous
-        sent, received = (sum(map(nbytes_of, tensors)) for tensors in (arrival.reads, arrival.writes))
+        sent, received = (sum(t.nbytes for t in tensors) for tensors in (arrival.reads, arrival.writes))
         return (2 if collective == "all_reduce" else 1) * max(sent, received) * self.machine.costs.link
 
     def exchange(self, rank: int, obj: R, among: WorldRanks) -> list[R]:
@@ -684,16 +661,3 @@ def call_site() -> tuple[str, int]:
     while frame.f_back is not None and _host_side(frame.f_code.co_filename):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
-
-
-def nbytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def fresh(nbytes: int, alignment: int, poison: bool) -> tuple[torch.Tensor, int]:
-    """Allocate bytes between two untracked margins; return the memory and the offset at which the bytes begin."""
-    raw = torch.zeros(nbytes + 3 * alignment, dtype=torch.uint8)
-    start = alignment + -(raw.data_ptr() + alignment) % alignment
-    if poison and nbytes:
-        raw[start : start + nbytes] = torch.from_numpy(np.resize(memory.POISON, nbytes))
-    return raw, start

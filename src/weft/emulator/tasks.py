@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -184,19 +185,26 @@ class KernelRun:
     args: dict[str, object]
     grid: tuple[int, int, int]
     stream: EmulatedStream
-    left: int  # programs that have not ended
-    begun: float
-    ended: float
     number: int  # this rank's launches of this kernel so far, including this launch
     enqueue_index: int  # its index among the operations that the rank's host code enqueued
-    co_resident: bool = False  # whether its programs are resident together with other kernels' programs
-    per_sm: int = 1  # programs that share an SM
-    fits: bool = True  # whether all its programs can be resident at once
-    warps: int = 4  # warps of a program
+    co_resident: bool  # whether its programs are resident together with other kernels' programs
+    per_sm: int  # programs that share an SM
+    warps: int  # warps of a program
+    begun: float = 0.0
+    ended: float = 0.0
+    left: int = 0  # programs that have not ended
     call: int = 0  # the call's number in the first channel when the launch began; 0 without a channel
     uncounted: str = ""  # why `call` is the number of an earlier launch; empty if it is not
     started: int = 0
     clock: np.ndarray = None  # type: ignore[assignment]
+
+    @property
+    def programs(self) -> int:
+        return math.prod(self.grid)
+
+    def fits(self, sm_count: int) -> bool:
+        """Return whether all its programs can be resident at once."""
+        return self.co_resident or self.programs <= sm_count * self.per_sm
 
 
 @dataclass(eq=False)

@@ -7,6 +7,7 @@ threads whose condition is true, and after that `else` for the other threads. Th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,24 +19,9 @@ from ..errors import Unsupported
 if TYPE_CHECKING:
     from .tasks import Task
 
-_OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "floordiv": np.floor_divide,  # numbers of threads are not negative
-    "mod": np.remainder,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "lshift": np.left_shift,
-    "rshift": np.right_shift,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-}
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+# Numbers of threads are not negative, so that Python and the GPU divide alike.
+_ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift")
 
 
 def _refuse(use: str) -> NoReturn:
@@ -59,8 +45,8 @@ class ThreadTensor(tl.tensor):
         return ThreadTensor(self.plain.to(dtype), self.by_thread)
 
 
-def _operator(name: str, operation: Callable[..., np.ndarray], reflected: bool) -> Callable[..., object]:
-    method = f"__{'r' if reflected else ''}{name}__"
+def _method(name: str, operation: Callable[..., np.ndarray]) -> Callable[..., object]:
+    """Return the method of this name of tl.tensor for values of threads."""
 
     def apply(self: ThreadTensor, operand: object, **_: object) -> object:
         if isinstance(operand, ThreadTensor):
@@ -71,17 +57,17 @@ def _operator(name: str, operation: Callable[..., np.ndarray], reflected: bool) 
             plain_operand, values = operand, operand.handle.data.item()
         else:
             plain_operand, values = operand, np.asarray(getattr(operand, "value", operand))
-        plain = getattr(tl.tensor, method)(self.plain, plain_operand)
-        a, b = (values, self.by_thread) if reflected else (self.by_thread, values)
-        return ThreadTensor(plain, operation(np.asarray(a, np.int64), np.asarray(b, np.int64)))
+        plain = getattr(tl.tensor, name)(self.plain, plain_operand)
+        return ThreadTensor(plain, operation(self.by_thread.astype(np.int64), np.asarray(values, np.int64)))
 
     return apply
 
 
-for _name, _operation in _OPERATIONS.items():
-    setattr(ThreadTensor, f"__{_name}__", _operator(_name, _operation, False))
-    if _name not in ("lt", "le", "gt", "ge", "eq", "ne"):
-        setattr(ThreadTensor, f"__r{_name}__", _operator(_name, _operation, True))
+for _name in (*_COMPARISONS, *_ARITHMETIC):
+    _operation = getattr(operator, f"__{_name}__")
+    setattr(ThreadTensor, f"__{_name}__", _method(f"__{_name}__", _operation))
+    if _name in _ARITHMETIC:
+        setattr(ThreadTensor, f"__r{_name}__", _method(f"__r{_name}__", lambda a, b, do=_operation: do(b, a)))
 
 
 def refuse_thread_values(*values: object) -> None:

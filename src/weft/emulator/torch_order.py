@@ -7,13 +7,12 @@ another stream is a race. An operation that returns a number instead of a tensor
 as on a GPU.
 
 If operators return after their streams are drained, torch operations are ordered only while a stream of the rank has
-work left that host code itself has enqueued (`OrderWhileBusy`); if not (`spmd(..., ahead=True)`), always.
+work left that host code itself has enqueued (`TorchOrder.set`); if not (`spmd(..., ahead=True)`), always.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
@@ -51,8 +50,7 @@ class StreamOrder(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        host = self.machine.hosts[self.rank].host
-        assert host is not None
+        host = self.machine.host_threads[self.rank]
         if host.in_call or not self._ordered() or func.is_view:
             return func(*args, **kwargs)
         operation = TorchOperation.from_call(func, args, kwargs)
@@ -60,7 +58,7 @@ class StreamOrder(TorchDispatchMode):
         if not reads and not writes:
             return func(*args, **kwargs)
         with host.calling():
-            self.order(func.__name__, reads, writes, operation.returns_numbers)
+            self.machine.streams.torch_operation(self.rank, func.__name__, reads, writes, operation.returns_numbers)
             result = func(*args, **kwargs)
             self.machine.streams.written_by_torch(
                 self.rank, [t for t in tensors_in(result) if _in_memory(t) and not self._known(t)]
@@ -77,16 +75,12 @@ class StreamOrder(TorchDispatchMode):
         region = self.machine.memory.find(t.data_ptr(), t.data_ptr() + 1)
         return region is not None and not region.storage.expired()
 
-    def order(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], numbers: bool) -> None:
-        self.machine.streams.torch_operation(self.rank, name, reads, writes, numbers)
-
     def host_reads(self, t: Tensor) -> None:
         """Order the host, which is about to read the tensor's memory, after the current stream."""
-        host = self.machine.hosts[self.rank].host
-        assert host is not None
+        host = self.machine.host_threads[self.rank]
         if self._ordered() and self._known(t):
             with host.calling():
-                self.order("a read by the host", [t], [], True)
+                self.machine.streams.torch_operation(self.rank, "a read by the host", [t], [], True)
 
 
 class HostReads(TorchFunctionMode):
@@ -108,8 +102,8 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class OrderWhileBusy:
-    """The order of one rank's torch operations while its streams have work left."""
+class TorchOrder:
+    """The order of one rank's torch operations, which begins and ends."""
 
     def __init__(self, machine: Machine, rank: int) -> None:
         self.dispatch = StreamOrder(machine, rank)
@@ -130,11 +124,3 @@ def _put_lowest(mode: Mode, present: bool, stack: Sequence[Mode], of_torch: Modu
         of_torch._pop_mode()
     for kept in [*([mode] if present else ()), *(m for m in stack if m is not mode)]:
         of_torch._push_mode(kept)
-
-
-def in_stream_order(machine: Machine, rank: int) -> ExitStack:
-    """Return a context manager around a rank's function, on its thread."""
-    stack, order = ExitStack(), StreamOrder(machine, rank)
-    stack.enter_context(order)
-    stack.enter_context(HostReads(order))
-    return stack

@@ -1,6 +1,17 @@
 """weft inside other projects: torch, Transformers, vLLM and SGLang."""
 
 import os
+from importlib import metadata
+
+
+def installed_version(*packages: str) -> str | None:
+    """Return the version of the first of these packages that is installed, or None."""
+    for package in packages:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def plugin_state(switch: str, allowed: str) -> str:

@@ -15,9 +15,8 @@ import importlib
 import inspect
 import logging
 import os
-from importlib import metadata
 
-from . import plugin_state
+from . import installed_version, plugin_state
 from .torch_async_tp import AsyncTP, async_tp
 
 log = logging.getLogger("sglang.weft")  # SGLang shows the loggers below its own name
@@ -56,11 +55,8 @@ def register() -> None:
 
 def state() -> str:
     """Return one line that says whether the plugin would be loaded."""
-    try:
-        version = metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return "not installed"
-    return f"{version}, {plugin_state(WEFT_SGLANG, 'SGLANG_PLUGINS')}"
+    version = installed_version("sglang")
+    return "not installed" if version is None else f"{version}, {plugin_state(WEFT_SGLANG, 'SGLANG_PLUGINS')}"
 
 
 def report() -> str:

@@ -6,6 +6,7 @@ that is known only on the device (MoE). The functions of a StaticMapping are pla
 `static_rows.fn(mapping, tile)`, with Python ints as arguments and results.
 """
 
+import bisect
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -156,8 +157,11 @@ def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) ->
         offset.append(offset[-1] + rows)
         base.append(base[-1] + triton.cdiv(rows, channel_rows))
 
+    def rank_of(row: int) -> int:
+        return bisect.bisect_right(offset, row) - 1
+
     def channel_of(row: int) -> int:
-        rank = max(r for r in range(len(shards)) if offset[r] <= row and shards[r])
+        rank = rank_of(row)
         return base[rank] + (row - offset[rank]) // channel_rows
 
     starts = range(0, offset[-1], tile_rows)
@@ -165,7 +169,7 @@ def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) ->
     return {
         "row_lo": list(starts),
         "row_hi": ends,
-        "rank": [max(r for r in range(len(shards)) if offset[r] <= lo and shards[r]) for lo in starts],
+        "rank": [rank_of(lo) for lo in starts],
         "channel_lo": [channel_of(lo) for lo in starts],
         "channel_hi": [channel_of(hi - 1) + 1 for hi in ends],
         "offset": offset,

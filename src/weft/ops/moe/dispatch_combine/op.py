@@ -475,8 +475,8 @@ def exchange_state(world: World, exchange: Exchange, plan: Plan, buffer_index: i
         routes, kernels = math.prod(shape), None
         if isinstance(plan, Dispatched):
             kernels = kernel_state(world, layer, plan, buffer_index)
-            ids, weights, tables = route_tables.memory(world, *shape[1:], el, layer.tile, buffer_index)
-            order = order_of(tables, ids)
+            builder, tables = tables_of(world, layer, buffer_index)
+            order, weights = order_of(tables, builder.routes.ids), builder.routes.shared_weights.local
         else:
             order = ExpertOrder(ints(*shape), ints(routes), ints(layer.rows(world)), ints(el + 1), ints(el))
             weights = world.zeros(shape, torch.float32)
@@ -491,6 +491,12 @@ def exchange_state(world: World, exchange: Exchange, plan: Plan, buffer_index: i
         return state
 
     return world.cached((DISPATCH, exchange, plan, buffer_index), make)
+
+
+def tables_of(world: World, layer: Split, buffer_index: int) -> tuple[route_tables.TableBuilder, route_tables.Tables]:
+    """Return the builder and the tables of a buffer. The call is collective the first time."""
+    sizes = route_tables.TableSizes(layer.local(world), layer.max_tokens_per_rank, layer.tile)
+    return route_tables.builder_of(world, layer.k, sizes, buffer_index)
 
 
 def kernel_state(world: World, layer: Split, plan: Dispatched, buffer_index: int) -> KernelState:
@@ -594,13 +600,12 @@ def launch_dispatch(
     world.order(lock(world, f"{DISPATCH} {state.buffer_index}"), stream)
     if kernels is not None:
         side, buffer_index = world.side_stream(f"{DISPATCH} {state.buffer_index}"), state.buffer_index
-        max_tokens_per_rank, alignment = state.exchange.layer.max_tokens_per_rank, state.exchange.layer.tile
+        builder, tables = tables_of(world, state.exchange.layer, buffer_index)
         start = world.record(stream)
-        ids_all, _ = route_tables.share(world, ids, weights, max_tokens_per_rank, buffer_index=buffer_index)
+        route_tables.share_routes(world, builder.routes, ids, weights)
         world.wait_event(side, start)
         dispatched.dispatch_launch(world, kernels.dispatched, x, ids, kernels.space(rows)).on(side)
-        sizes = state.local_experts, max_tokens_per_rank, alignment
-        route_tables.build_tables(world, ids_all, *sizes, buffer_index=buffer_index, is_backward=is_backward)
+        route_tables.run_builder(world, builder, tables, state.weights, is_backward)
     else:
         tokens = collectives.gather_tokens(world, state.exchange.layer, state.order, state.weights, x, ids, weights)
     if state.masked is not None:

@@ -107,7 +107,7 @@ def sizes(world: World, layer: Layer, plan: FusedMoe) -> LayerSizes:
 
 def router_sizes(layer: Layer, plan: FusedMoe, options: RouterOptions) -> RouterSizes:
     """Return the sizes of the router for that layer and plan."""
-    tile, groups = plan.tile, (options.groups, options.top_groups)
+    tile = plan.tile
     return constants(
         RouterSizes,
         ROWS=min(tile.block_m, LOGITS_ROWS),
@@ -115,7 +115,7 @@ def router_sizes(layer: Layer, plan: FusedMoe, options: RouterOptions) -> Router
         BK=tile.block_k,
         EVEN_K=layer.hidden % tile.block_k == 0,
         SCALE=options.scale,
-        gate=gate_sizes(layer.experts, layer.k, groups, options.scoring, options.renormalise, warps=tile.warps),
+        gate=gate_sizes(layer.experts, layer.k, options, warps=tile.warps),
     )
 
 

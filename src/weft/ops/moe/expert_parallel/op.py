@@ -36,8 +36,8 @@ from ....tensor_checks import bulk, check_device, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
 from ...common import check_rows, plain_rows
-from ..call import ACTIVATIONS, KEEPS, MAX_TOPK, NAME, Kept, Layer, MoeCall, MoeOperands, RouterOptions, check_routes
-from ..routing.router import RENORMALISED, TopKRouter, check_gate, run_gate
+from ..call import ACTIVATIONS, KEEPS, MAX_TOPK, NAME, Kept, Layer, MoeCall, MoeOperands, check_routes
+from ..routing.router import RouterOperands, TopKRouter, check_gate, run_gate
 from . import backward, dispatched, fused, low_latency, sequential
 from .dispatched import prepare_dispatched
 from .fused import prepare_fused
@@ -175,7 +175,7 @@ def moe(
             raise ValueError(f"{NAME}: a router chooses ids and weights, which must be None")
         if isinstance(plan, FusedMoe) and plan.route and not torch.compiler.is_compiling():
             operands = RoutedMoeOperands.for_call(world, router, x, w13, w2, b13, b2, shared, received)
-            result: torch.Tensor = MOE_WITH_ROUTER(world, plan, operands, (*options, False, options_of(router)), out)
+            result: torch.Tensor = MOE_WITH_ROUTER(world, plan, operands, (*options, False, router.options), out)
             return result
         ids, weights, _ = router(x, world=world)
     layer_operands = MoeOperands(x, ids, weights, w13, w2, b13, b2, shared, received)  # type: ignore[arg-type]
@@ -408,12 +408,6 @@ class RoutedMoeOperands(NamedTuple):
         return RouterTensors(self.router, self.router_bias, self.choice_bias)
 
 
-def options_of(router: TopKRouter) -> RouterOptions:
-    """Return the options for which a launch with the router is compiled."""
-    renormalise = router.renormalise and router.scoring in RENORMALISED
-    return RouterOptions(router.scoring, renormalise, router.groups, router.top_groups, float(router.scale))
-
-
 def prepare_fused_with_router(world: World, call: MoeCall, plan: FusedMoe) -> Run:
     """Prepare calls whose launch includes the router."""
     run = prepare_fused(world, call, plan)
@@ -435,7 +429,7 @@ def run_sequential_with_router(
             torch.addmm(bias, x, weight.t(), out=logits)
 
     world.call(multiply, [t for t in (x, weight, bias) if t is not None], [logits], world.current_stream())
-    ids = run_gate(world, logits, choice_bias, None, operands.weights, (call.layer.k, *options))
+    ids = run_gate(world, RouterOperands(logits, choice_bias), operands.weights, call.layer.k, options)
     return run_sequential(world, call, plan, operands.layer._replace(ids=ids), out)
 
 
@@ -462,7 +456,7 @@ class MoeWithRouter(Moe):
         shape = experts, x.shape[1]
         check_operands(NAME, world, {"router": (weight, shape, x.dtype), "router bias": (bias, shape[:1], x.dtype)})
         logits = x.new_empty(x.shape[0], experts)
-        check_gate(logits, call.layer.k, world, router.scoring, choice_bias, router.groups, router.top_groups, None)
+        check_gate(world, RouterOperands(logits, choice_bias), call.layer.k, router)
         return replace(call, router=router)
 
     def multiply_adds(self, call: MoeCall) -> int:

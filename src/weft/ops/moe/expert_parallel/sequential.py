@@ -16,7 +16,7 @@ from ....errors import WeftError
 from ....plans import Plan
 from ....world import World
 from ..call import NAME, Layer, MoeCall, MoeOperands, Weights
-from ..expert_rows import ACTIVATED, activation_gradient, linear, products, sums
+from ..expert_rows import activated, activation_gradient, linear, products, sums
 
 
 def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperands, out: Tensor) -> tuple[Tensor | None]:
@@ -175,7 +175,7 @@ def exchanged(world: World, rows: Tensor, send_counts: list[int], recv_counts: l
 def grouped(rows: Tensor, groups: RowGroups, w: Weights) -> Tensor:
     """Return [rows, H], the experts' results for rows in the order of the experts."""
     preactivation = linear(rows, w.w13, w.b13, groups.offsets)
-    hidden = ACTIVATED[groups.activation](preactivation, w.w2.shape[2], groups.block)
+    hidden = activated(preactivation, groups.activation, w.w2.shape[2], groups.block)
     return linear(hidden, w.w2, w.b2, groups.offsets)
 
 
@@ -186,7 +186,7 @@ def grouped_gradients(
     `grouped`."""
     offsets, activation, block = groups
     preactivation = linear(rows, w.w13, w.b13, offsets)
-    hidden = ACTIVATED[activation](preactivation, w.w2.shape[2], block)
+    hidden = activated(preactivation, activation, w.w2.shape[2], block)
     dots = (linear(hidden, w.w2, w.b2, offsets).float() * dy.float()).sum(1, keepdim=True)
     dy = (dy.float() * weight).to(dy.dtype)
     dhidden = linear(dy, w.w2.transpose(1, 2), None, offsets)

@@ -10,15 +10,17 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from triton import JITFunction
 
-from ..lang.jit import Intrinsic
-from .interpret import source_tree
-from .ran import Function
-from .tasks import Report
+from weft.backends.emulated import EmulatedBackend, spmd
+from weft.emulator import Report
+from weft.emulator.interpret import source_tree
+from weft.emulator.ran import Function
+from weft.lang.jit import Intrinsic
 
 Value = str | int | None  # the value of a constant
 
@@ -249,3 +251,26 @@ def sites(
         Mutation(file, line, f"drop {method}", "drop", method=method) for file, line, method in report.host_sites
     ]
     return sorted(set(mutations), key=lambda m: (m.file, m.line, m.position, m.description))
+
+
+def kill_rate(
+    fn: Callable[[EmulatedBackend], object],
+    size: int,
+    mutations: Iterable[Mutation],
+    seeds: Iterable[int],
+    **options: Any,
+) -> list[tuple[Mutation, str | None]]:
+    """Return each mutation with the error that caught it on the first seed that did (an exception of `fn` itself
+    counts), or None."""
+    seeds = list(seeds)
+    out: list[tuple[Mutation, str | None]] = []
+    for mutation in mutations:
+        caught = None
+        for seed in seeds:
+            try:
+                spmd(fn, size, seed=seed, mutation=mutation, **options)
+            except Exception as error:
+                caught = f"{type(error).__name__}: {error}".partition("\n")[0]
+                break
+        out.append((mutation, caught))
+    return out
