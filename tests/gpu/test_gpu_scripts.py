@@ -46,8 +46,8 @@ esac
 
 
 def run(tree: Path, out: Path, script: str = "measure.sh", **variables: str) -> tuple[int, str, list[list[str]]]:
-    """Return the exit status, the script's output and the command lines that it started, in a separate tree, since the
-    script puts the profile into src."""
+    """Run a script in a separate tree, since it writes the profile to src. Return the exit status, the output, and the
+    command lines that the script started."""
     programs = {"nvidia-smi": "#!/bin/sh\necho GPU 0\necho GPU 1\n", "python3": PYTHON, "torchrun": TORCHRUN}
     (tree / "bin").mkdir(parents=True, exist_ok=True)
     for name, text in programs.items():
@@ -131,7 +131,7 @@ def test_interrupted_steps_continue_and_failed_ones_come_last(tmp_path: Path) ->
     assert code == 0 and [words[1] for words in asked] == ["bench.measure.moe_tensor"]
 
 
-def test_what_is_one_run_begins_again(tmp_path: Path) -> None:
+def test_steps_that_are_one_run_begin_again(tmp_path: Path) -> None:
     """The table for the decoder has sizes that only one run has measured."""
     kept = tmp_path / "out/decoder"
     kept.mkdir(parents=True)

@@ -126,7 +126,7 @@ def test_the_method_of_one_launch_computes_the_layer() -> None:
         torch.manual_seed(0)
         layer = Layer(world, Model(32, 16, 4, 2), 9, 0.0)
         logits = (layer.logits(layer.xs[0]).float() * 64).sort(1).values
-        assert float(logits.diff(dim=1).min()) > 0, "ties would be another layer"
+        assert float(logits.diff(dim=1).min()) > 0, "with ties, the routes would be ambiguous"
         return error_of(by_weft(layer, ONE_LAUNCH)(layer.xs[0]), by_torch(layer)(layer.xs[0]))
 
     assert max(weft.spmd(main, 1, backend="emulated")) < 1e-2
