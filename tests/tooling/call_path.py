@@ -76,8 +76,8 @@ CALLS: dict[str, tuple[Make, int, int]] = {
     "MoE, dispatched": (moe("dispatched"), 500, 21),
     "MoE, fused": (moe("fused"), 430, 16),
     "MoE, low latency": (moe("low_latency"), 330, 16),
-    "vLLM's row, norm and column, sequential": (row_norm_column(Sequential()), 335, 40),
-    "vLLM's row, norm and column, own rows": (row_norm_column(OwnRows()), 335, 41),
+    "vLLM's row, norm and column, sequential": (row_norm_column(Sequential()), 335, 42),
+    "vLLM's row, norm and column, own rows": (row_norm_column(OwnRows()), 335, 43),
 }
 
 
