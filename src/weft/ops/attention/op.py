@@ -22,7 +22,7 @@ from ...errors import Unsupported
 from ...op import Call, Op, Operands, Shapes, registered
 from ...plans import HeadParallel, Plan, Segmented, Sequential
 from ...prepared import OwnResult, Run
-from ...tensor_checks import DTYPES, check_device, dims
+from ...tensor_checks import DTYPES, check_devices, dims
 from ...torch_library import Backward, CallOptions
 from ...world import World
 from ..common import check_rows, plain_rows
@@ -232,9 +232,7 @@ GATHERED_ATTENTION = registered(GatheredAttention())
 
 def check_operands(world: World, operands: AttentionOperands) -> None:
     q, k, v, sinks = operands
-    for name, t in operands._asdict().items():
-        if t is not None:
-            check_device(_NAME, world, name, t)
+    check_devices(_NAME, world, operands._asdict())
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(
             f"{_NAME}: q must be [m, heads, D] and k, v [n, kv heads, D], or all with a batch dimension before; got"

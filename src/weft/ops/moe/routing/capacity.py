@@ -17,7 +17,7 @@ from ....kernel_launch import Launch, prepared
 from ....op import Local, RowsCall, Shapes, registered
 from ....plans import Plan, Sequential
 from ....prepared import Run
-from ....tensor_checks import check_device, dims
+from ....tensor_checks import check_devices, dims
 from ....torch_library import CallOptions
 from ....world import World
 from .capacity_kernels import limit_experts
@@ -90,8 +90,7 @@ class CapacityOp(Local[CapacityCall]):
 
     def check(self, world: World, operands: CapacityOperands, options: CallOptions) -> CapacityCall:
         (ids, weights), (experts, factor, drop) = operands, options
-        for name, t in operands._asdict().items():
-            check_device(APPLY_CAPACITY, world, name, t)
+        check_devices(APPLY_CAPACITY, world, operands._asdict())
         if ids.dim() != 2 or ids.shape[1] < 1 or weights.shape != ids.shape:
             raise ValueError(f"{APPLY_CAPACITY}: ids {dims(ids)} and weights {dims(weights)} must be [T, k]")
         if ids.dtype != torch.int32 or weights.dtype != torch.float32:
