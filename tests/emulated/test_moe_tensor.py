@@ -193,7 +193,7 @@ def test_what_a_plan_cannot_serve_is_sequential(caplog: pytest.LogCaptureFixture
     assert error(plan=S, hidden=36) < BOUND
     assert "sequential instead of dispatched: rows must be whole 16-byte words, and H 36" in caplog.text
     assert error(plan=changed(S, block_m=32)) < BOUND
-    assert "rows lie in tiles of 16, not of 32" in caplog.text
+    assert "rows are in tiles of 16, not of 32" in caplog.text
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------

@@ -314,7 +314,7 @@ def gathered_attention(
     """Return softmax(scale q K^T) V over the keys K and values V of all ranks: attention over a sequence that is split
     across the ranks (TileLink, section 5).
 
-    Every rank holds some rows of the sequence and gets the output of its own queries.
+    Every rank holds some rows of the sequence and returns the output of its own queries.
 
     Args:
         q: [m_r, heads, D], this rank's queries. There may be fewer queries than keys, or none. D is a multiple of 8, at

@@ -120,14 +120,14 @@ def apply_capacity(
     world: World,
     drop: str = "position",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drop routes so that every expert takes at most ceil(capacity_factor T k / E) of this rank's routes (Fedus et al.
-    2021, "Switch Transformers", equation 3).
+    """Drop routes so that every expert receives at most ceil(capacity_factor T k / E) of this rank's routes (Fedus et
+    al. 2021, "Switch Transformers", equation 3).
 
     Args:
-        ids: int32 [T, k], the experts of each token, -1 for none. An expert that a token has twice takes two routes.
+        ids: int32 [T, k], the experts of each token, -1 for none. An expert may have two routes of a token.
         weights: float32 [T, k].
         experts: E. Ids outside 0 to E - 1 are dropped and not counted.
-        capacity_factor: a number above 0. With 1 an expert takes no more than an even routing would give it.
+        capacity_factor: a number above 0. With 1 an expert receives at most as many routes as under even routing.
         world: the World of the ids' device. No rank waits for another.
         drop: which routes are dropped. "position" drops the last tokens' routes; "probability" drops the routes with
             the smallest weights, and among equal weights the later tokens' routes. A NaN is greater than all numbers.

@@ -177,7 +177,7 @@ def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor, *, world: World
     alpha), for this rank's tokens.
 
     Args:
-        logits: [T, E], of any floating dtype; the gradient goes through them.
+        logits: [T, E], of any floating dtype. The loss is differentiable in them.
         ids: integer [T, k], the chosen experts; ids outside 0 to E - 1 are none. An expert that a token has twice
             counts twice.
         world: the World of the logits' device. No rank waits for another.
@@ -200,7 +200,7 @@ def z_loss(logits: torch.Tensor, *, world: World) -> torch.Tensor:
     "ST-MoE", equation 5, without its coefficient).
 
     Args:
-        logits: [T, E], of any floating dtype; the gradient goes through them.
+        logits: [T, E], of any floating dtype. The loss is differentiable in them.
         world: the World of the logits' device. No rank waits for another.
 
     Returns:
