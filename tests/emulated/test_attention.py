@@ -50,7 +50,7 @@ def test_any_world_against_torch(causal: bool, layout: str, plan: Plan) -> None:
 
 @pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
 def test_by_heads(causal: bool, layout: str) -> None:
-    """The ranks divide the heads among themselves; each rank computes all heads if their number is not divisible."""
+    """The ranks divide the heads among themselves; if their number is not divisible, each rank computes all heads."""
     for ranks, rows in ((1, (5,)), (2, (9, 6)), (3, (6, 0, 7)), (4, (5,) * 4)):
         rows = zigzag_rows(sum(rows), ranks) if layout == "zigzag" else rows
         shape = Shape(rows, 2 * ranks, ranks, causal=causal, layout=layout, sinks=ranks == 2)
@@ -257,7 +257,7 @@ def test_blocks_are_the_mask(rows: tuple[int, ...]) -> None:
                 assert torch.equal(coverage, shape.sees(rank).int())
 
 
-def test_at_every_step_each_rank_reads_what_another_one_pushes() -> None:
+def test_at_every_step_each_rank_reads_another_ranks_push() -> None:
     for size in (2, 3, 4, 8):
         seen = [causal_key_ranges(rank, (4,) * size, 4, False, False).remote[0].ranges for rank in range(size)]
         for step in range(size - 1):
@@ -311,7 +311,7 @@ def refused(
         weft.gathered_attention(q, k, options.pop("v", k), **options, world=world)
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_calls_are_refused() -> None:
     def main(world: weft.World) -> None:
         refused(world, r"q must be \[m, heads, D\]", q=(4, 16))
         refused(world, r"q must be \[m, heads, D\]", v=torch.zeros(3, 2, 16, dtype=BF))
@@ -378,7 +378,7 @@ def test_ranks_that_disagree_on_heads_of_keys_or_the_dtype() -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_what_auto_tries() -> None:
+def test_candidates_of_auto() -> None:
     """No two of the plans that "auto" times are equivalent: with two ranks there is only one remote piece."""
 
     def main(world: weft.World, shape: Shape) -> list[str]:

@@ -35,6 +35,25 @@ def gathered(world: World, layer: Split, t: Tensor, fill_value: int) -> Tensor:
     return full
 
 
+def all_to_all(world: World, sent: Tensor) -> Tensor:
+    """Return [W, ..], by source rank, the parts of all ranks' `sent` [W, ..] for this rank."""
+    if world.size == 1:
+        return sent
+    received = world.empty(sent.shape, sent.dtype)
+    world.backend.all_to_all(list(received), list(sent), world.current_stream())
+    return received
+
+
+def sum_over_ranks(world: World, sent: Tensor, weights: Tensor) -> Tensor:
+    """Return float32 of the shape of weights [T, k], the sum in rank order of all ranks' `sent` [W, max_tokens k] for
+    this rank's routes."""
+    received, total = all_to_all(world, sent), world.empty(weights.shape, torch.float32)
+    own_routes = received[:, : weights.numel()]
+    add = lambda: torch.sum(own_routes, 0, out=total.view(-1))  # noqa: E731
+    world.call(add, [received], [total], world.current_stream())
+    return total
+
+
 def tables(world: World, layer: Split, ids: Tensor) -> dict[str, Tensor]:
     """Return the parts of the routes without the weights (`route_tables.Tables`), int64. ids [W, max_tokens, k]."""
     (size, max_tokens_per_rank, k), tile, device = ids.shape, layer.tile, ids.device

@@ -14,10 +14,8 @@ from ....world import Arena, World
 from ..call import NAME, Kept, Weights
 from ..expert_parallel import dispatched
 from ..expert_parallel.dispatched import (
-    DISPATCH_REGISTERS,
     ELEMENTS_PER_THREAD,
     DispatchedState,
-    FinalSumOptions,
     GroupedProduct,
     LayerWorkspace,
     make_state,
@@ -94,15 +92,7 @@ def push_shard_launch(
 def _push_shard(world: World, state: DispatchedState, half_size: int, other_programs: int) -> Launch:
     plan = state.plan
     sizes = dict(BLOCK=state.push_block, STAGES=plan.send_stages, OTHER_PROGRAMS=other_programs)
-    return state.side_launch(
-        world,
-        push_shard,
-        state.dispatch_programs,
-        DISPATCH_REGISTERS,
-        state.dispatch_flags,
-        half_size=half_size,
-        **sizes,
-    )
+    return state.side_launch(world, push_shard, True, half_size=half_size, **sizes)
 
 
 @prepared
@@ -182,10 +172,7 @@ def reduce_rows(
     counters = world.channel(f"{NAME}, tiles of column shards by source step", world.size, None).counters
     gemm = dispatched.grouped_gemm(world, state, tables, product, y, counters, is_backward, is_backward)
     combine = dispatched.combine_launch(world, state, rows, tables.targets, counters, workspace)
-    sum_options = FinalSumOptions(layer.tp_size)
-    final_sum = dispatched.final_sum_launch(
-        world, state, rows, ids, shared, out, workspace, counters, sum_options=sum_options
-    )
+    final_sum = dispatched.final_sum_launch(world, state, rows, ids, shared, out, workspace, counters)
     further = concurrent or ()
     pairs = [part for step in (gemm, *further) for part in (combine, step)]
     variant = "sums", is_backward, len(further)
