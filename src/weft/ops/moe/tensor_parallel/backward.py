@@ -1,7 +1,7 @@
 """The launches of the backward passes of both halves of a layer whose experts' columns are split over ranks
 (backward_kernels.py describes the data flow and its order).
 
-Rows have the order of the forward pass: its routes are saved and say where each row is.
+Rows have the order of the forward pass, whose saved routes hold the position of each row.
 """
 
 from __future__ import annotations
