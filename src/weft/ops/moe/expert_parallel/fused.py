@@ -109,14 +109,15 @@ def layer_memory(
     return memory._replace(logits=logits, calls=world.calls(NAME), number=word)
 
 
-def layer_launch(world: World, call: MoeCall, plan: FusedMoe, timed: bool, number: int | None) -> Launch:
+def layer_launch(
+    world: World, call: MoeCall, plan: FusedMoe, workspace: LayerWorkspace, timed: bool, number: int | None
+) -> Launch:
     """Return the launch of the layer. timed: whether `stamped` was called. number: the call's number if this launch
     includes the router, otherwise None."""
     layer, h, i, n = call.layer, call.layer.hidden, call.layer.inner, first_columns(world, call.layer)
     bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
     sizes, local_experts, copies = layer_sizes_of(world, call, plan), layer.experts // world.size, plan.copy_programs
     builder, *_ = tables_of(world, layer, bm)
-    workspace = make_workspace(world, layer, builder.rows, "inbox of one launch")
     return Launch(
         world,
         moe_layer,
@@ -164,8 +165,10 @@ def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Run:
     has_router, holder, ahead = call.router is not None, lock(world, NAME), Ahead()
     if not has_router:  # counters of its own, since only launches with a router count all barriers
         plan = replace(plan, route=False)
-    launch_of, stamps = made_once(layer_launch, world, call, plan), (NAME, "stamps", world.sm_count * plan.per_sm)
-    _, tables, _ = tables_of(world, call.layer, plan.tile.block_m)
+    builder, tables, _ = tables_of(world, call.layer, plan.tile.block_m)
+    workspace = make_workspace(world, call.layer, builder.rows, "inbox of one launch")
+    launch_of = made_once(layer_launch, world, call, plan, workspace)
+    stamps = (NAME, "stamps", world.sm_count * plan.per_sm)
     # A launch of its own, because inside the layer's kernel the comparison would need registers that are not free (8
     # bytes of spills on sm_90a).
     compare_calls = Launch(world, compare, 1, dict(num_warps=1), calls=world.calls(NAME))
