@@ -16,7 +16,7 @@
 set -u
 cd "$(dirname "$0")/.."
 out=${OUT:-gpu/out}
-parts=${PARTS:-ops norm decoder signaled profile moe attention columns transformers fp8}
+parts=${PARTS:-ops norm eager decoder signaled profile moe attention columns transformers fp8}
 end=$(awk "BEGIN { print int(60 * ${MINUTES:-9.5}) }")
 mkdir -p "$out/state" "$out/results" "$out/profile" "$out/tuning"
 export PYTHONPATH=$PWD/src:$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 WEFT_TIMEOUT=${WEFT_TIMEOUT:-10}
@@ -67,6 +67,8 @@ profile() {
 }
 
 ops() { spmd ops 240 bench.measure.run --tune --out "$out/results"; }
+
+eager() { spmd eager 90 bench.measure.eager --out "$out/results"; }
 
 norm() { spmd norm 60 bench.measure.norm --modes graph --out "$out/results"; }
 

@@ -15,9 +15,9 @@ from weft import moe
 from weft.ops.moe.call import Layer, Weights
 from weft.plans import Plan
 
-Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # of call, rank, T, layer and world; returns int32 [T, k]
+Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # (call, rank, T, layer, world) to int32 [T, k]
 Tensors = Mapping[str, torch.Tensor | None]
-Run = Callable[..., torch.Tensor]  # of world, model, ids and the Tensors of NAMES; options: rows, plan, keep
+Run = Callable[..., torch.Tensor]  # (world, model, ids, *Tensors of NAMES); options: rows, plan, keep
 NAMES = ("x", "weights", "w13", "w2", "b13", "b2", "shared")
 
 

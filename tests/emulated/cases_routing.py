@@ -76,8 +76,8 @@ def drawn(layer: Layer, seed: int, tokens: list[int] | None = None) -> list[Ids]
 
 
 def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World], None]:
-    """Share routes and build their tables, with only `World.barrier` between calls in place of the rest of a layer, and return
-    what they wrote. `routed` holds every rank's ids, by call."""
+    """Share routes and build their tables, separated by `World.barrier` instead of the rest of a layer, and return the
+    results. `routed(n)` returns every rank's ids in call n."""
 
     def main(world: World) -> None:
         seen = []
@@ -87,7 +87,7 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
             sizes = TableSizes(layer.experts, layer.max_tokens_per_rank, layer.block_m, layer.max_rows)
             tables = routed_tables(world, ids, weights_of(ids, world.rank), sizes)
             seen.append(copied(world, *tables))
-            world.barrier()  # nobody shares again before all have read this
+            world.barrier()  # no rank may share routes again before all ranks have read these
         lost = [[reference(layer, r, routed(n))["lost"] for n in range(layer.calls)] for r in range(layer.ranks)]
         by_source = torch.tensor(lost).sum(1)  # [rank without room, rank of the tokens]
         message = ""

@@ -115,7 +115,7 @@ def routes_case(world: weft.World, plan: str, tokens: Sequence[int], tp_size: in
     )
     world.synchronize()
     split = Split(layer.max_tokens_per_rank, 4, 2, 32, model.inner, layer.dtype, tp_size=tp_size, tile=16)
-    tables = route_parts(world, split, routes)
+    tables = route_parts(world, split, routes).tables
     local = split.local(world)
     group = [[[e - me // tp_size * local for e in t] for t in ids] for ids in every]
     expected = rotated(group, Routes(world.size, local, 2, layer.max_tokens_per_rank, 16), me)

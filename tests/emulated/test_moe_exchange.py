@@ -150,7 +150,7 @@ def test_the_bits_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize("alignment", op.ALIGNMENTS)
-def test_the_grouped_gemm_of_torch_takes_the_rows(alignment: int) -> None:
+def test_torchs_grouped_gemm_accepts_the_rows(alignment: int) -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(6, 4, 2, 32, 24, BF, "gelu")
         model, (x, ids, weights) = Model(world, layer, False), routed(world)
@@ -292,7 +292,7 @@ def test_routes_that_are_written_before_the_backward_pass(name: str) -> None:
     rank_calls(rank)
 
 
-def test_errors_quote_what_was_given() -> None:
+def test_errors_quote_the_arguments() -> None:
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
 

@@ -39,7 +39,7 @@ def test_a_kernel_with_time_stamps_computes_the_same() -> None:
     assert max(weft.spmd(rank, 2, backend="emulated")) < 5e-3
 
 
-def test_what_a_plan_cannot_serve() -> None:
+def test_calls_that_the_plan_does_not_support() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF)
         assert fused.unsupported(world, layer, S) is None

@@ -241,7 +241,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "error", "says"), REFUSED)
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_wrong_arguments_are_refused(changes: dict[str, Any], error: type[Exception], says: str) -> None:
     def main(world: weft.World) -> None:
         arguments = random_layer(world)
         options = {name: value for name, value in changes.items() if name not in (*arguments, "ids")}

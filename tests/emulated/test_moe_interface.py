@@ -317,8 +317,8 @@ def test_counts_under_torch_compile() -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_repeated_expert_counts_twice(plan: str) -> None:
-    """This holds even for a rank with a single expert and twice as many rows as distinct ids could give: they fit if
-    max_rows allows it, and otherwise are dropped and reported."""
+    """A rank with a single expert then receives twice as many rows as distinct ids could give: the rows fit if max_rows
+    allows it, and otherwise are dropped and reported."""
 
     def main(world: weft.World) -> float:
         layer = Layer(40, 2, 2, 32, 24, torch.bfloat16)

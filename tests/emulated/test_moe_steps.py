@@ -103,7 +103,7 @@ def test_counters_are_those_of_their_tables() -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_what_a_plan_cannot_serve() -> None:
+def test_calls_that_the_plan_does_not_support() -> None:
     def main(world: weft.World) -> list[Any]:
         layer = Layer(8, 4, 2, 32, 24, BF)
         wrong = [

@@ -11,7 +11,7 @@ from weft.lang.channel import BlockChannel
 from weft.lang.primitives import channel_wait
 
 
-def test_parts_by_what_ranks_say() -> None:
+def test_parts_by_the_ranks_arguments() -> None:
     def main(world: weft.World) -> list[object]:
         rows, cols = world.split(world.rank // 2), world.split(f"column {world.rank % 2}")
         alone = world.split(world.rank)
@@ -56,7 +56,7 @@ def waits(ch: BlockChannel):  # type: ignore[no-untyped-def]
     channel_wait(ch, 1, 1, 0, 0)
 
 
-def test_a_part_that_stands_still_names_its_channel() -> None:
+def test_a_part_that_hangs_names_its_channel() -> None:
     def main(world: weft.World) -> None:
         part = world.split(world.rank // 2)
         world.channel("of all", 8, None)

@@ -62,7 +62,7 @@ READS: dict[str, Callable[[torch.Tensor], list[float]]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_torch_sees_the_kernels_before_it(read: str) -> None:
+def test_torch_operations_follow_earlier_kernels(read: str) -> None:
     def main(world: World) -> list[float]:
         return READS[read](doubled(world, torch.ones(16)))
 

@@ -209,7 +209,7 @@ def read_often(x, out, N: tl.constexpr):
     tl.store(out, total)
 
 
-def test_a_program_that_reads_one_word_often_goes_on() -> None:
+def test_a_program_that_reads_one_word_often_continues() -> None:
     def fn(b: EmulatedBackend) -> float:
         out = b.zeros((1,), torch.float32)
         b.launch(read_often, 1, dict(x=torch.ones(1), out=out, N=3000), {}, b.current_stream())
@@ -1417,7 +1417,7 @@ def handed(how: str, between: str) -> Any:
 
 
 @pytest.mark.parametrize("how", MOVES)
-def test_a_load_of_what_another_thread_has_stored_is_a_race(how: str) -> None:
+def test_a_load_of_another_threads_store_is_a_race(how: str) -> None:
     with pytest.raises(Race, match=r"race on x\[\d+, \d+\] of rank 0: read after write by another thread") as caught:
         spmd(handed(how, ""), 1)
     assert len(set(re.findall(r"hand_over\[0\] at .*test_emulator\.py:(\d+) \(hand_over\)", str(caught.value)))) == 2

@@ -14,7 +14,7 @@ from tests.emulated.cases import distance
 from weft import hf
 
 BF = torch.bfloat16
-BOUND = 3e-2  # of logits: two bf16 models that round at different places
+BOUND = 3e-2  # the difference of the logits of two bf16 models that round at different places
 SIZES = dict(
     vocab_size=1024, hidden_size=1024, intermediate_size=2816, num_hidden_layers=3, num_attention_heads=16,
     num_key_value_heads=8, head_dim=64, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=1023,

@@ -189,7 +189,7 @@ def product_at_full_size(form: str, guard: bool) -> Compiled:
 @pytest.mark.parametrize(
     ("form", "most"), [("step_by_step", 2), ("step_by_step_with_pointers", 29), ("by_segments", 0)]
 )
-def test_what_a_guard_costs(form: str, most: int, own_cache: None) -> None:
+def test_the_instructions_of_a_guard(form: str, most: int, own_cache: None) -> None:
     """Without a guard, a step of K has 163, 158 and 109 instructions in Triton 3.6."""
     alone, guarded = (product_at_full_size(form, guard) for guard in (False, True))
     assert instructions_of_a_step(guarded.ptx) - instructions_of_a_step(alone.ptx) <= most
@@ -244,7 +244,7 @@ def test_a_loop_with_signals_that_stays_flattened_is_found(own_cache: None, monk
     assert waits_run_ahead(compiled(chained("tiles_of_a_gemm", True)).compiled.ptx)
 
 
-# -- the text of the IR ------------------------------------------------------------------------------------------------
+# -- tests of the text of the IR ---------------------------------------------------------------------------------------
 
 TEXT = """module {
   tt.func public @k(%x: !tt.ptr<f32> loc("x"(#loc))) attributes {noinline = false} {
@@ -308,7 +308,7 @@ def test_atomics_that_acquire_nothing_are_no_waits(order: str) -> None:
     assert guarded_loads.guard_loads(SPIN.replace("ORDER", order)) is None
 
 
-def test_a_kernel_without_waits_in_loops_is_left_alone() -> None:
+def test_a_kernel_without_waits_in_loops_does_not_change() -> None:
     assert guarded_loads.guard_loads(TEXT) is None
 
 

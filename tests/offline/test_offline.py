@@ -324,8 +324,7 @@ def wait_word(world: World) -> None:
     from weft.backends.cuda import GpuBackend
 
     word = world.zeros((1,), torch.int32)
-    world.backend._wait_word = None  # type: ignore[attr-defined]  # as a GPU's backend has it before the first wait
-    GpuBackend.wait(world.backend, word, word, None)  # type: ignore[arg-type]
+    GpuBackend._wait_word.func(world.backend)(None, word=word, value=word)  # type: ignore[attr-defined]
 
 
 def rows(world: World) -> None:
@@ -503,7 +502,7 @@ ALONE = (matmul.__name__, whole_matmul.__name__, scaled_matmul.__name__)  # thes
 
 
 def private(launch: Launch, k: Compiled) -> list[str]:
-    """Return the registers of the descriptors of the caller's own tensors, which no other rank writes."""
+    """Return the registers that hold descriptors of the caller's own tensors, which no other rank writes."""
     names = [n for n in launch.kernel.arg_names if isinstance(launch.args[n], TensorDescriptor)]
     registers_of = dict(zip(names, descriptors(k.ptx), strict=True))
     return [register for name in ("x_desc", "w_desc") for register in registers_of.get(name, ())]
@@ -726,7 +725,7 @@ BREAKS = [  # newer Tritons themselves wait for bulk stores, and insert a barrie
 
 
 @pytest.mark.parametrize(("old", "new", "says"), BREAKS)
-def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
+def test_broken_rules_are_found(old: str, new: str, says: str) -> None:
     """The rules find each edit of the all-reduce kernels' own PTX."""
     broken = []
     for launch, k in compiled(f"{AR} x8 plan 0 one row"):

@@ -217,7 +217,7 @@ def test_a_dequantized_product_is_that_of_the_values() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten._scaled_mm_v2, "out"), reason="an older torch")
-def test_torch_takes_the_arguments_of_a_product_by_block() -> None:
+def test_torch_accepts_the_arguments_of_a_product_by_block() -> None:
     """CPUs support no product with this recipe. torch receives all arguments, and its error says so."""
     x, weight = (
         ScaledTensor(torch.zeros(rows, 640).to(E4M3), torch.ones(scales, 5), "block")

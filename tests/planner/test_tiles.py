@@ -86,7 +86,7 @@ FEW = [1024, 1024], 2752  # 176 tiles on 132 SMs
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_every_fused_variant_gets_them(op: str) -> None:
+def test_every_fused_variant_uses_half_tiles(op: str) -> None:
     for plan in REGISTRY[op].variants:
         assert isinstance(plan, Fused)
         if getattr(plan, "per_sm", 1) == 2:

@@ -3,8 +3,9 @@ structure`).
 
 A module may import only modules with its own layer's name and modules of lower layers. DOORS lists the exceptions, all
 of them imports inside functions. Modules must not import each other in a circle, except through a door; imports inside
-functions count here, imports for type checking alone do not. They do count as arrows: an arrow leads from a package,
-or a module beside the packages, to each other one that it imports, and UP arrows may lead from a lower to a higher one.
+functions count here, imports for type checking alone do not. Such imports do count as arrows: an arrow leads from a
+package, or a module beside the packages, to each other one that it imports, and UP arrows may lead from a lower to a
+higher one.
 
 Only `architectures` compares compute capabilities.
 

@@ -131,7 +131,7 @@ def test_without_a_barrier_there_is_no_call() -> None:
     assert spans_of(0, []) == spans_of(0, [event(UP, 0, 10)]) == []
 
 
-def test_lanes_say_what_is_done_and_stages_have_names() -> None:
+def test_lanes_and_stages_have_names() -> None:
     (rank, _) = results()
     assert lanes_of(rank["sequential"].spans) == {
         "all-gather": ["all-gather"],

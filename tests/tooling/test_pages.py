@@ -24,11 +24,11 @@ SLOW = ("docs/planner.md", "bench/results/predictions.md")  # these predict thou
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.gate if n in SLOW else ()) for n in pages.PAGES])
-def test_a_page_is_what_its_maker_makes(name: str) -> None:
+def test_a_page_equals_the_output_of_its_program(name: str) -> None:
     assert (ROOT / name).read_text() == pages.PAGES[name](), f"{name} is out of date: run make pages"
 
 
-def test_the_shipped_table_is_what_its_maker_makes() -> None:
+def test_the_shipped_table_equals_the_output_of_its_program() -> None:
     text, _ = table.table_of("nvidia-h200")
     assert text == (table.TABLES / "nvidia-h200.json").read_text(), "run python -m bench.pages.table nvidia-h200"
 
@@ -172,8 +172,8 @@ def test_each_mean_names_the_commits_of_its_rows() -> None:
 
 
 def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
-    """These figures are the times of experts on one GPU compared with vLLM's and quack's, the gain for a prompt, in
-    total and by overlap, and vLLM's lowest repeat."""
+    """The README's other figures are the times of experts on one GPU compared with vLLM's and quack's, the gain for a
+    prompt, in total and by overlap, and vLLM's lowest repeat."""
     text = (ROOT / "README.md").read_text()
     one = {(r["name"], r["method"]): r["us"] for r in stored_rows("nvidia-h100-x1", "moe_one_gpu") if r["zipf"] == 0}
     names = {name for name, method in one if method == "weft"}
@@ -213,7 +213,7 @@ def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
 
 
 def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
-    """These means are for experts on one GPU by number of tokens, FlashMoE's single launch, and quack's GEMM."""
+    """The means are for experts on one GPU by number of tokens, FlashMoE's single launch, and quack's GEMM."""
     moe, papers, guide = ((ROOT / f"docs/{name}.md").read_text() for name in ("moe", "papers", "guide"))
     for machine in ("nvidia-h100-x1", "nvidia-h200-x1"):
         rows = [r for r in stored_rows(machine, "moe_one_gpu") if r["zipf"] == 0]
@@ -262,7 +262,7 @@ def test_the_reference_has_every_public_module() -> None:
         assert importlib.import_module(name).__doc__
 
 
-def test_the_reference_says_in_a_clone_what_every_name_is() -> None:
+def test_the_reference_describes_every_name_in_a_clone() -> None:
     """The site's directives do not count as text."""
     text = (ROOT / "docs/api.md").read_text()
     for name in weft.__all__:

@@ -39,7 +39,7 @@ def test_other_arguments_are_other_measurements(tmp_path: Path, monkeypatch: pyt
     assert measured("--tokens", "16", "--out", "here") == [1, 2, 3]
 
 
-def test_what_the_time_leaves_is_named(
+def test_cases_without_time_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def main(world: weft.World) -> list[int]:

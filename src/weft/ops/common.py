@@ -111,8 +111,6 @@ class MatmulOp(Op[M]):
         trials decide."""
         return super().expected(world, call, mode) if call.scaling is None else Sequential()
 
-    scatters_rows: ClassVar[bool] = True  # whether rows are sharded over ranks, before or after
-
     def choose(self, world: World, call: M, asked: str | Plan, capturing: bool) -> Plan:
         """Return the Plan to run. A Plan that the caller passed keeps its tiles; the plan for "auto" or a kind's name
         gets tiles that suit the shape. With 8-bit operands every plan gets tiles that suit the operands."""
@@ -189,7 +187,7 @@ class MatmulOp(Op[M]):
         """Return why the plan does not support shards of these lengths, or None. If the caller did not ask for the
         plan, the reason is "", which is not logged."""
         why = None
-        if isinstance(plan, OneShot) and self.scatters_rows:
+        if isinstance(plan, OneShot) and self.collective != "all_reduce":
             if asked == "auto" and world.size * max(call.shards) > 2 * call.rows:
                 return ""  # the plan would allocate the longest shard for every rank
             if min(call.shards) == 0 < max(call.shards):

@@ -141,7 +141,6 @@ class MatmulAllReduce(MatmulReduce):
     everywhere = True
     # In 76 shapes and modes on 2 to 8 H200s, 4 forward programs were at most 2.1% faster than 16 (2026-11).
     variants = (FusedAllReduce(),)
-    scatters_rows = False
     runs = {
         Sequential: prepare_sequential,
         Decomposed: prepare_reduced,

@@ -331,7 +331,7 @@ def combine(
     gradient = torch.is_grad_enabled() and requires_grad(y, shared, handle.weights)
     before, current_versions = handle.versions, versions(handle.ids, handle.weights)
     if gradient and before and current_versions and before != current_versions:
-        raise RuntimeError(f"{COMBINE}: ids or weights were written since {DISPATCH}, and the gradient takes them")
+        raise RuntimeError(f"{COMBINE}: ids or weights were written since {DISPATCH}, and the gradient needs them")
     operands = CombineOperands(y, handle.weights, handle.ids, handle.handle_id, shared)
     result: torch.Tensor = COMBINE_OP(handle.world, handle.plan, operands, handle.options, out)
     return result

@@ -15,7 +15,7 @@ from ....errors import WeftError
 from ....plans import Plan
 from ....world import World
 from ..call import NAME, Layer, MoeCall, MoeOperands
-from ..expert_rows import ACTIVATED, activation_gradient, linear, products, sums
+from ..expert_rows import activated, activation_gradient, linear, products, sums
 from .backward import Gradients
 
 
@@ -29,7 +29,7 @@ def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperand
 
     def experts() -> None:
         preactivation = linear(rows[routes.expert_order], w.w13, w.b13, routes.offsets)
-        hidden = ACTIVATED[layer.activation](preactivation, layer.inner, world.backend.scale.interleave)
+        hidden = activated(preactivation, layer.activation, layer.inner, world.backend.scale.interleave)
         y.index_copy_(0, routes.expert_order, linear(hidden, w.w2, w.b2, routes.offsets).to(y.dtype))
 
     world.call(experts, [rows, *routes.by_expert, *(t for t in w if t is not None)], [y], stream)
@@ -62,7 +62,7 @@ def backward(world: World, layer: Layer, dy: Tensor, operands: MoeOperands, expe
         rows, dout, weight = (t[routes.expert_order] for t in (x_rows, dy_rows, row_weights))
         offsets, block, (dw13, dw2, db13, db2) = routes.offsets, world.backend.scale.interleave, expert_gradients
         preactivation = linear(rows, w.w13, w.b13, offsets)
-        hidden = ACTIVATED[layer.activation](preactivation, layer.inner, block)
+        hidden = activated(preactivation, layer.activation, layer.inner, block)
         dots = (linear(hidden, w.w2, w.b2, offsets).float() * dout.float()).sum(1, keepdim=True)
         dots_by_row.index_copy_(0, routes.expert_order, dots)
         dout = (dout.float() * weight).to(dout.dtype)

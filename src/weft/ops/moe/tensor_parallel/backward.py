@@ -28,7 +28,7 @@ from ..expert_rows import sum_over_ranks
 from ..routing.route_tables import Tables
 from .backward_kernels import activation_backward
 from .call import GatherOperands, ScatterOperands, Split, route_parts, section_words
-from .dispatched import acquire_arena, arena_workspace, plan_state, push_shard_launch, reduce_rows, tables_of
+from .dispatched import acquire_arena, arena_workspace, plan_state, push_shard_launch, reduce_rows
 
 # -- the launches ------------------------------------------------------------------------------------------------------
 
@@ -76,8 +76,8 @@ def second_half(
     sums are in float32 and in a fixed order.
     """
     hidden, routes, _, w2, b2, _ = operands
-    state, parts = plan_state(world, layer, plan), route_parts(world, layer, routes)
-    stream, tables = world.current_stream(), tables_of(parts)
+    state, (weights, tables) = plan_state(world, layer, plan), route_parts(world, layer, routes)
+    stream = world.current_stream()
     dy_rows = scratch(world, "rows of dy", state.rows, layer.hidden, layer.dtype)
     g = scratch(world, "hidden", state.rows, layer.inner, layer.dtype)
     row_weights = scratch(world, "weights of rows", state.rows, 1, torch.float32)
@@ -95,7 +95,7 @@ def second_half(
         bias=g if b2 is None else b2,
         row_weights=row_weights,
         tables=tables,
-        weights=parts.weights,
+        weights=weights,
         dweights_inbox=route_parts(world, layer, droutes).weights,
     )
     weigh = BoundLaunch(activation_launch(world, state, IDENTITY.value, layer.inner, 0, b2 is not None), moving)
@@ -126,8 +126,8 @@ def first_half(
     are in float32 and in a fixed order.
     """
     x, ids, _, w13, b13 = operands
-    state, parts = plan_state(world, layer, plan), route_parts(world, layer, routes)
-    stream, tables, n = world.current_stream(), tables_of(parts), w13.shape[1]
+    state, (_, tables) = plan_state(world, layer, plan), route_parts(world, layer, routes)
+    stream, n = world.current_stream(), w13.shape[1]
     world.order(lock(world, NAME), stream)
     x_rows = scratch(world, "rows of x", state.rows, layer.hidden, layer.dtype)
     preactivation = kept.preactivation
