@@ -1,7 +1,7 @@
 """Dispatch and combine by themselves, for callers with expert kernels of their own.
 
     dispatched   the steps of a layer (expert_parallel/dispatched.py), with `place_rows` in place of the grouped GEMMs;
-                 place_rows_kernels.py says what orders the steps
+                 place_rows_kernels.py describes the order of the steps
     sequential   NCCL's collectives (collectives.py), which need no symmetric memory
 
 Two dispatches may be pending, each in one of two buffers with memory and counters of its own. A dispatch has an id in

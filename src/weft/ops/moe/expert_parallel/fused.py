@@ -1,5 +1,5 @@
 """The plan that runs all of an MoE layer's experts in one launch (fused_kernels.py), on the current stream; with the
-router in the same launch if the plan says `route` (route_kernels.py)."""
+router in the same launch if the plan has `route` (route_kernels.py)."""
 
 from __future__ import annotations
 
@@ -156,8 +156,7 @@ def stamped(world: World, programs: int) -> torch.Tensor:
 
 def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Run:
     """Prepare calls that compute what plan Dispatched does, with the same bits and in the same memory except for the
-    inbox. `out` may be shared, not x. First a small launch compares the ranks' calls; it takes some us, as a barrier
-    does.
+    inbox. `out` may be shared, not x. First a small launch compares the ranks' calls, in some us, as a barrier does.
 
     If the call has a router, the launch writes the operands ids and weights, and compares the calls itself. A run
     raises Unsupported if the plan's programs are not all resident at once.
