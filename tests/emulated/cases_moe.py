@@ -163,7 +163,7 @@ def routed(call: int, rank: int, t: int, layer: Layer, world: int, ids_of: Ids =
 
 
 def counts_of(tokens: Sequence[int], call: int, ranks: int) -> list[int]:
-    """Return the numbers of tokens of every rank, which differ in every call."""
+    """Return every rank's number of tokens; the numbers differ in every call."""
     return [tokens[(rank + call) % len(tokens)] for rank in range(ranks)]
 
 

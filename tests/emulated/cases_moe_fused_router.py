@@ -27,7 +27,7 @@ WITH_ROUTER = replace(SMALL_MOE, route=True)
 
 @dataclass(frozen=True)
 class RoutedLayer:
-    """A layer, its router, and the numbers of tokens of the ranks, which rotate from call to call."""
+    """A layer, its router, and the ranks' numbers of tokens, which rotate from call to call."""
 
     experts: int = 4
     k: int = 2

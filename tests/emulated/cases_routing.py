@@ -33,8 +33,8 @@ class Layer:
 
 
 def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
-    """Return the tables of a rank except for `targets`, and `lost`, the number of routes without a row, by the rank of
-    their tokens. `touched` is the amount that a call adds to the touched counts, by source step. `ids` are listed by
+    """Return a rank's tables except for `targets`, and `lost`, the number of dropped routes for each rank whose tokens
+    they belong to. `touched` is the amount that a call adds to the touched counts, by source step. `ids` are listed by
     rank, without padding."""
     w, el, bm, c = layer.ranks, layer.experts, layer.block_m, layer.max_tokens_per_rank
     slots, rows, offsets, received = [-1] * (w * c * layer.k), [], [0], []
@@ -142,7 +142,7 @@ def copied(world: World, tables: Tables, *others: torch.Tensor) -> list[torch.Te
 
 
 def numbers(tables: list[torch.Tensor]) -> dict[str, Any]:
-    """Return the tables by name, without meaningless entries."""
+    """Return the tables by name, without entries that have no meaning."""
     out = {name: t.tolist() for name, t in zip(Tables._fields, tables, strict=True)}
     rows = out["offsets"][-1]
     assert out["sources"][rows:] == [-1] * (len(out["sources"]) - rows)

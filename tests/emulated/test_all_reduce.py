@@ -95,8 +95,8 @@ def test_calls_of_the_same_operands(name: str) -> None:
 @pytest.mark.parametrize("plan", [OneShot(warps=4), TwoShotLowLatency(warps=4)], ids=["one shot", "two shots"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_posted_rows_may_hold_anything(plan: Plan, dtype: torch.dtype, seed: int) -> None:
-    """Rows may hold infinities, negative zeros, and the bits that mark memory where nothing has been stored (two NaNs,
-    or one NaN of 32 bits)."""
+    """Rows may hold infinities, negative zeros, and the bits that mark memory as not yet written (two NaNs, or one NaN
+    of 32 bits)."""
 
     bits = torch.int32 if dtype == torch.float32 else torch.int16
 
@@ -686,7 +686,7 @@ def test_gemm_plans_and_norm_plans_are_not_interchangeable() -> None:
 
 @pytest.mark.parametrize("ranks", some([3, 2]))
 def test_compiles_as_one_graph(ranks: int) -> None:
-    """The graph is correct for rows that ranks share evenly and for 7 rows."""
+    """The graph is correct for an even split of rows among the ranks and for 7 rows."""
 
     def main(world: weft.World) -> None:
         rows = balanced_rows(7, world.size)[world.rank]

@@ -50,7 +50,7 @@ def test_any_world_against_torch(causal: bool, layout: str, plan: Plan) -> None:
 
 @pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
 def test_by_heads(causal: bool, layout: str) -> None:
-    """The ranks divide the heads among themselves; each rank computes all heads if their number is not divisible."""
+    """The ranks divide the heads among themselves; if their number is not divisible, each rank computes all heads."""
     for ranks, rows in ((1, (5,)), (2, (9, 6)), (3, (6, 0, 7)), (4, (5,) * 4)):
         rows = zigzag_rows(sum(rows), ranks) if layout == "zigzag" else rows
         shape = Shape(rows, 2 * ranks, ranks, causal=causal, layout=layout, sinks=ranks == 2)

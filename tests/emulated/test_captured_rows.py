@@ -1,5 +1,5 @@
-"""Which calls are prepared for a capture: all, or, for an engine that names its largest captured size, those up to that
-size."""
+"""Tests of the sizes that are prepared for a capture: all sizes, or, for an engine that names its largest captured
+size, those up to that size."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ def test_every_plan(op: str, plan: str, scaling: str) -> None:
 @pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize("scaling", ["row", "block"])
 def test_scales_travel_with_rows_under_many_schedules(scaling: str, seed: int) -> None:
-    """Programs and copies pull shards of whole tiles, which are pulled in bulk, of partial tiles, and empty shards."""
+    """Programs and copies pull whole-tile shards in bulk, shards with partial tiles, and empty shards."""
     op = OPS[0]
     for rows, plan in (
         ([16, 16], "fused"), ([20, 0, 12], "fused"), ([33, 5], FusedGather(tile=SMALL_TILE, pull_programs=4, pull_rows=8, pull_stages=2, split=2)),

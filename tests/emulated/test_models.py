@@ -60,7 +60,9 @@ def test_norms_of_every_kind_read_and_write_in_place(plan: str) -> None:
     results = emulate(main, 2)
     assert max(error for error, _ in results) < BF16
     copied = {"two-shot all-reduce, x", "two-shot all-reduce, out"}
-    assert not any(copied & buffers for _, buffers in results), "partial and normalised rows are symmetric themselves"
+    assert not any(copied & buffers for _, buffers in results), (
+        "partial and normalised rows must be in symmetric memory"
+    )
 
 
 @pytest.mark.parametrize("seed", some(range(1, 5)))

@@ -1,4 +1,4 @@
-"""Options of `weft.moe`: groups of ranks, the size of memory, and counts; on emulated ranks."""
+"""Options of `weft.moe` on emulated ranks: groups of ranks, the size of memory, and counts."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def overflow_of(world: weft.World) -> str:
 @covered("[123]", covering="[0]")
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> None:
-    """Tiles have 16 rows, and ranks 4 experts; 100 rows are routed to one expert, which has room for 80. The rank's own
-    rows come first. Both the full rank and the rank of the tokens are notified."""
+    """Tiles have 16 rows, and each rank has 4 experts; 100 rows are routed to one expert, which has room for 80. The
+    rank's own rows come first. Both the full rank and the rank of the tokens are notified."""
 
     def main(world: weft.World) -> None:
         model, tokens = Model(world, LAYER, False), 50

@@ -307,7 +307,7 @@ def twice(tile_schedule: Schedule) -> Schedule:
 
 
 def swapped(tile_schedule: Schedule) -> Schedule:
-    """A program's tiles of two groups are exchanged."""
+    """A program computes each of two groups' tiles in place of the other's."""
     first_tiles = [entry.first_tile for entry in tile_schedule.program_groups[0]]
     return changed_entry(changed_entry(tile_schedule, 0, 0, first_tile=first_tiles[1]), 0, 1, first_tile=first_tiles[0])
 

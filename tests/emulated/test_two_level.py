@@ -67,8 +67,8 @@ def test_gemms(nodes: int, ranks: int, piece_count: int) -> None:
 
 
 def test_sent_tensors_are_kept_until_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's allocator reuses the memory of a released tensor for the next one of the same stream, whatever another
-    stream still reads."""
+    """A GPU's allocator gives the memory of a released tensor to the stream's next tensor, even if another stream still
+    reads the memory."""
     sent: list[list[weakref.ref[torch.Tensor]]] = [[] for _ in range(6)]  # sent tensors, for each rank
 
     def send(world: World, part: torch.Tensor, to: int, into: torch.Tensor, source: int, stream: Any) -> None:

@@ -1,5 +1,4 @@
-"""Weaving itself: which calls overlap, where a batch is split, and which plan "auto" chooses from the measured
-table."""
+"""Weaving: which calls overlap, where a batch is split, and which plan "auto" chooses from the measured table."""
 
 from __future__ import annotations
 

@@ -209,8 +209,8 @@ def test_memory_has_a_shape_and_a_dtype() -> None:
 
 
 def test_a_repeated_name_is_two_tensors() -> None:
-    """Two allocations of symmetric memory under one name are two tensors, as docs/writing-kernels.md says; two channels
-    of one name are the same channel."""
+    """Two allocations of symmetric memory under one name are two tensors, as docs/writing-kernels.md states; two
+    channels of one name are the same channel."""
 
     def main(world: weft.World) -> None:
         a, b = (world.symmetric((4,), torch.float32, "x") for _ in range(2))
@@ -800,8 +800,8 @@ def test_symmetric_memory_of_different_sizes_disagrees() -> None:
 
 @pytest.mark.parametrize("name", ["meet", "signal"])
 def test_streams_of_ranks_can_be_ordered(name: str) -> None:
-    """World.barrier orders the reads and writes, and so do World.signal and World.wait, of which a user's op may
-    consist."""
+    """World.barrier orders the write and the read, and so do World.signal and World.wait; a user's op may use
+    either."""
 
     def main(world: weft.World) -> None:
         box, flag = world.symmetric((4,), torch.float32), world.symmetric((1,), torch.int32)
@@ -1329,7 +1329,8 @@ def test_why_ranks_cannot_address_each_other(
 
 
 def test_every_rank_exchanges_its_reasons_once() -> None:
-    """All ranks do so even if only one rank has a reason, for instance two generations of GPUs in one machine."""
+    """All ranks exchange reasons even if only one rank has one, for instance if a machine has two generations of
+    GPUs."""
     count, barrier, slots, outcomes = 2, threading.Barrier(2, timeout=10), [None, None], {}
 
     def exchange(backend: Any, value: Any) -> list[Any]:

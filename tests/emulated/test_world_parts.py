@@ -1,4 +1,4 @@
-"""Worlds of some of a World's ranks (`World.split`), emulated."""
+"""Emulated Worlds that `World.split` creates from some of a World's ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_parts_by_the_ranks_arguments() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ops_of_several_parts(seed: int) -> None:
-    """Parts, and parts of parts, sum by flags and by NCCL, alternating with sums over all ranks."""
+    """Parts, and parts of parts, sum with flags and with NCCL, alternating with sums over all ranks."""
 
     def main(world: weft.World) -> float:
         pairs, others = world.split(world.rank // 2), world.split(world.rank % 2)

@@ -142,7 +142,7 @@ def test_a_read_on_the_host_orders_later_launches() -> None:
 
 
 def test_autograd_counts_a_write_when_it_is_enqueued() -> None:
-    """A result that is a view, such as gathered rows, keeps its values after it was returned."""
+    """A result that is a view, such as gathered rows, keeps its values after the call has returned."""
 
     def main(world: World) -> float:
         return all_gather_grads(world, (8,) * 4, 16, 16, TwoLevel(), through=True)

@@ -805,7 +805,7 @@ def test_kernels_of_two_streams_share_the_slots(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["call", "all_reduce"])
 def test_library_work_needs_an_sm(kind: str, seed: int) -> None:
-    """A kernel waits for a flag that is raised after library work: it must leave an SM for that work."""
+    """A kernel waits for a flag that is set after work of cuBLAS or NCCL, and must leave an SM for that work."""
 
     def fn(b: EmulatedBackend, programs: int) -> None:
         counter, x, one = b.zeros((1,), torch.int32), b.zeros((4,), torch.float32), b.tensor([1], torch.int32)
@@ -1692,7 +1692,8 @@ def own_row(x, out, epoch, ch, N: tl.constexpr, DOES: tl.constexpr):
 
 @pytest.mark.parametrize("does", ["nothing", "notifies", "waits"])
 def test_a_grid_that_is_not_resident_is_reported_where_it_signals(does: str) -> None:
-    """The first program notifies, so that every schedule ends; on a GPU that depends on which program starts first."""
+    """The first program notifies, so that the test ends under every schedule; on a GPU the end depends on which program
+    starts first."""
 
     def main(world: weft.World, programs: int) -> None:
         out, epoch = world.empty((programs, 16), torch.float32), world.zeros((1,), torch.int32)

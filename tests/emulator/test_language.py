@@ -311,7 +311,8 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def kernel_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """Return a kernel that stores the value of the statements; a module is written to hold it."""
+    """Return a kernel that stores the value of the statements. The function writes a module that contains the
+    kernel."""
     folder, numbers = tmp_path_factory.mktemp("language"), itertools.count()
 
     def write(statements: str) -> Any:

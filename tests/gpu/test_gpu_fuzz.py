@@ -198,8 +198,8 @@ def test_a_run_that_ends_early_names_its_round(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_recorded_calls(tmp_path: Path) -> None:
-    """Calls are counted by the number of ranks, whatever their number of GPUs, over all versions; or the counts are
-    those with which a run drew its calls."""
+    """A record's calls are counted for each number of ranks, over all numbers of GPUs and all versions. A run's results
+    contain the counts with which it drew its calls."""
 
     def ran(world: int, seed: int, **kinds: int) -> dict[str, Any]:
         calls = sum(kinds.values())

@@ -46,8 +46,8 @@ esac
 
 
 def run(tree: Path, out: Path, script: str = "measure.sh", **variables: str) -> tuple[int, str, list[list[str]]]:
-    """Return the exit status, the script's output and the command lines that it started, in a separate tree, since the
-    script puts the profile into src."""
+    """Run a script in a separate tree, since it writes the profile to src. Return the exit status, the output, and the
+    command lines that the script started."""
     programs = {"nvidia-smi": "#!/bin/sh\necho GPU 0\necho GPU 1\n", "python3": PYTHON, "torchrun": TORCHRUN}
     (tree / "bin").mkdir(parents=True, exist_ok=True)
     for name, text in programs.items():

@@ -42,7 +42,7 @@ EARLY = "acquire: may be loaded before the wait"
 
 
 def compiled(main: Callable[[World], Any]) -> check.CheckedKernel:
-    """Return the kernel of `main`, which two schedules in the emulator have found clean."""
+    """Return the kernel of `main` after two schedules in the emulator have found it clean."""
     exploration = check.search(main, 2, range(2))
     assert not exploration.findings, exploration.findings
     (one,), refused = check.compile_and_check(exploration.ran, 90)
@@ -58,9 +58,9 @@ def loads_ahead(one: check.CheckedKernel) -> int:
 
 
 def missing_waits(one: check.CheckedKernel) -> int:
-    """Return the most waits that are missing before the loads so far, where each part of the sum has one wait and two
-    loads. Every loop is entered once, and every `if` is taken: in a pipelined loop, the first iterations' loads precede
-    the loop."""
+    """Return the largest number of waits that are missing before the loads so far; each part of the sum has one wait
+    and two loads. Every loop is entered once, and every `if` is taken: in a pipelined loop, the first iterations' loads
+    precede the loop."""
     blocks = blocks_of(one.compiled.ptx)
     counts: dict[str, tuple[int, int]] = {}  # the numbers of waits and loads before each block
     missing = 0
@@ -208,7 +208,7 @@ def test_products_of_awaited_rows(form: str, own_cache: None) -> None:
 
 
 def waits_run_ahead(ptx: str) -> bool:
-    """Return whether a path leads from one wait to the next without a notify between them."""
+    """Return whether a path leads from one wait to the next one without a notify."""
     blocks = blocks_of(ptx)
     is_wait = lambda step: "ld.acquire" in step.text  # noqa: E731
     is_notify = lambda step: re.search(r"(?:atom|red)\.global\S*release", step.text)  # noqa: E731
@@ -231,8 +231,8 @@ def waits_run_ahead(ptx: str) -> bool:
 
 @pytest.mark.parametrize("form", some(CHAINS))
 def test_waits_and_notifies_stay_in_order(form: str, own_cache: None) -> None:
-    """A flattened loop would wait for the next tile before it notifies this one, which never ends here. The loop of the
-    other kind would load too early."""
+    """A flattened loop would wait for the next tile before it notifies this one, which never ends here. The other loop
+    would load too early."""
     alone, guarded = (compiled(chained(form, guard)) for guard in (False, True))
     assert waits_run_ahead(alone.compiled.ptx) == (form == "tiles_of_a_gemm")
     assert not waits_run_ahead(guarded.compiled.ptx) and guarded.problems == []

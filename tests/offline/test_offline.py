@@ -520,7 +520,7 @@ def awaited(launch: Launch, k: Compiled) -> Which:
 
 
 def broken_rules(launch: Launch, k: Compiled, text: str | None = None) -> list[str]:
-    """Return the rules that the compiled kernel breaks, or its text after a change."""
+    """Return the rules that the compiled kernel breaks, or that its text breaks after a change."""
     return ptx.broken_rules(text or k.ptx, awaited(launch, k))
 
 
@@ -571,7 +571,7 @@ def test_the_switch_receives_whole_vectors(name: str) -> None:
     """Sums are in fp32. Stores through a multicast address are fenced from ordinary addresses before their release."""
     for launch, k in compiled(name):
         if launch.kernel is not multicast_shot:
-            assert "float32" in name or "fp8" in name, "only rows without 16 bits run as sequential"
+            assert "float32" in name or "fp8" in name, "only rows of other than 16 bits run as sequential"
             continue
         kind = "f16x2" if launch.args["norm"].DTYPE.value == triton.language.float16 else "bf16x2"
         lines = k.ptx.splitlines()
@@ -633,7 +633,7 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
     loops = 2 if launch.kernel.__name__ in GATHERS else 1  # own tiles, then the other ranks'
     gather = args["how"].product if launch.kernel is all_gather_gemm else args.get("product")
     promotes = (args["tile"] if gather is None else gather.tile).PROMOTE.value
-    planned = loops * (3 if promotes else 2) * launch.options["num_stages"]  # x's upper and lower rows are loaded apart
+    planned = loops * (3 if promotes else 2) * launch.options["num_stages"]  # separate loads for x's halves
     assert tiles == (planned if computes(launch) else 0), "loads of the GEMM's tiles"
     if not communicates(launch):
         assert blocks == 0

@@ -83,7 +83,7 @@ def noted(world: weft.World) -> list[Any]:
 
 
 def emulate(fn: Callable[[weft.World], Any], ranks: int = 2) -> Any:
-    """Return the result of every rank, which must be the same."""
+    """Return the ranks' common result."""
     results = weft.spmd(fn, ranks, backend="emulated", sm_count=32)
     assert all(result == results[0] for result in results)
     return results[0]
@@ -276,8 +276,8 @@ def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: 
 
 
 def test_an_moe_layer_is_timed_with_max_tokens_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size of the first call does not affect the choice. Routes are random, or even if random ones might not
-    fit."""
+    """The size of the first call does not affect the choice. Routes are random; if random routes might not fit, they
+    are evenly distributed."""
     ran: list[Plan] = []
     replayed(monkeypatch, {LowLatency: 50.0}, ran)
 

@@ -181,7 +181,7 @@ def test_groups_by_the_faster_library(us: float, library: str, monkeypatch: Any)
 
 
 def test_the_fastest_scaled_product_that_is_right(monkeypatch: Any) -> None:
-    """The first product is trusted: it runs unless a different product is right and faster."""
+    """The first product runs without a check, unless a different product is right and faster."""
 
     def way(name: str, value: float) -> Any:
         def run() -> None:

@@ -864,7 +864,7 @@ def test_serving_decides_for_the_nearest_of_few_token_counts() -> None:
 
 
 def just_over() -> list[tuple[str, int, int, int]]:
-    """Return shapes whose rows fill a few tiles and a small part of one more, so that they need an extra wave."""
+    """Return shapes that need an extra wave: their rows fill a few tiles and a small part of one more."""
     ops = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     return [
         (op, tiles * 128 + rows, n, k)
@@ -1142,7 +1142,7 @@ def test_explain_reports_that_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_explain_reports_that_ranks_on_several_nodes_run_the_sequential_plan() -> None:
-    """The ranks of a single node would overlap."""
+    """On a single node the ranks would overlap communication."""
 
     def main(world: weft.World, reason: str | None) -> tuple[Plan, str]:
         world.multi_node_unsupported = reason
@@ -1471,8 +1471,8 @@ def test_eager_calls_are_sequential_where_little_is_predicted_to_be_won() -> Non
 
 
 def test_plans_with_several_streams_must_win_on_a_slow_host() -> None:
-    """With the shipped profile and a host that is half as fast, "auto" does not choose a plan that does not hide the
-    host's time, and chooses one that does."""
+    """With the shipped profile and a host that is half as fast, "auto" chooses a plan only if it hides the host's
+    time."""
     planner = weft_auto.planner_of(weft_auto.profile_for("nvidia-h200-x2", None))
     op, hidden, bare = "all_gather_matmul", (1536, 18944, 3584), (1536, 14336, 4096)
     assert isinstance(planner.decide(op, *hidden, "eager").plan, Decomposed)

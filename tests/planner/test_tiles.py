@@ -105,7 +105,7 @@ def test_every_fused_variant_uses_half_tiles(op: str) -> None:
         else:
             assert suited_plan == replace(plan, tile=suited_plan.tile)
         assert suited_plan.tile.stages == (4 if isinstance(plan, FusedReduce) else 5), (
-            "the small kernel that sums needs room"
+            "leave room for the small kernel that sums"
         )
         assert with_shape_tiles(plan, [4096, 4096], 4096, SMS) == plan, "many waves keep whole tiles"
         assert with_shape_tiles(suited_plan, *FEW, SMS) == suited_plan

@@ -131,8 +131,8 @@ def small_layer(name: str) -> training.Sizes:
 
 
 def marks(leaf: torch.Tensor) -> dict[str, bool]:
-    """Return the object that identifies the node that adds to the leaf's gradient. It lives as long as a graph refers
-    to the node."""
+    """Return the object that identifies the node that adds to the leaf's gradient. The object lives as long as a graph
+    refers to the node."""
     with torch.enable_grad():
         return leaf.expand_as(leaf).grad_fn.next_functions[0][0].metadata
 
@@ -140,8 +140,8 @@ def marks(leaf: torch.Tensor) -> dict[str, bool]:
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in training.LAYERS), ("Mixtral training", 4)])
 def test_a_step_of_libraries_is_a_step_of_weft(name: str, ranks: int) -> None:
     """The results are equal, and so are a training step's gradients of x and of every weight. On a rank, the two sides
-    add different terms of the router's gradient, so the test compares sums over ranks. The leaves of a step's graph
-    belong to that step alone."""
+    add different terms of the router's gradient, so the test compares sums over ranks. No other step uses the leaves of
+    a step's graph."""
     sizes = small_layer(name)
 
     def rank(world: weft.World) -> list[float]:

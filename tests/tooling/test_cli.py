@@ -60,7 +60,7 @@ def weft(*arguments: str) -> Result:
 
 @pytest.fixture
 def kernel(tmp_path: Path):
-    """Write the kernel with one piece of it replaced, and return its path."""
+    """Write the kernel with a part of its text replaced, and return its path."""
 
     def write(old: str = "", new: str = "") -> Path:
         assert old in KERNEL

@@ -118,7 +118,8 @@ def lanes_of(spans: list[Span], rank: int = 0) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(("plan", "start", "end"), [(sequential, 12, 2509), (overlapped, 11, 2237)])
 def test_a_call_starts_where_all_ranks_left_the_barrier(plan: Callable[..., Events], start: float, end: float) -> None:
-    """One rank waited 94 ms for another, whose clock is 40 ms ahead; the picture shows neither."""
+    """One rank waited 94 ms for another one whose clock is 40 ms ahead; the picture shows neither the wait nor the
+    difference."""
     for rank, wait in enumerate((FIRST_WAIT, 3.0)):
         spans = spans_of(rank, plan(CLOCKS[rank], wait, 0.0))
         assert {s.rank for s in spans} == {rank}

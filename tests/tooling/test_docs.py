@@ -146,7 +146,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_readmes_first_screen_has_a_picture_code_and_one_line_that_installs() -> None:
-    """A table of ways to use weft and a table of figures follow."""
+    """A table of ways to use weft, and a table of figures, follow the first screen."""
     text = (ROOT / "README.md").read_text()
     screen, *parts = re.split(r"^## ", text, flags=re.M)
     assert "overlap and fusion" in screen.split("\n\n")[1] and screen.index("![") < screen.index("```python")

@@ -51,7 +51,7 @@ def test_every_picture_is_shown_and_every_one_shown_is_there() -> None:
 
 
 def test_the_readmes_picture_is_of_stored_rows(tmp_path: Path) -> None:
-    """The time that a layer spends outside its GEMMs and hidden collectives is positive, but small."""
+    """In the picture, the time outside GEMMs and hidden collectives is positive but small."""
     t = layer_picture.times(report.load(ROOT / "bench/results" / layer_picture.MACHINE))
     assert t.weft < t.sequential and max(t.gather, t.scatter) < t.gate_up
     assert all(0 < t.rest(whole) < 0.15 * whole for whole in (t.sequential, t.weft))
@@ -88,8 +88,8 @@ def stored_rows(machine: str, file: str) -> list[dict]:
 
 
 def ratios_of(machine: str, title: str, mode: str, library: str = "") -> dict[str, float]:
-    """Return the speedup of weft, or of the library, over the baseline for each size. The code that computes it from
-    the stored rows is not the page's."""
+    """Return the speedup of weft, or of the library, over the baseline for each size. The test computes the speedup
+    from the stored rows with code of its own."""
     op = title.partition(", ≤512 tokens")[0]
     file, base, method, counts = LAYERS.get(title) or (
         OPS[op],

@@ -14,7 +14,7 @@ CASES = {"one": 1, "two": 2, "three": 3}
 
 
 def test_a_run_continues_where_the_last_one_ended(tmp_path: Path) -> None:
-    """The first run ends within the second case, which the next run leaves to the end."""
+    """The first run ends within the second case, which the next run therefore runs last."""
 
     def main(world: weft.World) -> list[list[int]]:
         cases = unfinished(world, tmp_path, CASES)

@@ -69,8 +69,6 @@ def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMem
     """Return the memory of a backward pass, which all layers share except for the parts that depend on
     max_tokens_per_rank and k. The call is collective when the memory has to grow."""
     layer, rows = state.layer, state.rows
-    workspace = dispatched.make_workspace(world, layer, rows)
-    x_inbox = dispatched.make_workspace(world, layer, rows, "inbox of x").inbox
     shape, name = (layer.max_tokens_per_rank, layer.k), f"{NAME} gradients of weights"
 
     def rows_scratch(name: str, cols: int, dtype: torch.dtype = layer.dtype) -> Tensor:
@@ -82,8 +80,8 @@ def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMem
         preactivation=rows_scratch("preactivation", n),
         dpreactivation=rows_scratch("dpreactivation", n),
         row_weights=rows_scratch("weights of rows", 1, torch.float32),
-        workspace=workspace,
-        x_inbox=x_inbox,
+        workspace=dispatched.make_workspace(world, layer, rows),
+        x_inbox=dispatched.token_memory(world, layer, f"{NAME} inbox of x"),
         dweights_inbox=world.cached((name, *shape), lambda: world.symmetric(shape, torch.float32, name)),
     )
 
