@@ -14,7 +14,7 @@ from ....plans import FusedMoe
 from ....prepared import Run, made_once
 from ....transport.memory import lock
 from ....world import World
-from ..call import NAME, Layer, MoeCall, MoeOperands, first_columns
+from ..call import NAME, Layer, MoeCall, MoeOperands, first_columns, layer_rows
 from ..routing.route_tables import MAX_LOCAL_EXPERTS, power
 from ..routing.router import gate_sizes
 from .dispatched import (
@@ -164,8 +164,9 @@ def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Run:
     has_router, holder, ahead = call.router is not None, lock(world, NAME), Ahead()
     if not has_router:  # counters of its own, since only launches with a router count all barriers
         plan = replace(plan, route=False)
-    builder, tables, _ = tables_of(world, call.layer, plan.tile.block_m)
-    workspace = make_workspace(world, call.layer, builder.rows, "inbox of one launch")
+    layer, block_m = call.layer, plan.tile.block_m
+    workspace = make_workspace(world, layer, layer_rows(world, layer, block_m), "inbox of one launch")
+    _, tables, _ = tables_of(world, layer, block_m)
     launch_of = made_once(layer_launch, world, call, plan, workspace)
     stamps = (NAME, "stamps", world.sm_count * plan.per_sm)
     # A launch of its own, because inside the layer's kernel the comparison would need registers that are not free (8
