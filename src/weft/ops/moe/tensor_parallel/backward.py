@@ -19,6 +19,7 @@ from ..expert_parallel.backward import (
     between_gemms,
     expert_gradient_launches,
     gradient_sizes,
+    unit_weights,
     unused_counters,
 )
 from ..expert_parallel.backward_kernels import IDENTITY
@@ -158,8 +159,7 @@ def first_half(
         for step in wgrad:
             step.on(stream)
         return None, dw13, db13
-    dx, size = world.empty(x.shape, x.dtype), world.size * layer.max_tokens_per_rank * layer.k
-    ones = world.cached((NAME, "ones of routes", size), lambda: world.tensor([1] * size, torch.float32))
+    dx, ones = world.empty(x.shape, x.dtype), unit_weights(world, layer)
     reduce_rows(world, state, tables, ones, GroupedProduct(dpreactivation, w13), ids, None, dx, wgrad)
     return dx, dw13, db13
 
