@@ -30,8 +30,8 @@ from ...plans import (
     TwoShotPush,
 )
 from ...prepared import OwnResult, Prepare, Run, made_once
-from ...transport import low_latency
 from ...transport.copy_engine import COPIES, pull_parts, pull_rows
+from ...transport.low_latency import prepare_posting
 from ...transport.memory import lock, rank_word, workspace
 from ...world import World
 from ..common import split_rows
@@ -119,20 +119,16 @@ def norm_rows(world: World, call: SumCall) -> Launch:
 
 
 # -- rows with low-latency flags ---------------------------------------------------------------------------------------
-def posting(world: World, call: SumCall, plan: LowLatencyShot) -> low_latency.Posting:
-    """Return the launch of a plan that posts rows, and the memory that it needs."""
+def _post(world: World, call: SumCall, plan: LowLatencyShot) -> SumRun:
+    """Prepare one launch that posts rows."""
     if isinstance(plan, OneShot):
         kernel, rows = one_shot, (world.size + 1) * call.m
     else:
         kernel = two_shot_low_latency
         rows = world.size * -(-call.m // world.size) + call.m * (1 + (call.keep == WHOLE.value))
-    nbytes = rows * call.h * call.dtype.itemsize
-    arguments: dict[str, Any] = dict(x=Words(), residual=Words(), M=call.m, norm=call.computed)
-    return low_latency.Posting(kernel, f"{call.op} {call}", plan, nbytes, call.options(plan.warps), arguments)
-
-
-def _post(world: World, call: SumCall, plan: LowLatencyShot) -> SumRun:
-    post = low_latency.prepare_posting(world, posting(world, call, plan))
+    nbytes, options = rows * call.h * call.dtype.itemsize, call.options(plan.warps)
+    constants: dict[str, Any] = dict(x=Words(), residual=Words(), M=call.m, norm=call.computed)
+    post = prepare_posting(world, kernel, f"{call.op} {call}", plan, nbytes, options, **constants)
 
     def sum_rows(t: Tensors, stream: Stream) -> None:
         # Two shots store the rows of other owners in whole words, so that `out` must be aligned.
