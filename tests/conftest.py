@@ -22,7 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.fixture(autouse=True)
 def nothing_learned_stays() -> Iterator[None]:
-    """Forget the rows that a test has learned."""
+    """Forget the table rows that a test has learned."""
     yield
     if table._learned:
         table._learned.clear()

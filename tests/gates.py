@@ -3,8 +3,8 @@
 `some` leaves the later cases of a parameter to the gates. `covered` leaves single cases of a test, and names for each
 the case of `make test` that runs the same code on the same kind of operands.
 
-python -m tests.gates writes a line of JSON for every case: its name, whether it is left to the gates, and which case
-covers it by each expression.
+python -m tests.gates writes a line of JSON for every case: its name, whether it is left to the gates, and the case that
+covers it according to each expression.
 """
 
 from __future__ import annotations

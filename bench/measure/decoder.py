@@ -10,7 +10,6 @@ passes (embedding, layers, final norm; no output head); `us` is the slowest rank
     equal split      woven, half the tokens each
     smart split      woven, split by the measured profile of cuBLAS; without a profile one half of the tokens is whole tiles
     n SMs            woven on weft's own GEMM with n programs, split by the wave model
-    n SMs, cuBLAS    woven, smart split; cuBLAS is asked to leave the other SMs
     sequence         all-gather + GEMM and GEMM + reduce-scatter, plan "auto"
     auto             the choice of the shipped table or, with --tune, of the table that this run has measured
     no communication the GEMMs, attention and norms alone: `gemm_us` of every row
@@ -22,13 +21,12 @@ A method that fails is printed and left out.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -137,19 +135,6 @@ def schedule(mix: str, slots: int, requests: int, sizes: tuple[int, ...]) -> lis
 # -- ways to run -------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def leaving(sms: int) -> Iterator[None]:
-    """Ask cuBLAS to leave `sms` SMs free."""
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    torch._C._set_sm_carveout_experimental(sms)
-    try:
-        yield
-    finally:
-        torch._C._set_sm_carveout_experimental(None)
-        torch.backends.cuda.preferred_blas_library(before)
-
-
 class Bench(Program):
     def __init__(self, a: argparse.Namespace, model_name: str, world: weft.World) -> None:
         super().__init__(a, "decoder.jsonl", world, dtype="bfloat16", layers=a.layers)
@@ -176,38 +161,29 @@ class Bench(Program):
         cache.values.normal_()
         return cache
 
-    def methods(self, tokens: int) -> dict[str, tuple[LayerPlan, int]]:
-        """Return, by the name of a method, its plan and the number of SMs that cuBLAS is asked to leave."""
+    def methods(self, tokens: int) -> dict[str, LayerPlan]:
+        """Return the plans by the name of a method."""
         model = self.model
-        out = {"sequential": (LayerPlan("plain"), 0)}
+        out = {"sequential": LayerPlan("plain")}
         for norm in self.a.norms:
             tail = "" if norm == self.a.norms[0] else f", norm {norm}"
-            out[f"fused{tail}"] = LayerPlan("fused", norm=norm), 0
+            out[f"fused{tail}"] = LayerPlan("fused", norm=norm)
             if tokens < self.a.weave_from:
                 continue
             smart = model.plan(LayerPlan("woven", norm=norm), tokens)
-            out[f"equal split{tail}"] = LayerPlan("woven", tokens // 2, norm=norm), 0
+            out[f"equal split{tail}"] = LayerPlan("woven", tokens // 2, norm=norm)
             if smart.split != tokens // 2:
-                out[f"smart split{tail}"] = smart, 0
+                out[f"smart split{tail}"] = smart
             for sms in self.a.sms:
                 plan = model.plan(LayerPlan("woven", sms=sms, norm=norm), tokens)
-                out[f"{sms} SMs{tail}"] = plan, 0
+                out[f"{sms} SMs{tail}"] = plan
                 if plan.split != weave.halves(tokens):
-                    out[f"{sms} SMs, halves{tail}"] = replace(plan, split=weave.halves(tokens)), 0
-                out[f"{sms} SMs, cuBLAS{tail}"] = smart, self.world.sm_count - sms
-        out["sequence"] = LayerPlan("sequence"), 0
+                    out[f"{sms} SMs, halves{tail}"] = replace(plan, split=weave.halves(tokens))
+        out["sequence"] = LayerPlan("sequence")
         return {name: way for name, way in out.items() if name == "sequential" or name in (self.a.ways or out)}
 
-    def forward(
-        self, ids: torch.Tensor, batch: Batch, cache: Cache, plan: LayerPlan, leave: int, norm: Any = None
-    ) -> Run:
-        layout = self.model.layout(batch, cache, plan)
-
-        def run() -> object:
-            with leaving(leave) if leave else contextlib.nullcontext():
-                return self.model.hidden(ids, layout, norm)
-
-        return run
+    def forward(self, ids: torch.Tensor, batch: Batch, cache: Cache, plan: LayerPlan, norm: Any = None) -> Run:
+        return partial(self.model.hidden, ids, self.model.layout(batch, cache, plan), norm)
 
     def working(self, todo: dict[str, Run]) -> dict[str, Run]:
         """Return the methods that run on every rank."""
@@ -226,24 +202,23 @@ class Bench(Program):
         ids = torch.randint(model.config.vocab_size, (tokens,), device=world.device)
         guess = self.a.layers * (60 + tokens * 0.4)
         methods = self.methods(tokens)
-        fn = {q: self.forward(ids, batch, cache, plan, leave) for q, (plan, leave) in methods.items()}
-        fn["no communication"] = self.forward(ids, batch, cache, LayerPlan("plain"), 0, norm_alone)
+        fn = {q: self.forward(ids, batch, cache, plan) for q, plan in methods.items()}
+        fn["no communication"] = self.forward(ids, batch, cache, LayerPlan("plain"), norm_alone)
         fn = self.working(fn)
         if self.a.tune:
             times = self.time(fn, guess, 3)
             self.log_times(f"tuning {name}", times)
-            pickable = {q: t for q, t in times.items() if q in methods and not methods[q][1]}
-            best = min(pickable, key=lambda q: pickable[q])
-            plan = methods[best][0] if times["sequential"] / times[best] >= GAIN else LayerPlan("plain")
+            best = min((q for q in times if q in methods), key=times.__getitem__)
+            plan = methods[best] if times["sequential"] / times[best] >= GAIN else LayerPlan("plain")
             usual = model.plan(replace(plan, split=0), tokens) == plan  # the split that the plan gets anyway
             self.choices[tokens] = replace(plan, split=0) if usual else plan
             halves = {q: times.get(q.replace("smart", "equal")) for q in times if q.startswith("smart")}
             self.smart += [us / times[q] for q, us in halves.items() if us]
             weave.learn_layers(self.name, Table(tuple(sorted(self.choices.items())), self.profile))
         auto = model.plan("auto", tokens)
-        same = next((q for q, (plan, leave) in methods.items() if plan == auto and not leave and q in fn), None)
+        same = next((q for q, plan in methods.items() if plan == auto and q in fn), None)
         if same is None:
-            fn |= self.working({"auto": self.forward(ids, batch, cache, auto, 0)})
+            fn |= self.working({"auto": self.forward(ids, batch, cache, auto)})
         times = self.time(fn, guess, self.a.rounds)
         if same:
             times["auto"] = times[same]
@@ -253,7 +228,7 @@ class Bench(Program):
         received = 2 * self.a.layers * 2 * tokens * c.hidden_size * 2 * (w - 1) / w
         link = received / self.fixed["link_gbs"] / 1e3
         for method, us in times.items():
-            plan = auto if method == "auto" else methods[method][0]
+            plan = auto if method == "auto" else methods[method]
             row = dict(name=name, M=tokens, mode="graph", method=method, us=round(us, 2), requests=batch.requests)
             row |= dict(gemm_us=none and round(none, 2), limit_us=none and round(max(none, link), 2))
             self.keep([row | dict(plan=json.dumps({"kind": plan.kind, **vars(plan)}))])
@@ -262,11 +237,11 @@ class Bench(Program):
         """Time forward passes without a graph, whose kernels the host launches one by one."""
         tokens = batch.tokens
         ids = torch.randint(self.model.config.vocab_size, (tokens,), device=self.world.device)
-        plans = {q: plan for q, (plan, leave) in self.methods(tokens).items() if not leave}
+        plans = self.methods(tokens)
         plan = self.model.plan("auto", tokens, "eager")
         if plan not in plans.values():
             plans["what auto takes"] = plan
-        fn = self.working({q: self.forward(ids, batch, cache, plan, 0) for q, plan in plans.items()})
+        fn = self.working({q: self.forward(ids, batch, cache, plan) for q, plan in plans.items()})
         times = time_interleaved(fn, mode="eager", calls=2, rounds=self.a.rounds)
         if self.a.tune:
             best = min(times, key=lambda q: times[q])

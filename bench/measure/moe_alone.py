@@ -46,7 +46,7 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     plan = plan if isinstance(plan, Dispatched) else Dispatched()
     dispatched.prepare_dispatched(world, call, plan)(operands, torch.empty_like(x))
     world.synchronize()
-    _, built, _ = dispatched.tables_of(world, dispatched.plan_state(world, kind, plan))
+    _, built, _ = dispatched.tables_of(world, kind, plan.tile.block_m)
     tables = route_tables.Tables(*(t.clone() for t in built))  # the next call overwrites them for another routing
     inbox = torch.randn(world.size * kind.max_tokens_per_rank, kind.hidden, dtype=x.dtype, device=x.device)
     state = dispatched.plan_state(world, kind, plan)

@@ -201,18 +201,12 @@ class Bench(Program):
         plans = {name: p for name, p in plans.items() if self.right(f"{op} {name}", lambda p=p: run(p), expected)}
         fns: Fns = {"sequential": seq, "gemm": lambda: torch.mm(x, w.t(), out=y), "comm": comm}
         fns |= {name: lambda p=p: run(p) for name, p in plans.items()}
-        if op != A2A:  # the next kernel reads the tiles
-            fns |= {
-                f"{name}, tiles": partial(getattr(weft, f"{op}_tiles"), x, w, world=world, plan=p)
-                for name, p in plans.items()
-                if p.ctas == 8 and not p.copies
-            }
         for mode in self.a.modes:
             times = self.times(fns, mode, self.calls(m, n, k))
             gemm, alone = times.pop("gemm"), times.pop("comm")
             self.keep(
                 dict(part="ops", op=op, M=m, N=n, K=k, mode=mode, method=name, us=us, gemm_us=gemm, comm_us=alone,
-                     plan=json.loads(plans[name.removesuffix(", tiles")].to_json()) if name != "sequential" else None)
+                     plan=json.loads(plans[name].to_json()) if name != "sequential" else None)
                 for name, us in times.items()
             )  # fmt: skip
             self.log(f"{op} {m}x{n}x{k} {mode}: gemm {gemm:.0f} comm {alone:.0f} | {gains(times, 'sequential')}")

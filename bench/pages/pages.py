@@ -72,7 +72,7 @@ def readme() -> str:
     return tables.between(text, tables.BEGIN, tables.END, front.doors(RESULTS))
 
 
-def made(head: str, *made_of: tuple[str, Callable[[tables.Rows], str]]) -> str:
+def page_of(head: str, *made_of: tuple[str, Callable[[tables.Rows], str]]) -> str:
     """Return a page that consists of tables, each with the machines that have its file."""
     return f"{head}{tables_of(made_of)}\n"
 
@@ -93,18 +93,18 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
     moe_page.TABLES: lambda: moe_page.chapter(RESULTS),
     "docs/fp8.md": lambda: filled("docs/fp8.md", tables_of(fp8_page.TABLES)),
-    "bench/results/attention.md": lambda: made(tables.ATTENTION, ("attention.jsonl", tables.attention)),
+    "bench/results/attention.md": lambda: page_of(tables.ATTENTION, ("attention.jsonl", tables.attention)),
     "docs/guide.md": lambda: filled("docs/guide.md", quack_page.digest(RESULTS)),
     quack_page.TABLES: lambda: quack_page.chapter(RESULTS),
     "docs/papers.md": lambda: filled("docs/papers.md", papers_page.table(RESULTS)),
     "docs/tested.md": lambda: filled("docs/tested.md", hardware_page.record(), hardware_page.RECORD),
-    "bench/results/transformers.md": lambda: made(
+    "bench/results/transformers.md": lambda: page_of(
         tables.TRANSFORMERS, ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)
     ),
-    suites_page.TABLE: lambda: made(suites_page.TITLE, ("torch_suites.jsonl", suites_page.suites)),
+    suites_page.TABLE: lambda: page_of(suites_page.TITLE, ("torch_suites.jsonl", suites_page.suites)),
     "docs/vllm.md": lambda: filled("docs/vllm.md", tables_of([("vllm_serving.jsonl", vllm_page.serving)])),
     vllm_page.TABLES: lambda: vllm_page.chapter(RESULTS),
-    "bench/results/models.md": lambda: made(tables.MODELS, ("models.jsonl", tables.models)),
+    "bench/results/models.md": lambda: page_of(tables.MODELS, ("models.jsonl", tables.models)),
     "docs/api.md": lambda: api_page.filled((ROOT / "docs/api.md").read_text()),
     "docs/hardware.md": lambda: filled("docs/hardware.md", hardware_page.tables(), hardware_page.BEGIN),
     "README.md": readme,

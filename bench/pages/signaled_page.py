@@ -159,13 +159,13 @@ def by_k(us: dict[Size, dict[str, float]], names: Sequence[str], base: str) -> s
 
 
 # -- ops
-def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int, tiled: bool) -> tuple[int, ...]:
+def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int) -> tuple[int, ...]:
     """Return the tiles at which groups end, as `ops/matmul_reduce/signaled.py` divides them; for an all-to-all, those
     of M rows on each rank."""
     owners = world if op == RS and not plan.copies else 1
     tiles_n, programs = -(-n // plan.tile.block_n), sms - plan.ctas
     tiles = owners * -(-(m // owners) // plan.tile.block_m) * tiles_n
-    in_order = n % 8 == 0 and ((op == AR and not tiled) or (op == RS and plan.copies))
+    in_order = n % 8 == 0 and (op == AR or (op == RS and plan.copies))
     unit = max(1, min(plan.tile.group_m, programs // tiles_n)) * tiles_n if in_order else 1
     return schedule(tiles, programs, plan.groups, owners, unit).bounds
 
@@ -182,7 +182,7 @@ def judged(op: str, size: Size, row: Row, sms: int) -> tuple[float, float]:
     each group."""
     plan = Plan.from_json(json.dumps(row["plan"]))
     assert isinstance(plan, Signaled)
-    ends = bounds(op, *size[:2], row["world"], plan, sms, row["method"].endswith(TILES))
+    ends = bounds(op, *size[:2], row["world"], plan, sms)
     tiles, programs = ends[-1], sms - plan.ctas
     waves = (0, min(tiles, programs), (tiles - 1) // programs * programs, tiles)
     own_last = op == RS and plan.copies

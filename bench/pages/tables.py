@@ -167,8 +167,8 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int |
 def between(text: str, begin: str, end: str, block: str) -> str:
     """Return a page's text with this block between two marks. Raises WeftError if the page lacks a mark."""
     before, _, rest = text.partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
+    _, end_mark, after = rest.partition(end)
+    if not end_mark:
         raise WeftError(f"a page must hold {begin}, and {end} after it")
     return f"{before}{begin}\n{block}\n{end}{after}"
 

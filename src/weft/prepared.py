@@ -94,7 +94,8 @@ class Prepared(Generic[C]):
             run = self.op.prepare(self.world, self.call, self.plan)
         self._own_result = isinstance(run, OwnResult)
         # Look these methods up once, not in each call.
-        self._empty, self._current_stream, self._finish = self.world.empty, self.world.current_stream, self.world.finish
+        world = self.world
+        self._empty, self._current_stream, self._finish = world.empty, world.current_stream, world.backend.finish
         self.world.prepared_calls.add(self)
         self._run = prepared_run = run.run if isinstance(run, OwnResult) else run  # last, since other threads read it
         return prepared_run

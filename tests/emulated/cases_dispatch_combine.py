@@ -110,7 +110,7 @@ class Routed:
         return tables
 
     def kept(self, rank: int) -> torch.Tensor:
-        """Return a rank's ids, with -1 for each route that another rank had no room for."""
+        """Return a rank's ids, with -1 for each route that another rank dropped for lack of room."""
         kept = torch.stack([self.tables(r)["kept"][rank] for r in range(len(self.ids))]).all(0)
         return torch.where(kept[: len(self.ids[rank])], self.ids[rank], -1)
 
@@ -205,8 +205,8 @@ class Caller:
 
 @contextlib.contextmanager
 def overflows(world: weft.World, reported: Counter[int]) -> Iterator[None]:
-    """Add to `reported` the rows that an Overflow counts for each rank: all lost rows of this rank's experts, and
-    this rank's tokens lost elsewhere."""
+    """Add to `reported` the rows that an Overflow counts for each rank: all rows that this rank's experts dropped, and
+    this rank's tokens that other ranks dropped."""
     try:
         yield
     except weft.Overflow as e:

@@ -165,7 +165,7 @@ def reduce_case(
 def case(
     world: weft.World, op: str, rows: Sequence[int], n: int, k: int, scaling: str, plan: Any, **options: Any
 ) -> float:
-    """Return the error of one op whose ranks have these `rows`; M is their sum."""
+    """Return the error of one op with `rows` on its ranks; M is their sum."""
     if op == "all_gather_matmul":
         return all_gather_case(world, rows, n, k, scaling, plan, **options)
     everywhere = op == "matmul_all_reduce"

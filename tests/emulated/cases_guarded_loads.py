@@ -102,7 +102,8 @@ def exchange_and_sum(
     w, received, boxes, received_desc, w_desc, out, delays, epoch, ch, parts, total_of: tl.constexpr, N: tl.constexpr
 ):
     """out [N, N] = sum over parts of received [parts, N, N] @ w [parts, N, N], where `received` is the w of the
-    previous rank. One program sends the parts, each after delays [parts + 1] atomics, while the other sums."""
+    previous rank. One program sends the parts, each after the number of atomics in `delays` [parts + 1], while the
+    other program sums."""
     index = tl.arange(0, N)
     block = index[:, None] * N + index[None, :]
     if tl.program_id(0) == 0:

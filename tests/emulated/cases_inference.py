@@ -18,7 +18,7 @@ from weft.op import REGISTRY
 from weft.ops.rotary import rotary
 
 BF16 = torch.bfloat16
-Call = Callable[[World, bool], Any]  # called with a World and with whether it needs gradients
+Call = Callable[[World, bool], Any]  # its arguments are the World, and whether gradients are needed
 
 
 def operand(world: World, *shape: int, gradient: bool = False, seed: int = 0) -> torch.Tensor:

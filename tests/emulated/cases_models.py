@@ -166,7 +166,9 @@ def mixture(c: Config, w: dict[str, Tensor], y: Tensor) -> Tensor:
     logits = y @ w["gate.weight"].t()
     best = logits.topk(min(m.top_k + 1, m.num_experts))
     if m.top_k < m.num_experts:
-        assert (best.values[:, -2] - best.values[:, -1]).min() > 0.2, "two experts nearly equal: take another seed"
+        assert (best.values[:, -2] - best.values[:, -1]).min() > 0.2, (
+            "two experts have nearly equal scores: use another seed"
+        )
     ids, share = best.indices[:, : m.top_k], logits.softmax(-1)
     out = torch.zeros_like(y)
     for token, experts in enumerate(ids.tolist()):
@@ -239,7 +241,7 @@ def build_llama(
 
 @dataclass
 class Requests:
-    """Prompts that are processed in chunks, and the position that each has reached."""
+    """Prompts that are processed in chunks, and the number of tokens processed of each."""
 
     prompts: list[Tensor]
     done: list[int]
@@ -252,7 +254,7 @@ class Requests:
         return cls(prompts, [0] * count, rng.sample(range(slots), count))
 
     def batch(self, lengths: dict[int, int]) -> tuple[Tensor, Batch]:
-        """Return the next tokens of some requests, by request."""
+        """Return each request's next tokens."""
         ids, starts = [], []
         for r, n in lengths.items():
             ids.append(self.prompts[r][self.done[r] : self.done[r] + n])

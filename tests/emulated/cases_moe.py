@@ -15,9 +15,9 @@ from weft import moe
 from weft.ops.moe.call import Layer, Weights
 from weft.plans import Plan
 
-Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # of call, rank, T, layer and world; returns int32 [T, k]
+Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # (call, rank, T, layer, world) to int32 [T, k]
 Tensors = Mapping[str, torch.Tensor | None]
-Run = Callable[..., torch.Tensor]  # of world, model, ids and the Tensors of NAMES; options: rows, plan, keep
+Run = Callable[..., torch.Tensor]  # (world, model, ids, *Tensors of NAMES); options: rows, plan, keep
 NAMES = ("x", "weights", "w13", "w2", "b13", "b2", "shared")
 
 
@@ -163,7 +163,7 @@ def routed(call: int, rank: int, t: int, layer: Layer, world: int, ids_of: Ids =
 
 
 def counts_of(tokens: Sequence[int], call: int, ranks: int) -> list[int]:
-    """Return the numbers of tokens of every rank, which differ in every call."""
+    """Return every rank's number of tokens; the numbers differ in every call."""
     return [tokens[(rank + call) % len(tokens)] for rank in range(ranks)]
 
 

@@ -18,7 +18,7 @@ from tests.emulated.cases import distance, draw, on_stream
 from tests.emulated.cases_moe import Model, counts_of
 from weft import moe
 from weft.ops.moe.call import Layer
-from weft.ops.moe.expert_parallel.op import MOE_WITH_ROUTER, RoutedMoeOperands, packed
+from weft.ops.moe.expert_parallel.op import MOE_WITH_ROUTER, operands_with_router, packed
 from weft.plans import FusedMoe
 from weft.scale import SMALL_MOE
 
@@ -27,7 +27,7 @@ WITH_ROUTER = replace(SMALL_MOE, route=True)
 
 @dataclass(frozen=True)
 class RoutedLayer:
-    """A layer, its router, and the numbers of tokens of the ranks, which rotate from call to call."""
+    """A layer, its router, and the ranks' numbers of tokens, which rotate from call to call."""
 
     experts: int = 4
     k: int = 2
@@ -91,7 +91,7 @@ def run_layer(
     """Call the op as `weft.moe.moe` does, and return the routes too."""
     weights, activation = model.local_weights, model.layer.activation
     w13, b13 = packed("moe", "w13", weights.w13, 5, activation), packed("moe", "b13", weights.b13, 4, activation)
-    operands = RoutedMoeOperands.for_call(world, router, x, w13, weights.w2, b13, weights.b2, shared, None)
+    operands = operands_with_router(world, router, x, w13, weights.w2, b13, weights.b2, shared, None)
     options = tuple(rows), activation, None, None, "rows", False, False, router.options
     out = MOE_WITH_ROUTER(world, plan, operands, options)
     return Routed(out, operands.ids, operands.weights)

@@ -33,8 +33,8 @@ class Layer:
 
 
 def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
-    """Return the tables of a rank except for `targets`, and `lost`, the number of routes without a row, by the rank of
-    their tokens. `touched` is the amount that a call adds to the touched counts, by source step. `ids` are listed by
+    """Return a rank's tables except for `targets`, and `lost`, the number of dropped routes for each rank whose tokens
+    they belong to. `touched` is the amount that a call adds to the touched counts, by source step. `ids` are listed by
     rank, without padding."""
     w, el, bm, c = layer.ranks, layer.experts, layer.block_m, layer.max_tokens_per_rank
     slots, rows, offsets, received = [-1] * (w * c * layer.k), [], [0], []
@@ -76,8 +76,8 @@ def drawn(layer: Layer, seed: int, tokens: list[int] | None = None) -> list[Ids]
 
 
 def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World], None]:
-    """Share routes and build their tables, with only `World.barrier` between calls in place of the rest of a layer, and return
-    what they wrote. `routed` holds every rank's ids, by call."""
+    """Share routes and build their tables, separated by `World.barrier` instead of the rest of a layer, and return the
+    results. `routed(n)` returns every rank's ids in call n."""
 
     def main(world: World) -> None:
         seen = []
@@ -87,7 +87,7 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
             sizes = TableSizes(layer.experts, layer.max_tokens_per_rank, layer.block_m, layer.max_rows)
             tables = routed_tables(world, ids, weights_of(ids, world.rank), sizes)
             seen.append(copied(world, *tables))
-            world.barrier()  # nobody shares again before all have read this
+            world.barrier()  # no rank may share routes again before all ranks have read these
         lost = [[reference(layer, r, routed(n))["lost"] for n in range(layer.calls)] for r in range(layer.ranks)]
         by_source = torch.tensor(lost).sum(1)  # [rank without room, rank of the tokens]
         message = ""
@@ -142,7 +142,7 @@ def copied(world: World, tables: Tables, *others: torch.Tensor) -> list[torch.Te
 
 
 def numbers(tables: list[torch.Tensor]) -> dict[str, Any]:
-    """Return the tables by name, without meaningless entries."""
+    """Return the tables by name, without entries that have no meaning."""
     out = {name: t.tolist() for name, t in zip(Tables._fields, tables, strict=True)}
     rows = out["offsets"][-1]
     assert out["sources"][rows:] == [-1] * (len(out["sources"]) - rows)

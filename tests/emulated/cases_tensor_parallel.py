@@ -43,9 +43,9 @@ def operands_of(layer: Layer, world: weft.World, tokens: int, call: int, ids_of:
 
 
 def first_halves(world: weft.World, plan: str | Plan, then: str | Plan, calls: int = 4) -> float:
-    """Return the largest error of second halves, which follow all first halves in reverse order. Nothing synchronises
-    between the first halves, whose operands are rewritten in the same memory. In one of the calls, no GEMM delays the
-    stream."""
+    """Return the largest error of calls whose first halves all run first, and whose second halves follow in reverse
+    order. Nothing synchronises the first halves, whose operands are rewritten in the same memory. In one of the calls,
+    no GEMM delays the stream."""
     layer = Layer(18, 2, 1, 40, 16 * world.size, torch.bfloat16)
     model, stream = Model(world, layer, False, tp_size=world.size), world.current_stream()
     held = [world.empty(t.shape, t.dtype) for t in operands_of(layer, world, 18, 0, in_turn)]
@@ -115,7 +115,7 @@ def routes_case(world: weft.World, plan: str, tokens: Sequence[int], tp_size: in
     )
     world.synchronize()
     split = Split(layer.max_tokens_per_rank, 4, 2, 32, model.inner, layer.dtype, tp_size=tp_size, tile=16)
-    tables = route_parts(world, split, routes)
+    tables = route_parts(world, split, routes).tables
     local = split.local(world)
     group = [[[e - me // tp_size * local for e in t] for t in ids] for ids in every]
     expected = rotated(group, Routes(world.size, local, 2, layer.max_tokens_per_rank, 16), me)

@@ -95,8 +95,8 @@ def test_calls_of_the_same_operands(name: str) -> None:
 @pytest.mark.parametrize("plan", [OneShot(warps=4), TwoShotLowLatency(warps=4)], ids=["one shot", "two shots"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_posted_rows_may_hold_anything(plan: Plan, dtype: torch.dtype, seed: int) -> None:
-    """Rows may hold infinities, negative zeros, and the bits that mark memory where nothing has been stored (two NaNs,
-    or one NaN of 32 bits)."""
+    """Rows may hold infinities, negative zeros, and the bits that mark memory as not yet written (two NaNs, or one NaN
+    of 32 bits)."""
 
     bits = torch.int32 if dtype == torch.float32 else torch.int16
 
@@ -340,7 +340,7 @@ def test_posted_memory_grows_by_doubling() -> None:
     assert emulate(main, 2) == [6, 6]  # M rows need 384 M bytes: sizes from 512 to 16,384
 
 
-def test_rows_too_short_for_what_was_measured_are_the_librarys(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_rows_shorter_than_measured_run_with_nccl(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     def main(world: weft.World) -> list[str]:
         world.backend.sm_count, world.backend.scale = 132, Scale()
         kinds = []
@@ -633,7 +633,7 @@ def test_bad_input() -> None:
     "op",
     ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "all_reduce", "all_reduce_rms_norm"],
 )  # fmt: skip
-def test_every_op_says_that_an_earlier_wait_expired(op: str, before: bool) -> None:
+def test_every_op_reports_that_an_earlier_wait_expired(op: str, before: bool) -> None:
     """Every op, even a prepared one, raises the Timeout before it does anything else."""
 
     def main(world: weft.World) -> None:
@@ -669,7 +669,7 @@ def test_ranks_that_disagree() -> None:
     emulate(main, 2)
 
 
-def test_gemm_plans_do_not_serve_here_nor_these_there() -> None:
+def test_gemm_plans_and_norm_plans_are_not_interchangeable() -> None:
     def main(world: weft.World) -> None:
         with pytest.raises(ValueError, match="plan 'two_shot' is not"):
             weft.matmul_reduce_scatter(draw(0, 8, 16), draw(1, 16, 16), world=world, plan="two_shot")
@@ -686,7 +686,7 @@ def test_gemm_plans_do_not_serve_here_nor_these_there() -> None:
 
 @pytest.mark.parametrize("ranks", some([3, 2]))
 def test_compiles_as_one_graph(ranks: int) -> None:
-    """The graph is correct for rows that ranks share evenly and for 7 rows."""
+    """The graph is correct for an even split of rows among the ranks and for 7 rows."""
 
     def main(world: weft.World) -> None:
         rows = balanced_rows(7, world.size)[world.rank]

@@ -68,7 +68,7 @@ def run(world: weft.World, op: str, plan: Plan | str, rows: int, n: int, k: int,
 
 
 @pytest.mark.parametrize("ranks", some([2, 3, 4], 2))
-def test_what_nccl_moves_needs_no_symmetric_memory(ranks: int, caplog: Any) -> None:
+def test_plans_with_nccl_transfers_need_no_symmetric_memory(ranks: int, caplog: Any) -> None:
     """Decomposed and signaled plans of all ops run without a warning, also with few rows and with uneven groups."""
 
     def main(world: weft.World) -> float:
@@ -87,7 +87,7 @@ def test_what_nccl_moves_needs_no_symmetric_memory(ranks: int, caplog: Any) -> N
     assert not caplog.records
 
 
-def test_a_decomposed_all_gather_returns_what_it_gathered_without_symmetric_memory() -> None:
+def test_a_decomposed_all_gather_without_symmetric_memory_returns_the_gathered_rows() -> None:
     def main(world: weft.World) -> bool:
         without_peers(world)
         x, w = torch.full((5, 16), world.rank + 1.0).bfloat16(), torch.ones(8, 16).bfloat16()

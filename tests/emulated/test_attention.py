@@ -50,7 +50,7 @@ def test_any_world_against_torch(causal: bool, layout: str, plan: Plan) -> None:
 
 @pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
 def test_by_heads(causal: bool, layout: str) -> None:
-    """The ranks divide the heads among themselves; each rank computes all heads if their number is not divisible."""
+    """The ranks divide the heads among themselves; if their number is not divisible, each rank computes all heads."""
     for ranks, rows in ((1, (5,)), (2, (9, 6)), (3, (6, 0, 7)), (4, (5,) * 4)):
         rows = zigzag_rows(sum(rows), ranks) if layout == "zigzag" else rows
         shape = Shape(rows, 2 * ranks, ranks, causal=causal, layout=layout, sinks=ranks == 2)
@@ -257,7 +257,7 @@ def test_blocks_are_the_mask(rows: tuple[int, ...]) -> None:
                 assert torch.equal(coverage, shape.sees(rank).int())
 
 
-def test_at_every_step_each_rank_reads_what_another_one_pushes() -> None:
+def test_at_every_step_each_rank_reads_another_ranks_push() -> None:
     for size in (2, 3, 4, 8):
         seen = [causal_key_ranges(rank, (4,) * size, 4, False, False).remote[0].ranges for rank in range(size)]
         for step in range(size - 1):
@@ -311,7 +311,7 @@ def refused(
         weft.gathered_attention(q, k, options.pop("v", k), **options, world=world)
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_calls_are_refused() -> None:
     def main(world: weft.World) -> None:
         refused(world, r"q must be \[m, heads, D\]", q=(4, 16))
         refused(world, r"q must be \[m, heads, D\]", v=torch.zeros(3, 2, 16, dtype=BF))
@@ -378,7 +378,7 @@ def test_ranks_that_disagree_on_heads_of_keys_or_the_dtype() -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_what_auto_tries() -> None:
+def test_candidates_of_auto() -> None:
     """No two of the plans that "auto" times are equivalent: with two ranks there is only one remote piece."""
 
     def main(world: weft.World, shape: Shape) -> list[str]:
@@ -388,7 +388,7 @@ def test_what_auto_tries() -> None:
             torch.empty(shape.rows[world.rank], heads, shape.dim, dtype=shape.dtype)
             for heads in (shape.heads, shape.kv_heads)
         )
-        call = op.check(world, (q, kv, kv, None), options)
+        call = op.check(world, op.typed((q, kv, kv, None)), options)
         return [str(plan) for plan in op.candidates(world, call)]
 
     def tries(shape: Shape) -> list[str]:
@@ -544,10 +544,12 @@ def test_gradients_do_not_depend_on_the_schedule() -> None:
 def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN reads 16 bytes at once, wherever the caller's tensor or the gradient begins in memory."""
     seen: list[bool] = []
+    unwatched = backward.gradients
 
-    def passed(*tensors: torch.Tensor) -> BackwardOperands:
-        seen.extend(t.data_ptr() % 16 == 0 for t in tensors[:4] + tensors[5:])  # the library allocates lse itself
-        return BackwardOperands(*tensors)
+    def gradients(world: weft.World, config: Any, operands: BackwardOperands, mask: Any) -> Any:
+        # The library allocates the lse itself.
+        seen.extend(t.data_ptr() % 16 == 0 for t in operands[:4] + operands[5:])
+        return unwatched(world, config, operands, mask)
 
     def off(t: torch.Tensor) -> torch.Tensor:
         moved = t.new_empty(t.numel() + 3)[3:].view(t.shape)
@@ -562,7 +564,7 @@ def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: 
             grads.append(torch.autograd.grad(out, leaves, place(draw(7, *out.shape, dtype=out.dtype))))
         assert all(map(torch.equal, *grads))
 
-    monkeypatch.setattr(backward, "BackwardOperands", passed)
+    monkeypatch.setattr(backward, "gradients", gradients)
     weft.spmd(main, 2, backend="emulated")
     assert len(seen) >= 20 and all(seen)
 

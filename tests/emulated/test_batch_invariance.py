@@ -74,7 +74,7 @@ def batch(seed: int, m: int, begin: int, columns: int) -> torch.Tensor:
 
 
 def shards(m: int) -> list[int]:
-    """Return the numbers of rows of the ranks; they are equal if m is a multiple of 6."""
+    """Return the ranks' numbers of rows, which are equal if m is a multiple of 6."""
     return [m // W] * W if m % 6 == 0 else [m - 4, 0, 4] if m % 2 else [1, m - 3, 2]
 
 
@@ -209,7 +209,7 @@ def test_plans_differ_without_the_promise(op: Op) -> None:
 
 
 def test_shared_last_tiles_break_the_promise() -> None:
-    """If there are few tiles, programs split K among them, which gives a row different bits than a sum over K in one
+    """If there are few tiles, programs split K among them, so a row has different bits than after a sum over K in one
     order."""
 
     def main(world: weft.World) -> None:

@@ -1,5 +1,5 @@
-"""Which calls are prepared for a capture: all, or, for an engine that names its largest captured size, those up to that
-size."""
+"""Tests of the sizes that are prepared for a capture: all sizes, or, for an engine that names its largest captured
+size, those up to that size."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_second_call_also_runs_the_plan_of_a_capture(
 
 @pytest.mark.parametrize("max_captured_rows", [0, ROWS - 1])
 def test_a_size_beyond_all_captures_runs_one_plan(monkeypatch: pytest.MonkeyPatch, max_captured_rows: int) -> None:
-    """A capture of such a size runs the plan of eager calls, whose memory is already allocated."""
+    """A capture of a size above the largest named one runs the plan of eager calls, whose memory is already allocated."""
     assert plans_run(monkeypatch, max_captured_rows) == [([EAGER, EAGER, EAGER], [])] * 2
 
 
@@ -66,7 +66,7 @@ def test_a_size_beyond_all_captures_runs_one_plan(monkeypatch: pytest.MonkeyPatc
 def test_vllm_names_the_sizes_that_it_captures(
     sizes: list[int] | None, earlier: int | None, expected: int | None
 ) -> None:
-    """An engine without graphs has no such size; a process's second engine may capture more sizes; an unknown
+    """An engine without graphs captures no size; a process's second engine may capture more sizes; an unknown
     configuration means that all sizes are captured."""
 
     def main(world: weft.World) -> int | None:

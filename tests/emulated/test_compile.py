@@ -265,7 +265,7 @@ def test_worlds_of_other_sizes_have_other_names() -> None:
         assert all(name.endswith("/1") for _, name in weft.spmd(main, size, backend="emulated"))
 
 
-def test_a_rank_compiles_once_however_many_ranks_and_runs_there_are() -> None:
+def test_a_rank_compiles_once_for_any_number_of_ranks_and_runs() -> None:
     """torch.compile caches by the function's code, which is the same for all ranks."""
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []

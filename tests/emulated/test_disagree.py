@@ -92,7 +92,7 @@ KERNELS.remove(("matmul_all_reduce", "decomposed"))  # NCCL sums the parts of th
 
 @pytest.mark.parametrize(("op", "plan"), KERNELS, ids=lambda value: value)
 @pytest.mark.parametrize("seed", range(3))
-def test_kernels_compare_what_they_are_launched_for(
+def test_kernels_compare_the_numbers_of_their_calls(
     monkeypatch: pytest.MonkeyPatch, op: str, plan: str, seed: int
 ) -> None:
     """The kernels compare calls, since no host compares prepared ones, as on a GPU."""

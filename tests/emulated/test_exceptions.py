@@ -1,6 +1,6 @@
 """After an exception inside a call, the caller's stream waits for all work that the call has enqueued on side streams:
-the exception frees the call's tensors, and the allocator gives their memory to the stream's next operation. Each step
-of each kind of run raises once.
+the exception frees the call's tensors, and the allocator gives their memory to the stream's next operation. In each
+kind of run, each step raises an exception once.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def test_tiles_that_no_block_fits_run_the_library() -> None:
     assert alone(rank) < BF16
 
 
-def test_a_gpu_without_8_bit_products_says_so() -> None:
+def test_a_gpu_without_8_bit_products_is_named() -> None:
     def rank(world: weft.World) -> None:
         world.backend.capability = 86
         with pytest.raises(weft.Unsupported, match=r"8-bit operands need compute capability 8.9, and this GPU has 8.6"):
@@ -281,7 +281,7 @@ def test_weights_and_long_rows() -> None:
     alone(zeros)
 
 
-def test_what_cannot_be_quantized_is_quoted() -> None:
+def test_unsupported_operands_of_quantize_are_quoted() -> None:
     def rank(world: weft.World) -> None:
         x, scale = torch.zeros(4, 200).bfloat16(), torch.ones(1)
         for error, match, call in (
@@ -326,7 +326,7 @@ def test_every_plan(op: str, plan: str, scaling: str) -> None:
 @pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize("scaling", ["row", "block"])
 def test_scales_travel_with_rows_under_many_schedules(scaling: str, seed: int) -> None:
-    """Programs and copies pull shards of whole tiles, which are pulled in bulk, of partial tiles, and empty shards."""
+    """Programs and copies pull whole-tile shards in bulk, shards with partial tiles, and empty shards."""
     op = OPS[0]
     for rows, plan in (
         ([16, 16], "fused"), ([20, 0, 12], "fused"), ([33, 5], FusedGather(tile=SMALL_TILE, pull_programs=4, pull_rows=8, pull_stages=2, split=2)),
@@ -335,7 +335,7 @@ def test_scales_travel_with_rows_under_many_schedules(scaling: str, seed: int) -
         assert errors(op, rows, 40, 384, scaling, plan, seed, calls=3) < BF16
 
 
-def test_ranks_that_disagree_on_the_recipe_say_so() -> None:
+def test_ranks_that_disagree_on_the_recipe_raise() -> None:
     def rank(world: weft.World) -> None:
         x, w = operands("row" if world.rank else "tensor", world.device, 8, 16, 128)
         with pytest.raises(weft.Mismatch, match=r"rank 0: .*recipe=.*tensor.*rank 1: .*recipe=.*row"):
@@ -360,7 +360,7 @@ def test_gradients_and_scales_that_do_not_fit_are_refused(op: str) -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
-def test_a_plan_without_8_bit_products_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plan_without_8_bit_products_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert errors(OPS[1], [16, 16], 40, 128, "row", "signaled") < SUMMED
     assert "sequential instead of signaled: its GEMM takes 16-bit operands" in caplog.text
 

@@ -72,7 +72,7 @@ def test_parts_fit_the_programs_and_the_steps(tiles: int, steps: int, programs: 
         assert s.time >= tiles // programs * steps + s.first_steps + H200.backend.scale.add_steps
 
 
-def test_what_is_shared() -> None:
+def test_which_tiles_are_shared() -> None:
     assert Shares.choose(H200, 2 * 132, 128, 132).shared_tiles == 0, "whole waves share no tile"
     assert Shares.choose(H200, 128, 128, 132).shared_tiles == 0, "an almost full wave shares no tile"
     assert Shares.choose(H200, 40, 4, 132).shared_tiles == 0, "a short K shares no tile"

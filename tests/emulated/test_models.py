@@ -60,7 +60,9 @@ def test_norms_of_every_kind_read_and_write_in_place(plan: str) -> None:
     results = emulate(main, 2)
     assert max(error for error, _ in results) < BF16
     copied = {"two-shot all-reduce, x", "two-shot all-reduce, out"}
-    assert not any(copied & buffers for _, buffers in results), "partial and normalised rows are symmetric themselves"
+    assert not any(copied & buffers for _, buffers in results), (
+        "partial and normalised rows must be in symmetric memory"
+    )
 
 
 @pytest.mark.parametrize("seed", some(range(1, 5)))
@@ -106,7 +108,7 @@ def by_tables(
     world: weft.World, qkv: torch.Tensor, part: Part, keys: torch.Tensor, values: torch.Tensor, heads: int,
     out: torch.Tensor, flash: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention as a flash kernel does: from the tables alone."""
+    """Compute attention from the tables alone, like a flash kernel."""
     d, regions = keys.shape[-1], (part.single, part.several)
 
     def attend() -> None:
@@ -310,7 +312,7 @@ def test_objects_and_dicts_are_configs() -> None:
 
 def test_bad_input() -> None:
     def rank(world: weft.World) -> None:
-        with pytest.raises(ValueError, match="2 key and value heads do not split over 4 ranks"):
+        with pytest.raises(ValueError, match="num_key_value_heads 2 is not divisible by the world size 4"):
             Llama({**TINY, "num_key_value_heads": 2}, world=world)
         with pytest.raises(ValueError, match="intermediate_size 98 is not divisible by the world size 4"):
             Llama({**TINY, "intermediate_size": 98}, world=world)
@@ -435,7 +437,7 @@ def test_graphs_refuse_foreign_batches() -> None:
     emulate(main, 2)
 
 
-def test_tensors_made_in_inference_mode_serve_outside_it() -> None:
+def test_tensors_made_in_inference_mode_can_be_used_outside_it() -> None:
     def main(world: weft.World) -> None:
         model = build_llama(world, TINY)
         with torch.inference_mode():

@@ -56,7 +56,7 @@ def test_compiled_whole() -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
-def test_errors_quote_what_was_given() -> None:
+def test_errors_quote_the_arguments() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(4, 4, 2, 32, 24, torch.bfloat16)
         w = Model(world, layer, False).local_weights
@@ -74,7 +74,7 @@ def test_errors_quote_what_was_given() -> None:
         wrong(ValueError, r"w13 must be \[2, .*weft.moe.pack", w13=w.w13[:, :-1])
         wrong(ValueError, "w13 .* is not what weft.moe.pack makes", w13=w.w13.flatten(1, 3))  # as in a checkpoint
         wrong(ValueError, "b13 .* is not what weft.moe.pack makes", b13=w.w13[..., 0].flatten(1, 3))
-        wrong(TypeError, "one dtype is needed", w2=w.w2.half())
+        wrong(TypeError, "w2 .*float16.* must be torch.bfloat16", w2=w.w2.half())
         wrong(ValueError, r"shared .* must be \[4, 32\]", shared=x[:2])
         wrong(ValueError, "k 9 of ids", ids=torch.zeros(4, 9, dtype=torch.int32), weights=torch.zeros(4, 9))
         wrong(ValueError, "rows .* must name 2 ranks", rows=[4])
@@ -121,7 +121,7 @@ def checkpoint(kind: str, e: int, h: int, i: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("parallel", ["expert", "tensor"])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen", "stacked", "gpt_oss"])
-def test_the_module_takes_a_checkpoint(kind: str, parallel: str) -> None:
+def test_the_module_loads_a_checkpoint(kind: str, parallel: str) -> None:
     e, h, i, k = 4, 32, 32, 2
     state, oss = checkpoint(kind, e, h, i), kind == "gpt_oss"
     w13, w2 = draw(1, e, 2 * i, h) * 0.2, draw(2, e, h, i) * 0.2
@@ -159,7 +159,7 @@ def test_the_module_takes_a_checkpoint(kind: str, parallel: str) -> None:
     assert max(weft.spmd(rank, 2, backend="emulated")) < 2e-2
 
 
-def test_the_module_says_what_is_missing() -> None:
+def test_the_module_names_missing_weights() -> None:
     def rank(world: weft.World) -> None:
         layer = moe.MoE(32, 24, 4, 2, world=world)
         state = checkpoint("qwen", 4, 32, 24)

@@ -57,7 +57,7 @@ def test_any_world(ranks: int, experts: int, k: int, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere], ids=lambda f: f.__name__)
 def test_routings(ids_of: Any, layout: str) -> None:
-    """All tokens go to one rank's experts; some experts, ranks and calls have no rows; some routes lead nowhere."""
+    """All tokens go to one rank's experts; some experts, ranks and calls have no rows; some routes name no expert."""
     assert wrong(2, ids_of=ids_of, layout=layout, calls=1) == 0
     assert wrong(3, experts=3, k=1, ids_of=ids_of, layout=layout, tokens=(18, 3, 0), calls=1, flight=1) == 0
 
@@ -105,8 +105,9 @@ def test_dropped_rows_of_a_full_buffer_add_nothing() -> None:
 
 
 def test_a_repeated_expert_without_room_is_dropped() -> None:
-    """The expert receives twice as many rows as distinct ids could give. Routes without a row in the tables add
-    nothing, although the call before had other routes of their tokens, and both ranks are notified."""
+    """The expert's tokens name it twice, so it receives twice as many rows as distinct ids could give. Routes without a
+    row in the tables add nothing, although the call before had other routes of their tokens, and both ranks are
+    notified."""
 
     def rank(world: weft.World) -> None:
         x, weights, y, reported = draw(world.rank, 8, 32), torch.ones(8, 2), world.empty((8, 32), BF), Counter[int]()
@@ -150,7 +151,7 @@ def test_the_bits_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize("alignment", op.ALIGNMENTS)
-def test_the_grouped_gemm_of_torch_takes_the_rows(alignment: int) -> None:
+def test_torchs_grouped_gemm_accepts_the_rows(alignment: int) -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(6, 4, 2, 32, 24, BF, "gelu")
         model, (x, ids, weights) = Model(world, layer, False), routed(world)
@@ -292,7 +293,7 @@ def test_routes_that_are_written_before_the_backward_pass(name: str) -> None:
     rank_calls(rank)
 
 
-def test_errors_quote_what_was_given() -> None:
+def test_errors_quote_the_arguments() -> None:
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
 
@@ -314,7 +315,7 @@ def test_errors_quote_what_was_given() -> None:
         rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world)
         for error, match, y, options in (
             (ValueError, r"y .* must be \[", rows[1:], {}),
-            (TypeError, "what was dispatched torch.bfloat16", rows.half(), {}),
+            (TypeError, "y .*float16.* must be torch.bfloat16", rows.half(), {}),
             (ValueError, r"shared .* must be \[6, 32\]", rows, dict(shared=x[1:])),
             (ValueError, "out= has no gradient", rows.clone().requires_grad_(), dict(out=torch.empty_like(x))),
         ):

@@ -47,7 +47,7 @@ def test_the_bits_of_the_other_plans() -> None:
     weft.spmd(rank, 3, backend="emulated")
 
 
-def test_what_a_plan_cannot_serve() -> None:
+def test_calls_that_the_plan_does_not_support() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF)
         assert low_latency.unsupported(world, layer, S) is None

@@ -17,7 +17,8 @@ from tests.offline import test_offline as offline
 from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
-from weft.ops.moe.expert_parallel import dispatched, fused
+from weft.ops.moe.expert_parallel import fused
+from weft.ops.moe.expert_parallel.dispatched import make_workspace, memory, tables_of
 from weft.plans import FusedMoe, GemmTile
 from weft.scale import SMALL_MOE
 
@@ -38,7 +39,7 @@ def test_a_kernel_with_time_stamps_computes_the_same() -> None:
     assert max(weft.spmd(rank, 2, backend="emulated")) < 5e-3
 
 
-def test_what_a_plan_cannot_serve() -> None:
+def test_calls_that_the_plan_does_not_support() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF)
         assert fused.unsupported(world, layer, S) is None
@@ -52,14 +53,12 @@ def test_what_a_plan_cannot_serve() -> None:
 def test_memory_is_that_of_a_call() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF, max_rows=21)
-        state, expected = fused.plan_state(world, layer, S), dispatched.memory(world, layer, S.tile.block_m)
-        workspace, routes = dispatched.make_workspace(world, layer, state.rows), state.builder.routes
+        builder, tables, _ = tables_of(world, layer, S.tile.block_m)
+        workspace, routes = make_workspace(world, layer, builder.rows), builder.routes
+        expected = memory(world, layer, S.tile.block_m)
         shared = (workspace.inbox, workspace.outbox, routes.shared_ids, routes.shared_weights)
         assert sum(t.local.nbytes for t in shared) == expected.symmetric
-        assert (
-            sum(t.nbytes for t in (state.tables.route_rows, state.tables.sources, state.tables.tiles))
-            == expected.tables
-        )
+        assert sum(t.nbytes for t in (tables.route_rows, tables.sources, tables.tiles)) == expected.tables
         assert workspace.hidden.nbytes + workspace.y.nbytes == expected.scratch
 
     weft.spmd(rank, 2, backend="emulated")

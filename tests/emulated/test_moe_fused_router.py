@@ -26,7 +26,8 @@ from weft.backends.emulated import EmulatedBackend
 from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.ops.moe.call import Layer, MoeCall
-from weft.ops.moe.expert_parallel.op import RoutedMoeOperands, prepare_fused_with_router
+from weft.ops.moe.expert_parallel.fused import prepare_fused
+from weft.ops.moe.expert_parallel.op import operands_with_router
 from weft.ops.moe.expert_parallel.route_kernels import compare_calls_once
 from weft.plans import FusedMoe, Sequential
 from weft.scale import SMALL_DISPATCHED, SMALL_LOW_LATENCY, SMALL_MOE
@@ -240,7 +241,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "error", "says"), REFUSED)
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_wrong_arguments_are_refused(changes: dict[str, Any], error: type[Exception], says: str) -> None:
     def main(world: weft.World) -> None:
         arguments = random_layer(world)
         options = {name: value for name, value in changes.items() if name not in (*arguments, "ids")}
@@ -335,9 +336,9 @@ def launching(name: str) -> Callable[[weft.World], None]:
         shared = x if sizes.shared else None
         router = sizes.router(world.device)
         experts = zeros(local, n, h), zeros(local, h, inner), *biases, shared, None
-        operands = RoutedMoeOperands.for_call(world, router, x, *experts)
+        operands = operands_with_router(world, router, x, *experts)
         call = MoeCall(tokens, None, layer, router=router.options)
-        prepare_fused_with_router(world, call, plan)(operands, torch.empty_like(x))
+        prepare_fused(world, call, plan)(operands, torch.empty_like(x))
 
     return main
 

@@ -1,5 +1,5 @@
 """Routings that a caller may pass by mistake: a repeated expert, ids out of range, NaN logits, wrong numbers of
-experts. Each of these has a defined result, the same with all plans.
+experts. Each such routing has a defined result, the same with all plans.
 """
 
 from __future__ import annotations

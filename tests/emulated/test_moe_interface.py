@@ -1,4 +1,4 @@
-"""Options of `weft.moe`: groups of ranks, the size of memory, and counts; on emulated ranks."""
+"""Options of `weft.moe` on emulated ranks: groups of ranks, the size of memory, and counts."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def overflow_of(world: weft.World) -> str:
 @covered("[123]", covering="[0]")
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> None:
-    """Tiles have 16 rows, and ranks 4 experts; 100 rows are routed to one expert, which has room for 80. The rank's own
-    rows come first. Both the full rank and the rank of the tokens are notified."""
+    """Tiles have 16 rows, and each rank has 4 experts; 100 rows are routed to one expert, which has room for 80. The
+    rank's own rows come first. Both the full rank and the rank of the tokens are notified."""
 
     def main(world: weft.World) -> None:
         model, tokens = Model(world, LAYER, False), 50
@@ -317,8 +317,8 @@ def test_counts_under_torch_compile() -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_repeated_expert_counts_twice(plan: str) -> None:
-    """This holds even for a rank with a single expert and twice as many rows as distinct ids could give: they fit if
-    max_rows allows it, and otherwise are dropped and reported."""
+    """A rank with a single expert then receives twice as many rows as distinct ids could give: the rows fit if max_rows
+    allows it, and otherwise are dropped and reported."""
 
     def main(world: weft.World) -> float:
         layer = Layer(40, 2, 2, 32, 24, torch.bfloat16)

@@ -44,7 +44,7 @@ def bits(world: weft.World) -> list[torch.Tensor]:
     return kept[0]
 
 
-def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
+def test_the_bits_do_not_depend_on_the_saved_tensors_or_the_order() -> None:
     first_run, *others = [weft.spmd(bits, 2, backend="emulated", seed=seed, preempt=0.1) for seed in range(2)]
     for run in others:
         for a, b in zip(first_run, run, strict=True):
@@ -77,7 +77,7 @@ def between_and_twice(world: weft.World, plan: str | Plan) -> float:
 
 
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
-def test_what_stands_between_the_halves(plan: str) -> None:
+def test_an_operation_between_the_halves(plan: str) -> None:
     errors = weft.spmd(lambda world: between_and_twice(world, plan), 2, backend="emulated")
     assert max(errors) < BOUND
 
@@ -91,7 +91,7 @@ def test_two_gemm_programs_an_sm(seed: int) -> None:
     assert max(errors) < BOUND
 
 
-def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_calls_that_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
     from bench.measure import moe_training as bench
 
     def rank(world: weft.World) -> None:

@@ -22,8 +22,8 @@ BF, HALF = torch.bfloat16, torch.float16
 
 
 class Way(NamedTuple):
-    """`bound` is the bound of the error: both halves round a route's result, and each rank's sum is rounded between
-    them. `inner` is the number of columns of a rank."""
+    """`bound` is the bound of the error: both halves round a route's result, and each rank's sum is rounded too.
+    `inner` is the number of columns of a rank."""
 
     run: Run
     plan: str | Plan
@@ -81,8 +81,8 @@ def test_columns_in_any_world(ranks: int, tp_size: int, way: Way) -> None:
 @pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere, in_turn], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", OF_STEPS)
 def test_routings(name: str, ids_of: Any) -> None:
-    """All tokens go to one rank's experts, which get more rows than a tile has; some experts, ranks and calls have
-    no rows; some routes lead nowhere."""
+    """All tokens go to one rank's experts, which receive more rows than a tile; some experts, ranks and calls have no
+    rows; some routes name no expert."""
     assert right(WAYS[name], 2, ids_of=ids_of, calls=4, shared=True)
     assert right(WAYS[name], 3, experts=3, k=1, ids_of=ids_of, calls=4, tokens=(18, 3, 0))
 
@@ -96,7 +96,7 @@ def test_routings_of_columns(ids_of: Any, way: Way) -> None:
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt_oss"])
 @pytest.mark.parametrize("way", [*WAYS.values(), SEQUENTIAL], ids=[*WAYS, "columns, sequential"])
 def test_activations(way: Way, activation: str) -> None:
-    """Widths are no multiples of blocks or tiles in either direction, with biases and without, also in float16."""
+    """Widths are not multiples of blocks or tiles in either direction, with biases and without, also in float16."""
     columns = way.run is both_halves
     kinds = (BF, True, 72, 24 if columns else 40), (HALF, columns, 24, 40 if columns else 72)
     for dtype, biases, hidden, inner in kinds:
@@ -156,7 +156,7 @@ PARAMETERS: list[tuple[str, Plan]] = [
 
 @pytest.mark.parametrize(("name", "plan"), PARAMETERS, ids=str)
 def test_plan_parameters(name: str, plan: Plan) -> None:
-    """An expert has several tiles whose rows come from several ranks, and the columns of a row are in several parts."""
+    """An expert has several tiles with rows of several ranks, and a row's columns are in several parts."""
     sizes = {} if name == "columns" else dict(inner=40)
     assert right(WAYS[name], 2, hidden=72, tokens=(40, 31), calls=2, plan=plan, **sizes)
 

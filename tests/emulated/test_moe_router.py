@@ -151,7 +151,7 @@ def test_a_capacity_is_not_rounded_up_by_an_error_of_float64() -> None:
     assert (kept >= 0).sum() == 11 and dropped.tolist() == [9, 0]
 
 
-def test_what_a_capacity_refuses() -> None:
+def test_wrong_arguments_of_a_capacity_are_refused() -> None:
     ids, weights = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
 
     def main(world: weft.World) -> None:

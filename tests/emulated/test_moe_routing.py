@@ -32,7 +32,7 @@ def check(layer: Layer, routed: Callable[[int], list[Ids]], seed: int = 0, **opt
     ids=lambda layer: f"{layer.ranks} ranks, {layer.experts} experts",
 )
 def test_tables_of_random_routes(layer: Layer, seed: int) -> None:
-    """Every call has new tokens, and in every second call their number differs between ranks."""
+    """Every call has new tokens, and in every second call the ranks' numbers of tokens differ."""
     check(layer, lambda n: drawn(layer, 10 * seed + n), seed)
 
 
@@ -79,7 +79,8 @@ def test_schedules(seed: int) -> None:
 
 
 def test_layers_of_several_sizes_take_turns() -> None:
-    """Layers with the same capacity and k share memory, and tables if all their sizes are the same."""
+    """Layers with the same max_tokens_per_rank and k share memory; layers whose sizes are all the same also share
+    tables."""
     two_experts, three_experts = Layer(2, 2, 2, 5), Layer(2, 3, 2, 5, block_m=8)
 
     def main(world: weft.World) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import torch
 import weft
 from tests.emulated.cases import changed, distance, draw
 from tests.emulated.cases_moe import Model, at_random
-from tests.emulated.cases_routing import tables_of
+from tests.emulated.cases_routing import tables_of as expected_tables
 from tests.offline import test_offline as offline
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
@@ -26,7 +26,7 @@ from weft.ops.moe.expert_parallel.dispatched import (
     plan_state,
     prepare_dispatched,
     scratch,
-    step_counters,
+    tables_of,
     unsupported,
 )
 from weft.ops.moe.expert_parallel.op import NARROW_32, NARROW_64
@@ -85,19 +85,25 @@ def test_memory_grows_and_is_shared() -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_counters_are_those_of_their_targets() -> None:
+def test_counters_are_those_of_their_tables() -> None:
+    """Layers share counters if and only if they share `targets`."""
+    layer = Layer(8, 4, 2, 32, 24, BF)
+
     def main(world: weft.World) -> None:
-        counters_a, counters_b = world.zeros((2,), torch.int32), world.zeros((2,), torch.int32)
-        assert (
-            step_counters(world, counters_a).data_ptr()
-            == step_counters(world, counters_a).data_ptr()
-            != step_counters(world, counters_b).data_ptr()
-        )
+        _, tables, counters = tables_of(world, layer, 16)
+        world.forget_prepared()
+        _, same_tables, same_counters = tables_of(world, replace(layer, hidden=64), 16)
+        assert same_tables.targets.data_ptr() == tables.targets.data_ptr()
+        assert same_counters.data_ptr() == counters.data_ptr()
+        for changed_layer, block_m in ((layer, 32), (replace(layer, max_rows=21), 16), (replace(layer, k=1), 16)):
+            _, other_tables, other_counters = tables_of(world, changed_layer, block_m)
+            assert other_tables.targets.data_ptr() != tables.targets.data_ptr()
+            assert other_counters.data_ptr() != counters.data_ptr()
 
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_what_a_plan_cannot_serve() -> None:
+def test_calls_that_the_plan_does_not_support() -> None:
     def main(world: weft.World) -> list[Any]:
         layer = Layer(8, 4, 2, 32, 24, BF)
         wrong = [
@@ -131,7 +137,7 @@ def test_a_plan_as_text() -> None:
 
 def test_tables_by_hand() -> None:
     """Rank 1 of 2 has one expert, whose rows are in the order of their source ranks, starting with its own."""
-    tables = tables_of(torch.tensor([[[1], [0], [1]], [[-1], [1], [1]]]), 1, 1, 8, 2)
+    tables = expected_tables(torch.tensor([[[1], [0], [1]], [[-1], [1], [1]]]), 1, 1, 8, 2)
     assert tables["route_rows"].tolist() == [2, -1, 3, -1, 0, 1]
     assert tables["sources"].tolist() == [4, 5, 0, 2, -1, -1, -1, -1]
     assert tables["tiles"].tolist() == [[0, 0, 0, 0], [2, 0, 1, 1]]

@@ -104,7 +104,7 @@ def test_the_code_on_the_page_runs() -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_calls_that_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark times weft's ops and, as their limit, the GEMMs alone."""
     from bench.measure import moe_tensor as bench
 
@@ -131,7 +131,7 @@ def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_errors_quote_what_was_given() -> None:
+def test_errors_quote_the_arguments() -> None:
     def main(world: weft.World) -> None:
         model, (x, ids, weights) = one(world)
         w, inner = model.local_weights, model.inner
@@ -183,7 +183,7 @@ def test_ranks_that_disagree() -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_what_a_plan_cannot_serve_is_sequential(caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_that_a_plan_does_not_support_are_sequential(caplog: pytest.LogCaptureFixture) -> None:
     """The reason is logged once."""
 
     def error(**case: Any) -> float:

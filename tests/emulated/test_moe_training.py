@@ -146,7 +146,7 @@ def bits(world: weft.World) -> list[torch.Tensor]:
 
 
 @pytest.mark.gate
-def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
+def test_the_bits_do_not_depend_on_the_saved_tensors_or_the_order() -> None:
     first_run, *others = [weft.spmd(bits, 2, backend="emulated", seed=seed, preempt=0.1) for seed in range(3)]
     for run in others:
         for a, b in zip(first_run, run, strict=True):
@@ -196,7 +196,7 @@ def step(layer: moe.MoE, x: torch.Tensor, call: Any = None) -> list[torch.Tensor
     return [loss.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]  # type: ignore[list-item, union-attr]
 
 
-# test_the_same_bits_whatever_is_kept_and_in_any_order compares all tensors that may be saved, in eager calls.
+# test_the_bits_do_not_depend_on_the_saved_tensors_or_the_order compares all tensors that may be saved, in eager calls.
 @covered("tensor-32-(?:nothing|activation)", covering="[tensor-32-rows]")
 @pytest.mark.parametrize(
     "parallel, inner, keep", [("expert", 24, "rows"), *(("tensor", 32, keep) for keep in moe.KEEPS)]

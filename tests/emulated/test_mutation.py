@@ -972,7 +972,7 @@ def layers_in_one_launch(world: World) -> None:
 
 
 def many_few_tokens(world: World) -> None:
-    """Route so that the routes of one expert are in several of the blocks that are searched for them."""
+    """Draw a routing in which an expert's routes are in several of the blocks that are searched for them."""
     assert layer_case(world, steps, k=4, hidden=16, inner=8, tokens=(70, 66), calls=1, plan=SMALL_LOW_LATENCY) < 5e-3
 
 

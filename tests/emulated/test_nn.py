@@ -126,7 +126,7 @@ class Adapted(weft.nn.ColumnParallelLinear):
         self.register_buffer("scale", torch.randn(1))
 
 
-def test_a_subclass_saves_and_loads_what_it_adds() -> None:
+def test_a_subclass_saves_and_loads_its_own_tensors() -> None:
     def rank(world: weft.World) -> None:
         torch.manual_seed(0)
         saved, again = (torch.nn.Sequential(Adapted(world)) for _ in range(2))
@@ -271,7 +271,7 @@ def test_a_world_is_neither_copied_nor_pickled() -> None:
     emulate(rank, 2)
 
 
-def test_from_linear_keeps_what_is_frozen_and_takes_a_dtype() -> None:
+def test_from_linear_keeps_frozen_parameters_and_accepts_a_dtype() -> None:
     def rank(world: weft.World) -> None:
         linear = torch.nn.Linear(64, 80)
         linear.weight.requires_grad_(False)

@@ -486,7 +486,7 @@ def test_one_descriptor_over_all_ranks() -> None:
     emulate(main, 3)
 
 
-def test_small_is_what_a_small_world_gets() -> None:
+def test_a_small_world_runs_the_small_plan() -> None:
     def main(world: weft.World) -> None:
         assert world.sm_count < 32
         result = weft.all_gather_matmul(draw(0, 8, 16), draw(1, 16, 16), world=world, plan="fused")

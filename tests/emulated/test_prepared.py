@@ -127,7 +127,7 @@ def test_a_shape_is_prepared_once_and_again_after_its_memory_grew(monkeypatch: p
 
 
 @pytest.mark.parametrize("plan", ["sequential", "fused"])
-def test_a_known_call_refuses_what_the_first_one_refuses(plan: str) -> None:
+def test_a_known_call_refuses_the_same_arguments_as_the_first(plan: str) -> None:
     def main(world: World) -> None:
         x, w, refused = draw(world.rank, 16, 64), draw(7, 16, 64), []
         for _ in range(2):

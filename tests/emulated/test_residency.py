@@ -58,7 +58,7 @@ def on_two_streams(call_a: tuple[weft.World, Call], call_b: tuple[weft.World, Ca
 
 @contextmanager
 def counted_waits(world: weft.World) -> Iterator[list[str]]:
-    """Yield a list of the names of the streams that another stream waits for before it has room."""
+    """Yield a list that records the name of each stream for which another stream waits until there is room."""
     waits: list[str] = []
     backend, start_after = world.backend, world.backend.start_after
 
@@ -242,12 +242,12 @@ programs = st.builds(ResidentPrograms, st.integers(1, 3), st.tuples(st.integers(
 
 @given(st.integers(1, 3), st.lists(programs, min_size=1, max_size=3))
 @settings(deadline=None, max_examples=150)
-def test_what_fits_is_never_stuck(number: int, launches: list[ResidentPrograms]) -> None:
+def test_launches_that_fit_are_never_stuck(number: int, launches: list[ResidentPrograms]) -> None:
     sms = SMs(number, (6, 6))
     assert not (sms.fit(launches) and stuck(sms, launches))
 
 
-def test_what_fits() -> None:
+def test_launches_that_fit_together() -> None:
     sms = SMs(132, (65536, 228 << 10, 2048))
     gemm, rows = ((256 * 168, 200 << 10, 256), (128 * 40, 8 << 10, 128))
     assert sms.fit([ResidentPrograms(100, gemm), ResidentPrograms(32, gemm)]), "each program has an SM"
@@ -260,7 +260,7 @@ def test_what_fits() -> None:
 
 
 def test_a_call_waits_for_all_that_may_still_run() -> None:
-    """This includes a call on a third stream that fits beside the last one of the second."""
+    """A call also waits for a call on a third stream that fits beside the second stream's last one."""
     half, whole = ((frozenset({ResidentPrograms(n, (1,))}),) for n in (2, 4))
     ledger = Ledger(SMs(4, (1,)))
     assert ledger.enter("a", whole) == []

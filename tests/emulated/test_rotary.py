@@ -37,7 +37,7 @@ def test_rotary(m: int, d: int, heads: int, kv: int, period: int, normed: bool, 
     assert distance(actual.double(), torch.cat([t.flatten(1) for t in expected], 1)) < 4e-3
 
 
-def test_what_does_not_fit() -> None:
+def test_wrong_arguments_are_refused() -> None:
     qkv, angle, norm = draw(1, 3, 32), torch.zeros(3, 8), draw(2, 8)
 
     def main(world: weft.World) -> None:

@@ -199,7 +199,7 @@ def test_ranks_on_two_nodes_are_sequential() -> None:
     assert max(emulate(lambda world: routed_case(world, 20, 16, 16, "auto", gradient=True), 4, nodes=2)) < BOUND
 
 
-def test_errors_quote_what_was_given() -> None:
+def test_errors_quote_the_arguments() -> None:
     def main(world: World) -> None:
         x, w, d = draw(0, 20, 24), draw(1, 40, 24), torch.zeros(20, dtype=torch.int32)
         fn: Any = weft.matmul_all_to_all_routed

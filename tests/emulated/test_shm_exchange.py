@@ -120,7 +120,7 @@ def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
     assert ranks(main) == [True, True]
 
 
-def test_final_data_takes_no_slot_of_posts() -> None:
+def test_final_data_uses_no_slot_of_posts() -> None:
     """Final data uses no slot of posts on any rank, at any position of the ring of posts."""
 
     def main(shm: SharedMemoryExchange) -> bool:
@@ -305,7 +305,7 @@ def test_without_a_folder_that_all_see_there_is_none(monkeypatch: pytest.MonkeyP
 
 
 def test_short_exchanges_use_shared_memory_and_long_ones_messages() -> None:
-    """A rank that posted while others exchange does not make them wait for messages."""
+    """A rank that posted while other ranks exchange does not make them wait for messages."""
     sent: list[object] = []
 
     def main(shm: SharedMemoryExchange) -> Any:
@@ -334,7 +334,7 @@ def test_short_exchanges_use_shared_memory_and_long_ones_messages() -> None:
 
 
 def test_a_long_message_is_not_mistaken_for_an_earlier_one() -> None:
-    """One rank is late for a short call; a call whose data is too long for a slot follows."""
+    """One rank is late for a short call; the data of the next call is too long for a slot."""
     barrier, slots = threading.Barrier(2, timeout=20), [None] * 2
 
     def main(shm: SharedMemoryExchange) -> bool:
@@ -612,7 +612,7 @@ def stuck(shm: SharedMemoryExchange, flag: int, words: tuple[int, int], tile: in
 
 
 @pytest.mark.parametrize("rank_1_state", ["waits", "does not"])
-def test_an_expired_wait_says_first_what_other_ranks_wait_in(
+def test_an_expired_wait_first_names_the_calls_of_other_ranks(
     monkeypatch: pytest.MonkeyPatch, rank_1_state: str
 ) -> None:
     monkeypatch.setattr(cuda, "GRACE", 20.0 if rank_1_state == "waits" else 0.1)

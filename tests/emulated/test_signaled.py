@@ -138,7 +138,7 @@ PLANS: list[str | Plan] = [
 
 
 def plans_of(op: str) -> list[str | Plan]:
-    """Return the plans that the op has: copy engines move the groups of a reduce-scatter only."""
+    """Return the plans that the op has: with copy engines, only a reduce-scatter's groups are moved."""
     return [plan for plan in PLANS if op == "matmul_reduce_scatter" or not getattr(plan, "copies", False)]
 
 
@@ -197,14 +197,14 @@ def test_random_shapes(
 ) -> None:
     copies = copies and op == "matmul_reduce_scatter"
     plan = replace(S, groups=tuple(groups), ctas=ctas, copies=copies)
-    if copies:  # what copy engines move
+    if copies:  # copy engines need whole words and tiles
         n, rows = n // 8 * 8, [rows[0] // 16 * 16] * len(rows)
     compare(op, rows, n, 8 * k, plan, run, bias=bias, seed=run, calls=2)
 
 
 def test_unsupported_copies_are_sequential(caplog: Any) -> None:
-    """Reduce-scatter needs equal shards of whole tiles, and rows of whole 16-byte words. The reason is logged once, and
-    is the same on every rank."""
+    """Reduce-scatter needs equal shards of whole tiles, and rows that are a multiple of 16 bytes. The reason is logged
+    once, and is the same on every rank."""
     plan = replace(S, copies=True)
 
     def main(world: weft.World, rows: list[int], n: int) -> tuple[float, bool]:
@@ -307,7 +307,7 @@ def twice(tile_schedule: Schedule) -> Schedule:
 
 
 def swapped(tile_schedule: Schedule) -> Schedule:
-    """A program's tiles of two groups are exchanged."""
+    """A program computes each of two groups' tiles in place of the other's."""
     first_tiles = [entry.first_tile for entry in tile_schedule.program_groups[0]]
     return changed_entry(changed_entry(tile_schedule, 0, 0, first_tile=first_tiles[1]), 0, 1, first_tile=first_tiles[0])
 
@@ -370,7 +370,7 @@ def test_a_broken_schedule_is_caught(broken: Callable[[Schedule], Schedule], op:
 
 @pytest.mark.parametrize("op", REDUCING)
 @pytest.mark.parametrize("shape", [(40, 72, 24), (33, 16, 40), (7, 100, 8), (96, 64, 16)])
-def test_tiles_are_left_to_what_follows(op: str, shape: tuple[int, int, int]) -> None:
+def test_a_later_op_restores_the_order_of_tiles(op: str, shape: tuple[int, int, int]) -> None:
     """The Remap maps each element to its position; RMSNorm and the residual add read through it."""
     m, n, k = shape
 
@@ -384,7 +384,7 @@ def test_tiles_are_left_to_what_follows(op: str, shape: tuple[int, int, int]) ->
 
 
 @pytest.mark.parametrize("n", [16, 13])
-def test_out_where_no_bulk_store_gets(n: int) -> None:
+def test_out_that_bulk_stores_cannot_reach(n: int) -> None:
     """On one rank alone, bulk stores cannot reach `out`; this must not change the ranks' communication."""
 
     def main(world: weft.World) -> float:
@@ -429,7 +429,7 @@ def test_rms_norm_of_nothing_and_of_float16() -> None:
 # -- unsupported calls -------------------------------------------------------------------------------------------------
 
 
-def test_errors_quote_what_was_given() -> None:
+def test_errors_quote_the_arguments() -> None:
     def main(world: weft.World) -> None:
         x, w = draw(0, 20, 24), draw(1, 40, 24)
         tiles, remap = weft.matmul_all_reduce_tiles(x, w, world=world, plan="signaled")

@@ -67,8 +67,8 @@ def test_gemms(nodes: int, ranks: int, piece_count: int) -> None:
 
 
 def test_sent_tensors_are_kept_until_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's allocator reuses the memory of a released tensor for the next one of the same stream, whatever another
-    stream still reads."""
+    """A GPU's allocator gives the memory of a released tensor to the stream's next tensor, even if another stream still
+    reads the memory."""
     sent: list[list[weakref.ref[torch.Tensor]]] = [[] for _ in range(6)]  # sent tensors, for each rank
 
     def send(world: World, part: torch.Tensor, to: int, into: torch.Tensor, source: int, stream: Any) -> None:
@@ -128,7 +128,7 @@ def test_sums(nodes: int, ranks: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks"), NODES)
 def test_all_to_all(nodes: int, ranks: int) -> None:
-    """Destinations are even, skewed, or leave ranks without rows to send or receive; rows may be no multiple of 16
+    """Destinations are even, skewed, or leave ranks without rows to send or receive; rows need not be a multiple of 16
     bytes."""
     sizes = [3 + 5 * (r % 2) for r in range(ranks)]
     all_rows = [
@@ -308,7 +308,7 @@ def test_interleaved_nodes_have_no_levels() -> None:
 
 
 # -- the choice of the plan --------------------------------------------------------------------------------------------
-def test_what_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_chosen_plans(caplog: pytest.LogCaptureFixture) -> None:
     """A plan for a single node runs as sequential here, and so does "auto" if nothing was timed and ranks have many
     programs; a plan that a trial chose is kept. Ops without two levels raise an error that says so."""
 

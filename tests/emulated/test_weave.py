@@ -1,5 +1,4 @@
-"""Weaving itself: which calls overlap, where a batch is split, and which plan "auto" chooses from the measured
-table."""
+"""Weaving: which calls overlap, where a batch is split, and which plan "auto" chooses from the measured table."""
 
 from __future__ import annotations
 
@@ -125,7 +124,7 @@ def test_no_split_at_whole_steps_is_better(tokens: int, n: int, programs: int, n
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_auto_takes() -> None:
+def test_the_plan_of_auto() -> None:
     def rank(world: weft.World) -> None:
         model = Llama(TINY, world=world)
         name = weave.name_of(world, 64, 96)
@@ -167,7 +166,7 @@ def test_a_woven_plan_gets_a_split() -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
-def test_what_is_no_plan() -> None:
+def test_invalid_plans_are_refused() -> None:
     with pytest.raises(ValueError, match=r"kind 'knitted' is not one of \['plain', 'fused', 'woven', 'sequence'\]"):
         LayerPlan("knitted")
     for kind, options in (("fused", dict(split=3)), ("sequence", dict(sms=4)), ("sequence", dict(norm="one_shot"))):
@@ -202,7 +201,7 @@ def test_a_split_keeps_every_token(data: Any, count: int) -> None:
     assert prefix.tokens == split and tokens(prefix) + tokens(suffix) == tokens(batch)
 
 
-def test_what_is_no_batch() -> None:
+def test_invalid_batches_are_refused() -> None:
     for lengths, starts, slots in (
         ((1, 2), (0,), (0, 1)),
         ((0,), (0,), (0,)),
@@ -213,7 +212,7 @@ def test_what_is_no_batch() -> None:
             Batch(lengths, starts, slots)
 
 
-def test_halves_are_whole_tiles_where_there_are_two() -> None:
+def test_halves_are_whole_tiles_if_there_are_two() -> None:
     assert [halves(t) for t in (2, 255, 256, 300, 640, 1664, 2048)] == [1, 127, 128, 128, 256, 768, 1024]
 
 
@@ -221,7 +220,7 @@ RESULTS = Path(__file__).parents[2] / "bench/results"
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_shipped_table_takes_what_was_measured_fastest(world: int) -> None:
+def test_the_shipped_table_selects_the_fastest_measured_plan(world: int) -> None:
     """For every size and mode, the newest run's plan is within 1% of the fastest method in a graph; in eager mode, a
     pass without weaving is chosen if it is within 2%. Woven plans with different SMs or norms are different methods."""
     table = Table.from_rows(layers("nvidia-h200", world, 8192, 28672))

@@ -151,7 +151,7 @@ def test_bad_input_is_refused_and_nothing_is_lost(
             raise exception
 
 
-def test_what_is_no_tensor_is_refused_with_gradients_too() -> None:
+def test_arguments_that_are_not_tensors_are_refused_with_gradients_too() -> None:
     def main(world: weft.World) -> None:
         x, w = draw(0, 8, 16).requires_grad_(), draw(1, 16, 16)
         for op in OPS:
@@ -209,8 +209,8 @@ def test_memory_has_a_shape_and_a_dtype() -> None:
 
 
 def test_a_repeated_name_is_two_tensors() -> None:
-    """Two allocations of symmetric memory under one name are two tensors, as docs/writing-kernels.md says; two channels
-    of one name are the same channel."""
+    """Two allocations of symmetric memory under one name are two tensors, as docs/writing-kernels.md states; two
+    channels of one name are the same channel."""
 
     def main(world: weft.World) -> None:
         a, b = (world.symmetric((4,), torch.float32, "x") for _ in range(2))
@@ -359,7 +359,7 @@ def test_a_disagreement_names_what_differs() -> None:
         assert str(exception).endswith("rank 0: all_gather_matmul N=16; rank 1: all_gather_matmul N=24"), exception
 
 
-def test_plans_that_disagree_are_named_by_what_differs() -> None:
+def test_plans_that_disagree_are_named_by_their_differences() -> None:
     def main(world: weft.World) -> list[str]:
         x, w, messages = draw(world.rank, 8, 16), draw(9, 16, 16), []
         for op, operands, plans in (
@@ -404,7 +404,7 @@ def test_ranks_at_different_calls_are_named_in_short() -> None:
     assert routed == route and exchanged == exchange, "an exchange must not return another rank's call as an object"
 
 
-def test_a_plan_in_words_is_what_differs_from_its_kind() -> None:
+def test_a_plan_is_described_by_its_differences_from_the_default() -> None:
     assert str(FusedGather()) == "FusedGather()" and str(Dispatched()) == "Dispatched()"
     text = "FusedGather(tile=GemmTile(block_n=128, warps=4), flatten=False)"
     assert str(FusedGather(tile=GemmTile(block_n=128, warps=4), flatten=False)) == text
@@ -445,7 +445,7 @@ def test_agreement_costs_one_exchange_a_shape() -> None:
 # -- fallbacks ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_symmetric_memory_fused_is_sequential_and_says_so_once(caplog: Any) -> None:
+def test_without_symmetric_memory_fused_is_sequential_and_logs_once(caplog: Any) -> None:
     def main(world: weft.World) -> float:
         world.backend.symmetric_unsupported = "GPU 0 has no peer access to GPUs [1]"
         world.backend.symmetric = None  # type: ignore[assignment,method-assign]
@@ -494,7 +494,7 @@ def test_plan_survives_json(plan: Plan) -> None:
     ["", "{", "null", "[]", "3", '"fused"', "{}", '{"kind": "warped"}', '{"kind": ["fused"]}', '{"kind": "fused", "pullerz": 1}', '{"kind": "fused", "pullers": "x"}',
      '{"kind": "sequential", "groups": [1]}'],
 )  # fmt: skip
-def test_what_is_no_plan_is_refused(text: str) -> None:
+def test_invalid_plans_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a plan"):
         Plan.from_json(text)
 
@@ -681,7 +681,7 @@ def test_a_field_that_an_op_could_only_ignore_is_refused(op: str, plan: Plan, fi
         REGISTRY[op].check_plan(plan)
 
 
-def test_the_plan_of_a_layer_takes_a_plan_for_its_norms() -> None:
+def test_the_plan_of_a_layer_accepts_a_plan_for_its_norms() -> None:
     plan = TwoShotPull(programs=16)
     assert LayerPlan("woven", norm=plan).norm_plan == plan == LayerPlan("woven", norm=plan.to_json()).norm_plan
 
@@ -699,7 +699,7 @@ OTHERWISE: dict[str, Plan] = {  # fused plans other than those of pull programs
 @pytest.mark.parametrize(
     ("op", "plan"), [(op, plan) for op in OPS for plan in ("auto", *KINDS, OTHERWISE[op])], ids=str
 )
-def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -> None:
+def test_first_use_inside_a_capture_raises_with_advice(op: str, plan: str | Plan) -> None:
     """After a call outside, a capture allocates nothing and makes no exchange between hosts."""
 
     def main(world: weft.World) -> Exception | None:
@@ -800,8 +800,8 @@ def test_symmetric_memory_of_different_sizes_disagrees() -> None:
 
 @pytest.mark.parametrize("name", ["meet", "signal"])
 def test_streams_of_ranks_can_be_ordered(name: str) -> None:
-    """World.barrier orders the reads and writes, and so do World.signal and World.wait, of which a user's op may
-    consist."""
+    """World.barrier orders the write and the read, and so do World.signal and World.wait; a user's op may use
+    either."""
 
     def main(world: weft.World) -> None:
         box, flag = world.symmetric((4,), torch.float32), world.symmetric((1,), torch.int32)
@@ -1042,7 +1042,7 @@ def test_a_failing_rank_ends_the_others() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="says what happens without a GPU")
-def test_without_a_gpu_init_says_what_to_use() -> None:
+def test_without_a_gpu_init_names_the_backend_to_use() -> None:
     with pytest.raises(RuntimeError, match='backend="emulated"'):
         weft.init()
     with pytest.raises(ValueError, match="2 ranks need 2 GPUs"):
@@ -1123,7 +1123,7 @@ def test_an_unknown_value_of_weft_share_gpu_is_refused(one_gpu: pytest.MonkeyPat
         shared_gpu.prepare()
 
 
-def test_one_log_line_says_that_ranks_share(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_log_line_reports_that_ranks_share(caplog: pytest.LogCaptureFixture) -> None:
     """weft logs the line whether or not sharing was requested: ranks that happen to be on one GPU share it too."""
     devices = [shared_gpu.RankDevice(HERE, SEEN, rank % 2, None) for rank in range(5)]
     assert shared_gpu.shared_gpus(devices) == 2 and shared_gpu.shared_gpus(devices[:2]) == 0
@@ -1329,7 +1329,8 @@ def test_why_ranks_cannot_address_each_other(
 
 
 def test_every_rank_exchanges_its_reasons_once() -> None:
-    """All ranks do so even if only one rank has a reason, for instance two generations of GPUs in one machine."""
+    """All ranks exchange reasons even if only one rank has one, for instance if a machine has two generations of
+    GPUs."""
     count, barrier, slots, outcomes = 2, threading.Barrier(2, timeout=10), [None, None], {}
 
     def exchange(backend: Any, value: Any) -> list[Any]:
@@ -1367,7 +1368,7 @@ def test_a_bound_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, set
         timeout_seconds()
 
 
-def test_the_record_of_expired_waits_is_the_hosts_whatever_the_default_device() -> None:
+def test_the_record_of_expired_waits_is_on_the_host_for_any_default_device() -> None:
     def zeros(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:  # memory cannot be pinned here
         return torch.zeros(*size, **options)
 
@@ -1429,7 +1430,7 @@ def test_a_notice_comes_once_and_not_once_a_rank(caplog: pytest.LogCaptureFixtur
     assert len(notices) == 1 and "sequential instead of fused" in notices[0], notices
 
 
-def test_help_says_how_the_worlds_methods_are_called() -> None:
+def test_help_shows_the_signatures_of_the_worlds_methods() -> None:
     text = pydoc.render_doc(weft.World, renderer=pydoc.plaintext)
     assert "attrgetter" not in text and ": None\n" not in text
     assert "copy(dst, src, stream): Copy `src` to `dst` by a copy engine" in text

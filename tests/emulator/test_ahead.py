@@ -62,7 +62,7 @@ READS: dict[str, Callable[[torch.Tensor], list[float]]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_torch_sees_the_kernels_before_it(read: str) -> None:
+def test_torch_operations_follow_earlier_kernels(read: str) -> None:
     def main(world: World) -> list[float]:
         return READS[read](doubled(world, torch.ones(16)))
 
@@ -142,7 +142,7 @@ def test_a_read_on_the_host_orders_later_launches() -> None:
 
 
 def test_autograd_counts_a_write_when_it_is_enqueued() -> None:
-    """A result that is a view, such as gathered rows, keeps its values after it was returned."""
+    """A result that is a view, such as gathered rows, keeps its values after the call has returned."""
 
     def main(world: World) -> float:
         return all_gather_grads(world, (8,) * 4, 16, 16, TwoLevel(), through=True)

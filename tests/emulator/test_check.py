@@ -26,7 +26,7 @@ from weft.errors import WeftError
 
 
 def test_a_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It loads the file wherever the check is started, even from a relative path."""
+    """`weft check` can load the file from any working directory, even by a relative path."""
     kernels_dir, elsewhere = tmp_path / "kernels", tmp_path / "elsewhere"
     kernels_dir.mkdir(), elsewhere.mkdir()
     monkeypatch.setattr(sys, "path", list(sys.path))

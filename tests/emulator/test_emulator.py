@@ -209,7 +209,7 @@ def read_often(x, out, N: tl.constexpr):
     tl.store(out, total)
 
 
-def test_a_program_that_reads_one_word_often_goes_on() -> None:
+def test_a_program_that_reads_one_word_often_continues() -> None:
     def fn(b: EmulatedBackend) -> float:
         out = b.zeros((1,), torch.float32)
         b.launch(read_often, 1, dict(x=torch.ones(1), out=out, N=3000), {}, b.current_stream())
@@ -805,7 +805,7 @@ def test_kernels_of_two_streams_share_the_slots(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["call", "all_reduce"])
 def test_library_work_needs_an_sm(kind: str, seed: int) -> None:
-    """A kernel waits for a flag that is raised after library work: it must leave an SM for that work."""
+    """A kernel waits for a flag that is set after work of cuBLAS or NCCL, and must leave an SM for that work."""
 
     def fn(b: EmulatedBackend, programs: int) -> None:
         counter, x, one = b.zeros((1,), torch.int32), b.zeros((4,), torch.float32), b.tensor([1], torch.int32)
@@ -1417,7 +1417,7 @@ def handed(how: str, between: str) -> Any:
 
 
 @pytest.mark.parametrize("how", MOVES)
-def test_a_load_of_what_another_thread_has_stored_is_a_race(how: str) -> None:
+def test_a_load_of_another_threads_store_is_a_race(how: str) -> None:
     with pytest.raises(Race, match=r"race on x\[\d+, \d+\] of rank 0: read after write by another thread") as caught:
         spmd(handed(how, ""), 1)
     assert len(set(re.findall(r"hand_over\[0\] at .*test_emulator\.py:(\d+) \(hand_over\)", str(caught.value)))) == 2
@@ -1692,7 +1692,8 @@ def own_row(x, out, epoch, ch, N: tl.constexpr, DOES: tl.constexpr):
 
 @pytest.mark.parametrize("does", ["nothing", "notifies", "waits"])
 def test_a_grid_that_is_not_resident_is_reported_where_it_signals(does: str) -> None:
-    """The first program notifies, so that every schedule ends; on a GPU that depends on which program starts first."""
+    """The first program notifies, so that the test ends under every schedule; on a GPU the end depends on which program
+    starts first."""
 
     def main(world: weft.World, programs: int) -> None:
         out, epoch = world.empty((programs, 16), torch.float32), world.zeros((1,), torch.int32)

@@ -98,7 +98,8 @@ def test_a_channel_number_past_the_end_is_a_fault(wait: bool, says: str) -> None
 
 @weft.jit
 def ask(ch, epoch, END: tl.constexpr):
-    """Rank 0 answers the other rank; either the last of its two programs does not end the call, or both do not."""
+    """Rank 0 answers the other rank; either the last of its two programs does not end the call, or neither program
+    does."""
     me, p = wl.rank_of(ch), tl.program_id(0)
     if p == 0:
         wl.peer_tile_notify(ch, 0, 1 - me, False)
@@ -222,7 +223,7 @@ def test_an_unused_argument_is_named(wrong: dict[str, Any], error: type[Exceptio
 def no_kernel(x: Any) -> None: ...
 
 
-def test_what_is_launched_in_another_way_is_refused() -> None:
+def test_launches_outside_the_world_are_refused() -> None:
     def main(world: weft.World) -> None:
         stream, ch = world.current_stream(), world.channel("c", 1, None)
         with pytest.raises(TypeError, match="no_kernel is not a kernel: decorate it with @weft.jit"):
@@ -263,7 +264,7 @@ def test_a_kernel_without_epoch_compiles() -> None:
     assert "acq_rel" in compile_kernel(ring, dict(ch=ch, epoch=None, extra=0), dict(num_warps=1)).ptx
 
 
-def test_an_error_in_a_kernel_says_what_it_was_launched_with() -> None:
+def test_an_error_in_a_kernel_quotes_its_arguments() -> None:
     def main(world: weft.World) -> None:
         args = dict(ch=world.channel("c", 1, None), epoch=None, out=world.zeros((1,), torch.int32))
         world.launch(reads_epoch, 1, args, {}, world.current_stream())

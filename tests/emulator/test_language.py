@@ -311,7 +311,8 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def kernel_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """Return a kernel that stores the value of the statements; a module is written to hold it."""
+    """Return a kernel that stores the value of the statements. The function writes a module that contains the
+    kernel."""
     folder, numbers = tmp_path_factory.mktemp("language"), itertools.count()
 
     def write(statements: str) -> Any:
@@ -356,7 +357,7 @@ def dtype_of(value: Any) -> torch.dtype:
 
 
 @pytest.mark.parametrize("name", [*CASES, *OTHERS])
-def test_a_function_computes_what_numpy_and_torch_do(kernel_of: Callable[[str], Any], name: str) -> None:
+def test_a_function_gives_the_results_of_numpy_and_torch(kernel_of: Callable[[str], Any], name: str) -> None:
     statements, expected = (CASES | OTHERS)[name]
     compare(computed(kernel_of(statements), dtype_of(expected)), expected)
 
@@ -481,7 +482,7 @@ def test_a_cast_from_8_bits_is_that_of_the_hardware(to: torch.dtype, dtype: torc
 
 
 @pytest.mark.parametrize("statements", ["m8 + m8", "m8 > m8", "-m8"])
-def test_what_gpus_do_not_compute_in_8_bits_is_refused(kernel_of: Callable[[str], Any], statements: str) -> None:
+def test_operations_without_8_bits_on_gpus_are_refused(kernel_of: Callable[[str], Any], statements: str) -> None:
     with pytest.raises(NotImplementedError, match="GPUs compute no 8-bit floats: cast them first"):
         computed(kernel_of(f"m8 = x.to(tl.float8e5)\na = {statements}\nx"), torch.float32)
 

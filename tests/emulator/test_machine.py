@@ -71,7 +71,7 @@ def two_parts(data, flag, gate, guard, out, TARGET: tl.constexpr, N: tl.constexp
         tl.store(out + offsets, tl.load(data + offsets) + tl.load(data + N + offsets))
 
 
-def test_a_wait_acquires_what_first_reached_its_target() -> None:
+def test_a_wait_acquires_the_release_that_first_reached_its_target() -> None:
     """A target that is too low by one causes a race even if all arrivals precede the wait."""
 
     def fn(b: EmulatedBackend, target: int) -> None:
@@ -127,7 +127,7 @@ def test_an_ordinary_access_and_an_unordered_atomic_one_are_a_race(first_access:
 # -- the order between ranks -------------------------------------------------------------------------------------------
 
 
-def test_an_exchange_orders_what_each_rank_did_before_and_does_after() -> None:
+def test_an_exchange_orders_the_accesses_before_and_after_it() -> None:
     """Every rank reads every other rank's box: both the data of the last rank to arrive, and the data of the waiting
     ranks."""
 
@@ -292,8 +292,8 @@ def raise_flag(flag):
 
 
 def test_an_sm_is_free_when_all_its_programs_have_ended() -> None:
-    """It is not free when only the first of them has ended: otherwise a program that waits for room would run here, but
-    not on a GPU."""
+    """An SM is not free when only the first of its programs has ended: otherwise a program that waits for room would
+    run here, but not on a GPU."""
 
     def fn(b: EmulatedBackend) -> None:
         gate, flag, side = b.zeros((1,), torch.int32), b.zeros((1,), torch.int32), b.side_stream("late")
@@ -327,7 +327,7 @@ def poll(word, words, tries, guard, HOW: tl.constexpr, TRIES: tl.constexpr):
 
 
 @pytest.mark.parametrize("how", ["atomic", "volatile", "posted"])
-def test_a_program_that_polls_what_never_changes_sleeps(how: str) -> None:
+def test_a_program_that_polls_an_unchanging_word_sleeps(how: str) -> None:
     """A lost signal is thus a deadlock, not an endless run."""
 
     def fn(b: EmulatedBackend) -> None:
@@ -549,7 +549,7 @@ def numbers(x, y, low, high, i, u, shifted, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_extremes_ignore_nan_and_signed_shifts_keep_the_sign(dtype: torch.dtype) -> None:
-    """They follow the GPU, and not numpy's maximum."""
+    """Maximum, minimum and shifts give the GPU's results, not numpy's."""
     nan = float("nan")
     x, y = torch.tensor([1, nan, nan, -2] * 4).to(dtype), torch.tensor([nan, 3, nan, 5] * 4).to(dtype)
     i = torch.tensor([-9, 9, -(2**31), 2**31 - 1] * 4, dtype=torch.int32)

@@ -68,7 +68,7 @@ def test_static_every_row_has_one_tile_and_its_channels(case: tuple[StaticMappin
 
 
 @given(static_mappings(single=True))
-def test_static_producer_counts_are_what_consumers_wait_for(case: tuple[StaticMapping, int]) -> None:
+def test_consumers_wait_for_the_static_producer_counts(case: tuple[StaticMapping, int]) -> None:
     m, _ = case
     arrived: Counter[int] = Counter()
     for tile in tiles_of(m):

@@ -68,7 +68,7 @@ def test_commands_print_errors_in_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     assert result.exit_code == 1 and re.fullmatch(REFUSED, result.output.strip())
 
 
-def test_doctor_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_the_tested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["doctor", "--quick"], terminal_width=300)
     assert re.search(
         rf"triton +{re.escape(triton.__version__)} \(tried: 3\.6 to 3\.9; on GPUs: 3\.6 and 3\.9\)", result.output
@@ -78,7 +78,7 @@ def test_doctor_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0 and re.search(f"weft will use +nothing: {REFUSED}", " ".join(result.output.split()))
 
 
-def test_the_package_asks_for_what_was_tried() -> None:
+def test_the_package_requires_tested_versions() -> None:
     wanted = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     (oldest, past) = re.findall(r'"triton>=3\.(\d+),<3\.(\d+);', wanted)[0]
     assert _triton.TRIED == tuple((3, minor) for minor in range(int(oldest), int(past)))
@@ -369,7 +369,7 @@ def test_a_launch_moves_exactly_the_tensors(launched_here: Launcher) -> None:
         launch(stream, scale=0.5)
 
 
-def test_what_is_prepared_depends_on_no_tensor() -> None:
+def test_a_prepared_launch_depends_on_no_tensor() -> None:
     @prepared
     def prepared_sizes(world: weft.World, n: int, operand: Any) -> list[int]:
         return [n]
@@ -390,7 +390,9 @@ def test_what_is_prepared_depends_on_no_tensor() -> None:
 
 
 @pytest.mark.parametrize("reason", ["a hook", "scratch memory", "no TMA descriptor"])
-def test_what_is_left_to_triton(recorded: RecordedDriver, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+def test_launches_that_weft_leaves_to_triton(
+    recorded: RecordedDriver, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
     args = arguments()
     compiled = everything[(5,)](**args, **_triton.options({}))
     if reason == "a hook":

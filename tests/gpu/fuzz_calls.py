@@ -42,7 +42,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Call:
-    """`offset` is where the call's inputs begin in the pools. `late` is the rank that starts late, by `cycles`; -1
+    """`offset` is the start of the call's inputs in the pools. `late` is the rank that starts late, by `cycles`; -1
     stands for no rank."""
 
     offset: int
@@ -192,7 +192,7 @@ class Heads:
         self.sinks = draw(seed + 14, 2 * self.kv, dtype=torch.float32).to(world.device)
 
     def shape(self, rows: tuple[int, ...], form: int) -> Shape:
-        """Return a shape; rows that cannot be a zigzag split are consecutive."""
+        """Return a shape. Rows that do not form a zigzag split are consecutive."""
         options = self.FORMS[form % len(self.FORMS)]
         if "layout" in options and rows != tuple(weft.zigzag_rows(sum(rows), len(rows))):
             options = dict(causal=True)
@@ -227,9 +227,9 @@ class Part:
 
 
 def shapes(rng: random.Random, size: int, scale: Any) -> list[tuple[int, ...]]:
-    """Return the numbers of rows of every rank: none, one in all, one on each, whole tiles, all rows on one rank, and
-    random even, balanced and uneven numbers. Few sums are 1 or a multiple of 16, since Triton compiles separately for
-    these."""
+    """Return the numbers of rows of every rank: none, a single row, one row per rank, whole tiles, all rows on one
+    rank, and random even, balanced and uneven numbers. Few sums are 1 or a multiple of 16, since Triton compiles
+    separately for these."""
     one_row = (1,) + (0,) * (size - 1) if rng.random() < 0.5 else (1,) * size
     all_rows = [(0,) * size, one_row, (scale.tile,) * size, (0,) * (size - 1) + (scale.tile + 3,)]
     while len(all_rows) < scale.shapes:

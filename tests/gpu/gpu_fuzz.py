@@ -118,7 +118,7 @@ class Fuzz:
         self.errors = torch.zeros(
             2 * BATCH + 64 * 3, device=world.device
         )  # errors over their bounds, one per call since the last check
-        self.pending: list[tuple[Round, int]] = []  # each such call's round, and its index in the round
+        self.pending: list[tuple[Round, int]] = []  # for each of these calls, its round and its index in the round
         self.held: list[Any] = []  # graphs that may still run
 
     def order(self) -> list[Kind]:

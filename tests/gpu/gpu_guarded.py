@@ -38,7 +38,7 @@ def wrong_sums(world: weft.World, form: str, guard: bool, calls: int = CALLS) ->
 
 
 def product_error(world: weft.World, form: str) -> float:
-    """Return how many elements of a guarded GEMM of integers are wrong over several calls."""
+    """Return the number of wrong elements of a guarded GEMM of integers over several calls."""
     generator = torch.Generator().manual_seed(world.rank)
     a, b = (torch.randint(-2, 3, (512, 1024), generator=generator).bfloat16().to(world.device) for _ in range(2))
     expected, wrong = (a.double() @ b.double().t()).bfloat16(), 0

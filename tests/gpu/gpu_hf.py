@@ -14,7 +14,7 @@ from tests.emulated.cases import distance
 from weft import hf
 
 BF = torch.bfloat16
-BOUND = 3e-2  # of logits: two bf16 models that round at different places
+BOUND = 3e-2  # the difference of the logits of two bf16 models that round at different places
 SIZES = dict(
     vocab_size=1024, hidden_size=1024, intermediate_size=2816, num_hidden_layers=3, num_attention_heads=16,
     num_key_value_heads=8, head_dim=64, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=1023,
@@ -22,7 +22,7 @@ SIZES = dict(
 
 
 def unsplit(kind: str) -> Any:
-    """Return a model whose random weights are the same every time and on every rank."""
+    """Return a model with the same random weights every time and on every rank."""
     import transformers
 
     torch.manual_seed(5)
@@ -101,8 +101,8 @@ def graph(world: weft.World, two_parts: int | None) -> float:
 @torch.no_grad()
 def written(model: Any, ids: torch.Tensor, world: weft.World) -> float:
     """Return the distance between a woven model whose parameters were overwritten, with its graph, and the same model
-    woven anew. Experts' parameters are written in a way that a pass would not notice, as a collective writes them, and
-    are packed again."""
+    woven anew. The test writes experts' parameters as a collective does, which a pass would not notice, and packs them
+    again."""
     hf.weave(model, world)
     graph, logits = captured(model, ids, world)
     graph.replay()

@@ -137,7 +137,8 @@ def pools(world: weft.World, plan: Plan) -> float:
 
 @torch.no_grad()
 def flat(world: weft.World, call: Callable[[], object]) -> float:
-    """Return by how many MiB GPU memory grows over 50 eager calls after the first ones, each with its own tensors."""
+    """Return the growth of GPU memory in MiB over 50 eager calls after the first ones; each call has its own
+    tensors."""
     for _ in range(4):
         call()
     torch.cuda.synchronize()

@@ -285,8 +285,8 @@ def disagree(world: weft.World) -> float:
 
 
 def groups_by_libraries(world: weft.World) -> float:
-    """Check every form of quack's grouped GEMM, with groups that end within tiles, an empty one, and rows after the
-    last."""
+    """Check every form of quack's grouped GEMM with groups that end within tiles, an empty group, and rows after the
+    last group."""
     rows = [300, 0, 1, 127, 640]
     x, w = (draw(i, *shape).to(world.device) for i, shape in ((1, (1200, 264)), (2, (len(rows), 520, 264))))
     starts = torch.tensor([0, *rows], device=world.device).cumsum(0).int()

@@ -147,8 +147,8 @@ def of_any_length(world: weft.World, plan: str) -> float:
 
 def left_out(world: weft.World) -> float:
     """In a graph, route all tokens of all ranks to rank 0's second expert, for which the rank has room for 128 rows and
-    one tile. The drops are counted and raised once, and depend on the order of source ranks. A call without drops
-    follows."""
+    one tile. The drops raise one error, and the order of source ranks determines the dropped routes. A call without
+    drops follows."""
     layer = Layer(800, 4 * world.size, 1, 256, 128, BF)
     model, received = Model(world, layer, False), torch.zeros(4, dtype=torch.int32, device=world.device)
     x, ids, weights = routed(world, layer, 800, 0)

@@ -138,7 +138,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     for plan in ("sequential", "dispatched"):
         yield f"moe gradients, {plan}", BOUND, partial(against, world, plan, plain, [300, 0, 1, 37])
         yield f"moe gradients, {plan}, gelu, odd sizes", BOUND, partial(against, world, plan, odd, [100], True)
-        # cuBLAS rounds before a bias is added, so that other elements exceed a clamp's limit than in the reference.
+        # cuBLAS rounds before a bias is added, so a clamp limits different elements than in the reference.
         biases = plan == "dispatched"
         yield f"moe gradients, {plan}, gpt_oss", BOUND, partial(against, world, plan, clamped, [100], biases)
     for keep in moe.KEEPS:

@@ -32,7 +32,7 @@ REDUCING = ("matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def few_programs(op: str) -> Plan:
-    """Return the default plan of an all-gather, or a plan of a sum with few and small programs."""
+    """Return the default plan of an all-gather, or a plan of a sum with few, small programs."""
     if op == "all_gather_matmul":
         return FUSED[op]
     return changed(FUSED[op], pull_programs=6, forward_programs=2, pull_rows=16, pull_stages=2)

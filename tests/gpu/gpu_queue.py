@@ -85,7 +85,7 @@ def passed(row: Row | None, tree: str) -> bool:
 
 
 def recorded(ranks: int, gpus: int) -> dict[str, Row]:
-    """Return the record's checks on this number of ranks and GPUs, by name."""
+    """Return the recorded checks for this number of ranks and GPUs, by name."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     place = placed(ranks, gpus, metadata.version("triton"))
     rows: dict[str, Row] = record.get("checks", {}).get(place, {})

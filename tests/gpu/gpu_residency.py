@@ -1,8 +1,8 @@
 """Run two operators on two streams, each of which needs all SMs and waits for the other ranks: torchrun
 --nproc-per-node 2 -m tests.gpu.gpu_residency
 
-Every rank makes the calls in the same order, but rank 0's GPU begins with the first call and the other ranks' GPUs with
-the second, because a sleep precedes the other call. The World makes the second call start after the first, so both end,
+Every rank makes the calls in the same order. A sleep precedes one of them, so that rank 0's GPU begins with the first
+call and the other ranks' GPUs with the second. The World makes the second call start after the first, so both end,
 eagerly and in a graph. At the end the program stops the World from ordering them: then both calls wait for room until
 `weft.Timeout`, within seconds. The program prints a line for each case, and exits with 1 if one fails.
 """

@@ -157,7 +157,7 @@ class Run:
 
     # -- groups --------------------------------------------------------------------------------------------------------
     def gpus_of(self, ranks: int) -> list[str]:
-        """Return the next GPUs in turn, for ranks each of which gets one GPU."""
+        """Return the next GPUs in turn, for a group of ranks that have a GPU each."""
         if ranks >= self.gpus:
             return self.devices
         first_device = sum(g.command.ranks for g in self.groups if g.command.ranks < self.gpus)

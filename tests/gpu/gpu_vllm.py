@@ -1,7 +1,7 @@
 """The plugin in vLLM on a GPU: `gpu/vllm.sh run`. torchrun starts one rank, on which the plugin must serve nothing, or
 several ranks that share the GPU. These first run without the plugin (WEFT_VLLM=0); then ranks with the plugin compare
 their answers with the first ones. The twin runs all passes, in each of its forms, since nothing can be timed there.
-Requests are cut into chunks, share prefixes, and are preempted, since the cache is too small for all of them; one is
+Requests are split into chunks, share prefixes, and are preempted, since the cache is too small for all of them; one is
 aborted. The error of given tokens' probabilities, compared with the model in float32, may be at most 1.5 times vLLM's
 own. The kinds LlamaFP8 (which needs compressed_tensors) and LlamaFP8Block, which KINDS may name, have FP8 linears,
 whose GEMMs weft must serve.
@@ -29,7 +29,7 @@ TOKENS, ROUNDING = 24, 0.1  # tokens of an answer; bfloat16's rounding of a log 
 ROUNDING_OF_FP8 = 1.0  # for FP8 linears; not yet run on a GPU, but an engine on CPU ranks differed by up to 0.5
 BLOCKS = 24  # blocks of 16 tokens in the cache, fewer than CROWD needs
 CROWD = [[i, *range(40)] for i in range(8)]
-FURTHER = 1.5  # bound of weft's error of the probabilities over vLLM's own
+FURTHER = 1.5  # the largest allowed ratio of weft's error of the probabilities to vLLM's
 PASS_FORMS = ("sequential", "own_rows", "sequence_parallel", "woven", "woven_layers")
 MODES = {"eager": dict(enforce_eager=True), "graphs": dict(enforce_eager=False)}
 

@@ -78,7 +78,7 @@ def rounds(seed: int, count: int, kind: Kind | None = None, counts: dict[str, in
     return first_rank
 
 
-def test_what_is_drawn() -> None:
+def test_the_drawn_calls() -> None:
     drawn = rounds(5, 1000)
     assert drawn == rounds(5, 1000) and drawn != rounds(6, 1000)
     assert {r.kind.op for r in drawn} == OPS and {r.kind.op for r in drawn if r.kind.gradients} == set(TRAINED)
@@ -103,8 +103,8 @@ def test_kinds_with_few_recorded_calls_are_drawn_most() -> None:
 
 
 def test_only_compiled_kinds_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that compile a kind are compared, but not counted. This part ends after half of the time, and the whole run
-    when the time is up."""
+    """Calls that compile a kind are compared, but not counted. Compiling ends after half of the time, and the run when
+    the time is up."""
     run, rounds_run = gpu_fuzz.Fuzz.run, []
 
     def noted(self: gpu_fuzz.Fuzz, r: Round) -> int:
@@ -180,7 +180,7 @@ def test_a_wrong_gradient_is_noticed(leaf: int, tmp_path: Path, monkeypatch: pyt
     assert fuzz(tmp_path, 3, [index], kind=str(kind))["wrong"]
 
 
-def test_a_run_that_ends_early_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_run_that_ends_early_names_its_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     calls = 0
 
     def stays_away(self: gpu_fuzz.Fuzz, r: Round) -> int:
@@ -197,9 +197,9 @@ def test_a_run_that_ends_early_says_where(tmp_path: Path, monkeypatch: pytest.Mo
     assert "seed 1, round 2 --kind '" in capfd.readouterr().out
 
 
-def test_what_is_on_record(tmp_path: Path) -> None:
-    """Calls are counted by the number of ranks, whatever their number of GPUs, over all versions; or the counts are
-    those with which a run drew its calls."""
+def test_the_recorded_calls(tmp_path: Path) -> None:
+    """A record's calls are counted for each number of ranks, over all numbers of GPUs and all versions. A run's results
+    contain the counts with which it drew its calls."""
 
     def ran(world: int, seed: int, **kinds: int) -> dict[str, Any]:
         calls = sum(kinds.values())

@@ -110,8 +110,8 @@ def test_rows_of_a_switch_have_a_place_of_their_own() -> None:
     assert list(with_results(results, {})["checks"]) == ["4 ranks on 1 GPU, compiled for sm_80"]
 
 
-def test_what_is_timed_multiplies() -> None:
-    """Each way is checked twice."""
+def test_the_timed_ways_multiply() -> None:
+    """Every way to multiply is checked twice."""
 
     def main(world: weft.World) -> dict[str, float]:
         x, w = draw(1, 256, 128), draw(2, 512, 128)

@@ -123,7 +123,7 @@ def test_commands_pass_by_their_exit(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert [f["calls"] for f in results(run)["fuzz"]] == [10]
 
 
-def test_why_a_check_failed_is_what_its_ranks_printed(tmp_path: Path) -> None:
+def test_the_reason_of_a_failure_is_its_ranks_output(tmp_path: Path) -> None:
     """The launcher's own report is left out."""
     log = tmp_path / "log"
     log.write_text(

@@ -46,8 +46,8 @@ esac
 
 
 def run(tree: Path, out: Path, script: str = "measure.sh", **variables: str) -> tuple[int, str, list[list[str]]]:
-    """Return the exit status, the script's output and the command lines that it started, in a separate tree, since the
-    script puts the profile into src."""
+    """Run a script in a separate tree, since it writes the profile to src. Return the exit status, the output, and the
+    command lines that the script started."""
     programs = {"nvidia-smi": "#!/bin/sh\necho GPU 0\necho GPU 1\n", "python3": PYTHON, "torchrun": TORCHRUN}
     (tree / "bin").mkdir(parents=True, exist_ok=True)
     for name, text in programs.items():
@@ -94,7 +94,9 @@ def is_parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 def test_every_step_is_taken_by_its_program_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = dict(PARTS="profile ops norm eager decoder signaled moe attention columns transformers fp8 vllm", MINUTES="30")
+    parts = dict(
+        PARTS="profile ops norm eager decoder signaled moe attention columns transformers fp8 vllm", MINUTES="30"
+    )
     code, printed, asked = run(tmp_path / "tree", tmp_path / "out", **parts)
     assert code == 0 and "left" not in printed, printed
     for words in asked:
@@ -129,7 +131,7 @@ def test_interrupted_steps_continue_and_failed_ones_come_last(tmp_path: Path) ->
     assert code == 0 and [words[1] for words in asked] == ["bench.measure.moe_tensor"]
 
 
-def test_what_is_one_run_begins_again(tmp_path: Path) -> None:
+def test_steps_that_are_one_run_begin_again(tmp_path: Path) -> None:
     """The table for the decoder has sizes that only one run has measured."""
     kept = tmp_path / "out/decoder"
     kept.mkdir(parents=True)

@@ -166,8 +166,8 @@ def judged(target: str, name: str) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return for each target the number of cases and of different launches, the most registers and shared memory, and
-    the faults."""
+    """Return for each target its number of cases, its number of different launches, the most registers and shared
+    memory, and the faults."""
     out: dict[str, Any] = {}
     for target in sorted({row["target"] for row in rows}, key=lambda t: int(re.sub(r"\D", "", t))):
         of_target = [row for row in rows if row["target"] == target]

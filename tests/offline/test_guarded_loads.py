@@ -42,7 +42,7 @@ EARLY = "acquire: may be loaded before the wait"
 
 
 def compiled(main: Callable[[World], Any]) -> check.CheckedKernel:
-    """Return the kernel of `main`, which two schedules in the emulator have found clean."""
+    """Return the kernel of `main` after two schedules in the emulator have found it clean."""
     exploration = check.search(main, 2, range(2))
     assert not exploration.findings, exploration.findings
     (one,), refused = check.compile_and_check(exploration.ran, 90)
@@ -58,9 +58,9 @@ def loads_ahead(one: check.CheckedKernel) -> int:
 
 
 def missing_waits(one: check.CheckedKernel) -> int:
-    """Return the most waits that are missing before the loads so far, where each part of the sum has one wait and two
-    loads. Every loop is entered once, and every `if` is taken: in a pipelined loop, the first iterations' loads precede
-    the loop."""
+    """Return the largest number of waits that are missing before the loads so far; each part of the sum has one wait
+    and two loads. Every loop is entered once, and every `if` is taken: in a pipelined loop, the first iterations' loads
+    precede the loop."""
     blocks = blocks_of(one.compiled.ptx)
     counts: dict[str, tuple[int, int]] = {}  # the numbers of waits and loads before each block
     missing = 0
@@ -189,7 +189,7 @@ def product_at_full_size(form: str, guard: bool) -> Compiled:
 @pytest.mark.parametrize(
     ("form", "most"), [("step_by_step", 2), ("step_by_step_with_pointers", 29), ("by_segments", 0)]
 )
-def test_what_a_guard_costs(form: str, most: int, own_cache: None) -> None:
+def test_the_instructions_of_a_guard(form: str, most: int, own_cache: None) -> None:
     """Without a guard, a step of K has 163, 158 and 109 instructions in Triton 3.6."""
     alone, guarded = (product_at_full_size(form, guard) for guard in (False, True))
     assert instructions_of_a_step(guarded.ptx) - instructions_of_a_step(alone.ptx) <= most
@@ -208,7 +208,7 @@ def test_products_of_awaited_rows(form: str, own_cache: None) -> None:
 
 
 def waits_run_ahead(ptx: str) -> bool:
-    """Return whether a path leads from one wait to the next without a notify between them."""
+    """Return whether a path leads from one wait to the next one without a notify."""
     blocks = blocks_of(ptx)
     is_wait = lambda step: "ld.acquire" in step.text  # noqa: E731
     is_notify = lambda step: re.search(r"(?:atom|red)\.global\S*release", step.text)  # noqa: E731
@@ -231,8 +231,8 @@ def waits_run_ahead(ptx: str) -> bool:
 
 @pytest.mark.parametrize("form", some(CHAINS))
 def test_waits_and_notifies_stay_in_order(form: str, own_cache: None) -> None:
-    """A flattened loop would wait for the next tile before it notifies this one, which never ends here. The loop of the
-    other kind would load too early."""
+    """A flattened loop would wait for the next tile before it notifies this one, which never ends here. The other loop
+    would load too early."""
     alone, guarded = (compiled(chained(form, guard)) for guard in (False, True))
     assert waits_run_ahead(alone.compiled.ptx) == (form == "tiles_of_a_gemm")
     assert not waits_run_ahead(guarded.compiled.ptx) and guarded.problems == []
@@ -244,7 +244,7 @@ def test_a_loop_with_signals_that_stays_flattened_is_found(own_cache: None, monk
     assert waits_run_ahead(compiled(chained("tiles_of_a_gemm", True)).compiled.ptx)
 
 
-# -- the text of the IR ------------------------------------------------------------------------------------------------
+# -- tests of the text of the IR ---------------------------------------------------------------------------------------
 
 TEXT = """module {
   tt.func public @k(%x: !tt.ptr<f32> loc("x"(#loc))) attributes {noinline = false} {
@@ -308,7 +308,7 @@ def test_atomics_that_acquire_nothing_are_no_waits(order: str) -> None:
     assert guarded_loads.guard_loads(SPIN.replace("ORDER", order)) is None
 
 
-def test_a_kernel_without_waits_in_loops_is_left_alone() -> None:
+def test_a_kernel_without_waits_in_loops_does_not_change() -> None:
     assert guarded_loads.guard_loads(TEXT) is None
 
 

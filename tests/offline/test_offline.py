@@ -324,8 +324,7 @@ def wait_word(world: World) -> None:
     from weft.backends.cuda import GpuBackend
 
     word = world.zeros((1,), torch.int32)
-    world.backend._wait_word = None  # type: ignore[attr-defined]  # as a GPU's backend has it before the first wait
-    GpuBackend.wait(world.backend, word, word, None)  # type: ignore[arg-type]
+    GpuBackend._wait_word.func(world.backend)(None, word=word, value=word)  # type: ignore[attr-defined]
 
 
 def rows(world: World) -> None:
@@ -503,7 +502,7 @@ ALONE = (matmul.__name__, whole_matmul.__name__, scaled_matmul.__name__)  # thes
 
 
 def private(launch: Launch, k: Compiled) -> list[str]:
-    """Return the registers of the descriptors of the caller's own tensors, which no other rank writes."""
+    """Return the registers that hold descriptors of the caller's own tensors, which no other rank writes."""
     names = [n for n in launch.kernel.arg_names if isinstance(launch.args[n], TensorDescriptor)]
     registers_of = dict(zip(names, descriptors(k.ptx), strict=True))
     return [register for name in ("x_desc", "w_desc") for register in registers_of.get(name, ())]
@@ -521,7 +520,7 @@ def awaited(launch: Launch, k: Compiled) -> Which:
 
 
 def broken_rules(launch: Launch, k: Compiled, text: str | None = None) -> list[str]:
-    """Return the rules that the compiled kernel breaks, or its text after a change."""
+    """Return the rules that the compiled kernel breaks, or that its text breaks after a change."""
     return ptx.broken_rules(text or k.ptx, awaited(launch, k))
 
 
@@ -572,7 +571,7 @@ def test_the_switch_receives_whole_vectors(name: str) -> None:
     """Sums are in fp32. Stores through a multicast address are fenced from ordinary addresses before their release."""
     for launch, k in compiled(name):
         if launch.kernel is not multicast_shot:
-            assert "float32" in name or "fp8" in name, "only rows without 16 bits run as sequential"
+            assert "float32" in name or "fp8" in name, "only rows of other than 16 bits run as sequential"
             continue
         kind = "f16x2" if launch.args["norm"].DTYPE.value == triton.language.float16 else "bf16x2"
         lines = k.ptx.splitlines()
@@ -634,7 +633,7 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
     loops = 2 if launch.kernel.__name__ in GATHERS else 1  # own tiles, then the other ranks'
     gather = args["how"].product if launch.kernel is all_gather_gemm else args.get("product")
     promotes = (args["tile"] if gather is None else gather.tile).PROMOTE.value
-    planned = loops * (3 if promotes else 2) * launch.options["num_stages"]  # x's upper and lower rows are loaded apart
+    planned = loops * (3 if promotes else 2) * launch.options["num_stages"]  # separate loads for x's halves
     assert tiles == (planned if computes(launch) else 0), "loads of the GEMM's tiles"
     if not communicates(launch):
         assert blocks == 0
@@ -726,7 +725,7 @@ BREAKS = [  # newer Tritons themselves wait for bulk stores, and insert a barrie
 
 
 @pytest.mark.parametrize(("old", "new", "says"), BREAKS)
-def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
+def test_broken_rules_are_found(old: str, new: str, says: str) -> None:
     """The rules find each edit of the all-reduce kernels' own PTX."""
     broken = []
     for launch, k in compiled(f"{AR} x8 plan 0 one row"):

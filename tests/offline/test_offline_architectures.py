@@ -59,7 +59,7 @@ def test_waits_stand_before_their_loads_without_bulk_copies(target: int) -> None
         "one_shot",
     }
     assert {one.name: one.problems for one in checked if one.problems} == {}
-    assert ran.awaited, "loads that need a wait"
+    assert ran.awaited, "some loads must need a wait"
 
 
 def test_a_rule_that_is_broken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def compiled(sizes: RoutedLayer, plan: FusedMoe) -> dict[str, Compiled]:
 
 
 def sums_of(kernel: Compiled) -> list[tuple[str, ...]]:
-    """Return the columns of each sum over a row's experts, and its layout along the row."""
+    """Return, for each sum over a row's experts, the number of columns and the layout along the row."""
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", kernel.ttgir, re.MULTILINE))
     return [
         (columns, *(number for _, number in ALONG_A_ROW.findall(layouts[name])))
@@ -59,7 +59,7 @@ def test_the_order_of_a_rows_sums_does_not_depend_on_the_warps(name: str) -> Non
 
 @pytest.mark.gate
 def test_ids_and_weights_are_stored_one_by_one() -> None:
-    """No store may use the hint about the order of addresses, which promises more than holds."""
+    """No store may use the hint about the order of addresses, which does not always hold."""
     ptx = compiled(LAYERS["60 experts"], PLANS[0])["choose"].ptx
     stores = re.findall(r"st\.global\S*", ptx)
     assert stores and set(stores) == {"st.global.b32"}

@@ -128,7 +128,7 @@ def nearest(sweep: Sweep, rows: list[table.Measured]) -> Plan:
     return best.plan if REGISTRY[sweep.op].movable(best.plan, sweep.m, sweep.world) else Sequential()
 
 
-def test_every_stored_shape_is_served_as_fast_as_before() -> None:
+def test_the_choice_for_every_stored_shape_is_as_fast_as_before() -> None:
     """The plan is either that of the shape's own row, as before, or a plan with a shorter measured time."""
     compared = 0
     for sweep in sweeps():

@@ -83,7 +83,7 @@ def noted(world: weft.World) -> list[Any]:
 
 
 def emulate(fn: Callable[[weft.World], Any], ranks: int = 2) -> Any:
-    """Return the result of every rank, which must be the same."""
+    """Return the ranks' common result."""
     results = weft.spmd(fn, ranks, backend="emulated", sm_count=32)
     assert all(result == results[0] for result in results)
     return results[0]
@@ -118,7 +118,7 @@ def test_auto_chooses_the_fastest_of_a_trial(us: dict) -> None:
 
 
 def test_a_plan_must_beat_the_measured_or_predicted_time(us: dict) -> None:
-    """Each mode has its own bound."""
+    """Eager calls and graphs have separate bounds."""
     us[Decomposed()] = (70.0, 95.0)
 
     def rank(world: weft.World) -> list[Plan]:
@@ -206,7 +206,7 @@ def test_nothing_is_tried_in_a_capture(us: dict, monkeypatch: Any) -> None:
     assert emulate(rank) == [None, Sequential(), Sequential(), None, [SECOND] * 2]
 
 
-def test_explain_says_what_was_timed(us: dict) -> None:
+def test_explain_reports_the_trial(us: dict) -> None:
     def rank(world: weft.World) -> str:
         auto(world, 64)
         trial = world.choices.last(OP.name, (64, N, K))
@@ -276,8 +276,8 @@ def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: 
 
 
 def test_an_moe_layer_is_timed_with_max_tokens_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size of the first call does not affect the choice. Routes are random, or even if random ones might not
-    fit."""
+    """The size of the first call does not affect the choice. Routes are random; if random routes might not fit, they
+    are evenly distributed."""
     ran: list[Plan] = []
     replayed(monkeypatch, {LowLatency: 50.0}, ran)
 
@@ -373,7 +373,8 @@ def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.M
 
 
 def test_attention_uses_the_fastest_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It chooses among the libraries with right results, at the first call of a size, and never in a capture."""
+    """At the first call of a size, and never in a capture, the chooser selects the fastest library with right
+    results."""
     slow, fast = (libraries.REFERENCE, replace(libraries.REFERENCE, name="fast"))
     took = {slow: 100.0, fast: 50.0}
     ran: list[str] = []

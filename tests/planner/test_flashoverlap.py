@@ -25,8 +25,8 @@ Groups = tuple[int, ...]
 
 
 def parts(m: int, slower: float = 1.0) -> SignaledParts:
-    """Return the GEMM on two SMs fewer, as in FlashOverlap's prediction, and the link; `slower` multiplies the link's
-    time."""
+    """Return the GEMM on two SMs fewer, as in FlashOverlap's prediction, and the link, whose times are multiplied by
+    `slower`."""
     tiles, curve = m // 256 * (8192 // 128), Curve(ALL_REDUCE)
     wave = FOUND[m][0] / -(-tiles // SMS)
     tile = 256 * 128 * 2
@@ -79,8 +79,8 @@ def test_flashoverlaps_groups_are_the_best_of_tenths_and_wefts_end_shorter(m: in
 @pytest.mark.parametrize("m", FOUND)
 def test_where_the_link_is_slower_than_the_gemm_groups_grow(m: int, slower: float) -> None:
     """Over PCIe, whose curve the authors did not publish, the link is slower: the test slows their curve by a factor.
-    After a short first group the link never idles, and few transfers are best; beyond some factor, ten equal groups are
-    slower than no overlap."""
+    After a short first group the link never idles, and few transfers are best; beyond a certain factor, ten equal
+    groups are slower than no overlap."""
     signaled = parts(m, slower)
     weft_groups = of_weft(signaled)
     assert list(weft_groups) == sorted(weft_groups) and len(weft_groups) <= 6 and weft_groups[0] <= 4

@@ -181,7 +181,7 @@ def test_groups_by_the_faster_library(us: float, library: str, monkeypatch: Any)
 
 
 def test_the_fastest_scaled_product_that_is_right(monkeypatch: Any) -> None:
-    """The first product is trusted: it runs unless a different product is right and faster."""
+    """The first product runs without a check, unless a different product is right and faster."""
 
     def way(name: str, value: float) -> Any:
         def run() -> None:
@@ -217,7 +217,7 @@ def test_a_dequantized_product_is_that_of_the_values() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten._scaled_mm_v2, "out"), reason="an older torch")
-def test_torch_takes_the_arguments_of_a_product_by_block() -> None:
+def test_torch_accepts_the_arguments_of_a_product_by_block() -> None:
     """CPUs support no product with this recipe. torch receives all arguments, and its error says so."""
     x, weight = (
         ScaledTensor(torch.zeros(rows, 640).to(E4M3), torch.ones(scales, 5), "block")

@@ -339,7 +339,7 @@ def test_shipped_profiles_can_be_used() -> None:
 
 
 # -- interpolation ---------------------------------------------------------------------------------------------------
-def test_a_curve_passes_through_what_was_measured_and_keeps_latency() -> None:
+def test_a_curve_passes_through_measurements_and_keeps_latency() -> None:
     c = Curve([(1 << 20, 20.0), (1 << 16, 12.0), (1 << 22, 50.0)])
     assert [c(1 << 16), c(1 << 20), c(1 << 22)] == [12.0, 20.0, 50.0]
     assert c(1) == 12.0  # the latency, not zero bytes over the bandwidth
@@ -590,7 +590,7 @@ def test_gemms_on_two_streams_share_the_sms() -> None:
     assert [s.end for s in steps] == [60, 20, 70]  # the first runs alone for 20, then both run at half speed
 
 
-def test_what_decomposed_calls_cost_is_fitted_to_them() -> None:
+def test_the_cost_of_decomposed_calls_is_fitted_to_them() -> None:
     """On this machine, copies are faster in a call than in a chain of copies."""
     predictor = Predictor(made_up_profile())
     predictor.chunking = Chunking(copy=0.8)
@@ -603,7 +603,7 @@ def test_what_decomposed_calls_cost_is_fitted_to_them() -> None:
     assert Predictor(made_up_profile()).chunking == Chunking()
 
 
-def test_one_group_that_copies_move_takes_the_sum_of_its_steps() -> None:
+def test_one_group_by_copies_takes_the_sum_of_its_steps() -> None:
     op = "matmul_all_to_all"
     p, plan, (m, n, k) = Predictor(made_up_profile()), Signaled(ctas=4, copies=True, groups=(99,)), (8192, 4096, 2048)
     part, barrier = m * n * 2 * 7 / 8, p.latency("barrier") + Moving().gap
@@ -621,7 +621,7 @@ def test_one_group_that_copies_move_takes_the_sum_of_its_steps() -> None:
         assert copy.start >= gemm.end + barrier - 1e-9, "a copy must wait until every rank has the group"
 
 
-def test_what_copied_groups_cost_is_fitted_to_their_calls() -> None:
+def test_the_cost_of_copied_groups_is_fitted_to_their_calls() -> None:
     op = "matmul_all_to_all"
     predictor, kind = Predictor(made_up_profile()), Signaled(ctas=4, copies=True)
     predictor._parameters[op, kind.family] = Moving(gap=20.0)
@@ -645,7 +645,7 @@ def test_a_fused_variant_is_fitted_to_its_calls() -> None:
         p.time("matmul_all_reduce", FusedAllReduce(pull_programs=77), 8192, 4096, 2048)
 
 
-def test_what_ran_corrects_what_is_predicted_near_it() -> None:
+def test_measured_calls_correct_predictions_near_them() -> None:
     plan, shape = Sequential().to_json(), (8192, 4096, 4096)
     bare = Predictor(made_up_profile()).time("matmul_all_reduce", Sequential(), *shape)
     p = Predictor(made_up_profile([TimedCall("matmul_all_reduce", plan, *shape, "graph", bare * 1.2)]))
@@ -696,7 +696,7 @@ def test_operations_of_decomposed_plans_are_those_that_a_call_gives_to_streams(o
         assert counts == [operations(predictor, op, plan) for plan in plans]
 
 
-def test_the_host_as_it_is_now_is_what_counts() -> None:
+def test_the_hosts_present_speed_counts() -> None:
     """The host's speed during profiling does not affect the prediction, and a measured bound of the host's time is
     scaled."""
     op, plan, shape = "matmul_all_reduce", Decomposed(), (128, 256, 256)
@@ -725,7 +725,7 @@ def test_eager_calls_take_the_hosts_time_at_least() -> None:
     assert p.time("matmul_all_reduce", Sequential(), 8192, 4096, 4096, "eager") == pytest.approx(1000.0, rel=0.01)
 
 
-def test_what_was_not_measured_is_named() -> None:
+def test_missing_measurements_are_named() -> None:
     p = Predictor(replace(made_up_profile(), latencies=()))
     with pytest.raises(NotMeasured, match="all_reduce was not measured on nvidia-h200-x8"):
         p.time("matmul_all_reduce", Sequential(), 8192, 4096, 4096)
@@ -739,7 +739,7 @@ def test_what_was_not_measured_is_named() -> None:
 
 # -- the search ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_divisions_are_all_that_the_op_takes(size: int) -> None:
+def test_divisions_are_all_that_the_op_accepts(size: int) -> None:
     all_divisions = set(divisions(size))
     for count in range(2, size + 1):
         for groups in itertools.product((1, 2, 4, 8), repeat=count):
@@ -799,7 +799,8 @@ def steps_of_python(count: int = 100_000) -> int:
 
 
 def test_a_decision_takes_as_long_as_170_thousand_steps_of_python() -> None:
-    """This is about 10 ms on an idle core. The test counts steps, since another thread on the core would slow both."""
+    """These steps take about 10 ms on an idle core. The test counts steps, since another thread on the core would slow
+    both."""
     profile = with_fused() + [TimedCall(op, changed(VARIANTS[op], pull_programs=p).to_json(), *shape, "graph", 900.0) for op, *_ in SHAPES[::9] for p in range(17, 21) for shape in ((8192, 4096, 4096), (2048, 8192, 4096))]  # fmt: skip
     took: list[tuple[float, float]] = []
     for _ in range(5):  # each planner is new and has stored no decision
@@ -863,7 +864,7 @@ def test_serving_decides_for_the_nearest_of_few_token_counts() -> None:
 
 
 def just_over() -> list[tuple[str, int, int, int]]:
-    """Return shapes whose rows fill a few tiles and a small part of one more, so that they need an extra wave."""
+    """Return shapes that need an extra wave: their rows fill a few tiles and a small part of one more."""
     ops = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     return [
         (op, tiles * 128 + rows, n, k)
@@ -1011,7 +1012,7 @@ def test_the_plan_package_is_a_function_too() -> None:
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_explain_shows_the_plan_of_auto(find_returns: Callable[[Any], None], mode: str) -> None:
-    """This includes sizes that the plan of a larger M serves, shapes in the table, and shapes for which no plan is
+    """The shapes include sizes that the plan of a larger M serves, shapes in the table, and shapes for which no plan is
     faster."""
     known = profile.shipped("nvidia-h200-x4")
     find_returns(known)
@@ -1108,8 +1109,8 @@ def test_auto_asks_the_table_then_the_profile(find_returns: Callable[[Any], None
 def test_ranks_that_share_a_gpu_decide_as_on_the_nearest_machine(
     find_returns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They use that machine's profile without timing anything, and the rows of their GPU's model or of one with rows;
-    explain reports it."""
+    """Such ranks use the nearest machine's profile without timing anything, and the rows of their GPU's model or of
+    another model with rows; `explain` names the machine."""
     find_returns(None)  # `find` is not called
     monkeypatch.setattr(weft_auto, "time_launch", lambda device: pytest.fail("timed"))
     monkeypatch.setattr(weft_auto, "time_check", lambda device: pytest.fail("timed"))
@@ -1132,7 +1133,7 @@ def test_the_nearest_machine_has_as_many_gpus() -> None:
     assert nearest_machine(replace(h100, world=3)) is None
 
 
-def test_explain_says_that_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_reports_that_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def main(world: weft.World) -> str:
         world.backend.shares_gpu = True
         return weft.explain("matmul_all_reduce", 8192, 5120, 3072, world=world, profile="nvidia-h200-x2").why
@@ -1140,8 +1141,8 @@ def test_explain_says_that_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
     assert weft.spmd(main, 2, backend="emulated")[0].startswith("ranks that share a GPU decide as on nvidia-h200-x2: ")
 
 
-def test_explain_says_that_ranks_on_several_nodes_run_the_sequential_plan() -> None:
-    """The ranks of a single node would overlap."""
+def test_explain_reports_that_ranks_on_several_nodes_run_the_sequential_plan() -> None:
+    """On a single node the ranks would overlap communication."""
 
     def main(world: weft.World, reason: str | None) -> tuple[Plan, str]:
         world.multi_node_unsupported = reason
@@ -1409,7 +1410,7 @@ def test_as_many_gpus_as_asked_for_are_simulated() -> None:
         weft.simulate(nvlink(8), "mlp", [(8192, 4096, 14336)], profile=with_fused(), measured_on=nvlink(1))
 
 
-def test_simulate_says_and_draws(tmp_path: Path) -> None:
+def test_simulate_prints_and_draws(tmp_path: Path) -> None:
     profile.write(with_fused(), tmp_path / "p.json")
     result = weft.simulate(cluster(32), "mlp", [(8192, 8192, 28672), (2048, 8192, 28672)], profile=tmp_path / "p.json")
     assert "mlp on 32 GPUs" in str(result) and "simulated" in str(result) and len(str(result).splitlines()) == 4
@@ -1470,8 +1471,8 @@ def test_eager_calls_are_sequential_where_little_is_predicted_to_be_won() -> Non
 
 
 def test_plans_with_several_streams_must_win_on_a_slow_host() -> None:
-    """With the shipped profile and a host that is half as fast, "auto" does not choose a plan that does not hide the
-    host's time, and chooses one that does."""
+    """With the shipped profile and a host that is half as fast, "auto" chooses a plan only if it hides the host's
+    time."""
     planner = weft_auto.planner_of(weft_auto.profile_for("nvidia-h200-x2", None))
     op, hidden, bare = "all_gather_matmul", (1536, 18944, 3584), (1536, 14336, 4096)
     assert isinstance(planner.decide(op, *hidden, "eager").plan, Decomposed)

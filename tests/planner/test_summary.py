@@ -40,7 +40,7 @@ def test_table_and_plot(profile: Profile, tmp_path: Path) -> None:
     assert (tmp_path / "gains.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_was_not_measured_is_left_out(profile: Profile, tmp_path: Path) -> None:
+def test_missing_measurements_are_left_out(profile: Profile, tmp_path: Path) -> None:
     from dataclasses import replace
 
     empty = replace(profile, gemms=())

@@ -86,7 +86,7 @@ FEW = [1024, 1024], 2752  # 176 tiles on 132 SMs
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_every_fused_variant_gets_them(op: str) -> None:
+def test_every_fused_variant_uses_half_tiles(op: str) -> None:
     for plan in REGISTRY[op].variants:
         assert isinstance(plan, Fused)
         if getattr(plan, "per_sm", 1) == 2:
@@ -105,7 +105,7 @@ def test_every_fused_variant_gets_them(op: str) -> None:
         else:
             assert suited_plan == replace(plan, tile=suited_plan.tile)
         assert suited_plan.tile.stages == (4 if isinstance(plan, FusedReduce) else 5), (
-            "the small kernel that sums needs room"
+            "leave room for the small kernel that sums"
         )
         assert with_shape_tiles(plan, [4096, 4096], 4096, SMS) == plan, "many waves keep whole tiles"
         assert with_shape_tiles(suited_plan, *FEW, SMS) == suited_plan

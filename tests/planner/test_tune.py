@@ -121,7 +121,7 @@ def identical(a: Profile, b: Profile) -> bool:
     return {identity(row) for row in a.rows()} == {identity(row) for row in b.rows()}
 
 
-def test_every_probe_runs_and_gives_what_it_says() -> None:
+def test_every_probe_runs_and_yields_its_rows() -> None:
     profile, progress, probes = tuned()
     assert not [line for line in progress if line[2].startswith("left out")]
     assert len(progress) == len({frozenset(map(identity, p.rows)) for p in probes}), "each probe must run once"
@@ -139,7 +139,7 @@ def test_every_probe_runs_and_gives_what_it_says() -> None:
     )
 
 
-def test_what_was_measured_is_enough_to_plan() -> None:
+def test_the_measurements_are_enough_to_plan() -> None:
     profile, _, _ = tuned(keep="GEMM|waves|MiB|KiB|0 KiB|barrier|matmul|all_|reduce|copy|local|sum")
     planner = Planner(Predictor(profile))
     for op in calls.variants():
@@ -149,7 +149,7 @@ def test_what_was_measured_is_enough_to_plan() -> None:
     assert {o.plan.kind for o in planner.decide("matmul_all_to_all", 64, 32, 32).options} == {"sequential", "signaled"}
 
 
-def test_the_real_list_starts_with_what_any_prediction_needs() -> None:
+def test_the_real_list_starts_with_the_rows_of_any_prediction() -> None:
     """The list contains the sizes for GPUs, and no probe runs."""
 
     def rank(world: weft.World) -> list[tuple]:
@@ -324,7 +324,7 @@ def test_a_probe_that_triton_cannot_launch_is_left_out() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="says what happens with too few GPUs")
-def test_the_command_says_that_it_needs_gpus() -> None:
+def test_the_command_reports_that_it_needs_gpus() -> None:
     result = CliRunner().invoke(app, ["tune"])
     assert result.exit_code == 1 and "at least 2 GPUs" in result.output
 

@@ -3,8 +3,9 @@ structure`).
 
 A module may import only modules with its own layer's name and modules of lower layers. DOORS lists the exceptions, all
 of them imports inside functions. Modules must not import each other in a circle, except through a door; imports inside
-functions count here, imports for type checking alone do not. They do count as arrows: an arrow leads from a package,
-or a module beside the packages, to each other one that it imports, and UP arrows may lead from a lower to a higher one.
+functions count here, imports for type checking alone do not. Such imports do count as arrows: an arrow leads from a
+package, or a module beside the packages, to each other one that it imports, and UP arrows may lead from a lower to a
+higher one.
 
 Only `architectures` compares compute capabilities.
 
@@ -115,7 +116,7 @@ class Function:
 
 @dataclass
 class Module:
-    """One file. `name` is relative to the package, and "weft" for the package itself. `imports` lists (module, line),
+    """One file. `name` is relative to the package; the package itself is "weft". `imports` lists (module, line),
     imports inside functions included."""
 
     name: str
@@ -145,8 +146,8 @@ def modules(source: Path = SOURCE) -> dict[str, Module]:
 
 
 def modules_beside_source(directories: Sequence[str] = NAMED) -> dict[str, Module]:
-    """Return the modules below these directories of the repository, by names such as `tests.tooling.structure`, without
-    their imports and functions."""
+    """Return the modules below these directories of the repository, without their imports and functions. Names are like
+    `tests.tooling.structure`."""
     modules_by_name = {}
     for path in sorted(path for directory in directories for path in (ROOT / directory).rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -231,7 +232,7 @@ def upward(
 
 
 def arrows_up(modules_by_name: Mapping[str, Module], layers: Sequence[Sequence[str]]) -> list[str]:
-    """Return each pair of a package, or a module beside the packages, and a higher one that it imports, with the
+    """Return pairs of a package, or a module beside the packages, and a higher one that it imports, each with the
     imports. A package is in its highest layer."""
     level = {name.split(".")[0]: i for i, names in enumerate(layers) for name in names}
     arrows = defaultdict[str, list[str]](list)
@@ -410,8 +411,8 @@ def fragments(module: Module) -> list[int]:
 
 
 def shared_names(modules_by_name: Mapping[str, Module]) -> dict[str, list[str]]:
-    """Return the names that several modules give to different public classes, constants or aliases of types (TypeVars
-    do not count), with these modules. Aliases of one type under one name count as one thing (`shared_aliases`)."""
+    """Return the names that several modules give to different public classes, constants or aliases of types, each with
+    its modules. TypeVars do not count, and aliases of one type under one name count as one thing (`shared_aliases`)."""
     by_name: dict[str, dict[str, str]] = defaultdict(dict)  # for each name, a module for each meaning
     for module in modules_by_name.values():
         for name, value in _named(module):

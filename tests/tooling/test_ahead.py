@@ -34,7 +34,7 @@ def test_only_calls_measured_after_the_prediction_count(tmp_path: Path) -> None:
     assert "| a-x4 | sequential | 1 | 0.0% | +0.0% |" in ahead.section(8, results)
 
 
-def test_the_page_says_that_nothing_was_measured(tmp_path: Path) -> None:
+def test_the_page_reports_that_nothing_was_measured(tmp_path: Path) -> None:
     assert "2 times of calls on 8 GPUs were predicted on 2026-11-26" in (
         text := ahead.section(8, results_with(tmp_path))
     )

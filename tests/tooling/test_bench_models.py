@@ -1,4 +1,4 @@
-"""bench/measure/models.py and bench/measure/models_training.py: both sides compute the same on emulated ranks."""
+"""bench/measure/models.py and bench/measure/models_training.py: both sides give the same results on emulated ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HALF, FLOAT16 = 4e-3, torch.float16
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
-def test_libraries_give_what_the_decoder_gives(kind: str) -> None:
+def test_libraries_and_the_decoder_give_the_same(kind: str) -> None:
     """The model has not run a forward pass, so it has no table of rotary positions yet."""
     config, lengths, ids = MIXTURES[kind], (7, 4), torch.arange(11) * 5 % 96
 
@@ -131,8 +131,8 @@ def small_layer(name: str) -> training.Sizes:
 
 
 def marks(leaf: torch.Tensor) -> dict[str, bool]:
-    """Return the object that identifies the node that adds to the leaf's gradient. It lives as long as a graph refers
-    to the node."""
+    """Return the object that identifies the node that adds to the leaf's gradient. The object lives as long as a graph
+    refers to the node."""
     with torch.enable_grad():
         return leaf.expand_as(leaf).grad_fn.next_functions[0][0].metadata
 
@@ -140,8 +140,8 @@ def marks(leaf: torch.Tensor) -> dict[str, bool]:
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in training.LAYERS), ("Mixtral training", 4)])
 def test_a_step_of_libraries_is_a_step_of_weft(name: str, ranks: int) -> None:
     """The results are equal, and so are a training step's gradients of x and of every weight. On a rank, the two sides
-    add different terms of the router's gradient, so the test compares sums over ranks. The leaves of a step's graph
-    belong to that step alone."""
+    add different terms of the router's gradient, so the test compares sums over ranks. No other step uses the leaves of
+    a step's graph."""
     sizes = small_layer(name)
 
     def rank(world: weft.World) -> list[float]:
@@ -252,7 +252,7 @@ def test_experts_over_two_groups_train_as_the_whole_layer() -> None:
         assert max(errors.values()) < 3e-2, errors
 
 
-def test_the_table_names_what_auto_takes_and_what_was_faster() -> None:
+def test_the_table_names_the_plan_of_auto_and_faster_ones() -> None:
     us = {
         "dense": {"libraries": 30.0, "woven": 20.0, "sequence": 15.0, "auto": 20.0, tables.ALONE: 10.0},
         "step": dict(libraries=30.0, auto=20.0),
@@ -280,7 +280,7 @@ def stored() -> dict[tuple[int, str], dict[str, float]]:
 
 
 @pytest.mark.parametrize("key", stored(), ids=str)
-def test_what_is_predicted_fastest_was_at_most_3_percent_slower(key: tuple[int, str]) -> None:
+def test_the_plan_predicted_fastest_was_at_most_3_percent_slower(key: tuple[int, str]) -> None:
     (world, name), us = key, stored()[key]
     config, lengths = bench.MODELS[name]
     heads = (config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))

@@ -26,7 +26,7 @@ def test_a_word_that_is_no_choice_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "'b'" in capsys.readouterr().err
 
 
-def test_rank_0_writes_rows_that_say_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_writes_rows_that_describe_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_COMMIT", "abc")
 
     def main(world: weft.World) -> int:

@@ -60,7 +60,7 @@ def weft(*arguments: str) -> Result:
 
 @pytest.fixture
 def kernel(tmp_path: Path):
-    """Write the kernel with one piece of it replaced, and return its path."""
+    """Write the kernel with a part of its text replaced, and return its path."""
 
     def write(old: str = "", new: str = "") -> Path:
         assert old in KERNEL
@@ -72,7 +72,7 @@ def kernel(tmp_path: Path):
 
 
 @no_gpu
-def test_doctor_says_which_backend_and_why() -> None:
+def test_doctor_names_the_backend_and_the_reason() -> None:
     result = weft("doctor")
     assert result.exit_code == 0
     assert "emulated" in result.output and torch.__version__ in result.output and "CPU" in result.output
@@ -99,12 +99,12 @@ def test_doctor_reads_links_and_peer_access(
 
 
 @no_gpu
-def test_bench_says_that_it_needs_gpus() -> None:
+def test_bench_reports_that_it_needs_gpus() -> None:
     result = weft("bench")
     assert result.exit_code == 1 and "needs at least 2 GPUs" in result.output
 
 
-def test_report_outside_a_clone_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_outside_a_clone_fails_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = weft("bench", "--report")
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
@@ -127,7 +127,7 @@ app(sys.argv[1:])
 
 @pytest.mark.parametrize("command", some(["doctor --quick", "check nowhere.py", "trace", "demo"]))
 @no_gpu
-def test_without_greenlet_it_says_what_to_install(command: str, tmp_path: Path) -> None:
+def test_without_greenlet_it_names_the_package_to_install(command: str, tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_GREENLET, *command.split()], cwd=tmp_path, capture_output=True, text=True
     )
@@ -161,7 +161,7 @@ def test_check_passes_a_good_kernel(kernel) -> None:
     ],
     ids=["no wait", "no notify", "wrong result"],
 )
-def test_check_finds_what_is_broken(kernel, old: str, new: str, says: str) -> None:
+def test_check_finds_broken_kernels(kernel, old: str, new: str, says: str) -> None:
     path = kernel(old, new)
     result = weft("check", path, "--seeds", 20, "--world", 3)
     assert result.exit_code == 1, result.output
@@ -184,7 +184,7 @@ REFUSED = {  # code after START of the kernel, or before it; the line that the e
 
 
 @pytest.mark.parametrize("construct", REFUSED)
-def test_check_fails_on_what_triton_refuses(kernel, construct: str) -> None:
+def test_check_fails_on_kernels_that_triton_refuses(kernel, construct: str) -> None:
     """Python accepts these kernels, and so does the emulator."""
     code, line, says = REFUSED[construct]
     path = kernel("@weft.jit\n", code + "@weft.jit\n") if code == HELPER else kernel(START, START + code)
@@ -198,7 +198,7 @@ def test_check_fails_on_what_triton_refuses(kernel, construct: str) -> None:
     assert weft("check", path, "--seeds", 1, "--world", 2, "--no-compile").exit_code == 0
 
 
-def test_check_fails_on_what_does_not_fit(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_fails_on_kernels_that_do_not_fit(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline, "features", lambda capability: Features("", shared_kib=0))
     result = weft("check", kernel(), "--seeds", 1, "--world", 2)
     assert result.exit_code == 1 and re.search(r"a program needs \d+ bytes of shared memory, of 0", result.output)
@@ -218,7 +218,7 @@ def test_check_names_a_missing_file_and_function(kernel) -> None:
     assert result.exit_code == 1 and "defines no function other(world)" in result.output
 
 
-def test_check_says_where_a_file_fails(tmp_path: Path) -> None:
+def test_check_names_the_line_where_a_file_fails(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import weft\n\nraise ValueError('no such thing')\n")
     failed = weft("check", tmp_path / "broken.py")
     assert failed.exit_code == 1 and "broken.py:3: ValueError: no such thing" in " ".join(failed.output.split())
@@ -264,7 +264,7 @@ def test_check_leaves_its_arguments_to_itself(kernel) -> None:
         sys.argv[:] = before
 
 
-def test_what_check_prints_to_repeat_can_be_pasted(tmp_path: Path) -> None:
+def test_the_command_that_check_prints_repeats_the_failure(tmp_path: Path) -> None:
     path = tmp_path / "a [red]b[green].py"
     path.write_text("def main(world):\n    raise ValueError('no [red]')\n")
     result = weft("check", path, "--world", 2)
@@ -273,7 +273,7 @@ def test_what_check_prints_to_repeat_can_be_pasted(tmp_path: Path) -> None:
     assert weft(*again).output == result.output
 
 
-def test_trace_says_what_is_wrong(kernel, tmp_path: Path) -> None:
+def test_trace_reports_errors(kernel, tmp_path: Path) -> None:
     quiet = tmp_path / "quiet.py"
     quiet.write_text("def main(world):\n    pass\n")
     for arguments, says in (
@@ -337,7 +337,7 @@ def test_bench_without_arguments_prints_usage() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["check", "--help"]])
-def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
+def test_commands_that_need_no_torch_do_not_import_it(arguments: list[str]) -> None:
     """Importing torch takes seconds."""
     code = "import sys; from weft.cli import app; app(standalone_mode=False); print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
@@ -406,7 +406,7 @@ def test_demo_fails_where_the_result_is_wrong(tmp_path: Path, monkeypatch: pytes
     assert result.exit_code == 1 and result.output.count("wrong") == 3
 
 
-def test_doctor_says_what_triton_cannot_build_its_stub_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_names_the_missing_compiler_of_tritons_stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For example, a slim container has no compiler."""
     monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)

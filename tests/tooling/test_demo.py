@@ -118,7 +118,8 @@ def lanes_of(spans: list[Span], rank: int = 0) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(("plan", "start", "end"), [(sequential, 12, 2509), (overlapped, 11, 2237)])
 def test_a_call_starts_where_all_ranks_left_the_barrier(plan: Callable[..., Events], start: float, end: float) -> None:
-    """One rank waited 94 ms for another, whose clock is 40 ms ahead; the picture shows neither."""
+    """One rank waited 94 ms for another one whose clock is 40 ms ahead; the picture shows neither the wait nor the
+    difference."""
     for rank, wait in enumerate((FIRST_WAIT, 3.0)):
         spans = spans_of(rank, plan(CLOCKS[rank], wait, 0.0))
         assert {s.rank for s in spans} == {rank}
@@ -131,7 +132,7 @@ def test_without_a_barrier_there_is_no_call() -> None:
     assert spans_of(0, []) == spans_of(0, [event(UP, 0, 10)]) == []
 
 
-def test_lanes_say_what_is_done_and_stages_have_names() -> None:
+def test_lanes_and_stages_have_names() -> None:
     (rank, _) = results()
     assert lanes_of(rank["sequential"].spans) == {
         "all-gather": ["all-gather"],

@@ -121,7 +121,7 @@ def test_planted_bug_is_found(bug: str, seed: int, planted: Callable[[str], Path
 
 
 def test_call_that_is_not_ended_is_found(tmp_path: Path) -> None:
-    """Later waits end too early. This is a race or, if the copies still come first, a report of calls that were not
+    """Later waits end too early. The emulator reports a race or, if the copies still come first, calls that were not
     counted; if the host compares before the late copy, it reads an old row."""
     path = tmp_path / "not_ended.py"
     path.write_text(FIRST.read_text().replace("    wl.end_call(ch, epoch, tl.num_programs(0))\n", ""))
@@ -154,7 +154,7 @@ def test_kernel_compiles_and_waits_before_it_loads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_wrong_with_what_is_compiled(name: str) -> None:
+def test_the_compiled_examples_break_no_rule(name: str) -> None:
     checked, refused = check.compile_and_check(variants(EXAMPLES / f"{name}.py", 3)[0], 90)
     assert checked and refused == [] and [one.problems for one in checked] == [[]] * len(checked)
 
@@ -216,7 +216,7 @@ def test_nothing_is_wrong_with_the_kernel_on_the_page(tmp_path: Path) -> None:
     assert (one.problems, refused) == ([], [])
 
 
-def test_the_page_shows_what_is_said_of_compiled_code() -> None:
+def test_the_page_shows_the_report_on_compiled_code() -> None:
     (shown,) = (text.removeprefix("compiled ") for mark, _, text in BLOCKS if mark == "compiled")
     ran, _ = variants(FIRST, 2)
     ran.add(variants(FIRST, 3)[0])
@@ -237,7 +237,7 @@ def shape(line: str) -> str:
 
 
 @pytest.mark.parametrize("bug, shown", OUTPUTS, ids=[bug for bug, _ in OUTPUTS])
-def test_the_page_shows_what_weft_check_says(bug: str, shown: str, planted: Callable[[str], Path]) -> None:
+def test_the_page_shows_the_report_of_weft_check(bug: str, shown: str, planted: Callable[[str], Path]) -> None:
     with pytest.raises(BUGS[bug][2]) as caught:
         emulate(planted(bug), 2, 0)
     headline, *lines = (line for line in shown.splitlines() if not line.startswith("The same again"))
@@ -260,7 +260,7 @@ def _default(value: Any) -> str:
     return repr(value.value if isinstance(value, tl.constexpr) else value)
 
 
-def test_what_examples_import_is_installed_by_weft_or_an_extra() -> None:
+def test_weft_or_an_extra_installs_the_imports_of_examples() -> None:
     project = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]
     wanted = project["dependencies"] + [
         requirement for extra in project["optional-dependencies"].values() for requirement in extra

@@ -82,7 +82,7 @@ def test_routes_to_other_ranks_are_behind_the_last_group() -> None:
 
 @pytest.mark.usefixtures("libraries")
 def test_a_rank_without_routes_adds_nothing() -> None:
-    """Its GEMMs write no row, and their memory contains NaN."""
+    """The GEMMs of a rank without routes write no row, and their memory contains NaN."""
 
     def main(world: weft.World) -> torch.Tensor:
         experts = quack_moe.QuackExperts(world, torch.ones(2, 32, 8), torch.ones(2, 8, 16), 1)

@@ -81,7 +81,7 @@ def test_a_rank_without_gradients_raises_the_functions_name() -> None:
 
 
 @pytest.mark.parametrize("x", [torch.zeros(4, 32), torch.zeros(2, 2, 32).bfloat16(), torch.zeros(4, 31).bfloat16()])
-def test_a_layer_of_experts_says_what_it_takes(x: torch.Tensor) -> None:
+def test_a_layer_of_experts_names_its_arguments(x: torch.Tensor) -> None:
     def call(world: weft.World) -> object:
         return moe.MoE(32, 16, 4, 2, world=world)(x)
 

@@ -113,9 +113,9 @@ def test_several_gpus_are_compared_with_the_usual_choice(tmp_path: Path) -> None
 
 
 def test_stragglers_by_delay(tmp_path: Path) -> None:
-    """Calls of two ranks, each of which is late in turn, end after 40 us, 30 of which are the punctual rank's."""
+    """Calls of two ranks, each late in turn, end after 40 us."""
     row = dict(name="Mixtral-512", method="auto", delay=1.0, delay_us=20.0, **figures([(40.0, 30.0), (30.0, 40.0)] * 2))
-    assert row["us"] == row["p95_us"] == 40.0 and row["others_us"] == 30.0
+    assert row["us"] == row["p95_us"] == 40.0
     (tmp_path / "a-x2").mkdir()
     (tmp_path / "a-x2/moe_stragglers.jsonl").write_text(json.dumps(row))
     assert "| a-x2 | Mixtral-512 | 1.0 | 20 | 40 / 40 |" in moe_page.stragglers(tmp_path)
@@ -126,7 +126,7 @@ def test_the_method_of_one_launch_computes_the_layer() -> None:
         torch.manual_seed(0)
         layer = Layer(world, Model(32, 16, 4, 2), 9, 0.0)
         logits = (layer.logits(layer.xs[0]).float() * 64).sort(1).values
-        assert float(logits.diff(dim=1).min()) > 0, "ties would be another layer"
+        assert float(logits.diff(dim=1).min()) > 0, "with ties, the routes would be ambiguous"
         return error_of(by_weft(layer, ONE_LAUNCH)(layer.xs[0]), by_torch(layer)(layer.xs[0]))
 
     assert max(weft.spmd(main, 1, backend="emulated")) < 1e-2

@@ -24,11 +24,11 @@ SLOW = ("docs/planner.md", "bench/results/predictions.md")  # these predict thou
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.gate if n in SLOW else ()) for n in pages.PAGES])
-def test_a_page_is_what_its_maker_makes(name: str) -> None:
+def test_a_page_equals_the_output_of_its_program(name: str) -> None:
     assert (ROOT / name).read_text() == pages.PAGES[name](), f"{name} is out of date: run make pages"
 
 
-def test_the_shipped_table_is_what_its_maker_makes() -> None:
+def test_the_shipped_table_equals_the_output_of_its_program() -> None:
     text, _ = table.table_of("nvidia-h200")
     assert text == (table.TABLES / "nvidia-h200.json").read_text(), "run python -m bench.pages.table nvidia-h200"
 
@@ -51,7 +51,7 @@ def test_every_picture_is_shown_and_every_one_shown_is_there() -> None:
 
 
 def test_the_readmes_picture_is_of_stored_rows(tmp_path: Path) -> None:
-    """The time that a layer spends outside its GEMMs and hidden collectives is positive, but small."""
+    """In the picture, the time outside GEMMs and hidden collectives is positive but small."""
     t = layer_picture.times(report.load(ROOT / "bench/results" / layer_picture.MACHINE))
     assert t.weft < t.sequential and max(t.gather, t.scatter) < t.gate_up
     assert all(0 < t.rest(whole) < 0.15 * whole for whole in (t.sequential, t.weft))
@@ -88,8 +88,8 @@ def stored_rows(machine: str, file: str) -> list[dict]:
 
 
 def ratios_of(machine: str, title: str, mode: str, library: str = "") -> dict[str, float]:
-    """Return the speedup of weft, or of the library, over the baseline for each size. The code that computes it from
-    the stored rows is not the page's."""
+    """Return the speedup of weft, or of the library, over the baseline for each size. The test computes the speedup
+    from the stored rows with code of its own."""
     op = title.partition(", ≤512 tokens")[0]
     file, base, method, counts = LAYERS.get(title) or (
         OPS[op],
@@ -172,8 +172,8 @@ def test_each_mean_names_the_commits_of_its_rows() -> None:
 
 
 def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
-    """These figures are the times of experts on one GPU compared with vLLM's and quack's, the gain for a prompt, in
-    total and by overlap, and vLLM's lowest repeat."""
+    """The README's other figures are the times of experts on one GPU compared with vLLM's and quack's, the gain for a
+    prompt, in total and by overlap, and vLLM's lowest repeat."""
     text = (ROOT / "README.md").read_text()
     one = {(r["name"], r["method"]): r["us"] for r in stored_rows("nvidia-h100-x1", "moe_one_gpu") if r["zipf"] == 0}
     names = {name for name, method in one if method == "weft"}
@@ -213,7 +213,7 @@ def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
 
 
 def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
-    """These means are for experts on one GPU by number of tokens, FlashMoE's single launch, and quack's GEMM."""
+    """The means are for experts on one GPU by number of tokens, FlashMoE's single launch, and quack's GEMM."""
     moe, papers, guide = ((ROOT / f"docs/{name}.md").read_text() for name in ("moe", "papers", "guide"))
     for machine in ("nvidia-h100-x1", "nvidia-h200-x1"):
         rows = [r for r in stored_rows(machine, "moe_one_gpu") if r["zipf"] == 0]
@@ -262,7 +262,7 @@ def test_the_reference_has_every_public_module() -> None:
         assert importlib.import_module(name).__doc__
 
 
-def test_the_reference_says_in_a_clone_what_every_name_is() -> None:
+def test_the_reference_describes_every_name_in_a_clone() -> None:
     """The site's directives do not count as text."""
     text = (ROOT / "docs/api.md").read_text()
     for name in weft.__all__:

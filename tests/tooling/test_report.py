@@ -35,7 +35,7 @@ def store(repo: Path, rows: list[dict], op: str = "all_gather_matmul") -> None:
 
 
 def write(repo: Path) -> str:
-    """Return the chapters of measurements and of sizes."""
+    """Return two texts: the chapters of docs/measurements.md, and the tables of every size."""
     machines = report.load_all(repo / "results")
     pages = [
         page
@@ -99,7 +99,7 @@ def test_a_geometric_mean_is_over_all_shapes_of_a_size(repo: Path) -> None:
     assert line_of(page, "all-gather + GEMM, ≤512 tokens")[4] == "0.50x (70B-512, CUDA graph)"
 
 
-def test_the_newest_run_counts_alone(repo: Path) -> None:
+def test_only_the_newest_run_counts(repo: Path) -> None:
     """Newer rows may precede older ones in the file; rows that only the older run has are not shown beside the newer
     ones."""
     new = "2026-12-02T00:00:00"
@@ -108,7 +108,7 @@ def test_the_newest_run_counts_alone(repo: Path) -> None:
     assert line_of(write(repo), "MLP-1")[5:8] == ["200", "100", "**2.00x**"]
 
 
-def test_what_was_not_measured_is_a_dash(repo: Path) -> None:
+def test_missing_measurements_are_dashes(repo: Path) -> None:
     store(repo, [row("auto", 100), row("sequential", 130, name="70B-512", limit_us=None)])
     page = write(repo)
     assert line_of(page, "MLP-1")[7] == "–"
@@ -216,7 +216,7 @@ def test_the_signaled_page_counts_wins_and_fractions_of_the_bound() -> None:
     assert goal == [["4", "NCCL", "55%", "30%", "80%", "55%", "missed", "1.22x", "2.00x", "1/2 |"]]
 
 
-def test_the_signaled_page_takes_a_shape_from_its_last_run_alone() -> None:
+def test_the_signaled_page_reads_a_shape_only_from_its_last_run() -> None:
     rows = signaled_rows("matmul_all_to_all", {"sequential": 300, "default, 4 CTAs": 150, "halves": 1})
     rows += signaled_rows("matmul_all_to_all", {"sequential": 300, "default, 4 CTAs": 200}, run="2")
     assert {m: r["us"] for m, r in signaled_page.cases(rows, "ops", "matmul_all_to_all")[4096, 4096, 1024].items()} == {
@@ -232,7 +232,7 @@ def test_a_signaled_bound_is_the_longer_way() -> None:
     assert signaled_page.bound(100, 50, (0, 1, 2, 3, 4), own_last=True) == 100
 
 
-def test_of_an_earlier_version_the_page_has_the_means_alone(repo: Path) -> None:
+def test_the_page_has_only_the_means_of_an_earlier_version(repo: Path) -> None:
     store(repo, [row(method, us, date="2026-11-20T00:00:00") for method, us in (("sequential", 420), ("auto", 280))])
     page = write(repo)
     assert line_of(page, "all-gather + GEMM")[1] == "**1.50x**" and "MLP-1 |" not in page

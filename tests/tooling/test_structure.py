@@ -1,4 +1,4 @@
-"""The layers of the source: the planner asks the registry for the properties of an op."""
+"""Tests of the layers of the source: the planner asks the registry for the properties of an op."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_long_functions_are_found(tmp_path: Path) -> None:
     assert needless == "a.C.short is within the limit of lines: take it out"
 
 
-def test_parameters_are_counted_of_device_functions_alone(tmp_path: Path) -> None:
+def test_only_parameters_of_device_functions_are_counted(tmp_path: Path) -> None:
     many = ", ".join(f"a{i}" for i in range(17))
     modules = planted(tmp_path, a=f"@jit\ndef kernel({many}):\n    pass\n\ndef host({many}):\n    pass\n")
     assert [line.rpartition(": ")[2] for line in structure.many_parameters(modules, {})] == [
@@ -211,7 +211,7 @@ def test_banned_names_are_found_wherever_they_are_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("directory", structure.NAMED)
-def test_names_beside_the_source_say_what_they_hold(directory: str) -> None:
+def test_names_outside_the_source_have_meanings(directory: str) -> None:
     modules = structure.modules_beside_source((directory,))
     assert modules and structure.without_meaning(modules) == []
 
@@ -219,7 +219,7 @@ def test_names_beside_the_source_say_what_they_hold(directory: str) -> None:
 def test_the_lint_refuses_banned_names_beside_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The count includes each directory and its subdirectories, and nothing else."""
+    """The lint covers each directory and its subdirectories, and nothing else."""
     text = "def good(row):\n    found = row\n"
     for directory in (*structure.NAMED, "docs"):
         (tmp_path / directory / "inner").mkdir(parents=True)

@@ -65,7 +65,7 @@ def test_perfetto_lanes_have_names_and_keep_their_order() -> None:
             assert (lane[0], named[lane]) == (span.rank, span.track)
 
 
-def test_json_is_what_chrome_reads(tmp_path: Path) -> None:
+def test_chrome_can_read_the_json(tmp_path: Path) -> None:
     write_json(SPANS, tmp_path / "t.json")
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == events(SPANS)
 

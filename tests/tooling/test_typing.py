@@ -135,7 +135,7 @@ def test_impossible_calls_are_refused(mypy: Callable[[str], str]) -> None:
     assert len(set(re.findall(r"^user.py:(\d+): error", output, re.M))) == len(WRONG), output
 
 
-def test_the_package_says_that_it_is_typed() -> None:
+def test_the_package_declares_that_it_is_typed() -> None:
     """An empty file declares to mypy that the package is typed; the wheel contains all files of the package."""
     assert (PACKAGE / "py.typed").read_text() == ""
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]

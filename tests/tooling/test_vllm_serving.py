@@ -134,7 +134,7 @@ def test_matches_are_those_of_the_passes_that_live() -> None:
     assert vllm_engine.replaced_matches("AllReduceFusionPass") == 0
 
 
-def test_the_page_shows_what_the_two_turns_of_stock_differ_by() -> None:
+def test_the_page_shows_the_difference_of_the_two_stock_turns() -> None:
     """Only the newest row of a model, mix and method counts."""
 
     def row(ratio: float) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class Backend(ABC):
         """Return the ledgers of the device, the same for all Worlds of its ranks; None if no kernel waits."""
         return None
 
-    @property
+    @cached_property
     def two_level_unsupported(self) -> str | None:
         """Return why there are no `levels`, or None if there are; the same on all ranks."""
         return why_no_levels(self.nodes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 import os
 import pickle
 import weakref
@@ -52,15 +53,10 @@ NCCL_CTAS = 64  # the most channels of a communicator, which runs one CTA per ch
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
 
 
-_ledgers_of_devices: dict[int, Ledgers] = {}
-
-
+@functools.cache
 def _ledgers(device: torch.device) -> Ledgers:
     """Return the device's ledgers, which all Worlds of the process share."""
-    if device.index not in _ledgers_of_devices:
-        count = torch.cuda.get_device_properties(device).multi_processor_count
-        _ledgers_of_devices[device.index] = Ledgers(SMs(count, room_of(device)))
-    return _ledgers_of_devices[device.index]
+    return Ledgers(SMs(torch.cuda.get_device_properties(device).multi_processor_count, room_of(device)))
 
 
 class Record:
@@ -99,7 +95,6 @@ class GpuBackend(Backend):
         self.launcher: Launcher | NotingLauncher = self._plain_launcher
         self._noting = Noting(self._note)
         self.collective = self.call
-        self._wait_word: Launch | None = None
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
@@ -266,9 +261,11 @@ class GpuBackend(Backend):
     def signal(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
         self.copy(word, value, stream)
 
+    @cached_property
+    def _wait_word(self) -> Launch:
+        return Launch(self, wait_word, 1, dict(num_warps=1), guard=self.guard())
+
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        if self._wait_word is None:
-            self._wait_word = Launch(self, wait_word, 1, dict(num_warps=1), guard=self.guard())
         self._wait_word(stream, word=word, value=value)
 
     def call(
@@ -445,6 +442,11 @@ def _peer_access(index: int, peer_index: int) -> bool:
         return False
 
 
+def _group_timeout() -> datetime.timedelta:
+    """Return the bound of a process group's waits, longer than the bound of a kernel's waits."""
+    return datetime.timedelta(seconds=timeout_seconds() * 4)
+
+
 def _limited(ctas: int) -> object:
     """Return NCCL's options for a communicator of at most `ctas` CTAs."""
     options = dist.ProcessGroupNCCL.Options()
@@ -466,19 +468,9 @@ class CudaBackend(GpuBackend):
         device = _device_of(group)
         torch.cuda.set_device(device)
         if not dist.is_initialized():
-            if "RANK" not in os.environ:  # one process without a launcher: a World of one rank
-                dist.init_process_group(
-                    "nccl",
-                    store=dist.HashStore(),
-                    rank=0,
-                    world_size=1,
-                    device_id=device,
-                    timeout=datetime.timedelta(seconds=timeout_seconds() * 4),
-                )
-            else:
-                dist.init_process_group(
-                    "nccl", device_id=device, timeout=datetime.timedelta(seconds=timeout_seconds() * 4)
-                )
+            # One process without a launcher is a World of one rank.
+            one: dict[str, Any] = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("nccl", device_id=device, timeout=_group_timeout(), **one)
         self.group = group if group is not None else _get_default_group()
         self._shm: SharedMemoryExchange | None = None
         self.compares = check
@@ -487,7 +479,6 @@ class CudaBackend(GpuBackend):
         if size > 1:
             self._connect()
         self.limits_ctas = size == dist.get_world_size()
-        self._levels_reason: str | None = nodes.why_no_levels(self.nodes)
         self._compare_devices()
         self._hold_symmetric_memory()
         self._communicators: dict[int, dist.ProcessGroup] = {}
@@ -510,11 +501,10 @@ class CudaBackend(GpuBackend):
                 f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"
             )
         ranks = dist.get_process_group_ranks(self.group)
-        limit = datetime.timedelta(seconds=timeout_seconds() * 4)
         process_groups = []
         for group in groups:
             limited: dict[str, Any] = dict(backend="nccl", pg_options=_limited(ctas)) if ctas else {}
-            process_groups.append(dist.new_group([ranks[r] for r in group], timeout=limit, **limited))
+            process_groups.append(dist.new_group([ranks[r] for r in group], timeout=_group_timeout(), **limited))
         return next(g for g, group in zip(process_groups, groups, strict=True) if self.rank in group)
 
     def _across(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
@@ -568,7 +558,7 @@ class CudaBackend(GpuBackend):
             nodes.spread(self.nodes) or _why_unreachable(devices),
             shared_gpu.shared_gpus(devices),
         )
-        self._levels_reason = self._why_no_levels(devices)
+        self.two_level_unsupported = self._why_no_levels(devices)
         self.symmetric_unsupported = self.peers_unsupported or _why_no_atomics(devices)
         self.shares_gpu = number > 0
         if number and self.rank == 0:
@@ -588,10 +578,6 @@ class CudaBackend(GpuBackend):
         return (
             None if failing_rank is None else f"{several}, and on that of rank {failing_rank} {reasons[failing_rank]}"
         )
-
-    @property
-    def two_level_unsupported(self) -> str | None:
-        return self._levels_reason
 
     def exchange(self, obj: R) -> list[R]:
         if self.size == 1:
@@ -687,11 +673,8 @@ class CudaBackend(GpuBackend):
         if self.size == 1 or not self.limits_ctas:
             return None
         if ctas not in self._communicators:
-            ranks = dist.get_process_group_ranks(self.group)
-            limit = datetime.timedelta(seconds=timeout_seconds() * 4)
-            group = dist.new_group(ranks, backend="nccl", timeout=limit, pg_options=_limited(ctas))
+            group = self._communicators[ctas] = self._split([range(self.size)], ctas)
             self._warm_up(group, self.size)
-            self._communicators[ctas] = group
         return self._communicators[ctas]
 
     def reduce_scatter(

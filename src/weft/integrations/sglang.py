@@ -14,9 +14,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import os
 
-from . import installed_version, plugin_state
+from . import installed_version, plugin_state, switched_off
 from .torch_async_tp import AsyncTP, async_tp
 
 log = logging.getLogger("sglang.weft")  # SGLang shows the loggers below its own name
@@ -34,7 +33,7 @@ _served: list[AsyncTP] = []
 
 def register() -> None:
     """Register the plugin. This function is the entry point, and never raises."""
-    if os.environ.get(WEFT_SGLANG) == "0" or _served:
+    if switched_off(WEFT_SGLANG) or _served:
         return
     try:
         module = importlib.import_module(LAYERNORM_SP)
@@ -43,8 +42,8 @@ def register() -> None:
             if actual != parameters:
                 raise TypeError(f"{LAYERNORM_SP}.{name} takes {', '.join(actual)}, not {', '.join(parameters)}")
         allowed = frozenset(getattr(module, ALLOWED))
-        setattr(module, ALLOWED, allowed | DENSE)
         _served.append(async_tp())
+        setattr(module, ALLOWED, allowed | DENSE)
         log.info(
             "weft: serves torch's fused operators of --enable-layernorm-sp, now also for %s",
             ", ".join(sorted(DENSE - allowed)) or "no further architecture",

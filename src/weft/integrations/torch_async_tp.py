@@ -64,7 +64,7 @@ def async_tp(*groups: ProcessGroup | World, plan: str | Plan = "auto") -> AsyncT
     return AsyncTP(groups, plan)
 
 
-class AsyncTP:
+class AsyncTP(contextlib.AbstractContextManager["AsyncTP"]):
     """weft's service of torch's operators. `served` counts weft's calls by operator, `fell_through` torch's calls by
     (operator, reason). Calls from compiled code are counted, replays of CUDA graphs are not."""
 
@@ -93,9 +93,6 @@ class AsyncTP:
         if not _active:
             while _libraries:
                 _libraries.pop()._destroy()
-
-    def __enter__(self) -> AsyncTP:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -135,11 +132,9 @@ def rows_of(front: Tensor, scales: Tensor | None) -> Activation:
     rows = front.flatten(0, -2)
     if scales is None:
         return rows
-    return (
-        ScaledTensor(rows, scales.view(1), "tensor")
-        if scales.numel() == 1
-        else ScaledTensor(rows, scales.reshape(-1, 1), "row")
-    )
+    if scales.numel() == 1:
+        return ScaledTensor(rows, scales.view(1), "tensor")
+    return ScaledTensor(rows, scales.reshape(-1, 1), "row")
 
 
 def gather(

@@ -58,7 +58,7 @@ from ..scaled_tensor import ScaledTensor
 from ..transport.memory import lock
 from ..world import World
 from .attention import attend, flash_works
-from .cache import Batch, Cache, Layout, Part, heads_of
+from .cache import Batch, Cache, Layout, Part
 from .config import Config
 from .mixture import MixtureMLP, mlp_of
 from .weight import Weight
@@ -87,7 +87,8 @@ class Attention(ScaledModule):
 
     def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
         super().__init__(world, dtype, config.recipe)
-        self.kv_heads, d, hidden = heads_of(config.num_key_value_heads, world), config.head_dim, config.hidden_size
+        d, hidden = config.head_dim, config.hidden_size
+        self.kv_heads = divide_by_ranks("num_key_value_heads", config.num_key_value_heads, world)
         self.heads, self.head_dim = divide_by_ranks("num_attention_heads", config.num_attention_heads, world), d
         q, kv, device = self.heads * d, self.kv_heads * d, world.device
         rows = q + 2 * kv

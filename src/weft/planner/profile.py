@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from ..errors import WeftError
 from ..op import REGISTRY, collectives
@@ -278,15 +279,9 @@ def this_machine(device: torch.device, world: int) -> Hardware:
         "network" if world > gpus else _link(device, gpus),
         torch.cuda.get_device_properties(device).multi_processor_count,
         _plain(torch.__version__),
-        _plain(_triton_version()),
+        _plain(triton.__version__),
         ".".join(map(str, torch.cuda.nccl.version())),
     )
-
-
-def _triton_version() -> str:
-    import triton
-
-    return triton.__version__
 
 
 def _plain(version: str) -> str:

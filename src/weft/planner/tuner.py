@@ -94,16 +94,16 @@ class CudaTimer:
             def on_main(count: int) -> Events:
                 return span(repeated(fn, count))
 
-            def timed(run: Timed, count: int, beside: Timed | None = None, calls_beside: int = 0) -> float:
+            def timed(run: Timed, count: int, load: Timed | None = None, load_calls: int = 0) -> float:
                 streams: dict[Timed, torch.cuda.Stream] = {on_side: side, on_main: self.stream}
                 times = []
                 for _ in range(3):
                     self._rendezvous()
                     side.wait_stream(self.stream)
-                    if beside:
-                        beside(max(calls_beside // 4, 1))
-                        streams[run].wait_stream(streams[beside])
-                        beside(calls_beside)
+                    if load:
+                        load(max(load_calls // 4, 1))
+                        streams[run].wait_stream(streams[load])
+                        load(load_calls)
                     events = run(count)
                     torch.cuda.synchronize()
                     times.append(length(events))

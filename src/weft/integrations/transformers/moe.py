@@ -91,7 +91,7 @@ def parallel_of(parameter: Tensor) -> str:
 # -- experts -----------------------------------------------------------------------------------------------------------
 class RankExperts(Bound):
     """This rank's experts, in the layout of `weft.moe.moe`, of a module that every rank has whole or that Transformers
-    has split. `split` says which experts they are. Packed gate and up need their bytes a second time, and so do the
+    has split. `split` describes them. Packed gate and up need their bytes a second time, and so do the
     transposed second matrices of GPT-OSS.
 
     With `local` the module's tensors are already this rank's experts, and routed ids count from 0 among them. `numbers`
@@ -314,9 +314,8 @@ def split_of(experts: Module) -> str:
     return "whole experts" if parallel_of(experts.gate_up_proj) == "expert" else "columns of all experts"
 
 
-def split_reason(experts: Module, world: World) -> str | None:
-    """Return why the ranks cannot split these experts, or None."""
+def check_split(experts: Module, world: World) -> None:
+    """Raise Unsupported for experts that the ranks cannot split."""
     count = experts.gate_up_proj.shape[0]
     if parallel_of(experts.gate_up_proj) == "expert" and count % world.size:
-        return f"{count} experts do not divide by {world.size} ranks"
-    return None
+        raise Unsupported(f"{count} experts do not divide by {world.size} ranks")

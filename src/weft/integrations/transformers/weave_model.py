@@ -53,7 +53,7 @@ def weave(
     Logits agree with the model's own to rounding: sums over ranks, residual and norm are computed in float32 and
     rounded once. `forward`, `generate`, caches and CUDA graphs work as before. All ranks must make the same calls, and
     if `generate` samples, they use the draws of rank 0. `output_hidden_states` gathers the hidden states;
-    `output_attentions` is rejected. `unweave` restores the model, `report` says what was replaced. On a batch-invariant
+    `output_attentions` is rejected. `unweave` restores the model, `report` lists replaced modules. On a batch-invariant
     World (`weft.init`) weft's results are batch-invariant; attention, the embedding and an output head that is whole on
     every rank stay Transformers' own, and experts are rejected.
 
@@ -285,8 +285,7 @@ def _check_split(layers: list[Module], world: World) -> None:
             raise Unsupported(f"{count} {name} of {head} columns do not divide by {world.size} ranks")
     for mlp in (layer.mlp for layer in layers):
         if hasattr(mlp, "experts"):
-            if why := moe.split_reason(mlp.experts, world):
-                raise Unsupported(why)
+            moe.check_split(mlp.experts, world)
         elif config.intermediate_size % (8 * world.size):
             raise Unsupported(
                 f"intermediate size {config.intermediate_size} is not a multiple of 8 times {world.size} ranks"

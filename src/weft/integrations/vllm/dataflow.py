@@ -25,7 +25,7 @@ Reduces: TypeAlias = Callable[[nn.Module], bool]  # whether a module ends in a r
 
 @dataclass
 class Site:
-    """A chain reduction -> norm -> column. `residual` says whether the norm adds a residual. `column` is the only
+    """A chain reduction -> norm -> column. `residual` is true if the norm adds a residual. `column` is the only
     reader of the normalised rows if that reader is a column-parallel linear, else None. `name` is the norm's name."""
 
     name: str
@@ -37,7 +37,7 @@ class Site:
 
 @dataclass
 class Flow:
-    """The sites of a model, in the order of the forward pass. `by_rows` says whether only sites' norms read the
+    """The sites of a model, in the order of the forward pass. `by_rows` is true if only sites' norms read the
     residuals that sites' norms return. `left` has the reason for each part of the model that could not be traced."""
 
     sites: list[Site] = field(default_factory=list)

@@ -19,38 +19,26 @@ T = TypeVar("T")
 VllmObject: TypeAlias = Any  # an object of vLLM, whose attributes the type checker does not know
 TRIED_VLLM = ("0.26", "0.32")  # the versions whose engines the tests have run (the table in docs/vllm.md)
 VLLM_LAYERS = "vllm.model_executor.layers"
-REQUIRED = {  # if one of these is missing, nothing is served
-    "load_model": (
-        "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
-        ("self", "vllm_config", "model_config", "prefix"),
-    ),
-    "row": (f"{VLLM_LAYERS}.linear:RowParallelLinear.forward", ("self", "input_")),
-    "column": (f"{VLLM_LAYERS}.linear:ColumnParallelLinear.forward", ("self", "input_")),
-    "unquantized": (f"{VLLM_LAYERS}.linear:UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
-    "norm": (f"{VLLM_LAYERS}.layernorm:RMSNorm.forward_native", ("self", "x", "residual")),
-    "all_reduce": ("vllm.distributed:tensor_model_parallel_all_reduce", ("input_",)),
-    "group": ("vllm.distributed:get_tp_group", ()),
-    "context": ("vllm.forward_context:get_forward_context", ()),
+REQUIRED = {  # by name, the function and the parameters; if one of these is missing, nothing is served
+    "load_model": "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model"
+    "(self, vllm_config, model_config, prefix)",
+    "row": f"{VLLM_LAYERS}.linear:RowParallelLinear.forward(self, input_)",
+    "column": f"{VLLM_LAYERS}.linear:ColumnParallelLinear.forward(self, input_)",
+    "unquantized": f"{VLLM_LAYERS}.linear:UnquantizedLinearMethod.apply(self, layer, x, bias)",
+    "norm": f"{VLLM_LAYERS}.layernorm:RMSNorm.forward_native(self, x, residual)",
+    "group": "vllm.distributed:get_tp_group()",
+    "context": "vllm.forward_context:get_forward_context()",
 }
 OPTIONAL = {
-    "gemma_norm": (f"{VLLM_LAYERS}.layernorm:GemmaRMSNorm.forward_native", ("self", "x", "residual")),
-    "runner": (
-        f"{VLLM_LAYERS}.fused_moe.runner.moe_runner:MoERunner.forward",
-        ("self", "hidden_states", "router_logits"),
-    ),
-    "compiler": (
-        "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper.__init__",
-        ("self", "compile_prefix", "is_encoder"),
-    ),
-    "custom_op": ("vllm.model_executor.custom_op:CustomOp.forward_cuda", ("self", "args", "kwargs")),
-    "current_config": ("vllm.config:set_current_vllm_config", ("vllm_config",)),
-    "entered": ("vllm.forward_context:override_forward_context", ("forward_context",)),
-    "split_metadata": (
-        "vllm.v1.worker.ubatch_utils:split_attn_metadata",
-        ("ubatch_slices", "common_attn_metadata"),
-    ),
-    "token_slices": ("vllm.v1.worker.ubatch_utils:UBatchSlice.__init__", ("self", "request_slice", "token_slice")),
-    "worker": ("vllm.v1.worker.worker_base:WorkerBase.get_model", ("self",)),
+    "gemma_norm": f"{VLLM_LAYERS}.layernorm:GemmaRMSNorm.forward_native(self, x, residual)",
+    "runner": f"{VLLM_LAYERS}.fused_moe.runner.moe_runner:MoERunner.forward(self, hidden_states, router_logits)",
+    "compiler": "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper.__init__(self, compile_prefix, is_encoder)",
+    "custom_op": "vllm.model_executor.custom_op:CustomOp.forward_cuda(self, args, kwargs)",
+    "current_config": "vllm.config:set_current_vllm_config(vllm_config)",
+    "entered": "vllm.forward_context:override_forward_context(forward_context)",
+    "split_metadata": "vllm.v1.worker.ubatch_utils:split_attn_metadata(ubatch_slices, common_attn_metadata)",
+    "token_slices": "vllm.v1.worker.ubatch_utils:UBatchSlice.__init__(self, request_slice, token_slice)",
+    "worker": "vllm.v1.worker.worker_base:WorkerBase.get_model(self)",
 }
 COMMUNICATING = (  # Python modules with functions that communicate for layers; no nn.Module shows such calls
     "vllm.models.common.ops.fused_allreduce_rms_norm",
@@ -59,11 +47,9 @@ COMMUNICATING = (  # Python modules with functions that communicate for layers; 
     f"{VLLM_LAYERS}.fused_allreduce_gemma_rms_norm",
 )
 FP8_METHODS = {  # read only if weft should serve FP8 GEMMs (fp8.py)
-    "fp8": (f"{VLLM_LAYERS}.quantization.fp8:Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
-    "compressed_tensors": (
-        f"{VLLM_LAYERS}.quantization.compressed_tensors.compressed_tensors:CompressedTensorsLinearMethod.apply",
-        ("self", "layer", "x", "bias"),
-    ),
+    "fp8": f"{VLLM_LAYERS}.quantization.fp8:Fp8LinearMethod.apply(self, layer, x, bias)",
+    "compressed_tensors": f"{VLLM_LAYERS}.quantization.compressed_tensors.compressed_tensors"
+    ":CompressedTensorsLinearMethod.apply(self, layer, x, bias)",
 }
 
 
@@ -109,17 +95,19 @@ def installed() -> str | None:
 def read_interface(fp8: bool = False) -> Interface:
     """Import the installed vLLM and return its interface; with `fp8` also the classes of FP8_METHODS."""
     interface = Interface(installed() or "unknown")
-    for name, (path, parameters) in (REQUIRED | OPTIONAL | (FP8_METHODS if fp8 else {})).items():
+    for name, expected in (REQUIRED | OPTIONAL | (FP8_METHODS if fp8 else {})).items():
         try:
-            interface.objects[name] = resolve(path, parameters)
+            interface.objects[name] = resolve(expected)
         except Exception as error:
-            interface.missing[name] = f"{path.replace(':', '.')}: {error}"
+            interface.missing[name] = f"{expected.partition('(')[0].replace(':', '.')}: {error}"
     return interface
 
 
-def resolve(path: str, parameters: tuple[str, ...]) -> VllmObject:
-    """Return the function at `path`, or the class of the method there. Raises ImportError or AttributeError if it is
-    missing, TypeError if it cannot be called with these parameters: all further ones need defaults."""
+def resolve(expected: str) -> VllmObject:
+    """Return the function `expected`, "module:function(parameters)", or the class of the method. Raises ImportError or
+    AttributeError if it is missing, TypeError if it cannot be called with these parameters: all further ones need
+    defaults."""
+    path, _, listed = expected.removesuffix(")").partition("(")
     module, names = path.split(":")
     holder: VllmObject = importlib.import_module(module)
     *classes, function = names.split(".")
@@ -129,6 +117,6 @@ def resolve(path: str, parameters: tuple[str, ...]) -> VllmObject:
     required = {
         n for n, p in signature.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
-    if not required <= set(parameters) <= set(signature):
-        raise TypeError(f"takes {', '.join(signature)}, not {', '.join(parameters)}")
+    if not required <= set(filter(None, listed.split(", "))) <= set(signature):
+        raise TypeError(f"takes {', '.join(signature)}, not {listed}")
     return holder if classes else getattr(holder, function)

@@ -25,6 +25,7 @@ from ...backends.library_gemm import one_trial_per_power_of_two
 from ...launch import init
 from ...plans import Plan
 from ...world import World
+from .. import switched_off
 from . import compare, flashinfer, fp8, layers
 from .dataflow import Flow, calls_of, first_sentence, flow_of, stacks
 from .interface import COMMUNICATING, FP8_METHODS, Interface, VllmObject, gather_objects, option, read_interface
@@ -50,7 +51,7 @@ _worlds: dict[tuple[str, bool], World] = {}  # by the group's name, and whether 
 # -- vLLM's side -------------------------------------------------------------------------------------------------------
 def register() -> None:
     """Register the plugin. This function is the entry point in the group `vllm.general_plugins`, and never raises."""
-    if (os.environ.get(WEFT_VLLM) or "1") != "1":
+    if switched_off(WEFT_VLLM):
         return
     try:
         interface = read_interface(fp8.asked_for())
@@ -134,7 +135,7 @@ def serve(model: nn.Module, config: VllmObject, interface: Interface) -> None:
     report.left += [f"calls of {why}" for why in interface.missing.values()]
     try:
         if group.world_size > 1:
-            _serve(model, config, interface, group, report)
+            _serve(model, interface, report)
         else:
             report.left.append("all: one rank has nothing to overlap")
     except Exception as error:
@@ -145,7 +146,8 @@ def serve(model: nn.Module, config: VllmObject, interface: Interface) -> None:
         log.info("%s", report.line())
 
 
-def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: VllmObject, report: ServedModel) -> None:
+def _serve(model: nn.Module, interface: Interface, report: ServedModel) -> None:
+    config, group = report.config, report.group
     fp8_methods = () if batch_invariant() else FP8_METHODS
     names = "row", "column", "norm", "unquantized", "gemma_norm", "runner"
     classes = Classes(
@@ -160,7 +162,7 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
     if any(fingerprint != fingerprints[0] for fingerprint in fingerprints):
         report.give_up("ranks have different models")
         return
-    report.depends_on = what_times_depend_on(candidates, config, group, interface)
+    report.depends_on = what_times_depend_on(candidates, interface, report)
     stored = compare.read(compare.stored_at(report.model, report.depends_on))
     report.ranges = gather_objects(stored, group)[0]
     if report.ranges is not None and not any(compared.form for compared in report.ranges):
@@ -170,12 +172,12 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
     if report.world.backend.clock is None and not asked_for():
         report.give_up(f"passes cannot be timed here; {WEFT_VLLM}=1 serves them all")
         return
-    keep_equal_products(candidates, config, classes, report.world, group)
+    keep_equal_products(candidates, classes, report)
     limit_captures(report.world, config)
-    report.passes = passes_of(candidates, config, classes, interface, report)
+    report.passes = passes_of(candidates, classes, interface, report)
     report.forms = compare.forms_of(candidates.flow.by_rows, report.passes)
     if report.world.backend.clock is not None:
-        add_flashinfer(candidates, config, classes, report)
+        add_flashinfer(candidates, classes, report)
         one_trial_per_power_of_two()
         hook_worker()
     else:  # times are meaningless, as on CPUs
@@ -189,15 +191,16 @@ def untimed(passes: Passes) -> list[tuple[int, int, Plan]]:
     return [(1, passes.max_tokens, PASS_FORMS[0])]
 
 
-def add_flashinfer(candidates: Candidates, config: VllmObject, classes: Classes, report: ServedModel) -> None:
+def add_flashinfer(candidates: Candidates, classes: Classes, report: ServedModel) -> None:
     """Add FlashInfer's kernel to the forms to compare, if vLLM's own passes would use it for the model's norms, unless
     stored ranges do not use it. If it is not available, stored ranges with it are dropped. Collective."""
-    world, dtype = report.world, config.model_config.dtype
+    world, config = report.world, report.config
     assert world is not None
     if world.batch_invariant:
         return
     wanted = report.ranges is None or any(isinstance(c.form, flashinfer.FlashInfer) for c in report.ranges)
     norms: list[VllmObject] = [site.norm for site in candidates.flow.sites]
+    dtype = config.model_config.dtype
     widths = {norm.weight.numel() for norm in norms if type(norm) is classes.norm and norm.weight.dtype == dtype}
     if wanted and len(widths) == 1 and flashinfer.asked_for(config):
         (h,) = widths
@@ -211,15 +214,14 @@ def add_flashinfer(candidates: Candidates, config: VllmObject, classes: Classes,
         report.ranges = None
 
 
-def what_times_depend_on(
-    candidates: Candidates, config: VllmObject, group: VllmObject, interface: Interface
-) -> dict[str, object]:
+def what_times_depend_on(candidates: Candidates, interface: Interface, report: ServedModel) -> dict[str, object]:
     """Return by name everything that the times of passes depend on: the model's shape, the GPU, the ranks, the
     versions, weft's sources, and the engine's options."""
+    config = report.config
     return dict(
         layers=sorted(candidates.shapes().items(), key=repr),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        ranks=group.world_size,
+        ranks=report.group.world_size,
         versions=(versions(interface), torch.__version__, hash_of_sources()),
         tokens=config.scheduler_config.max_num_batched_tokens,
         requests=option(config, "scheduler_config.max_num_seqs"),
@@ -232,14 +234,12 @@ def what_times_depend_on(
     )
 
 
-def keep_equal_products(
-    candidates: Candidates, config: VllmObject, classes: Classes, world: World, group: VllmObject
-) -> None:
+def keep_equal_products(candidates: Candidates, classes: Classes, report: ServedModel) -> None:
     """Leave the GEMMs of FP8 linears to vLLM if weft's results differ. Collective if there are any."""
     if not candidates.fp8_reasons:
         return
-    dtype = config.model_config.dtype
-    classes.fp8.compare(candidates.linears(), world, dtype, group)
+    assert report.world is not None
+    classes.fp8.compare(candidates.linears(), report.world, report.config.model_config.dtype, report.group)
     for site in candidates.flow.sites:
         if site.column is not None and not classes.is_column(site.column):
             site.column = None
@@ -341,11 +341,9 @@ def limit_captures(world: World, config: VllmObject) -> None:
         world.max_captured_rows = max([world.max_captured_rows or 0, *sizes])
 
 
-def passes_of(
-    candidates: Candidates, config: VllmObject, classes: Classes, interface: Interface, report: ServedModel
-) -> Passes:
+def passes_of(candidates: Candidates, classes: Classes, interface: Interface, report: ServedModel) -> Passes:
     """Return the stack's passes with a new twin, and add lines to the report."""
-    world, flow = report.world, candidates.flow
+    world, config, flow = report.world, report.config, candidates.flow
     assert world is not None
     counted: Counter[str] = Counter()
     copies: dict[int, VllmObject] = {}

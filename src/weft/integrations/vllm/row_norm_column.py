@@ -128,7 +128,7 @@ class LayerTensors(NamedTuple):
 @dataclass(frozen=True)
 class RowNormColumnCall(RowsCall):
     """A checked call. m is the number of tokens; k and n are the columns of x and of the result, 0 without that GEMM.
-    `plain_norm` says that the norm's weight has the dtype of x."""
+    `plain_norm` is true if the norm's weight has the dtype of x."""
 
     h: int
     k: int

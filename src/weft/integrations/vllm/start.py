@@ -25,8 +25,8 @@ WORKER = "vllm.v1.worker.gpu_worker:Worker"
 def hook_worker() -> None:
     """Make the worker that starts an engine run each model's twin when it measures memory, and compare model and twin
     before it captures. Raises ImportError, AttributeError or TypeError for an unknown worker."""
-    worker = resolve(f"{WORKER}.compile_or_warm_up_model", ("self",))
-    resolve(f"{WORKER}.determine_available_memory", ("self",))
+    worker = resolve(f"{WORKER}.compile_or_warm_up_model(self)")
+    resolve(f"{WORKER}.determine_available_memory(self)")
     if hasattr(worker.compile_or_warm_up_model, "weft"):
         return
     warm_up, measure = worker.compile_or_warm_up_model, worker.determine_available_memory

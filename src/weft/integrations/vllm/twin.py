@@ -88,11 +88,6 @@ def own_forward(forward: Callable[..., object], name: str) -> FunctionType:
     return function
 
 
-def compiles(stack: VllmObject) -> bool:
-    """Return whether vLLM compiles the forward of this module."""
-    return not getattr(stack, "do_not_compile", True)
-
-
 def twin_of(stack: VllmObject, copies: dict[int, nn.Module], name: str, wrapper: VllmObject) -> VllmObject:
     """Return the stack's twin, with `copies` in place of the modules that weft serves. `name` is the name of its
     compiled code: vLLM's cache has one entry for each name. `wrapper` is the class with which vLLM compiles. The caller
@@ -102,7 +97,7 @@ def twin_of(stack: VllmObject, copies: dict[int, nn.Module], name: str, wrapper:
     twin = with_copies(stack, copies)
     forward = own_forward(type(stack).forward, f"{type(stack).__name__}.forward with {name}")
     twin.__class__ = type(f"Weft{type(stack).__name__}", (type(stack),), {"forward": forward, "__module__": __name__})
-    if compiles(stack):
+    if not getattr(stack, "do_not_compile", True):  # vLLM compiles its forward
         if wrapper is None or not isinstance(stack, wrapper):
             raise WeftError(f"{type(stack).__name__} is compiled by another class than is known")
         wrapper.__init__(twin, compile_prefix=name)

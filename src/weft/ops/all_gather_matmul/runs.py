@@ -21,7 +21,7 @@ from ...backends import library_gemm
 from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
-from ...lang.mapping import StaticMapping, TableMapping, shard_tables
+from ...lang.mapping import StaticMapping, TableMapping, shard_offsets, shard_tables
 from ...plans import (
     Decomposed,
     FlagGated,
@@ -169,11 +169,12 @@ def _whole_tiles(shards: tuple[int, ...], tile: GemmTile) -> bool:
     return len(set(shards)) == 1 and shards[0] % tile.block_m == 0
 
 
-def _tables(world: World, tables: Mapping[str, list[int]], arrivals: int) -> TableMapping:
+def _tables(world: World, shards: Sequence[int], tile: int, channel: int, arrivals: int) -> TableMapping:
     """Return the mapping of the tiles as device tables, for shards that are unequal or not whole tiles. With lengths as
     integers of a mapping, Triton would compile a kernel for each set of lengths."""
+    t = shard_tables(shards, tile_rows=tile, channel_rows=channel)
     names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
-    return TableMapping(*world.words(*[tables[name] for name in names], [arrivals] * tables["channel_base"][-1]))
+    return TableMapping(*world.words(*(t[name] for name in names), [arrivals] * t["channel_base"][-1]))
 
 
 def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int) -> tuple[BlockChannel, Shards]:
@@ -182,17 +183,17 @@ def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int)
 
     def make() -> tuple[BlockChannel, Shards]:
         shards, bm = call.shards, plan.tile.block_m
-        tables = shard_tables(shards, tile_rows=bm, channel_rows=bm)
-        chunks = tables["channel_base"][-1]
+        offsets, channel_base = shard_offsets(shards, bm)
+        chunks = channel_base[-1]
         mapping: StaticMapping | TableMapping
         if _whole_tiles(shards, plan.tile):
             mapping = StaticMapping.over(call.rows, world.size, tile_rows=bm, channel_rows=bm, arrivals=parts)
         else:
-            mapping = _tables(world, tables, parts)
+            mapping = _tables(world, shards, bm, bm, parts)
         own_arrivals = -(-shards[world.rank] // bm) * parts + 1
         name = f"{GATHER_GEMM} {list(shards)}x{call.n}x{call.k} {call.dtype} {plan}"
         ch = world.channel(name, chunks + 1, mapping, [parts] * chunks + [own_arrivals])
-        return ch, Shards(*world.words(tables["offset"], tables["channel_base"]))
+        return ch, Shards(*world.words(offsets, channel_base))
 
     return world.cached((GATHER_GEMM, call.shards, call.n, call.k, call.dtype, plan), make)
 
@@ -372,11 +373,8 @@ def _copy_channel(
 
     def make() -> tuple[BlockChannel, torch.Tensor, torch.Tensor]:
         rows, size, bm = call.shards[0], world.size, plan.tile.block_m
-        mapping: StaticMapping | TableMapping
-        if rows % bm == 0:
-            mapping = StaticMapping.over(call.rows, size, tile_rows=bm, channel_rows=rows, arrivals=1)
-        else:
-            mapping = _tables(world, shard_tables(call.shards, tile_rows=bm, channel_rows=rows), 1)
+        whole = StaticMapping.over(call.rows, size, tile_rows=bm, channel_rows=rows, arrivals=1)
+        mapping = whole if rows % bm == 0 else _tables(world, call.shards, bm, rows, 1)
         offsets = world.tensor([r * rows for r in range(size)], torch.int32)
         ch = world.channel(f"{GATHER_GEMM} {list(call.shards)}x{call.n}x{call.k} {plan}", size, mapping, 1)
         return ch, world.tensor([1], torch.int32), offsets

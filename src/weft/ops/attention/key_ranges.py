@@ -163,23 +163,23 @@ def _chunks(length: int, size: int) -> list[tuple[range, range]]:
 
 def zigzag_rows(length: int, size: int) -> tuple[int, ...]:
     """Return the number of rows that each of `size` ranks holds of a sequence of `length` in the zigzag layout."""
-    return tuple(len(first) + len(second) for first, second in _chunks(length, size))
+    return tuple(len(early) + len(late) for early, late in _chunks(length, size))
 
 
 @functools.lru_cache(maxsize=1024)
 def zigzag_chunks(shards: tuple[int, ...]) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """Return, for each rank, its two chunks as (first row in the rank's shard, first row in the sequence, rows)."""
     return tuple(
-        ((0, first.start, len(first)), (len(first), second.start, len(second)))
-        for first, second in _chunks(sum(shards), len(shards))
+        ((0, early.start, len(early)), (len(early), late.start, len(late)))
+        for early, late in _chunks(sum(shards), len(shards))
     )
 
 
 def zigzag_positions(length: int, world: World) -> torch.Tensor:
     """Return int64 [n_r], the positions of this rank's rows in a sequence of `length` (for rotary embeddings, masks and
     labels)."""
-    first, second = _chunks(length, world.size)[world.rank]
-    return torch.tensor([*first, *second], dtype=torch.int64, device=world.device)
+    early, late = _chunks(length, world.size)[world.rank]
+    return torch.tensor([*early, *late], dtype=torch.int64, device=world.device)
 
 
 def zigzag_split(x: torch.Tensor, world: World) -> torch.Tensor:

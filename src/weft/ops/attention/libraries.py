@@ -54,12 +54,17 @@ class BackwardOperands(NamedTuple):
     lse: Tensor
     dout: Tensor
 
+    def part(self, first_query: int, k: Tensor, v: Tensor) -> BackwardOperands:
+        """Return the operands of the queries from `first_query` on and these keys and values."""
+        q, _, _, out, lse, dout = self
+        return BackwardOperands(q[first_query:], k, v, out[first_query:], lse[:, first_query:], dout[first_query:])
+
 
 SequenceOffsets = tuple[Tensor, Tensor]  # Packed.cu_queries and cu_keys as int32 tensors on the device
 Result = tuple[Tensor, Tensor]  # out, lse
 QkvGradients = tuple[Tensor, Tensor, Tensor]  # the gradients of q, k and v
-Forward = Callable[..., Result]  # of q, k, v, mask, offsets, scale
-Backward = Callable[..., QkvGradients]  # of operands, mask, offsets, scale
+ForwardFunction = Callable[..., Result]  # of q, k, v, mask, offsets, scale
+BackwardFunction = Callable[..., QkvGradients]  # of operands, mask, offsets, scale
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,10 @@ class AttentionLibrary:
     not called with fewer than `min_rows` queries or keys."""
 
     name: str
-    forward: Forward
-    backward: Backward
-    packed: Forward | None = None
-    packed_backward: Backward | None = None
+    forward: ForwardFunction
+    backward: BackwardFunction
+    packed: ForwardFunction | None = None
+    packed_backward: BackwardFunction | None = None
     min_rows: int = 1
 
     def function(self, use: str) -> Callable[..., tuple[Tensor, ...]]:

@@ -22,14 +22,14 @@ from ...errors import Unsupported
 from ...op import Call, Op, Operands, Shapes, registered
 from ...plans import HeadParallel, Plan, Segmented, Sequential
 from ...prepared import OwnResult, Run
-from ...tensor_checks import DTYPES, check_device, dense, dims
+from ...tensor_checks import DTYPES, check_device, dims
 from ...torch_library import Backward, CallOptions
 from ...world import World
 from ..common import check_rows, plain_rows
 from . import head_parallel, segmented
-from .backward import ForwardResult, backward, sinks_gradient
+from .backward import backward, sinks_gradient
 from .key_ranges import KeyGroup, KeyRange, KeyRanges, causal_key_ranges, packed_key_ranges, zigzag_rows
-from .libraries import MAX_HEAD_DIM
+from .libraries import MAX_HEAD_DIM, BackwardOperands
 from .segmented import AttentionConfig, GroupsByRank, KeyValues
 
 _NAME = "gathered_attention"
@@ -195,9 +195,9 @@ class GatheredAttention(Op[AttentionCall]):
         if dout is None or not call.rows:
             needed = zip((q, k, v, sinks), ctx.needs, strict=True)
             return [torch.zeros_like(t) if t is not None and need else None for t, need in needed]
-        result, local_kv = ForwardResult(q, out, lse, dout), KeyValues(dense(k), dense(v))
+        operands = BackwardOperands(q, k, v, out, lse, dout)
         key_ranges, groups_by_rank = key_ranges_of(call, world.rank, call.queries), groups_of_ranks(call)
-        dqkv = backward(world, call.config, plan, key_ranges, groups_by_rank, result, local_kv, ctx.needs)
+        dqkv = backward(world, call.config, plan, key_ranges, groups_by_rank, operands, ctx.needs)
         return *dqkv, sinks_gradient(world, sinks, out, lse, dout) if ctx.needs[3] else None
 
     def sizes(self, call: AttentionCall) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ range (`copy_engine.prepare_exchange`). Readers wait for those notifications bet
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -85,9 +85,6 @@ class KeyValues(NamedTuple):
     v: Tensor
     wait: Callable[[], None] | None = None
 
-    def rows(self, lo: int, hi: int) -> KeyValues:
-        return self._replace(k=self.k[lo:hi], v=self.v[lo:hi])
-
 
 class FetchedKeyValues(NamedTuple):
     """The remote keys and values of each library call, with their key ranges in the order of the rows. The main stream
@@ -108,14 +105,16 @@ class Partial(NamedTuple):
 
 # -- fetching keys and values ------------------------------------------------------------------------------------------
 def prepare_fetch(
-    world: World, config: AttentionConfig, plan: Plan, groups: Sequence[KeyGroup], groups_by_rank: GroupsByRank
+    world: World, config: AttentionConfig, plan: Plan, key_ranges: KeyRanges, groups_by_rank: GroupsByRank
 ) -> Callable[[KeyValues], FetchedKeyValues]:
-    """Return a function of the local keys and values that fetches the remote ones of this rank's `groups`."""
+    """Return a function of the local keys and values that fetches the remote ones of this rank's key ranges, for one
+    call of the library if sequences are packed."""
     if world.size == 1:
         return lambda local_kv: FetchedKeyValues([])
     if isinstance(plan, Segmented):
-        return _prepare_push(world, config, split_groups(tuple(groups), plan.calls), groups_by_rank)
-    return lambda local_kv: FetchedKeyValues(all_gather_key_values(world, config, local_kv, groups))
+        groups = split_groups(key_ranges.remote, 1 if key_ranges.packed else plan.calls)
+        return _prepare_push(world, config, groups, groups_by_rank)
+    return lambda local_kv: FetchedKeyValues(all_gather_key_values(world, config, local_kv, key_ranges.remote))
 
 
 def all_gather_key_values(
@@ -186,16 +185,13 @@ def prepare_forward(
     """Return a function of q with m rows, local keys and values, sinks, and `out` or None, which returns out [m, heads,
     D] and lse float32 [heads, m]."""
     packed = key_ranges.packed
-    if packed and isinstance(plan, Segmented):
-        plan = replace(plan, calls=1)
-    fetch = prepare_fetch(world, config, plan, key_ranges.remote if m else (), groups_by_rank)
+    fetch = prepare_fetch(world, config, plan, key_ranges if m else KeyRanges((), ()), groups_by_rank)
     local = [(block.lo, block.hi, packed or block.causal) for block in key_ranges.local if m]
-    own_keys, shape = config.shards[world.rank], (config.heads, m)
 
     def forward(q: Tensor, local_kv: KeyValues, sinks: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
         fetched, partials = fetch(local_kv), []
         for lo, hi, mask in local:
-            kv = local_kv if hi - lo == own_keys else local_kv.rows(lo, hi)
+            kv = KeyValues(local_kv.k[lo:hi], local_kv.v[lo:hi])
             partials.append(attend(world, config, 0, q, kv, mask))
         for (first_query, _), kv in fetched.remote:
             partials.append(attend(world, config, first_query, q[first_query:], kv, packed or False))
@@ -203,7 +199,8 @@ def prepare_forward(
             world.wait_event(world.current_stream(), fetched.end)
         if out is None and len(partials) == 1 and sinks is None:
             return partials[0].out, partials[0].lse
-        result, lse = world.empty(q.shape, q.dtype) if out is None else out, world.empty(shape, torch.float32)
+        result = world.empty(q.shape, q.dtype) if out is None else out
+        lse = world.empty((config.heads, m), torch.float32)
         merge_partials(world, partials, sinks, result, lse)
         return result, lse
 

@@ -137,7 +137,7 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
         if call.rows:
             world.begin(self.check_same_on_all_ranks(world, call, context.plan, backward=True))
             give_back = runs.return_sequential if isinstance(context.plan, Sequential) else runs.return_fused
-            give_back(world, call, context.plan, dense(dout), counts, target_rows, dy)
+            give_back(world, call, dense(dout), counts, target_rows, dy)
         dx = product(world, dy, weight) if needs[0] and weight is not None else None
         dw = product(world, dy.t(), x) if needs[1] and x is not None else None
         return dx, dw, column_sums(world, dy) if needs[2] else None, None

@@ -82,7 +82,7 @@ def run_sequential(
 
 
 def return_sequential(
-    world: World, call: StaticCall, plan: Plan, dout: Tensor, counts: Tensor, target_rows: Tensor, returned: Tensor
+    world: World, call: StaticCall, dout: Tensor, counts: Tensor, target_rows: Tensor, returned: Tensor
 ) -> None:
     """Compute returned [m, N] = the gradients of the rows that this rank sent, by an all-to-all of whole blocks."""
     stream, blocks = world.current_stream(), world.empty(dout.shape, dout.dtype)
@@ -127,7 +127,7 @@ def prepare_fused(world: World, call: StaticCall, plan: FusedAllToAll) -> Run:
 
 
 def return_fused(
-    world: World, call: StaticCall, plan: Plan, dout: Tensor, counts: Tensor, target_rows: Tensor, returned: Tensor
+    world: World, call: StaticCall, dout: Tensor, counts: Tensor, target_rows: Tensor, returned: Tensor
 ) -> None:
     """Compute returned [m, N] = the gradients of the rows that this rank sent, pushed by the other ranks."""
     stream, arena = world.current_stream(), _arena(world, call)

@@ -93,7 +93,8 @@ class Kept(NamedTuple):
 
 class MoeOperands(NamedTuple):
     """The operands of `weft.moe.moe`, with the first matrices and their biases flat: [El, N, H] and [El, N]. Eager
-    calls without a gradient write `received`; other calls return its values."""
+    calls without a gradient write `received`; other calls return its values. router, router_bias, choice_bias: the
+    tensors of a router that the call includes (`TopKRouter`); such a call writes ids and weights."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -104,6 +105,9 @@ class MoeOperands(NamedTuple):
     b2: torch.Tensor | None = None
     shared: torch.Tensor | None = None
     received: torch.Tensor | None = None
+    router: torch.Tensor | None = None
+    router_bias: torch.Tensor | None = None
+    choice_bias: torch.Tensor | None = None
 
     @property
     def experts(self) -> Weights:

@@ -201,7 +201,7 @@ class Half(Op[G]):
         TypeError for an unsupported dtype of the first operand."""
         for name, (t, dim) in operands.items():
             if t.dim() != dim or 0 in t.shape[1:]:
-                every = ", ".join(f"{other} {dims(tensor)}" for other, (tensor, _) in operands.items())
+                every = ", ".join(f"{operand} {dims(tensor)}" for operand, (tensor, _) in operands.items())
                 raise ValueError(f"{self.title}: {every}: {name} has {dim} sizes")
         name, (t, _) = next(iter(operands.items()))
         if t.dtype not in DTYPES:
