@@ -57,11 +57,11 @@ def summing(make: Callable[[World, SumCall, Any], SumRun]) -> Prepare:
 
         def run(operands: SumOperands | NormOperands, out: torch.Tensor) -> tuple[torch.Tensor | None, ...] | None:
             if isinstance(operands, SumOperands):
-                sum_rows(Tensors(operands.x, None, None, None, None, out, None), world.current_stream())
+                sum_rows(Tensors(operands.x, out), world.current_stream())
                 return None
             kept = world.empty((kept_rows, call.h), call.dtype) if call.keep else None
             scales = world.empty(call.scales, torch.float32) if call.group else None
-            sum_rows(Tensors(*operands, out, kept, scales=scales), world.current_stream())
+            sum_rows(Tensors(operands.x, out, *operands[1:], kept, scales), world.current_stream())
             return kept, scales
 
         return run
@@ -158,7 +158,7 @@ def all_reduce_low_latency(
     """Return a function that computes out, the sum of x over ranks, on a stream with a plan that posts rows. The caller
     has checked that all ranks make the same call; x and out are of this shape, and whole 16-byte words."""
     sum_rows = _post(world, sum_call(world, shape, dtype), plan)
-    return lambda x, out, stream: sum_rows(Tensors(x, None, None, None, None, out, None), stream)
+    return lambda x, out, stream: sum_rows(Tensors(x, out), stream)
 
 
 # -- rows with counters ------------------------------------------------------------------------------------------------
