@@ -68,14 +68,15 @@ class _Rewriter(ast.NodeTransformer):
     `while` loops, and allows a branch that only some threads of the program take (`Branch`)."""
 
     branches = 0
+    around: tuple[str, ...] = ()  # the branches around the statement that is being visited
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-        self.generic_visit(node)
         self.branches += 1
-        name = f"__branch_{self.branches}"
-
-        def call(method: str) -> ast.expr:
-            return ast.Call(ast.Attribute(ast.Name(name, ast.Load()), method, ast.Load()), [], [])
+        name, outer = f"__branch_{self.branches}", self.around
+        self.around = (*outer, name)
+        self.generic_visit(node)
+        self.around = outer
+        call = functools.partial(_method_call, name)
 
         def part(method: str, body: list[ast.stmt]) -> ast.If:
             return ast.If(call(method), [ast.Try(body, [], [], [ast.Expr(call("leave"))])], [])
@@ -87,6 +88,11 @@ class _Rewriter(ast.NodeTransformer):
         for statement in out:
             ast.copy_location(statement, node)
         return out
+
+    def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
+        self.generic_visit(node)
+        calls = [ast.copy_location(ast.Expr(_method_call(name, "returns")), node) for name in self.around]
+        return [*calls, node]
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
@@ -113,6 +119,10 @@ class _Rewriter(ast.NodeTransformer):
         begin = ast.Assign([ast.Name(counter, ast.Store())], count)
         node.body.insert(0, ast.Expr(ast.Call(ast.Name(counter, ast.Load()), [], [])))
         return [ast.copy_location(begin, node), node]
+
+
+def _method_call(name: str, method: str) -> ast.expr:
+    return ast.Call(ast.Attribute(ast.Name(name, ast.Load()), method, ast.Load()), [], [])
 
 
 class _Reach(ast.NodeTransformer):

@@ -62,8 +62,10 @@ def _collective(
     group: object,
     async_op: bool,
     signature: tuple[object, ...] | None = None,
+    sources: Sequence[int] | None = None,
 ) -> PendingCollective | None:
-    """Enqueue a collective of all ranks on the current stream, or, if it is asynchronous, on NCCL's stream."""
+    """Enqueue a collective of all ranks on the current stream, or, if it is asynchronous, on NCCL's stream. sources:
+    the ranks whose data this rank receives, by default all; it does not wait for the others."""
     if group not in (None, WORLD, dist.group.WORLD):
         raise Unsupported(f"{kind} of {group}: the emulator has one group, of all ranks")
     all_dense(kind, (*reads, *writes))
@@ -75,7 +77,7 @@ def _collective(
     with untracked():
         rank.enqueue_or_capture(
             lambda: rank.streams.collective(
-                kind, stream, shapes, list(reads), list(writes), work, None, None, rank.backend.ranks
+                kind, stream, shapes, list(reads), list(writes), work, sources, None, rank.backend.ranks
             )
         )
     return PendingCollective(stream) if async_op else None
@@ -159,7 +161,8 @@ def all_to_all_single(
             for out, source in zip(a.writes, arrivals, strict=True):
                 out.copy_(source.reads[me])
 
-    return _collective("all_to_all_single", sends, receives, work, group, async_op, (str(input.dtype),))
+    sources = [source for source, received in enumerate(receives) if received.numel()]
+    return _collective("all_to_all_single", sends, receives, work, group, async_op, (str(input.dtype),), sources)
 
 
 def broadcast(
@@ -171,7 +174,7 @@ def broadcast(
 
     sent = [tensor] if current_rank().rank == src else [tensor[:0] if tensor.dim() else tensor]
     signature = (src, tuple(tensor.shape), str(tensor.dtype))
-    return _collective("broadcast", sent, [tensor], work, group, async_op, signature)
+    return _collective("broadcast", sent, [tensor], work, group, async_op, signature, [src])
 
 
 def barrier(group: object = None, async_op: bool = False, device_ids: object = None) -> None:
