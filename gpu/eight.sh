@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Checks and measures a machine with eight GPUs, or with as many as there are, in calls that end by themselves within MINUTES (9.5). A call
-# continues where the last one ended: checks with a rank on every GPU, the measurements of gpu/measure.sh, random calls, and vLLM's mixes
-# if gpu/vllm.sh has unpacked vLLM. Results are written to ${OUT:-gpu/out}: python -m tests.gpu.gpu_record reads checks/*.json, and
-# gpu/measure.sh names the places of the rest. The script prints what is left, and exits with 0 once nothing is.
+# Checks and measures a machine with eight GPUs, or with fewer, in calls that end by themselves within MINUTES (9.5). Each call continues
+# where the last one ended: with checks with a rank on every GPU, the measurements of gpu/measure.sh, random calls, and vLLM's mixes if
+# gpu/vllm.sh has unpacked vLLM. The script writes its results to ${OUT:-gpu/out}: python -m tests.gpu.gpu_record reads checks/*.json, and
+# gpu/measure.sh names the places of the other files. It prints the remaining steps, and exits with 0 once no step remains.
 # Environment: PARTS, some of checks measure fuzz vllm, in this order; MINUTES; RANKS, the number of GPUs (all).
 set -u
 cd "$(dirname "$0")/.."

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# weft's operators under GSan, Triton's race detector, on a machine with two GPUs and an older Triton (it has not run yet):
-#   gpu/gsan.sh pack WHEEL             where there is a network: .gsan/{0,1,..}/, the wheel of Triton 3.9 for that machine's Python
-#   gpu/gsan.sh carry N [M ..] [last]  on the GPU machine, one call after the other: keeps the parts, and unpacks all behind the last
-#   gpu/gsan.sh run [NAME ..]          there, within SECONDS_OF (540) a case: the cases of tests/gpu/gpu_gsan.py, and what GSan says
+# Runs weft's operators under GSan, Triton's race detector, on a machine with two GPUs and an older Triton (not run yet):
+#   gpu/gsan.sh pack WHEEL             with a network: pack Triton 3.9's wheel for the GPU machine's Python into .gsan/{0,1,..}/
+#   gpu/gsan.sh carry N [M ..] [last]  on the GPU machine, call by call: keep the parts, and unpack all of them after the last
+#   gpu/gsan.sh run [NAME ..]          on it: run the cases of tests/gpu/gpu_gsan.py, each within SECONDS_OF (540), and print GSan's reports
 set -euo pipefail
 cd "$(dirname "$0")/.."
 at=${AT:-/dev/shm/weft-gsan}

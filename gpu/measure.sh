@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Measures a machine with several GPUs in calls that end by themselves within MINUTES (9.5). Results are written to ${OUT:-gpu/out}; a call
-# with the same folder continues where the last one ended, prints what is left, and exits with 0 once nothing is. First every step runs
-# once for its seconds, then the steps that were cut continue, and last the steps that failed run again. Where git is, the results of
-# machine <gpu>-x<N> then belong here:
+# Measures a machine with several GPUs in calls that end by themselves within MINUTES (9.5). The script writes its results to
+# ${OUT:-gpu/out}; a call with the same folder continues where the last one ended, prints the remaining steps, and exits with 0 once no
+# step remains. First every step runs once for its seconds, then interrupted steps continue, and last the failed steps run again. In the
+# repository, the results of machine <gpu>-x<N> then belong here:
 #   profile/*.json              src/weft/planner/profiles/ (where it is while this runs, for "auto")
 #   predictions/*.jsonl         bench/results/<machine>/predictions/
 #   tuning/sweep.jsonl          bench/results/<machine>/tuning/<run>.jsonl, then python -m bench.pages.table <gpu>
@@ -16,7 +16,7 @@
 set -u
 cd "$(dirname "$0")/.."
 out=${OUT:-gpu/out}
-parts=${PARTS:-ops norm decoder signaled profile moe attention columns transformers fp8}
+parts=${PARTS:-ops norm eager decoder signaled profile moe attention columns transformers fp8}
 end=$(awk "BEGIN { print int(60 * ${MINUTES:-9.5}) }")
 mkdir -p "$out/state" "$out/results" "$out/profile" "$out/tuning"
 export PYTHONPATH=$PWD/src:$PWD PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 WEFT_TIMEOUT=${WEFT_TIMEOUT:-10}
@@ -67,6 +67,8 @@ profile() {
 }
 
 ops() { spmd ops 240 bench.measure.run --tune --out "$out/results"; }
+
+eager() { spmd eager 90 bench.measure.eager --out "$out/results"; }
 
 norm() { spmd norm 60 bench.measure.norm --modes graph --out "$out/results"; }
 

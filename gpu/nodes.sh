@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs tests/gpu/gpu_nodes.py alone: two nodes on one machine, with 2 x 2 and 2 x 4 ranks, which share GPUs if there are fewer. It checks
-# results and graphs, and that a rank or node that does not come, or is killed, ends in an error. The script ends by itself within
-# 10 minutes and writes logs and JSON to ${OUT:-gpu/out}; gpu/run.sh makes the same checks among all others.
+# results and graphs, and that a rank or node that does not join, or is killed, leads to an error. The script ends by itself within
+# 10 minutes and writes logs and JSON to ${OUT:-gpu/out}; gpu/run.sh includes the same checks.
 set -u
 cd "$(dirname "$0")/.."
 out=${OUT:-gpu/out} failed=0

@@ -8,7 +8,7 @@
 #   gpu/vllm.sh serve WORDS       on it: run bench.measure.vllm_serving WORDS
 #   gpu/vllm.sh run 1             on it: run one rank, on which the plugin has nothing to serve
 #   gpu/vllm.sh run N             on it: compare the answers of N ranks that share the GPU, without and with the plugin
-# flashinfer compiles its all-reduce by nvcc, which the machine must have. FlashAttention 2's library is not packed, because
+# flashinfer compiles its all-reduce with nvcc, which the machine must have. FlashAttention 2's library is not packed, because
 # FlashAttention 3 serves Hopper.
 set -eu
 cd "$(dirname "$0")/.."

@@ -1,4 +1,4 @@
-"""The tests, by what they need.
+"""The folders of the tests.
 
 emulator      weft's language, its emulator, its mutation engine and `weft check` themselves
 emulated      ops, modules and models on emulated ranks, and over gloo. cases_<package>.py has what a package of src/weft must
@@ -9,5 +9,5 @@ integrations  Transformers, vLLM, SGLang, torch's own tensor parallelism; engine
 tooling       the command line, documents, pages, examples, types, the structure of the source, minutes of long commands
 gpu           the checks on GPUs (gpu_*.py) and what starts, shares and records them
 
-*.json and trends.csv here are records of what ran.
+The files *.json and trends.csv record runs.
 """

@@ -1,6 +1,6 @@
-"""`@pytest.mark.gpu(n)`: the test needs n GPUs (default 1) and is skipped, with that reason, where there are fewer.
+"""`@pytest.mark.gpu(n)`: the test needs n GPUs (default 1); if there are fewer, it is skipped with that reason.
 
-Tests that share GPUs run one after another under xdist (`--dist loadgroup`), so that none times another's work.
+Under xdist (`--dist loadgroup`), tests that share GPUs run one after another, so that none measures another's work.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from tests.gates import covered_by
 from weft.planner import table
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # the workers are the parallelism
+    torch.set_num_threads(1)  # xdist's workers run in parallel, not torch's threads
 
 
 @pytest.fixture(autouse=True)
 def nothing_learned_stays() -> Iterator[None]:
-    """Forget the rows that a test has learned."""
+    """Forget the table rows that a test has learned."""
     yield
     if table._learned:
         table._learned.clear()
         table.learn([])
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
+@pytest.hookimpl(tryfirst=True)  # runs before -m selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus = torch.cuda.device_count()
     for item in items:

@@ -1,10 +1,10 @@
-"""Which cases `make test` runs, and which are left to `make gates`.
+"""Which cases `make test` runs, and which it leaves to `make gates`.
 
-`some` leaves the later cases of a parameter. `covered` leaves single cases of a test, each with the case of `make test` that runs the
-same code on the same kind of operands.
+`some` leaves the later cases of a parameter to the gates. `covered` leaves single cases of a test, and names for each
+the case of `make test` that runs the same code on the same kind of operands.
 
-python -m tests.gates writes a line of JSON for every case: its name, whether it is left to the gates, and which case
-covers it by each expression.
+python -m tests.gates writes a line of JSON for every case: its name, whether it is left to the gates, and the case that
+covers it according to each expression.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def some(cases: Iterable[Any], quick_cases: int = 1) -> list[Any]:
 
 
 def covered(cases: str, covering: str) -> pytest.MarkDecorator:
-    """Leave to `make gates` the cases of a test whose names in brackets match an expression. covering: the case that covers them: its
+    """Leave to `make gates` the cases of a test whose names in brackets match an expression. `covering` is the case that covers them: its
     brackets, its name in the same file, or its file below tests/ and its name; \\1 is the expression's first group."""
     return pytest.mark.covered(cases, covering)
 
 
 def covered_by(test: str, marks: Iterable[pytest.Mark]) -> str | None:
-    """Return the case that covers the case of that name (a file below tests/, a test, brackets), or None."""
+    """Return the case that covers a case, given by its file below tests/, its test and its brackets, or None."""
     head, _, brackets = test.partition("[")
     for mark in marks:
         cases, covering = mark.args
@@ -48,7 +48,7 @@ def covered_by(test: str, marks: Iterable[pytest.Mark]) -> str | None:
 
 
 class Written:
-    """A plugin that writes the cases that it collects."""
+    """A plugin that writes the collected cases."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:

@@ -16,6 +16,13 @@ Tensor = torch.Tensor
 T = TypeVar("T")
 
 
+def norm_alone(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: weft.World, **_: object
+) -> tuple[Tensor, Tensor]:
+    """Do what `all_reduce_rms_norm` does without the all-reduce: add this rank's partial sums to the residual and normalise them."""
+    return weft.rms_norm(x, weight, eps, world=world, residual=residual)
+
+
 class Collectives:
     """NCCL's collectives on the caller's stream, over parts that are as even as possible."""
 

@@ -1,7 +1,7 @@
 """An MoE layer by quack's grouped GEMMs, in the design of SonicMoE (Guo et al. 2025, arXiv:2512.14080): GEMM 1 gathers the tokens' rows
 by an index and has the SwiGLU in its epilogue, GEMM 2 writes its rows in the order of the experts, and one kernel sums every token's rows.
 
-Router and tables are weft's (`moe.gate`, `share`, `build_tables`, with tiles of one row, so that no row is padded): four launches, cheaper
+Router and tables are weft's (`moe.gate`, `share_routes`, `run_builder`, with tiles of one row, so that no row is padded): four launches, cheaper
 than a sort, and without a wait for the host. weft's kernel also sums the rows. The two GEMMs are quack's.
 
 `python -m bench.common.quack_moe TILE_M TILE_N CLUSTER_M PINGPONG` compiles both GEMMs in one form into quack's cache and checks them; it
@@ -30,7 +30,7 @@ from weft import moe
 from weft.backends.library_gemm import Form
 from weft.kernel_launch import prepared
 from weft.ops.moe.expert_parallel.kernels import store_sums, weighted_sum
-from weft.ops.moe.routing.route_tables import build_tables, share
+from weft.ops.moe.routing.route_tables import TableSizes, builder_of, run_builder, share_routes
 
 # The forms that quack 0.6.5 tunes on Hopper for a GEMM that gathers and, for experts with few rows, single CTAs and tiles of 64 rows,
 # which it does not try.
@@ -43,7 +43,6 @@ FORMS = (
     *(Form(64, n, 1, True) for n in (128, 256)),
 )
 TimeOf = Callable[[dict[str, Callable[[], object]]], dict[str, float]]
-BUFFER = "quack"  # tables of their own, without a list of tiles
 
 
 class Routed(NamedTuple):
@@ -132,8 +131,11 @@ class QuackExperts:
     def routed(self, logits: torch.Tensor) -> Routed:
         tokens, experts = logits.shape
         ids, weights = moe.gate(logits, self.k, world=self.world)
-        ids_all, weights_all = share(self.world, ids, weights, tokens, buffer_index=0)
-        tables = build_tables(self.world, ids_all, experts, tokens, 1, name=BUFFER, buffer_index=0)
+        # A buffer's tables have no list of tiles.
+        builder, tables = builder_of(self.world, self.k, TableSizes(experts, tokens, 1), buffer_index=0)
+        weights_all = builder.routes.shared_weights.local
+        share_routes(self.world, builder.routes, ids, weights)
+        run_builder(self.world, builder, tables, weights_all)
         return Routed(tables.offsets, tables.sources[: tokens * self.k], tables.route_rows, weights_all)
 
     def experts(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:

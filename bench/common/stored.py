@@ -18,7 +18,7 @@ from statistics import fmean
 
 import numpy as np
 
-from weft.op import collective, collectives
+from weft.op import REGISTRY, collective, collectives
 from weft.planner.curves import least_squares
 from weft.planner.predict import Predictor
 from weft.planner.profile import Gemm, Hardware, Latency, Profile, Slowdown, TimedCall, Wave
@@ -35,7 +35,6 @@ class Row:
     collective alone, if the run timed them. date: in ISO form, "" in old rows of tuning runs."""
 
     run: str
-    name: str
     world: int
     call: TimedCall
     gemm: float | None
@@ -47,12 +46,13 @@ class Row:
         return self.call.m, self.call.n, self.call.k
 
 
-def plan_of(text: str) -> Plan | None:
-    """Return the plan of a stored text, or None if its kernel was deleted (sums that the GEMM's own launch pulled)."""
+def plan_of(op: str, text: str) -> Plan | None:
+    """Return the plan of a stored text, or None if its class or the op's use of it is gone."""
     try:
-        return Plan.from_json(text)
+        plan = Plan.from_json(text)
     except ValueError:
         return None
+    return plan if REGISTRY[op].has(plan) else None
 
 
 def rows(machine: str, results: Path = RESULTS) -> list[Row]:
@@ -64,20 +64,20 @@ def rows(machine: str, results: Path = RESULTS) -> list[Row]:
                 continue
             times = r["times"]
             for plan, us in times.items():
-                ran = plan_of(plan) if plan.startswith("{") else None
+                ran = plan_of(r["op"], plan) if plan.startswith("{") else None
                 if ran:
                     call = TimedCall(r["op"], ran.to_json(), r["M"], r["N"], r["K"], r["mode"], us)
-                    out.append(Row(path.stem, r["name"], r["world"], call, times.get("gemm"), None, r.get("date", "")))
+                    out.append(Row(path.stem, r["world"], call, times.get("gemm"), None, r.get("date", "")))
     for path in sorted((results / machine).glob("*.jsonl")):
         if path.stem not in OPS:
             continue
         for r in map(json.loads, path.read_text().splitlines()):
             # A row without a plan has the default one, except "fused", whose plan depended on the commit.
-            default_plans = {"sequential": Sequential(), "decomposed": Decomposed()}
-            plan = plan_of(r["plan"]) if r.get("plan") else default_plans.get(r["method"])
-            if plan:
+            default_plans = {"sequential": Sequential().to_json(), "decomposed": Decomposed().to_json()}
+            text = r["plan"] or default_plans.get(r["method"])
+            if text and (plan := plan_of(r["op"], text)):
                 call = TimedCall(r["op"], plan.to_json(), r["M"], r["N"], r["K"], r["mode"], r["us"])
-                out.append(Row("benchmark", r["name"], r["world"], call, r["gemm_us"], r["comm_us"], r.get("date", "")))
+                out.append(Row("benchmark", r["world"], call, r["gemm_us"], r["comm_us"], r.get("date", "")))
     return out
 
 

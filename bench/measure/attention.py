@@ -122,14 +122,14 @@ class Attention:
     def libraries(self) -> torch.Tensor:
         if self.shape.causal:
             return self.weft("sequential")
-        return self.library.forward(self.q, *self.gathered(), False, D**-0.5)[0]
+        return self.library.forward(self.q, *self.gathered(), False, None, D**-0.5)[0]
 
     def compute(self) -> None:
         for block in self.key_ranges.local:
             keys = self.k[block.lo : block.hi], self.v[block.lo : block.hi]
-            self.library.forward(self.q, *keys, block.causal, D**-0.5)
+            self.library.forward(self.q, *keys, block.causal, None, D**-0.5)
         for group, keys in zip(self.key_ranges.remote, self.remote_keys, strict=True):
-            self.library.forward(self.q[group.first_query :], *keys, False, D**-0.5)
+            self.library.forward(self.q[group.first_query :], *keys, False, None, D**-0.5)
 
     def limit(self, link: float) -> float:
         """Return the least us of a call. link: GB/s."""

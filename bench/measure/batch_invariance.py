@@ -37,6 +37,7 @@ from weft.lang.mapping import balanced_rows
 from weft.lang.primitives import channel_broadcast
 
 BF = torch.bfloat16
+Tensor = torch.Tensor
 EPS = 1e-5
 TILES = {  # of the rebuilt GEMM: rows, columns, warps, stages; BK is 64
     "128x128": (128, 128, 8, 3),
@@ -65,20 +66,20 @@ MODELS = {"Llama-8B": Model(4096, 4096, 2048, 14336), "Llama-70B": Model(8192, 8
 class Weights(NamedTuple):
     """A rank's part of a layer's weights."""
 
-    qkv: torch.Tensor
-    out: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    norms: tuple[torch.Tensor, torch.Tensor]
+    qkv: Tensor
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+    norms: tuple[Tensor, Tensor]
 
 
 class Batch(NamedTuple):
     """The inputs of a layer of m tokens: normalised rows and their residual, which are the same on all ranks, and this
     rank's columns of attention's output."""
 
-    normed: torch.Tensor
-    residual: torch.Tensor
-    heads: torch.Tensor
+    normed: Tensor
+    residual: Tensor
+    heads: Tensor
 
 
 # -- the rebuilt mode's kernels ----------------------------------------------------------------------------------------
@@ -155,30 +156,28 @@ class Method(ABC):
         self.world, self.plan = world, plan
 
     @abstractmethod
-    def column(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def column(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return this rank's columns [M, N] for the rows x."""
 
     @abstractmethod
-    def row(
-        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def row(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalised rows, and the new residual, of residual + the sum over ranks of x @ weight.T."""
 
-    def rows_of_rank(self, rows: torch.Tensor) -> torch.Tensor:
+    def rows_of_rank(self, rows: Tensor) -> Tensor:
         """Return the rows that this rank holds between linears, given the rows of all ranks."""
         return rows
 
-    def whole(self, rows: torch.Tensor) -> torch.Tensor:
+    def whole(self, rows: Tensor) -> Tensor:
         return rows
 
-    def residual(self, rows: torch.Tensor) -> torch.Tensor:
+    def residual(self, rows: Tensor) -> Tensor:
         return self.rows_of_rank(rows)
 
-    def layer(self, batch: Batch, weights: Weights) -> Callable[[], torch.Tensor]:
+    def layer(self, batch: Batch, weights: Weights) -> Callable[[], Tensor]:
         """Return a call of the layer."""
         x, residual = self.rows_of_rank(batch.normed), self.residual(batch.residual)
 
-        def call() -> torch.Tensor:
+        def call() -> Tensor:
             self.column(x, weights.qkv)
             y, kept = self.row(batch.heads, weights.out, residual, weights.norms[0])
             hidden = weft.silu_mul(self.column(y, weights.gate_up), world=self.world)
@@ -191,12 +190,10 @@ class Method(ABC):
 class Rows(Method):
     """All rows on all ranks, summed by matmul_all_reduce."""
 
-    def column(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def column(self, x: Tensor, weight: Tensor) -> Tensor:
         return weft.matmul(x, weight, world=self.world)
 
-    def row(
-        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def row(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         y = weft.matmul_all_reduce(x, weight, world=self.world, plan=self.plan)
         return weft.rms_norm(y, norm, EPS, world=self.world, residual=residual)
 
@@ -204,12 +201,10 @@ class Rows(Method):
 class FusedNorm(Rows):
     """All rows on all ranks. Sum, residual add and norm are one op, in which the owner of a row keeps its residual."""
 
-    def residual(self, rows: torch.Tensor) -> torch.Tensor:
+    def residual(self, rows: Tensor) -> Tensor:
         return rows.split(balanced_rows(len(rows), self.world.size))[self.world.rank].contiguous()
 
-    def row(
-        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def row(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         y = weft.matmul(x, weight, world=self.world)
         return weft.all_reduce_rms_norm(y, residual, norm, EPS, world=self.world, plan=self.plan)
 
@@ -217,19 +212,17 @@ class FusedNorm(Rows):
 class Shards(Method):
     """Each rank holds its own rows between linears."""
 
-    def rows_of_rank(self, rows: torch.Tensor) -> torch.Tensor:
+    def rows_of_rank(self, rows: Tensor) -> Tensor:
         self.rows = balanced_rows(len(rows), self.world.size)
         return rows.split(self.rows)[self.world.rank].contiguous()
 
-    def whole(self, rows: torch.Tensor) -> torch.Tensor:
+    def whole(self, rows: Tensor) -> Tensor:
         return torch.cat([t.to(rows.device) for t in self.world.exchange(rows.cpu())])
 
-    def column(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def column(self, x: Tensor, weight: Tensor) -> Tensor:
         return weft.all_gather_matmul(x, weight, world=self.world, plan=self.plan, rows=self.rows)
 
-    def row(
-        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def row(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         y = weft.matmul_reduce_scatter(x, weight, world=self.world, plan=self.plan, rows=self.rows)
         return weft.rms_norm(y, norm, EPS, world=self.world, residual=residual)
 
@@ -246,7 +239,7 @@ class Rebuilt(Method):
         world = self.world
         return world.cached(("partial sums", m, n), lambda: world.symmetric((m, n), BF, "partial sums"))
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: str) -> torch.Tensor:
+    def multiply(self, x: Tensor, weight: Tensor, out: Tensor, tile: str) -> Tensor:
         (m, k), n, (bm, bn, warps, stages), world = x.shape, weight.shape[0], TILES[tile], self.world
 
         def make() -> weft.Launch:
@@ -259,7 +252,7 @@ class Rebuilt(Method):
         world.cached(("gemm", m, n, k, tile), make)(world.current_stream(), a=x, b=weight, out=out)
         return out
 
-    def sum(self, m: int, n: int, out: torch.Tensor, blocks: int) -> torch.Tensor:
+    def sum(self, m: int, n: int, out: Tensor, blocks: int) -> Tensor:
         world = self.world
 
         def make() -> weft.Launch:
@@ -273,13 +266,11 @@ class Rebuilt(Method):
         world.cached(("one stage", m, n, blocks), make)(world.current_stream(), out=out)
         return out
 
-    def column(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def column(self, x: Tensor, weight: Tensor) -> Tensor:
         out = self.world.empty((len(x), len(weight)), BF)
         return self.multiply(x, weight, out, self.tiles[(*x.shape, len(weight))])
 
-    def row(
-        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def row(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         world, (m, k), n = self.world, x.shape, len(weight)
         total = self.multiply(x, weight, self.partials(m, n).local, self.tiles[m, k, n])
         if world.size > 1:
@@ -308,7 +299,7 @@ class Rebuilt(Method):
 
 
 # -- a measurement -----------------------------------------------------------------------------------------------------
-def drawn(seed: int, device: torch.device, *shape: int) -> torch.Tensor:
+def drawn(seed: int, device: torch.device, *shape: int) -> Tensor:
     return torch.randn(*shape, device=device, generator=torch.Generator(device).manual_seed(seed)).to(BF)
 
 
@@ -327,14 +318,14 @@ def batch_of(model: Model, m: int, world: weft.World) -> Batch:
     return Batch(normed, residual, drawn(1000 * world.rank + 22, d, m, model.queries // world.size))
 
 
-def expected(batch: Batch, w: Weights, world: weft.World) -> torch.Tensor:
+def expected(batch: Batch, w: Weights, world: weft.World) -> Tensor:
     """Return the layer's rows in float32."""
 
-    def row(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def row(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
         parts = world.exchange((x.float() @ weight.float().t()).cpu())
         return residual + sum(part.to(residual.device) for part in parts)
 
-    def norm(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def norm(h: Tensor, weight: Tensor) -> Tensor:
         return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS) * weight.float()
 
     kept = row(batch.heads, w.out, batch.residual.float())

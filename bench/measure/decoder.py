@@ -10,12 +10,10 @@ passes (embedding, layers, final norm; no output head); `us` is the slowest rank
     equal split      woven, half the tokens each
     smart split      woven, split by the measured profile of cuBLAS; without a profile one half of the tokens is whole tiles
     n SMs            woven on weft's own GEMM with n programs, split by the wave model
-    n SMs, cuBLAS    woven, smart split; cuBLAS is asked to leave the other SMs
     sequence         all-gather + GEMM and GEMM + reduce-scatter, plan "auto"
     auto             the choice of the shipped table or, with --tune, of the table that this run has measured
     no communication the GEMMs, attention and norms alone: `gemm_us` of every row
-A mix runs for half a second at a time, in which the GPU's power limit lowers its clock: `sm_mhz` and `watts` are rank 0's under each
-method. The part "eager" times prefill passes whose kernels the host launches; with --tune they decide what "auto" runs outside graphs.
+A mix runs for half a second at a time, in which the GPU's power limit lowers its clock. The part "eager" times prefill passes whose kernels the host launches; with --tune they decide what "auto" runs outside graphs.
 --tune times all methods once, measures the profile, and writes DIR/decoder-table.json, for src/weft/planner/tables/<gpu>.json.
 A method that fails is printed and left out.
 """
@@ -23,23 +21,21 @@ A method that fails is printed and left out.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import math
 import random
 import statistics
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 import weft
+from bench.common.collectives import norm_alone
 from bench.common.program import Program, gains, options, worst_error
 from bench.common.timing import time_interleaved
 from weft.models import Batch, Cache, Graphs, Llama, llama
@@ -104,14 +100,9 @@ def lengths(stats: tuple[int, int, int], count: int, rng: random.Random, most: i
     short = median / 4
     longest = solve(lambda x: 0.5 * _mean_between(short, median) + middle + 0.1 * _mean_between(high, x), high, most)
     short = solve(lambda x: 0.5 * _mean_between(x, median) + middle + 0.1 * _mean_between(high, longest), 1, median)
-    knots, fractions = (short, median, high, longest), (0, 0.5, 0.9, 1)
-    out = []
-    for _ in range(count):
-        u = rng.random()
-        i = 0 if u < 0.5 else 1 if u < 0.9 else 2
-        share = (u - fractions[i]) / (fractions[i + 1] - fractions[i])
-        out.append(max(1, round(knots[i] * (knots[i + 1] / knots[i]) ** share)))
-    return out
+    logs = np.log([short, median, high, longest])
+    drawn = (np.exp(np.interp(rng.random(), (0, 0.5, 0.9, 1), logs)) for _ in range(count))
+    return [max(1, round(float(length))) for length in drawn]
 
 
 def schedule(mix: str, slots: int, requests: int, sizes: tuple[int, ...]) -> list[Batch]:
@@ -144,46 +135,6 @@ def schedule(mix: str, slots: int, requests: int, sizes: tuple[int, ...]) -> lis
 # -- ways to run -------------------------------------------------------------------------------------------------------
 
 
-def local(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, world: weft.World, **_: Any
-) -> Any:
-    """Add and normalise this rank's own partial sums, without communication."""
-    return weft.rms_norm(x, weight, eps, world=world, residual=residual)
-
-
-@contextlib.contextmanager
-def leaving(sms: int) -> Iterator[None]:
-    """Ask cuBLAS to leave `sms` SMs free."""
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    torch._C._set_sm_carveout_experimental(sms)
-    try:
-        yield
-    finally:
-        torch._C._set_sm_carveout_experimental(None)
-        torch.backends.cuda.preferred_blas_library(before)
-
-
-class Meter(threading.Thread):
-    """Samples of this GPU's clock and power, grouped by the method that runs."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        self.running, self.on = "", True
-
-    def run(self) -> None:
-        with contextlib.suppress(ModuleNotFoundError):  # torch needs nvidia-ml-py for this
-            while self.on:
-                self.samples[self.running].append((torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3))
-                time.sleep(0.02)
-
-    def means(self, method: str) -> dict[str, int | None]:
-        samples = self.samples[method]
-        means = [round(statistics.fmean(column)) for column in zip(*samples, strict=True)] if samples else [None, None]
-        return dict(zip(("sm_mhz", "watts"), means, strict=True))
-
-
 class Bench(Program):
     def __init__(self, a: argparse.Namespace, model_name: str, world: weft.World) -> None:
         super().__init__(a, "decoder.jsonl", world, dtype="bfloat16", layers=a.layers)
@@ -198,7 +149,7 @@ class Bench(Program):
         self.smart: list[float] = []  # gains of smart splits over equal ones
         self.fixed |= dict(
             op="decoder", attention="flash" if self.model.flash else "sdpa", heads=c.num_attention_heads,
-            kv_heads=c.num_key_value_heads, head_dim=c.head_dim,
+            kv_heads=c.num_key_value_heads, head_dim=c.head_dim, N=c.hidden_size, K=c.intermediate_size,
         )  # fmt: skip
         self.log(
             f"{model_name}, {gpu_model(self.world.device)}, attention {self.fixed['attention']}, link {self.link:.0f} GB/s"
@@ -210,38 +161,29 @@ class Bench(Program):
         cache.values.normal_()
         return cache
 
-    def methods(self, tokens: int) -> dict[str, tuple[LayerPlan, int]]:
-        """Return, by the name of a method, its plan and the number of SMs that cuBLAS is asked to leave."""
+    def methods(self, tokens: int) -> dict[str, LayerPlan]:
+        """Return the plans by the name of a method."""
         model = self.model
-        out = {"sequential": (LayerPlan("plain"), 0)}
+        out = {"sequential": LayerPlan("plain")}
         for norm in self.a.norms:
             tail = "" if norm == self.a.norms[0] else f", norm {norm}"
-            out[f"fused{tail}"] = LayerPlan("fused", norm=norm), 0
+            out[f"fused{tail}"] = LayerPlan("fused", norm=norm)
             if tokens < self.a.weave_from:
                 continue
             smart = model.plan(LayerPlan("woven", norm=norm), tokens)
-            out[f"equal split{tail}"] = LayerPlan("woven", tokens // 2, norm=norm), 0
+            out[f"equal split{tail}"] = LayerPlan("woven", tokens // 2, norm=norm)
             if smart.split != tokens // 2:
-                out[f"smart split{tail}"] = smart, 0
+                out[f"smart split{tail}"] = smart
             for sms in self.a.sms:
                 plan = model.plan(LayerPlan("woven", sms=sms, norm=norm), tokens)
-                out[f"{sms} SMs{tail}"] = plan, 0
+                out[f"{sms} SMs{tail}"] = plan
                 if plan.split != weave.halves(tokens):
-                    out[f"{sms} SMs, halves{tail}"] = replace(plan, split=weave.halves(tokens)), 0
-                out[f"{sms} SMs, cuBLAS{tail}"] = smart, self.world.sm_count - sms
-        out["sequence"] = LayerPlan("sequence"), 0
+                    out[f"{sms} SMs, halves{tail}"] = replace(plan, split=weave.halves(tokens))
+        out["sequence"] = LayerPlan("sequence")
         return {name: way for name, way in out.items() if name == "sequential" or name in (self.a.ways or out)}
 
-    def forward(
-        self, ids: torch.Tensor, batch: Batch, cache: Cache, plan: LayerPlan, leave: int, norm: Any = None
-    ) -> Run:
-        layout = self.model.layout(batch, cache, plan)
-
-        def run() -> object:
-            with leaving(leave) if leave else contextlib.nullcontext():
-                return self.model.hidden(ids, layout, norm)
-
-        return run
+    def forward(self, ids: torch.Tensor, batch: Batch, cache: Cache, plan: LayerPlan, norm: Any = None) -> Run:
+        return partial(self.model.hidden, ids, self.model.layout(batch, cache, plan), norm)
 
     def working(self, todo: dict[str, Run]) -> dict[str, Run]:
         """Return the methods that run on every rank."""
@@ -260,24 +202,23 @@ class Bench(Program):
         ids = torch.randint(model.config.vocab_size, (tokens,), device=world.device)
         guess = self.a.layers * (60 + tokens * 0.4)
         methods = self.methods(tokens)
-        fn = {q: self.forward(ids, batch, cache, plan, leave) for q, (plan, leave) in methods.items()}
-        fn["no communication"] = self.forward(ids, batch, cache, LayerPlan("plain"), 0, local)
+        fn = {q: self.forward(ids, batch, cache, plan) for q, plan in methods.items()}
+        fn["no communication"] = self.forward(ids, batch, cache, LayerPlan("plain"), norm_alone)
         fn = self.working(fn)
         if self.a.tune:
             times = self.time(fn, guess, 3)
             self.log_times(f"tuning {name}", times)
-            pickable = {q: t for q, t in times.items() if q in methods and not methods[q][1]}
-            best = min(pickable, key=lambda q: pickable[q])
-            plan = methods[best][0] if times["sequential"] / times[best] >= GAIN else LayerPlan("plain")
+            best = min((q for q in times if q in methods), key=times.__getitem__)
+            plan = methods[best] if times["sequential"] / times[best] >= GAIN else LayerPlan("plain")
             usual = model.plan(replace(plan, split=0), tokens) == plan  # the split that the plan gets anyway
             self.choices[tokens] = replace(plan, split=0) if usual else plan
             halves = {q: times.get(q.replace("smart", "equal")) for q in times if q.startswith("smart")}
             self.smart += [us / times[q] for q, us in halves.items() if us]
             weave.learn_layers(self.name, Table(tuple(sorted(self.choices.items())), self.profile))
         auto = model.plan("auto", tokens)
-        same = next((q for q, (plan, leave) in methods.items() if plan == auto and not leave and q in fn), None)
+        same = next((q for q, plan in methods.items() if plan == auto and q in fn), None)
         if same is None:
-            fn |= self.working({"auto": self.forward(ids, batch, cache, auto, 0)})
+            fn |= self.working({"auto": self.forward(ids, batch, cache, auto)})
         times = self.time(fn, guess, self.a.rounds)
         if same:
             times["auto"] = times[same]
@@ -287,22 +228,20 @@ class Bench(Program):
         received = 2 * self.a.layers * 2 * tokens * c.hidden_size * 2 * (w - 1) / w
         link = received / self.fixed["link_gbs"] / 1e3
         for method, us in times.items():
-            plan = auto if method == "auto" else methods[method][0]
-            self.row(
-                name=name, M=tokens, N=c.hidden_size, K=c.intermediate_size, mode="graph", method=method, us=round(us, 2),
-                gemm_us=none and round(none, 2), limit_us=none and round(max(none, link), 2), plan=json.dumps({"kind": plan.kind, **vars(plan)}),
-                requests=batch.requests,
-            )  # fmt: skip
+            plan = auto if method == "auto" else methods[method]
+            row = dict(name=name, M=tokens, mode="graph", method=method, us=round(us, 2), requests=batch.requests)
+            row |= dict(gemm_us=none and round(none, 2), limit_us=none and round(max(none, link), 2))
+            self.keep([row | dict(plan=json.dumps({"kind": plan.kind, **vars(plan)}))])
 
     def launched(self, name: str, batch: Batch, cache: Cache) -> None:
         """Time forward passes without a graph, whose kernels the host launches one by one."""
-        tokens, c = batch.tokens, self.model.config
-        ids = torch.randint(c.vocab_size, (tokens,), device=self.world.device)
-        plans = {q: plan for q, (plan, leave) in self.methods(tokens).items() if not leave}
+        tokens = batch.tokens
+        ids = torch.randint(self.model.config.vocab_size, (tokens,), device=self.world.device)
+        plans = self.methods(tokens)
         plan = self.model.plan("auto", tokens, "eager")
         if plan not in plans.values():
             plans["what auto takes"] = plan
-        fn = self.working({q: self.forward(ids, batch, cache, plan, 0) for q, plan in plans.items()})
+        fn = self.working({q: self.forward(ids, batch, cache, plan) for q, plan in plans.items()})
         times = time_interleaved(fn, mode="eager", calls=2, rounds=self.a.rounds)
         if self.a.tune:
             best = min(times, key=lambda q: times[q])
@@ -312,16 +251,11 @@ class Bench(Program):
         self.log_times(f"{name}, eager", times)
         for method, us in times.items():
             chosen = plan if method == "auto" else plans[method]
-            self.row(
-                name=name, M=tokens, N=c.hidden_size, K=c.intermediate_size, mode="eager", method=method,
-                us=round(us, 2), plan=json.dumps({"kind": chosen.kind, **vars(chosen)}), requests=batch.requests,
-            )  # fmt: skip
+            row = dict(name=name, M=tokens, mode="eager", method=method, us=round(us, 2), requests=batch.requests)
+            self.keep([row | dict(plan=json.dumps({"kind": chosen.kind, **vars(chosen)}))])
 
     def log_times(self, name: str, times: dict[str, float]) -> None:
         self.log(f"{name}: {gains(times, 'sequential')}")
-
-    def row(self, **fields: Any) -> None:
-        self.keep([fields])
 
     # -- the profile of the layer's GEMMs
     def measure_profile(self, rows: int, step: int = 128) -> None:
@@ -359,7 +293,7 @@ class Bench(Program):
             points.append(
                 us(lambda x=x, r=shard: weft.all_reduce_rms_norm(x, r, norm, 1e-5, world=world, plan=plan), 5)  # type: ignore[misc]
             )
-        norms = [round(_between(coarse, points, m), 1) for m in sizes]
+        norms = [round(float(us), 1) for us in np.interp(sizes, coarse, points)]
         self.profile = LayerTimes(step, tuple(gemm_us[0]), tuple(gemm_us[1]), tuple(norms))
         weave.learn_layers(self.name, Table((), self.profile))
         self.log(f"profile: {len(sizes)} sizes; {sizes[-1]} tokens {[c[-1] for c in (*gemm_us, norms)]}")
@@ -390,7 +324,7 @@ class Bench(Program):
             graphs = Graphs(model, cache, sizes=sizes, several=several, plan=plan)
             summing = llama.all_reduce_then_norm
             if method == "no communication":
-                llama.all_reduce_then_norm = local
+                llama.all_reduce_then_norm = norm_alone
             try:
                 runs = [graphs.prepare(i, b) for i, b in zip(ids, steps, strict=True)]
                 if worst_error(world, f"{name} {method}", partial(run_all, runs)) == 0:  # the first calls capture
@@ -398,29 +332,15 @@ class Bench(Program):
             finally:
                 llama.all_reduce_then_norm = summing
         tokens = sum(b.tokens for b in steps)
-        meter = Meter()
-
-        def measured(q: str, runs: list[Run]) -> Run:
-            def run() -> None:
-                meter.running = q
-                run_all(runs)
-
-            return run
-
-        fns = {q: measured(q, runs) for q, runs in every.items()}
-        meter.start()
+        fns = {q: partial(run_all, runs) for q, runs in every.items()}
         times = time_interleaved(fns, mode="eager", calls=1, rounds=a.rounds)  # each step replays a graph
-        meter.on = False
         self.log_times(f"{name}, {len(steps)} steps, {tokens} tokens", times)
-        self.log(name, {q: tuple(meter.means(q).values()) for q in fns})
         none = times.pop("no communication", None)
         for method, us in times.items():
-            self.row(
-                name=f"{self.model_name}-{name}", M=CHUNK, N=model.config.hidden_size, K=model.config.intermediate_size, mode="graph", method=method,
-                us=round(us / len(steps), 2), gemm_us=none and round(none / len(steps), 2), limit_us=none and round(none / len(steps), 2),
-                plan=None, **meter.means(method), steps=len(steps), tokens=tokens, slots=slots,
-                tokens_per_s=round(tokens / us * 1e6),
-            )  # fmt: skip
+            alone = none and round(none / len(steps), 2)
+            row = dict(name=f"{self.model_name}-{name}", M=CHUNK, mode="graph", method=method, plan=None)
+            row |= dict(us=round(us / len(steps), 2), gemm_us=alone, limit_us=alone)
+            self.keep([row | dict(steps=len(steps), tokens=tokens, slots=slots)])
         del every, fns, cache
         gc.collect()
         torch.cuda.empty_cache()
@@ -458,15 +378,6 @@ def _runs(best: dict[int, LayerPlan]) -> weave.Choices:
         if not kept or kept[-1][1] != plan:
             kept.append((tokens, plan))
     return tuple(kept)
-
-
-def _between(sizes: list[int], us: list[float], m: int) -> float:
-    """Return the value at a point by linear interpolation between the measured points."""
-    i = next(i for i, a in enumerate(sizes) if a >= m)
-    if sizes[i] == m:
-        return us[i]
-    share = (m - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
-    return us[i - 1] + share * (us[i] - us[i - 1])
 
 
 def prompts(tokens: int) -> Batch:

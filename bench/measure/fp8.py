@@ -5,14 +5,13 @@ torch._scaled_mm by tensor and by row, with and without fast accumulation; torch
 if they can be imported; and cuBLAS in bfloat16. The most important sizes are first: the dense layers of Llama-70B, Qwen2.5-32B and
 DeepSeek-V3 as 1, 2, 4 and 8 ranks split them. The program appends a row for each size to DIR/fp8.jsonl: `us` by "recipe: method", and
 `error` of each method against a float64 product of some dequantized rows. The recipes are tensor and row (fast accumulation), slow (by
-row, promoted) and block. A method that fails or is wrong is printed once and left out. Rows named "quantizing" have the times of
+row, promoted) and block. A method that fails or is wrong is printed and left out. Rows named "quantizing" have the times of
 SiLU-mul and add + norm, with and without 8-bit rows as their result. Several processes compile the kernels first.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib import metadata
@@ -20,10 +19,11 @@ from typing import Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
-from bench.common.program import Program, options
-from bench.common.timing import time_interleaved
+from bench.common.program import Program, options, worst_error
+from bench.common.timing import RIGHT, error_of, time_interleaved
 from weft.backends import library_gemm
 from weft.backends.library_gemm import ScaledOperands
 from weft.compute.scaled_gemm import Scales, scaled_matmul
@@ -31,23 +31,21 @@ from weft.ops.recipes import block_rows, scaled_tile
 from weft.ops.scaled_gemm import PROMOTED, WIDE
 from weft.plans import GemmTile, Persistent
 from weft.scaled_tensor import SCALE_BLOCK, ScaledTensor, Scaling, scales_shape
-from weft.transport.memory import descriptor
 
 BF, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-RIGHT = 2e-2  # relative error of a right result
 ROWS = 128  # rows that are compared with float64
 RECIPES = {
     "tensor": Scaling("tensor", True), "row": Scaling("row", True), "slow": Scaling("row", False), "block": Scaling("block"),
 }  # fmt: skip
 
 
-def form(block_m: int, block_n: int, warps: int, stages: int, per_sm: int = 1, flatten: bool = True) -> Persistent:
-    return Persistent(GemmTile(block_m, block_n, 128, warps, stages), per_sm, flatten)
-
-
 # The candidates of "auto" and, for promoted sums, a tile whose halves two warp groups split by columns, as in the sums over
 # ranks, and a tile of half the columns, for few tiles.
-PROMOTES = [*PROMOTED, form(128, 128, 8, 4, 1, False), form(128, 64, 4, 4, 2, False)]
+PROMOTES = [
+    *PROMOTED,
+    Persistent(GemmTile(128, 128, 128, 8, 4), 1, False),
+    Persistent(GemmTile(128, 64, 128, 4, 4), 2, False),
+]
 FORMS = {"tensor": list(WIDE), "row": list(WIDE), "slow": PROMOTES, "block": PROMOTES}
 # M, hidden and inner size of a rank
 QUANTIZED = [(4096, 8192, 7168), (1024, 8192, 3584), (16384, 7168, 4608), (64, 8192, 7168)]
@@ -71,8 +69,10 @@ def launched(
     (m, k), n, tile = x.shape, len(weight), plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     rows = block_rows(tile, o.scaling)
-    a, b = descriptor(x, m, k, (rows, bk)), descriptor(weight, n, k, (bn, bk))
-    c = descriptor(out, m, n, (rows, bn // 2))
+    a, b, c = (
+        TensorDescriptor.from_tensor(t, block)
+        for t, block in ((x, [rows, bk]), (weight, [bn, bk]), (out, [rows, bn // 2]))
+    )
     grid = (min(sms * plan.per_sm, -(-m // bm) * -(-n // bn)),)
     args = dict(
         x_desc=a, w_desc=b, out_desc=c, bias=bias, scales=Scales(x_scales, weight_scales), M=m, N=n, K=k,
@@ -160,21 +160,6 @@ def libraries(name: str, o: ScaledOperands, out: torch.Tensor) -> dict[str, Call
     return ways
 
 
-_failed: set[str] = set()
-
-
-def error_of(fn: Callable[[], object], out: torch.Tensor, rows: torch.Tensor, expected: torch.Tensor) -> float | None:
-    """Return a method's error against float64, or None if it fails."""
-    try:
-        out.zero_()
-        fn()
-        torch.cuda.synchronize()
-        error = ((out[rows].double() - expected).norm() / expected.norm()).item()
-        return error if error < RIGHT else None
-    except Exception:
-        return None
-
-
 def methods(
     name: str, m: int, n: int, k: int, world: weft.World, out: torch.Tensor, bad: set[tuple[str, Persistent, bool]]
 ) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
@@ -195,18 +180,17 @@ def methods(
     rows = torch.randperm(m, device="cuda")[:ROWS]
     some = rows_of(o.x, rows)
     expected = some.dequantized().double() @ o.weight.dequantized(SCALE_BLOCK).double().t()
-    errors = {way: error_of(fn, out, rows, expected) for way, fn in ways.items()}
-    for way, error in errors.items():
-        if error is None and f"{name}: {way}" not in _failed:
-            _failed.add(f"{name}: {way}")
-            print(f"left out: {name}: {way}", flush=True)
-            try:
-                ways[way]()
-            except Exception:
-                print(traceback.format_exc(limit=2)[-500:], flush=True)
-    return {w: fn for w, fn in ways.items() if errors[w] is not None}, {
-        w: e for w, e in errors.items() if e is not None
-    }
+    right, errors = {}, {}
+    for way, fn in ways.items():
+
+        def checked(fn: Callable[[], object] = fn) -> None:
+            out.zero_()
+            fn()
+
+        error = worst_error(world, f"{name}: {way}", checked, lambda _: error_of(out[rows], expected))
+        if error < RIGHT:
+            right[way], errors[way] = fn, error
+    return right, errors
 
 
 def measure(size: tuple[str, int, int, int], recipes: list[str], world: weft.World, bad: Any, rounds: int) -> dict[str, Any]:  # fmt: skip

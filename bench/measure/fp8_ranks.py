@@ -13,7 +13,7 @@ timed in one interleaved run:
     gemm, comm         the fastest library's scaled GEMM of the whole size alone, and the collective alone
 
 The program compares some rows of each result with float64 products of the dequantized operands, and the whole result with the first
-sequential form; it prints once and leaves out a method that fails or is wrong. In mode "graph" every method is in a CUDA graph; a
+sequential form; it prints and leaves out a method that fails or is wrong. In mode "graph" every method is in a CUDA graph; a
 method that cannot be captured is in mode "eager" alone. The program appends a row for each size and mode to DIR/fp8_ranks.jsonl.
 `limit_us` is as in bench/measure/run.py.
 """
@@ -32,9 +32,9 @@ import triton
 
 import weft
 from bench.common import peers
-from bench.common.program import Program, options
-from bench.common.timing import error_of, time_interleaved
-from bench.measure.fp8 import BF, E4M3, MODELS, RECIPES, RIGHT, ROWS, operands, rows_of, versions
+from bench.common.program import Program, options, worst_error
+from bench.common.timing import RIGHT, error_of, time_interleaved
+from bench.measure.fp8 import BF, E4M3, MODELS, RECIPES, ROWS, operands, rows_of, versions
 from bench.measure.run import OPS, capturable
 from weft.backends import library_gemm
 from weft.backends.library_gemm import ScaledOperands
@@ -78,7 +78,7 @@ class Layer:
     """The operands of this rank, and the expected result."""
 
     def __init__(self, size: Size, world: weft.World) -> None:
-        self.size, self.world = size, world
+        self.size, self.world, self.trusted = size, world, None
         m = size.m // world.size if size.op == GATHER else size.m
         self.o = o = operands(m, size.n, size.k, RECIPES[size.recipe])
         if size.recipe == "tensor":
@@ -96,10 +96,21 @@ class Layer:
         if size.op == SCATTER:
             self.expected = self.expected.chunk(world.size)[world.rank]
 
-    def error(self, result: torch.Tensor, trusted: torch.Tensor | None) -> float:
-        """Return the larger error, of some rows against float64 and of all rows against a result that is trusted."""
+    def error(self, result: torch.Tensor) -> float:
+        """Return the larger error, of some rows against float64 and of all rows against the result that is trusted."""
         of_rows = error_of(result[self.rows], self.expected)
-        return of_rows if trusted is None else max(of_rows, error_of(result, trusted))
+        return of_rows if self.trusted is None else max(of_rows, error_of(result, self.trusted))
+
+    def right(self, ways: dict[str, peers.Run]) -> dict[str, float]:
+        """Return the errors of the methods whose result is right on all ranks. The first one's result is trusted from then on.
+        Collective."""
+        errors = {}
+        for way, run in ways.items():
+            error = worst_error(self.world, f"{self.size}, {way}", run, self.error)
+            if error < RIGHT:
+                errors[way] = float(f"{error:.2e}")
+                self.trusted = run() if self.trusted is None else self.trusted
+        return errors
 
 
 def gathered(x: ScaledTensor, world: int, coalesced: bool = False) -> ScaledTensor:
@@ -203,62 +214,25 @@ def overlapped(layer: Layer) -> dict[str, peers.Run]:
     }  # fmt: skip
 
 
-_printed: set[tuple[str, ...]] = set()
-
-
-def left_out(size: Size, way: str, why: str, world: weft.World) -> None:
-    """Print, once for each op and recipe, why a method is left out."""
-    if (size.op, size.recipe, way) not in _printed and world.rank == 0:
-        print(f"left out: {size.op}, {size.recipe}, {way}: {why}", flush=True)
-    _printed.add((size.op, size.recipe, way))
-
-
-class Checked:
-    """The methods whose result is right on all ranks, with their errors. The first one is the reference for the whole
-    results of the others."""
-
-    def __init__(self, layer: Layer) -> None:
-        self.layer, self.trusted = layer, None
-        self.runs: dict[str, peers.Run] = {}
-        self.errors: dict[str, float] = {}
-
-    def add(self, ways: dict[str, peers.Run]) -> bool:
-        """Add the methods of `ways` whose result is right, and return whether there were any. Collective."""
-        before, world = len(self.runs), self.layer.world
-        for way, run in ways.items():
-            result, error, why = None, float("inf"), ""
-            try:
-                result = run()
-                torch.cuda.synchronize()
-                error = self.layer.error(result, self.trusted)
-            except Exception:
-                why = traceback.format_exc(limit=-2)[-600:]
-            error = max(world.exchange(error))
-            why = why or f"error {error:.2e} on the rank where it is largest"
-            if not error < RIGHT:
-                left_out(self.layer.size, way, why, world)
-                continue
-            self.runs[way], self.errors[way] = run, float(f"{error:.2e}")
-            self.trusted = result if self.trusted is None else self.trusted
-        return len(self.runs) > before
-
-
 def methods(layer: Layer) -> tuple[dict[str, peers.Run], dict[str, float]]:
     """Return the right methods by name, and their errors. Collective; the names are the same on all ranks."""
-    o, size, checked = layer.o, layer.size, Checked(layer)
-    gemms: dict[str, peers.Run] = {}
+    o, size, gemms = layer.o, layer.size, dict[str, peers.Run]()
+    ways, errors = dict[str, peers.Run](), dict[str, float]()
     for product, multiply in products(o).items():
-        if checked.add(sequential(layer, product, multiply)):
+        forms = sequential(layer, product, multiply)
+        if right := layer.right(forms):
+            ways, errors = ways | forms, errors | right
             whole = ready(product, layer.whole_x)
             gemms[f"gemm, {product}"] = lambda multiply=multiply, whole=whole: multiply(whole)
     if not gemms:
         return {}, {}
-    checked.add(overlapped(layer))
+    overlaps = overlapped(layer)
+    ways, errors = ways | overlaps, errors | layer.right(overlaps)
     cols = (
         size.k // 2 if size.op == GATHER else size.k
     )  # as many bytes in bfloat16, for which torch can draw random numbers
     comm = peers.collective(size.op, size.m, size.n, cols, layer.world.size, BF)
-    return checked.runs | gemms | {"comm": comm}, checked.errors
+    return {way: ways[way] for way in errors} | gemms | {"comm": comm}, errors
 
 
 def timed(layer: Layer, runs: dict[str, peers.Run], mode: str, rounds: int) -> dict[str, float]:
@@ -267,7 +241,7 @@ def timed(layer: Layer, runs: dict[str, peers.Run], mode: str, rounds: int) -> d
     if mode == "graph":
         for way in [way for way in runs if way == "torch symm_mem" or way.endswith(COALESCED)]:
             if not all(layer.world.exchange(capturable(runs[way]))):
-                left_out(size, f"{way} in a graph", "it cannot be captured", layer.world)
+                print(f"left out: {size}, {way}: it cannot be captured", flush=True)
                 runs = {name: run for name, run in runs.items() if name != way}
     calls = 3 if size.m * size.n * size.k > 1 << 38 else 10
     if mode == "eager" and size.m <= 1024:  # the host's time decides, and it varies
@@ -318,7 +292,7 @@ def measured(size: Size, world: weft.World, link: float, modes: list[str], round
         try:
             us = timed(layer, runs, mode, rounds)
         except Exception:  # all ranks raise it, or the next collective waits for the rank that did
-            left_out(size, f"all methods in mode {mode}", traceback.format_exc(limit=-3)[-900:], world)
+            print(f"left out: {size}, mode {mode}: {traceback.format_exc(limit=-3)[-900:]}", flush=True)
             continue
         limit = max(us["gemm"], size.received(world.size) / link / 1e3)
         yield dict(

@@ -29,12 +29,16 @@ LLAMA_70B = dict(  # the vocabulary is small: a whole head would take longer tha
 )  # fmt: skip
 
 
-def loaded(layers: int, world: weft.World, dtype: torch.dtype = BF) -> Any:
+def loaded(kind: str, sizes: dict[str, Any], world: weft.World, dtype: torch.dtype = BF, **split: Any) -> Any:
+    """Return a model of random weights, which are the same in every call. split: Transformers' own parallelism."""
     torch.manual_seed(1)
-    config = transformers.LlamaConfig(**LLAMA_70B, num_hidden_layers=layers, dtype=dtype)
-    split = DistributedConfig(tp_size=world.size, tp_plan="auto")
-    model = transformers.LlamaForCausalLM.from_pretrained(
-        None, config=config, state_dict={}, dtype=dtype, distributed_config=split
+    config = getattr(transformers, f"{kind}Config")(**sizes, dtype=dtype)
+    model = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
+        None,
+        config=config,
+        state_dict={},
+        dtype=dtype,
+        distributed_config=DistributedConfig(tp_size=world.size, **split),
     )
     return model.to(world.device).eval()
 
@@ -98,8 +102,9 @@ def main() -> None:
     a = options(tokens=[512, 2048, 8192], batches=[1, 16, 64], length=1024, layers=8, errors=False)
     run = Program(a, "hf.jsonl")
     with torch.no_grad():
-        models = {method: loaded(a.layers, run.world) for method in ("transformers", "weft")}
-        exact = loaded(a.layers, run.world, torch.float32)
+        sizes = LLAMA_70B | dict(num_hidden_layers=a.layers)
+        *pair, exact = (loaded("Llama", sizes, run.world, dtype, tp_plan="auto") for dtype in (BF, BF, torch.float32))
+        models = dict(zip(("transformers", "weft"), pair, strict=True))
         for copies in (models["weft"], exact):
             for copy, parameter in zip(copies.parameters(), models["transformers"].parameters(), strict=True):
                 copy.copy_(parameter)

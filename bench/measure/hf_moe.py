@@ -20,9 +20,8 @@ from transformers.distributed import DistributedConfig
 import weft
 from bench.common.program import Program, gains, options
 from bench.common.timing import error_of, time_interleaved
-from bench.measure.hf import decode, prefill
+from bench.measure.hf import decode, loaded, prefill
 
-BF = torch.bfloat16
 COMMON = dict(vocab_size=1024, max_position_embeddings=16384, rms_norm_eps=1e-5)  # the vocabulary is small, as in hf.py
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-30B": ("Qwen3Moe", dict(
@@ -40,22 +39,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def own_parallelism(ranks: int) -> DistributedConfig:
-    """Return expert parallelism as this version of Transformers has it."""
-    if hasattr(DistributedConfig, "ep_size"):
-        return DistributedConfig(tp_size=ranks, ep_size=ranks)
-    return DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
-
-
-def loaded(name: str, layers: int, world: weft.World) -> Any:
-    torch.manual_seed(1)
-    kind, sizes = MODELS[name]
-    config = getattr(transformers, f"{kind}Config")(**COMMON, **sizes, num_hidden_layers=layers, dtype=BF)
-    cls = getattr(transformers, f"{kind}ForCausalLM")
-    model = cls.from_pretrained(
-        None, config=config, state_dict={}, dtype=BF, distributed_config=own_parallelism(world.size)
-    )
-    return model.to(world.device).eval()
+def own_parallelism(ranks: int) -> dict[str, Any]:
+    """Return the options of expert parallelism as this version of Transformers has it."""
+    return dict(ep_size=ranks) if hasattr(DistributedConfig, "ep_size") else dict(enable_expert_parallel=True)
 
 
 def measured(run: Program, name: str, phase: str, m: int, fns: dict[str, Any]) -> None:
@@ -77,7 +63,10 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     for name in a.models:
         with torch.no_grad():
-            models = {method: loaded(name, a.layers, run.world) for method in ("transformers", "weft")}
+            kind, config = MODELS[name]
+            config = COMMON | config | dict(num_hidden_layers=a.layers)
+            split = own_parallelism(run.world.size)
+            models = {method: loaded(kind, config, run.world, **split) for method in ("transformers", "weft")}
             for copy, parameter in zip(models["weft"].parameters(), models["transformers"].parameters(), strict=True):
                 copy.copy_(parameter)
             weft.hf.weave(models["weft"], run.world)

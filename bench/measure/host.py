@@ -1,19 +1,13 @@
-"""The host's time for a call: torchrun --nproc-per-node N -m bench.measure.host --out DIR [--calls 1000] [--parts known auto]
+"""The host's time for a call: torchrun --nproc-per-node N -m bench.measure.host --out DIR [--calls 1000]
 
-Appends rows to DIR/host.jsonl, of the slowest rank. "library" is the two calls of cuBLAS and NCCL that an op replaces.
-
-known    the median us from a call to its return, of a shape that was called before, without waiting for the GPU: an op by each kind
-         of plan
-auto     the us of an eager call back to back, the op by "auto", of GEMMs of models from 3,584 to 12,288 wide; the median of
-         interleaved rounds
+The program appends rows to DIR/host.jsonl: the median us on the slowest rank from a call to its return, of a shape that was called before,
+without waiting for the GPU, for each kind of plan of an op. "library" is the two calls of cuBLAS and NCCL that an op replaces.
 
 To compare two versions of weft, run it alternately with each version's src first in PYTHONPATH.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +18,6 @@ import torch.distributed as dist
 import weft
 from bench.common import peers
 from bench.common.program import Program, options
-from bench.common.timing import time_interleaved
 
 BF = torch.bfloat16
 OPS = {
@@ -49,63 +42,20 @@ def took(fns: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
     return {name: statistics.median(seen[AHEAD:]) for name, seen in us.items()}
 
 
-def operands(world: weft.World, op: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = m // world.size if op == "all_gather_matmul" else m
-    return torch.randn(rows, k, device=world.device, dtype=BF), torch.randn(n, k, device=world.device, dtype=BF)
-
-
-def known(world: weft.World, calls: int) -> list[dict]:
-    """Time known calls of small GEMMs with collectives, for which the host's time decides, and of the other ops."""
-    rows = []
-    with torch.no_grad():
-        for op, fns in others(world).items():
-            rows += [dict(what="known", op=op, method=name, us=us) for name, us in took(fns, calls).items()]
-        for op, kinds in OPS.items():
-            x, w = operands(world, op, 256, 512, 512)
-            fns = {"library": peers.cublas_nccl(op, x, w, world.size)}
-            fns |= {
-                kind: lambda kind=kind, op=op, x=x, w=w: getattr(weft, op)(x, w, world=world, plan=kind)
-                for kind in kinds
-            }
-            rows += [dict(what="known", op=op, method=name, us=us) for name, us in took(fns, calls).items()]
-        x = torch.randn(256, 512, device=world.device, dtype=BF)
-
-        def library() -> None:
-            dist.all_reduce(x.clone())
-
-        fns = {"library": library} | {
-            kind: lambda kind=kind: weft.all_reduce(x, world=world, plan=kind) for kind in ("sequential", "one_shot")
+def known_calls(world: weft.World) -> dict[str, dict[str, Callable[[], object]]]:
+    """Return, by op and kind of plan, calls of small GEMMs with collectives, for which the host's time decides, and of the other ops."""
+    calls = others(world)
+    for op, kinds in OPS.items():
+        rows = 256 // world.size if op == "all_gather_matmul" else 256
+        x, w = (torch.randn(count, 512, device=world.device, dtype=BF) for count in (rows, 512))
+        calls[op] = {"library": peers.cublas_nccl(op, x, w, world.size)} | {
+            kind: lambda kind=kind, op=op, x=x, w=w: getattr(weft, op)(x, w, world=world, plan=kind) for kind in kinds
         }
-        rows += [dict(what="known", op="all_reduce", method=name, us=us) for name, us in took(fns, calls).items()]
-    return rows
-
-
-MODELS = {3584: 18944, 4096: 14336, 8192: 28672, 12288: 49152}  # hidden and intermediate sizes
-ROWS = (128, 192, 384, 768, 1152, 1536, 2048, 3072, 4096, 8192, 12288)
-MOST = 5e12  # FLOPs of a GEMM; a longer one takes as long in a graph
-
-
-def eager_auto(world: weft.World, calls: int) -> list[dict]:
-    """Time eager calls of GEMMs with collectives, where the GPU's time counts too."""
-    rows = []
-    with torch.no_grad():
-        for op, (hidden, inner), m in itertools.product(OPS, MODELS.items(), ROWS):
-            part = inner // world.size
-            n, k = (2 * part, hidden) if op == "all_gather_matmul" else (hidden, part)
-            flops = 2 * m * n * k
-            if flops > MOST:
-                continue
-            x, w = operands(world, op, m, n, k)
-            fns = {
-                "library": peers.cublas_nccl(op, x, w, world.size),
-                "auto": functools.partial(getattr(weft, op), x, w, world=world),
-            }
-            us = time_interleaved(fns, mode="eager", calls=max(3, min(12, int(1e13 / flops))), rounds=5)
-            rows += [dict(what="auto", op=op, method=name, us=t, M=m, N=n, K=k) for name, t in us.items()]
-    return rows
-
-
-PARTS = {"known": known, "auto": eager_auto}
+    whole = torch.randn(256, 512, device=world.device, dtype=BF)
+    calls["all_reduce"] = {"library": lambda: dist.all_reduce(whole.clone())} | {
+        kind: lambda kind=kind: weft.all_reduce(whole, world=world, plan=kind) for kind in ("sequential", "one_shot")
+    }
+    return calls
 
 
 def others(world: weft.World) -> dict[str, dict[str, Callable[[], object]]]:
@@ -136,9 +86,15 @@ def others(world: weft.World) -> dict[str, dict[str, Callable[[], object]]]:
 
 
 def main() -> None:
-    a = options(calls=1000, parts=list(PARTS), choices=dict(parts=PARTS))
+    a = options(calls=1000)
     run = Program(a, "host.jsonl")
-    seen = run.world.exchange([row for part in a.parts for row in PARTS[part](run.world, a.calls)])
+    with torch.no_grad():
+        known = [
+            dict(op=op, method=name, us=us)
+            for op, fns in known_calls(run.world).items()
+            for name, us in took(fns, a.calls).items()
+        ]
+    seen = run.world.exchange(known)
     for row in run.keep(rows[0] | dict(us=round(max(r["us"] for r in rows), 1)) for rows in zip(*seen, strict=True)):
         run.log(row)
     run.end()

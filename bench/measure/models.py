@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import weft
-from bench.common.collectives import Collectives, Elided
+from bench.common.collectives import Collectives, Elided, norm_alone
 from bench.common.program import Program, gains, options
 from bench.common.timing import error_of, time_interleaved
 from bench.pages.tables import ALONE
@@ -142,13 +142,6 @@ def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout, collectives:
     return collectives.gather(y, rows)
 
 
-def alone(
-    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: weft.World, **_: object
-) -> tuple[Tensor, Tensor]:
-    """Do what `all_reduce_rms_norm` does without the all-reduce, for the method "without communication"."""
-    return weft.rms_norm(partial, weight, eps, world=world, residual=residual)
-
-
 def ways(sms: int) -> dict[str, LayerPlan]:
     """Return a dense model's layer plans by method, on a GPU of `sms` SMs."""
     return {
@@ -193,7 +186,7 @@ class Bench(Program):
         todo = {method: hidden_by(plan) for method, plan in plans.items()}
         if model.config.mixture is None:
             layout = model.layout(batch, cache, "plain")
-            todo[ALONE] = lambda: model.hidden(ids, layout, alone)
+            todo[ALONE] = lambda: model.hidden(ids, layout, norm_alone)
         else:
             layout, elided = model.layout(batch, cache, "sequence"), Elided(world)
             hidden_with = functools.partial(mixture_by_libraries, model, ids, layout)

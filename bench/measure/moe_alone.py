@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.ops.moe.call import MoeOperands
+import weft
+from weft.ops.moe.call import MoeOperands, Weights
 from weft.ops.moe.expert_parallel import dispatched
 from weft.ops.moe.expert_parallel.op import MOE, packed
 from weft.ops.moe.routing import route_tables
@@ -45,16 +46,29 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     plan = plan if isinstance(plan, Dispatched) else Dispatched()
     dispatched.prepare_dispatched(world, call, plan)(operands, torch.empty_like(x))
     world.synchronize()
-    _, built, _ = dispatched.tables_of(world, dispatched.plan_state(world, kind, plan))
+    _, built, _ = dispatched.tables_of(world, kind, plan.tile.block_m)
     tables = route_tables.Tables(*(t.clone() for t in built))  # the next call overwrites them for another routing
-    dispatch_flags = world.channel("nobody to wait for", world.size, None)
-    dispatch_flags.counters.fill_(1 << 30)
-    state = replace(dispatched.plan_state(world, kind, plan), dispatch_flags=dispatch_flags)
     inbox = torch.randn(world.size * kind.max_tokens_per_rank, kind.hidden, dtype=x.dtype, device=x.device)
+    state = dispatched.plan_state(world, kind, plan)
     hidden, y = (inbox.new_empty(state.rows, cols) for cols in (kind.inner, kind.hidden))
     workspace = dispatched.LayerWorkspace(SimpleNamespace(local=inbox), None, hidden, y)
-    counters = torch.zeros(32, dtype=torch.int32, device=x.device)
-    product = dispatched.GroupedProduct(workspace.hidden, w.w2, w.b2)
+    return waiting_for_nobody(world, state, w, tables, workspace, hidden)
+
+
+def waiting_for_nobody(
+    world: weft.World,
+    state: dispatched.DispatchedState,
+    w: Weights,
+    tables: route_tables.Tables,
+    workspace: dispatched.LayerWorkspace,
+    hidden: torch.Tensor,
+) -> dict[str, Callable[[], object]]:
+    """Return the launches of both grouped GEMMs, of which the second reads `hidden`. The first finds all rows dispatched."""
+    dispatch_flags = world.channel("nobody to wait for", world.size, None)
+    dispatch_flags.counters.fill_(1 << 30)
+    state = replace(state, dispatch_flags=dispatch_flags)
+    counters = torch.zeros(32, dtype=torch.int32, device=hidden.device)
+    product = dispatched.GroupedProduct(hidden, w.w2, w.b2)
     launches = dict(
         first=dispatched.first_gemm(world, state, w, tables, workspace),
         second=dispatched.grouped_gemm(world, state, tables, product, workspace.y, counters),
@@ -80,7 +94,7 @@ def tables(layer: Layer) -> Callable[[], object]:
 
     def run() -> None:
         _, ids, weights = layer.routed()
-        route_tables.share(world, ids, weights, capacity, alternating=True)
+        route_tables.share_routes(world, shared, ids, weights)
         route_tables.run_builder(world, builder, outputs, weights_of_rows)
 
     return run

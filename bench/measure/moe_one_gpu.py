@@ -16,9 +16,7 @@ not installed has no row. error: the relative error of a method's result against
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,7 +28,6 @@ import torch.nn.functional as F
 from bench.common.gathered_experts import vllm_version
 from bench.common.program import Program, options
 from bench.common.quack_moe import QuackExperts, usable
-from bench.common.resume import BEGAN
 from bench.common.timing import capture, error_of, time_interleaved
 from bench.measure import moe
 from bench.measure.moe import MODELS, ROUTINGS, Layer, Model
@@ -92,10 +89,6 @@ def by_weft(layer: Layer, plan: str | Plan) -> Method:
     return partial(layer.layer, plan=plan)
 
 
-def by_one_launch(layer: Layer) -> Method:
-    return by_weft(layer, moe.ONE_LAUNCH)
-
-
 COMPILED, ONE_LAUNCH = "torch compiled", "weft, one launch"
 
 
@@ -140,7 +133,7 @@ class Bench(Program):
         if name == "vllm":
             return by_vllm(layer)
         if name == ONE_LAUNCH:
-            return by_one_launch(layer)
+            return by_weft(layer, moe.ONE_LAUNCH)
         return by_quack(layer, self.forms) if name == "quack" else by_torch(layer)
 
     def fail(self, size: Size, method: str, error: Exception) -> None:
@@ -189,22 +182,12 @@ class Bench(Program):
         return [dict(shape, method=m, us=round(us, 1), error=round(errors[m], 5), **fixed) for m, us in times.items()]
 
     def run(self, sizes: Sequence[Size]) -> None:
-        paths = [self.a.out / name for name in (self.file, FAILED)]
-        measured = {(r["name"], r["zipf"], r["method"]) for path in paths for r in stored(path)}
-        for size in sizes:
-            if time.time() - BEGAN > self.a.seconds:
-                self.log(f"the seconds are over: {size.name} is left")
-                break
-            if measured & {(size.name, size.zipf, m) for m in (COMPILED if size.compiled else "torch", "all")}:
-                continue
+        for size in self.cases({str(size): size for size in sizes}):
             try:
                 rows = self.keep(self.measure(size))
             except Exception as error:  # it concerns all methods, as if memory lacks for all graphs
                 self.fail(size, "all", error)
                 continue
-            finally:
-                gc.collect()
-                torch.cuda.empty_cache()
             times = " | ".join(f"{r['method']} {r['us']:.0f} ({r['error']:.4f})" for r in rows)
             self.log(f"{size.name} zipf {size.zipf}: {times}")
 

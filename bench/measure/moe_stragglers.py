@@ -4,9 +4,8 @@ torchrun --nproc-per-node N -m bench.measure.moe_stragglers --out DIR [--models 
 
 The program appends rows to DIR/moe_stragglers.jsonl. All ranks but one begin a call together; the late rank, a different one in each call,
 first sleeps for `delay` times the libraries' time for a layer. `us` and `p95_us` are the median and 95th percentile over calls of the time
-from the common beginning to the end on the last rank; `others_us` is the median of the mean over the ranks that are not late. The methods
-are "auto"; "library", NCCL's all-to-all and torch's grouped GEMM (bench/measure/moe.py); and "all-reduce", of a rank's rows. Calls are
-CUDA graphs.
+from the common beginning to the end on the last rank. The methods are "auto"; "library", NCCL's all-to-all and torch's grouped GEMM
+(bench/measure/moe.py); and "all-reduce", of a rank's rows. Calls are CUDA graphs.
 """
 
 from __future__ import annotations
@@ -28,12 +27,10 @@ CLOCK = 1_000_000  # cycles of the sleep that measures the GPU's clock
 
 
 def figures(us: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return a row's figures from the times of all ranks by call, where rank `call % ranks` is late."""
+    """Return a row's figures from the times of all ranks by call."""
     last = sorted(max(call) for call in us)
-    others = [statistics.fmean(t for rank, t in enumerate(call) if rank != i % len(call)) for i, call in enumerate(us)]
     p95 = last[min(len(last) - 1, int(0.95 * len(last)))]
-    named = dict(us=statistics.median(last), p95_us=p95, others_us=statistics.median(others))
-    return {name: round(value, 1) for name, value in named.items()}
+    return dict(us=round(statistics.median(last), 1), p95_us=round(p95, 1))
 
 
 def timed(call: Callable[[], object], cycles: int) -> float:

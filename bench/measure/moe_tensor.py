@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
@@ -26,29 +25,17 @@ import torch.nn.functional as F
 import weft
 from bench.common.program import Program, options
 from bench.common.timing import error_of, time_interleaved
+from bench.measure.moe import BF, ROUTINGS, Model
+from bench.measure.moe_alone import waiting_for_nobody
 from weft import moe
 from weft.ops.moe.call import Weights
 from weft.ops.moe.expert_parallel import dispatched
 from weft.ops.moe.expert_parallel.op import packed
 from weft.ops.moe.routing import route_tables
-from weft.ops.moe.tensor_parallel.call import GatherOperands, route_parts
-from weft.ops.moe.tensor_parallel.dispatched import first_half_state
+from weft.ops.moe.tensor_parallel.call import GatherOperands, Split, route_parts
+from weft.ops.moe.tensor_parallel.dispatched import plan_state, table_builder
 from weft.ops.moe.tensor_parallel.op import FIRST_HALF, GATHER_NAME
 from weft.plans import DispatchedColumns, Plan
-
-BF = torch.bfloat16
-ROUTINGS = 4  # routings of the calls in one graph
-
-
-@dataclass(frozen=True)
-class Model:
-    hidden: int
-    inner: int
-    experts: int
-    k: int
-    activation: str = "swiglu"
-    tokens: int = 8192
-
 
 MODELS = {f"MoE-{i + 1}": Model(2048, 1536, e, k) for i, (e, k) in enumerate([(8, 2), (32, 2), (32, 5)])}
 MODELS |= {f"MoE-{i + 4}": Model(4096, 2048, e, k) for i, (e, k) in enumerate([(8, 2), (32, 2), (32, 5)])}
@@ -56,11 +43,11 @@ MODELS["Flux"] = Model(8192, 8192, 32, 4, "gelu")  # the size in its paper, with
 
 
 class Layer:
-    """One layer's tensors on this rank, with routings that change from call to call."""
+    """One layer's tensors on this rank, with routings that change from call to call. all_tokens: those of all ranks."""
 
-    def __init__(self, world: weft.World, model: Model) -> None:
+    def __init__(self, world: weft.World, model: Model, all_tokens: int) -> None:
         self.world, self.model, device, size = world, model, world.device, world.size
-        self.inner, self.tokens = model.inner // size, model.tokens // size
+        self.inner, self.all_tokens, self.tokens = model.inner // size, all_tokens, all_tokens // size
         generator = torch.Generator(device).manual_seed(world.rank)
 
         def draw(*shape: int) -> torch.Tensor:
@@ -127,7 +114,7 @@ class Library:
     def second_half(self, hidden: torch.Tensor) -> torch.Tensor:
         model = self.layer.model
         y = torch._grouped_mm(hidden, self.w2, offs=self.ends)
-        part = (y[self.back].view(model.tokens, model.k, model.hidden) * self.weights).sum(1)
+        part = (y[self.back].view(self.layer.all_tokens, model.k, model.hidden) * self.weights).sum(1)
         out = part.new_empty(self.layer.tokens, model.hidden)
         dist.reduce_scatter_tensor(out, part)
         return out
@@ -139,48 +126,42 @@ class Library:
         }
 
 
+def first_half_of(layer: Layer, outputs: tuple[torch.Tensor, ...]) -> tuple[GatherOperands, Split]:
+    """Return the operands and sizes of the first half's call that returned `outputs`."""
+    w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.model.activation)
+    operands = GatherOperands(layer.x, outputs[2], layer.routes[0][1], w13)
+    options = (None, layer.model.activation, layer.inner, layer.world.size, "rows", False)
+    return operands, FIRST_HALF.check(layer.world, operands, options).layer
+
+
 def own_gemms(layer: Layer, library: Library, outputs: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
     """Return weft's GEMMs alone, for the routing of the call that returned `outputs`; they wait for nothing."""
-    world, (hidden, routes, ids) = layer.world, outputs
-    w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.model.activation)
-    operands = GatherOperands(layer.x, ids, layer.routes[0][1], w13)
-    call = FIRST_HALF.check(world, operands, (None, layer.model.activation, layer.inner, world.size, "rows", False))
-    state = first_half_state(world, call.layer, DispatchedColumns())
-    dispatch_flags = world.channel("nobody to wait for", world.size, None)
-    dispatch_flags.counters.fill_(1 << 30)
-    counters = torch.zeros_like(dispatch_flags.counters)
-    dispatched_state = replace(state.dispatched, dispatch_flags=dispatch_flags)
-    tables = state.tables(route_parts(world, call.layer, routes))
+    world, (hidden, routes, _) = layer.world, outputs
+    operands, kind = first_half_of(layer, outputs)
+    state, tables = plan_state(world, kind, DispatchedColumns()), route_parts(world, kind, routes).tables
     y, full = hidden.new_empty(hidden.shape[0], layer.model.hidden), library.gathered(layer.x)
     workspace = dispatched.LayerWorkspace(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
-    w, product = Weights(w13, layer.w2), dispatched.GroupedProduct(hidden, layer.w2)
-    launches = dict(
-        first=dispatched.first_gemm(world, dispatched_state, w, tables, workspace),
-        second=dispatched.grouped_gemm(world, dispatched_state, tables, product, workspace.y, counters),
-    )
-    return {name: lambda step=step: step.on(world.current_stream()) for name, step in launches.items()}
+    weights = Weights(operands.w13, layer.w2)
+    return waiting_for_nobody(world, state, weights, tables, workspace, hidden)
 
 
 def tables_alone(layer: Layer, outputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:
     """Return a function that does what precedes the first GEMM of a call: it shares the routes with all ranks and
     builds the tables."""
-    world, (_, routes, ids) = layer.world, outputs
-    weights, routes = layer.routes[0][1], routes.clone()
-    w13 = packed(GATHER_NAME, "w13", layer.packed, 5, layer.model.activation)
-    operands = GatherOperands(layer.x, ids, weights, w13)
-    call = FIRST_HALF.check(world, operands, (None, layer.model.activation, layer.inner, world.size, "rows", False))
-    state, parts = first_half_state(world, call.layer, DispatchedColumns()), route_parts(world, call.layer, routes)
-    tables = state.tables(parts)
+    world, routes = layer.world, outputs[1].clone()
+    operands, kind = first_half_of(layer, outputs)
+    builder, (weights, tables) = table_builder(world, kind), route_parts(world, kind, routes)
 
     def run() -> None:
-        route_tables.share(world, ids, weights, call.layer.max_tokens_per_rank, alternating=True)
-        route_tables.run_builder(world, state.builder, tables, parts.weights)
+        route_tables.share_routes(world, builder.routes, operands.ids, operands.weights)
+        route_tables.run_builder(world, builder, tables, weights)
 
     return run
 
 
-def measure(world: weft.World, name: str, model: Model, plans: list[str], link: float) -> list[dict]:
-    layer = Layer(world, model)
+def measure(world: weft.World, name: str, tokens: int, plans: list[str], link: float) -> list[dict]:
+    model = MODELS[name]
+    layer = Layer(world, model, tokens)
     library = Library(layer)
     ways: dict[str, str | Plan] = {"auto": "auto"} | {p: Plan.from_json(p) for p in plans}
     outputs = layer.first_half("auto", 0)
@@ -206,7 +187,7 @@ def measure(world: weft.World, name: str, model: Model, plans: list[str], link: 
     bounds = dict(zip(ops, (max(us, moved) for us in gemm.values()), strict=False))
     bounds["moe_tp"] = sum(bounds.values())
     gemms = dict(zip(ops, gemm.values(), strict=False)) | {"moe_tp": sum(gemm.values())}
-    shape = dict(name=name, M=model.tokens, N=model.inner, K=model.hidden, E=model.experts, top_k=model.k)
+    shape = dict(name=name, M=tokens, N=model.inner, K=model.hidden, E=model.experts, top_k=model.k)
     fixed = dict(mode="graph", error=round(error, 5), tables_us=round(times["tables"], 1))
     return [
         dict(op=op, **shape, method=way, us=round(times[f"{op} {way}"], 1), limit_us=round(bounds[op], 1),
@@ -233,8 +214,7 @@ def main() -> None:
     link = run.link
     with torch.no_grad():
         for name, tokens in run.cases(cases):
-            model = replace(MODELS[name], tokens=tokens)
-            run.log(summary(run.keep(measure(run.world, name, model, plans, link))))
+            run.log(summary(run.keep(measure(run.world, name, tokens, plans, link))))
     run.end()
 
 

@@ -28,19 +28,21 @@ from bench.common.timing import error_of, time_interleaved
 from bench.measure.moe import MODELS, Layer, Library, Model
 from weft import moe
 
+Tensor = torch.Tensor
+
 
 class Exchanged(torch.autograd.Function):
     """The all-to-all of rows; the backward pass sends the gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, gives: list[int], gets: list[int]) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, gives: list[int], gets: list[int]) -> Tensor:
         ctx.splits = gives, gets
         received = rows.new_empty(sum(gets), rows.shape[1])
         dist.all_to_all_single(received, rows.contiguous(), gets, gives)
         return received
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         gives, gets = ctx.splits
         back = dy.new_empty(sum(gives), dy.shape[1])
         dist.all_to_all_single(back, dy.contiguous(), gives, gets)
@@ -51,27 +53,27 @@ class Timed:
     """A layer whose operands are leaves, with a training step and a backward pass to time. dy: the gradient of its
     result."""
 
-    dy: torch.Tensor
+    dy: Tensor
 
-    def weft(self, keep: str) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def weft(self, keep: str) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the result, and the leaves: x, weights, first and second matrices."""
         raise NotImplementedError
 
-    def libraries(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def libraries(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         raise NotImplementedError
 
-    def step(self, forward: Callable[[], tuple]) -> Callable[[], tuple[torch.Tensor, ...]]:
-        def run() -> tuple[torch.Tensor, ...]:
+    def step(self, forward: Callable[[], tuple]) -> Callable[[], tuple[Tensor, ...]]:
+        def run() -> tuple[Tensor, ...]:
             y, leaves = forward()
             return torch.autograd.grad(y, leaves, self.dy)
 
         return run
 
-    def back(self, forward: Callable[[], tuple]) -> Callable[[], tuple[torch.Tensor, ...]]:
+    def back(self, forward: Callable[[], tuple]) -> Callable[[], tuple[Tensor, ...]]:
         """Return a function that runs the backward pass. Its first call runs the forward pass, on the stream of that call."""
         forward_outputs: list[tuple] = []
 
-        def run() -> tuple[torch.Tensor, ...]:
+        def run() -> tuple[Tensor, ...]:
             if not forward_outputs:
                 forward_outputs.append(forward())
             y, leaves = forward_outputs[0]
@@ -94,12 +96,12 @@ class Trained(Timed):
         p, *self.routed = self.library.fixed
         self.p = p.clone().requires_grad_()
 
-    def weft(self, keep: str) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def weft(self, keep: str) -> tuple[Tensor, tuple[Tensor, ...]]:
         w = self.layer.world
         y = moe.moe(self.x, self.ids, self.weights, self.packed, self.w2, keep=keep, world=w, plan="dispatched")
         return y, (self.x, self.weights, self.packed, self.w2)
 
-    def libraries(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def libraries(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         order, gives, gets, place, back, ends = self.routed
         (t, k), w13, w2 = self.p.shape, self.w13.transpose(1, 2), self.w2.transpose(1, 2)
         received = Exchanged.apply(self.x.index_select(0, order // k), gives, gets).index_select(0, place)
@@ -117,7 +119,7 @@ class InParts(Timed):
         self.collectives = Collectives(world)
         generator = torch.Generator(device).manual_seed(world.rank)
 
-        def draw(*shape: int) -> torch.Tensor:
+        def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, device=device, dtype=torch.bfloat16, generator=generator)
 
         self.x, self.dy = draw(tokens, model.hidden).requires_grad_(), draw(tokens, model.hidden)
@@ -134,7 +136,7 @@ class InParts(Timed):
         self.ends = torch.bincount(flat, minlength=model.experts).cumsum(0).int()
         self.rows, self.place = self.order // model.k, self.order.argsort()
 
-    def weft(self, keep: str) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def weft(self, keep: str) -> tuple[Tensor, tuple[Tensor, ...]]:
         common = dict(world=self.world, plan="dispatched")
         hidden, routes = weft.all_gather_grouped_matmul(
             self.x, self.ids, self.weights, self.packed, inner=self.inner, keep=keep, **common
@@ -142,7 +144,7 @@ class InParts(Timed):
         y = weft.grouped_matmul_reduce_scatter(hidden, routes, self.ids, self.w2, **common)
         return y, (self.x, self.weights, self.packed, self.w2)
 
-    def libraries(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def libraries(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         w13, w2 = self.w13.transpose(1, 2), self.w2.transpose(1, 2)
         received = Gathered.apply(self.x, self.collectives).index_select(0, self.rows)
         a, b = torch._grouped_mm(received, w13, offs=self.ends).chunk(2, -1)

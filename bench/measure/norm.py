@@ -4,11 +4,10 @@ torchrun --nproc-per-node N -m bench.measure.norm --out DIR [--tokens ...] [--hi
 
 All methods compute normalised rows on every rank and the new residual from partial sums x [M, H] in bfloat16. `sequential` is NCCL's
 all-reduce in place and a torch.compile'd residual add + RMSNorm of all rows. weft's plans shard the residual and write to symmetric
-memory, and `pull` plans read x from there, where a producing GEMM would write it; with "private" in a method's name x and the output are
-ordinary tensors. --plans selects the methods whose name contains one of the texts. The program compares every method with a float32 sum
-before it times it, and prints and leaves out a method that fails. It appends rows to DIR/all_reduce_rms_norm.jsonl (M: tokens, N: hidden
-size), and the times of weft's plans to DIR/sweep.jsonl (for bench/pages/table.py). `limit_us`: the bytes that a rank must receive over
-378 GB/s, a copy engine's rate.
+memory, and `pull` plans read x from there, where a producing GEMM would write it. --plans selects the methods whose name contains one of
+the texts. The program compares every method with a float32 sum before it times it, and prints and leaves out a method that fails. It
+appends rows to DIR/all_reduce_rms_norm.jsonl (M: tokens, N: hidden size), and the times of weft's plans to DIR/sweep.jsonl (for
+bench/pages/table.py). `limit_us`: the bytes that a rank must receive over 378 GB/s, a copy engine's rate.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from bench.common.resume import keep
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from weft.lang.mapping import balanced_rows
 from weft.planner.auto import auto as chosen
+from weft.planner.search import brief
 from weft.plans import Decomposed, OneShot, Plan, Sequential, TwoShotLowLatency, TwoShotPull, TwoShotPush
 
 BF = torch.bfloat16
@@ -51,11 +51,6 @@ def plans(tokens: int, hidden: int, world: int) -> list[Plan]:
     for programs in (0, 64, 32, 16):
         candidates += [TwoShotPush(programs), TwoShotPull(programs)]
     return candidates
-
-
-def brief(plan: Plan) -> str:
-    usual = vars(type(plan)())
-    return " ".join([plan.kind, *(f"{k}={v}" for k, v in vars(plan).items() if v != usual[k])])
 
 
 def compiled_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -95,9 +90,7 @@ class Bench(Program):
         calls = self.right(methods, expected)
         del total, expected
         buffer = torch.zeros_like(x)
-        out, kept = torch.empty_like(x), torch.empty_like(x)
         calls["nccl alone"] = lambda: dist.all_reduce(buffer)
-        calls["norm alone"] = lambda: self.norm(x, residual, weight, out, kept)
         for mode in modes:
             self.measure(m, h, mode, calls)
 
@@ -140,12 +133,10 @@ class Bench(Program):
             return call, lambda: results[0]
 
         methods["sequential"] = in_place(dist.all_reduce, torch.empty_like(x))
-        for name in ("two_shot", "one_shot"):
-            if name == "one_shot" and m > 256:
-                continue
-            try:
-                memory = world.cached(("torch", m, h), lambda: symm.empty(m, h, device="cuda", dtype=BF))
-                world.cached(("torch handle", m, h), lambda p=memory: symm.rendezvous(p, dist.group.WORLD))
+        for name in ("two_shot", "one_shot") if m <= 256 else ("two_shot",):
+            try:  # memory for each, because the two-shot all-reduce replaces the partial sums in its memory by the sum
+                memory = world.cached(("torch", name, m, h), lambda: symm.empty(m, h, device="cuda", dtype=BF))
+                world.cached(("torch handle", name, m, h), lambda p=memory: symm.rendezvous(p, dist.group.WORLD))
             except Exception as e:
                 self.log("torch symm_mem:", repr(e)[:200])
                 continue
@@ -163,21 +154,18 @@ class Bench(Program):
         place = world.cached(("x", m, h), lambda: world.symmetric((m, h), BF, "partial")).local
         place.copy_(x)
         torch.cuda.synchronize()
-        todo: dict[str, tuple[torch.Tensor, torch.Tensor | None, Plan | str]] = {"auto": (place, symmetric_out, "auto")}
+        todo: dict[str, tuple[torch.Tensor, Plan | str]] = {"auto": (place, "auto")}
         for plan in plans(m, h, world.size):
             pull = isinstance(plan, Decomposed | TwoShotPull)
-            todo[plan.to_json()] = (place if pull else x, symmetric_out, plan)
-            if plan in (TwoShotPush(), TwoShotPull()) and m > 256:
-                todo["private " + plan.to_json()] = (x, None, plan)
-        todo["weft sequential"] = (x, None, Sequential())
-        for name, (part, to, plan) in todo.items():
+            todo[plan.to_json()] = (place if pull else x, plan)
+        for name, (part, plan) in todo.items():
             if self.a.plans and name != "auto" and not any(text in name for text in self.a.plans):
                 continue
             results: list[torch.Tensor] = [x]
 
-            def call(part=part, to=to, plan=plan, results=results) -> None:
+            def call(part=part, plan=plan, results=results) -> None:
                 results[0], _ = weft.all_reduce_rms_norm(
-                    part, residual_shard, weight, EPS, out=to, world=world, plan=plan
+                    part, residual_shard, weight, EPS, out=symmetric_out, world=world, plan=plan
                 )
 
             methods[name] = call, lambda results=results: results[0]
@@ -187,7 +175,7 @@ class Bench(Program):
         world = self.world
         many = 20 if m <= 2048 else 8
         times = time_interleaved(calls, mode=mode, calls=many, rounds=self.a.rounds)
-        nccl, norm = times.pop("nccl alone"), times.pop("norm alone")
+        nccl = times.pop("nccl alone")
         limit = 2 * (world.size - 1) / world.size * m * h * 2 / LINK / 1e3
         if world.rank:
             return
@@ -195,7 +183,7 @@ class Bench(Program):
         trial = world.choices.last(OP, (m, h, 1))
         seq, auto = times["sequential"], (trial.chosen(mode) if trial else chosen(OP, world, m, h, 1, mode)).to_json()
         shape = dict(op=OP, name=f"{m} tokens", M=m, N=h, K=1, mode=mode)
-        fixed = dict(gemm_us=0.0, comm_us=round(nccl, 2), norm_us=round(norm, 2), limit_us=round(limit, 2))
+        fixed = dict(gemm_us=0.0, comm_us=round(nccl, 2), limit_us=round(limit, 2))
         tuned = {plan: us for plan, us in times.items() if plan.startswith("{")}
         plans_of = {"auto": auto} | {plan: plan for plan in tuned}
         self.keep(
@@ -204,7 +192,7 @@ class Bench(Program):
         )
         tuned[Sequential().to_json()] = seq
         keep(world, self.a.out / "sweep.jsonl", [dict(shape, world=world.size, times=tuned)])
-        self.log(f"{m} tokens, {mode}: sequential {seq:.1f} (nccl {nccl:.1f}, norm {norm:.1f}), limit {limit:.1f}")
+        self.log(f"{m} tokens, {mode}: sequential {seq:.1f} (nccl {nccl:.1f}), limit {limit:.1f}")
         for name in sorted(times, key=lambda n: times[n]):
             us = times[name]
             shown = names.get(name) or name.replace('"', "")

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import random
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -51,7 +50,6 @@ SHAPES = {  # (M, N, K) of the GEMM on one rank; weft tune measures none of thes
 COPIES = Signaled(copies=True).family
 LABELS = [*KINDS, COPIES]
 FEW = 40  # so many partitions of one signaled GEMM are tried; if there are more, they are drawn
-CHOSEN, MISTAKEN = "chosen", "wave size mistaken"  # tags; the others are "groups of g"
 
 
 def partitions(waves: int, draw: random.Random) -> list[tuple[int, ...]]:
@@ -68,31 +66,26 @@ def partitions(waves: int, draw: random.Random) -> list[tuple[int, ...]]:
     return sorted(drawn)
 
 
-def plans_to_run(profile: Profile, planner: Planner, op: str, m: int, n: int, k: int) -> dict[Plan, list[str]]:
-    """Return plans with their tags, the chosen plan before the others."""
+def plans_to_run(profile: Profile, planner: Planner, op: str, m: int, n: int, k: int) -> list[Plan]:
+    """Return the plans, the chosen plan of each kind before the others."""
     p, draw = planner.predictor, random.Random(f"{op} {m} {n} {k}")
-    todo: dict[Plan, list[str]] = defaultdict(list)
-    options = planner.decide(op, m, n, k).options
-    for label in LABELS:
-        best = next(
-            (o.plan for o in options if label == (o.plan.family if isinstance(o.plan, Signaled) else o.plan.kind)),
-            None,
-        )
-        if best:
-            todo[best].append(CHOSEN)
+    chosen: dict[str, Plan] = {}
+    for option in planner.decide(op, m, n, k).options:  # the fastest first
+        plan = option.plan
+        chosen.setdefault(plan.family if isinstance(plan, Signaled) else plan.kind, plan)
+    todo = [chosen[label] for label in LABELS if label in chosen]
+    signaled = [plan for plan in todo if isinstance(plan, Signaled) and not plan.copies]
     for plan in candidates(p, op, m, n, k):
         if not isinstance(plan, Decomposed) or len(divisions(p.world)) < FEW:
-            todo[plan] += []
-    for best in [q for q in list(todo) if isinstance(q, Signaled) and not q.copies and CHOSEN in todo[q]]:
+            todo.append(plan)
+    for best in signaled:
         parts = p.signaled_parts(op, best, m, n, k)
-        for g in (1, 2, 4):
-            todo[replace(best, groups=partition((g,) * parts.waves, parts.waves))].append(f"groups of {g}")
         fewer = Predictor(replace(profile, machine=replace(p.machine, sms=p.sms * 3 // 4)))
-        for groups in groupings(fewer.signaled_parts(op, best, m, n, k))[1:2]:
-            todo[replace(best, groups=partition(groups, parts.waves))].append(MISTAKEN)
-        for groups in partitions(parts.waves, draw):
-            todo[replace(best, groups=groups)] += []
-    return todo
+        mistaken = groupings(fewer.signaled_parts(op, best, m, n, k))[1:2]  # of a mistaken number of SMs
+        groups = [*((g,) * parts.waves for g in (1, 2, 4)), *mistaken]
+        todo += [replace(best, groups=partition(g, parts.waves)) for g in groups]
+        todo += [replace(best, groups=g) for g in partitions(parts.waves, draw)]
+    return list(dict.fromkeys(todo))
 
 
 def measure(run: Program, profile: Profile) -> None:
@@ -107,7 +100,7 @@ def measure(run: Program, profile: Profile) -> None:
         operands, options = (x[: rows * k].view(rows, k), w[: n * k].view(n, k)), dict[str, Any](world=world)
         if op == "matmul_all_to_all":
             options["destinations"] = weft.route([i % world.size for i in range(m)], world=world)
-        for plan, tags in plans_to_run(profile, planner, op, m, n, k).items():
+        for plan in plans_to_run(profile, planner, op, m, n, k):
             failure, us, predicted = "", 0.0, 0.0
             try:
                 call = partial(getattr(weft, op), *operands, plan=plan, **options)
@@ -119,7 +112,7 @@ def measure(run: Program, profile: Profile) -> None:
                 run.log(f"left out: {op} {m} x {n} x {k} {brief(plan)}: {failure}")
                 continue
             row = dict(op=op, M=m, N=n, K=k, plan=json.loads(plan.to_json()), us=round(us, 2))
-            run.keep([row | dict(predicted=round(predicted, 2), tags=tags)])
+            run.keep([row | dict(predicted=round(predicted, 2))])
         run.log(f"{op} {m} x {n} x {k}")
 
 

@@ -236,8 +236,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 def start_ranks() -> int:
     """Run this program as a rank on every GPU and return its exit status."""
-    if not (gpus := torch.cuda.device_count()):
-        raise SystemExit("the benchmark needs GPUs: none is here")
+    if (gpus := torch.cuda.device_count()) < 2:
+        raise SystemExit(f"the benchmark needs at least 2 GPUs, and there {'is' if gpus == 1 else 'are'} {gpus} here")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     return subprocess.run([*torchrun, "-m", "bench.measure.run", *sys.argv[1:]]).returncode
 

@@ -24,8 +24,8 @@ import triton.language as tl
 
 import weft
 from bench.common import peers, shapes
-from bench.common.program import Program, gains, options, worst_error
-from bench.common.timing import RIGHT, error_of, time_interleaved
+from bench.common.program import Program, gains, is_right, options
+from bench.common.timing import time_interleaved
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
 from weft.kernel_launch import Launch, Matrix, prepared
 from weft.ops.common import Factors
@@ -101,10 +101,6 @@ class Bench(Program):
             n: round(us, 2) for n, us in time_interleaved(fns, mode=mode, calls=calls, rounds=self.a.rounds).items()
         }
 
-    def right(self, name: str, fn: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool:
-        """Return whether two calls are right on every rank."""
-        return worst_error(self.world, name, fn, lambda y: error_of(y, expected)) < RIGHT
-
     # -- parts
     def gemm(self) -> None:
         for m, n, k in self.cases({f"signaled GEMM {mnk}": mnk for mnk in self.mnk()}):
@@ -122,7 +118,7 @@ class Bench(Program):
         fns[f"{AR}, a wave a group"] = reordered(world, AR, x, w, Signaled(ctas=8, groups=(1,) * 99))
         expected = x @ w.t()
         plain(world, x, w, y, 8)
-        if not self.right("plain GEMM", lambda: y, expected):
+        if not is_right(world, "plain GEMM", lambda: y, expected):
             return
         for mode in self.a.modes:
             times = self.times(fns, mode, self.calls(m, n, k))
@@ -141,9 +137,10 @@ class Bench(Program):
     def calls(self, m: int, n: int, k: int) -> int:
         return 10 if m * n * k < 1 << 37 else 3
 
-    def plans(self, m: int, n: int, owners: int) -> dict[str, Signaled]:
-        """Return some plans: groups of a plan with 8 CTAs, the default groups with other numbers of CTAs, and plans
-        whose groups copy engines move."""
+    def plans(self, op: str, m: int, n: int) -> dict[str, Signaled]:
+        """Return some plans: groups of a plan with 8 CTAs, the default groups with other numbers of CTAs, and, for ops
+        that have them, plans whose groups copy engines move."""
+        owners = self.world.size if op == RS else 1
         plan = replace(Signaled(), ctas=8)
         out = {f"default, {ctas} CTAs": replace(plan, ctas=ctas) for ctas in CTAS}
         tiles = owners * -(-m // owners // plan.tile.block_m) * -(-n // plan.tile.block_n)
@@ -160,7 +157,7 @@ class Bench(Program):
             if partition(g, waves) not in known:
                 known.add(partition(g, waves))
                 out[name] = replace(plan, groups=g)
-        for sms in (4, 8, 16):
+        for sms in (4, 8, 16) if op != AR else ():
             copies = replace(plan, ctas=sms, copies=True)
             waves = -(-tiles // (self.world.sm_count - sms))
             out[f"copies, {sms} SMs"] = copies
@@ -196,22 +193,16 @@ class Bench(Program):
             seq = peers.cublas_nccl(op, x, w, size)  # type: ignore[assignment]
             comm = peers.collective(op, m, n, k, size, BF)
         expected = seq()
-        plans = self.plans(m, n, size if op == RS else 1)
-        plans = {name: p for name, p in plans.items() if self.right(f"{op} {name}", lambda p=p: run(p), expected)}
+        plans = self.plans(op, m, n)
+        plans = {name: p for name, p in plans.items() if is_right(world, f"{op} {name}", lambda p=p: run(p), expected)}
         fns: Fns = {"sequential": seq, "gemm": lambda: torch.mm(x, w.t(), out=y), "comm": comm}
         fns |= {name: lambda p=p: run(p) for name, p in plans.items()}
-        if op != A2A:  # the next kernel reads the tiles
-            fns |= {
-                f"{name}, tiles": partial(getattr(weft, f"{op}_tiles"), x, w, world=world, plan=p)
-                for name, p in plans.items()
-                if p.ctas == 8 and not p.copies
-            }
         for mode in self.a.modes:
             times = self.times(fns, mode, self.calls(m, n, k))
             gemm, alone = times.pop("gemm"), times.pop("comm")
             self.keep(
                 dict(part="ops", op=op, M=m, N=n, K=k, mode=mode, method=name, us=us, gemm_us=gemm, comm_us=alone,
-                     plan=json.loads(plans[name.removesuffix(", tiles")].to_json()) if name != "sequential" else None)
+                     plan=json.loads(plans[name].to_json()) if name != "sequential" else None)
                 for name, us in times.items()
             )  # fmt: skip
             self.log(f"{op} {m}x{n}x{k} {mode}: gemm {gemm:.0f} comm {alone:.0f} | {gains(times, 'sequential')}")

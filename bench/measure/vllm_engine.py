@@ -16,8 +16,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.measure.vllm_watch import Collections, Watch, form_of, of_all, watched_collections
-
 LAYERS = 16
 MAX_MODEL_LEN, MAX_NUM_SEQS = 16384, 256
 LLAMA = dict(architecture="Llama", rope_theta=500000.0)
@@ -80,12 +78,11 @@ class Load:
 @dataclass
 class Served:
     """The seconds from the first request to the last answer, from each request's arrival to its first token, and
-    between tokens; and what the watches saw in the engine's processes meanwhile."""
+    between tokens."""
 
     seconds: float = 0.0
     first_token: list[float] = field(default_factory=list)
     between_tokens: list[float] = field(default_factory=list)
-    watched: dict[str, Any] = field(default_factory=dict)
 
 
 def serve(engine: Any, load: Load, prompts: list[Any], params: list[Any]) -> Served:
@@ -117,29 +114,8 @@ def serve(engine: Any, load: Load, prompts: list[Any], params: list[Any]) -> Ser
     return served
 
 
-def serve_watched(llm: Any, load: Load, collections: Collections) -> Served:
-    """Serve all requests, and watch this process, which sends them, and the workers."""
-    prompts, params = requests(load)
-    collections.times.clear()
-    llm.collective_rpc("begin_turn")
-    served = serve(llm.llm_engine, load, prompts, params)
-    sender = round(1e3 * sum(seconds for _, seconds in collections.times), 2)
-    served.watched = {"sender's gc ms": sender, **of_all(llm.collective_rpc("end_turn"))}
-    return served
-
-
 class WorkerExtension:
-    """vLLM gives these methods to its workers."""
-
-    def watch_turns(self) -> None:
-        """Watch this worker from now on (vllm_watch.py)."""
-        self.turn_watch = Watch(self, form_of)
-
-    def begin_turn(self) -> None:
-        self.turn_watch.begin()
-
-    def end_turn(self) -> dict[str, Any]:
-        return self.turn_watch.end()
+    """vLLM adds these methods to its workers."""
 
     def fused_all_reduce(self) -> dict[str, Any]:
         """Return the backend of flashinfer's fused all-reduce in this worker (None: it is off), and how many matches its pass replaced."""
@@ -272,12 +248,10 @@ def main(setup: Setup, pipe: Connection, log: Path) -> None:
     try:
         llm = start(setup)
         pipe.send(facts(llm, setup))
-        llm.collective_rpc("watch_turns")
         gc.collect()
         gc.freeze()  # vLLM does so in its server and its workers: a collection of all objects would delay requests
-        collections = watched_collections()
         while (load := pipe.recv()) is not None:
-            pipe.send(serve_watched(llm, load, collections))
+            pipe.send(serve(llm.llm_engine, load, *requests(load)))
         if setup.method == "weft":
             facts(llm, setup)
     except Exception:

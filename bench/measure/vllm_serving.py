@@ -2,6 +2,9 @@
 
 python -m bench.measure.vllm_serving --out DIR [--gpus 0 1] [--models ..] [--methods ..] [--mixes ..] [--rate R] [--seconds S]
 
+--gpus are all of the machine by default, --rate is the number of requests that arrive a second (0: each as soon as another ends), and
+--cache the GiB of keys and values of a rank and engine.
+
 All engines of a model share the same GPUs at the same time, one process each (vllm_engine.py), and serve in turns while the others are
 idle: a repeat is stock, the other methods, stock. A drift of the machine therefore affects all of them, and the difference between the two
 turns of stock in a repeat bounds the meaning of a ratio. "stock" is vLLM as it is installed, with flashinfer's fused all-reduce + norm;
@@ -11,9 +14,8 @@ turns of stock in a repeat bounds the meaning of a ratio. "stock" is vLLM as it 
 A row of DIR/vllm_serving.jsonl compares a method with stock for one mix: `seconds` of each repeat and `baseline_seconds` of the two turns of
 stock around it; `ratio`, the median of stock's mean over the method's; `ratio_range`; `null_range`, of the ratio of stock's two turns;
 `first`, the seconds of the method's first turn of this mix; [median, 99th percentile] in milliseconds of the time from a request's arrival
-to its first token and between tokens; `watched`, for each turn its slowest steps and possible causes of a delay (vllm_watch.py); "fused
-all-reduce": whether the engine was asked for it, its workers' backend, and the matches in the compiled model that it replaced. The program
-writes rows mix by mix, and the engines' logs to the same folder.
+to its first token and between tokens; "fused all-reduce": whether the engine was asked for it, its workers' backend, and the matches in
+the compiled model that it replaced. The program writes rows mix by mix, and the engines' logs to the same folder.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from bench.common.program import options
 from bench.common.resume import keep, unfinished
 from bench.measure import vllm_engine
 from bench.measure.vllm_engine import LAYERS, METHODS, MODELS, Load, Served, Setup
@@ -194,7 +199,6 @@ def comparison(results: dict[str, list[Served]], method: str) -> dict[str, Any]:
         "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
         "null_range": [round(min(nulls), 4), round(max(nulls), 4)],
         "latency": {name: latency(results[name]) for name in (STOCK, method)},
-        "watched": {name: [served.watched for served in results[name]] for name in (STOCK, method)},
     }
 
 
@@ -248,29 +252,14 @@ def measure(model: str, args: argparse.Namespace, end: float) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--gpus", type=int, nargs="+", help="all of them if left out")
-    parser.add_argument("--models", nargs="+", default=["Llama-70B"], choices=MODELS)
-    parser.add_argument(
-        "--methods", nargs="+", default=[STOCK, "weft"], choices=METHODS, help="stock, and others beside it"
+    choices = dict(models=MODELS, methods=METHODS, mixes=MIXES)
+    words = dict(models=["Llama-70B"], methods=[STOCK, "weft"], mixes=list(MIXES))
+    args = options(
+        choices=choices, seconds=560, gpus=[], **words, rate=0.0, tokens_a_step=8192, cache=8.0, repeats=REPEATS
     )
-    parser.add_argument("--mixes", nargs="+", default=list(MIXES), choices=MIXES)
-    parser.add_argument(
-        "--rate", type=float, default=0.0, help="requests that arrive a second; 0: as soon as others end"
-    )
-    parser.add_argument("--tokens-a-step", type=int, default=8192)
-    parser.add_argument("--cache", type=float, default=8.0, help="GiB of keys and values of a rank and engine")
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--seconds", type=float, default=560, help="after which no engine goes on")
-    args = parser.parse_args()
     if STOCK not in args.methods or len(args.methods) < 2:
-        parser.error(f"--methods {' '.join(args.methods)}: {STOCK} and at least one other are compared")
-    if not args.gpus:
-        import torch
-
-        args.gpus = list(range(torch.cuda.device_count()))
-    args.out.mkdir(parents=True, exist_ok=True)
+        raise SystemExit(f"--methods {' '.join(args.methods)}: {STOCK} and at least one other are compared")
+    args.gpus = [*map(int, args.gpus)] or list(range(torch.cuda.device_count()))
     end = time.monotonic() + args.seconds
     spawn = multiprocessing.get_context("spawn")
     spawn.Process(target=vllm_engine.compile_fused_all_reduce, args=(args.out / "vllm_serving-nvcc.log",)).start()

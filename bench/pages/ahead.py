@@ -21,7 +21,8 @@ from typing import Any
 from bench.common import shapes, stored
 from bench.common.candidates import candidates
 from bench.measure.run import OPS
-from bench.pages.predict import percent, table
+from bench.pages.predict import percent
+from bench.pages.tables import grid, lines_of
 from weft.planner.auto import profile_for
 from weft.planner.parts import NotMeasured
 from weft.planner.predict import Predictor
@@ -60,7 +61,7 @@ def errors(gpus: int, results: Path = stored.RESULTS) -> dict[tuple[str, str], l
     """Return, by profile and kind of plan, predicted / measured - 1 of all calls that were measured after their
     prediction was written."""
     of_kinds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    predictions = [json.loads(line) for line in path_of(gpus, results).read_text().splitlines()]
+    predictions = lines_of(path_of(gpus, results))
     for card in {p["card"] for p in predictions}:
         measured: dict[tuple[str, tuple[int, int, int], Plan], list[tuple[str, float]]] = defaultdict(list)
         for r in stored.rows(f"{card}-x{gpus}", results):
@@ -76,7 +77,7 @@ def errors(gpus: int, results: Path = stored.RESULTS) -> dict[tuple[str, str], l
 
 def section(gpus: int = GPUS, results: Path = stored.RESULTS) -> str:
     """Return the part of a page that compares the predictions with what was measured later."""
-    predictions = [json.loads(line) for line in path_of(gpus, results).read_text().splitlines()]
+    predictions = lines_of(path_of(gpus, results))
     written = f"### Ahead of the measurements\n\n{len(predictions)} times of calls on {gpus} GPUs were predicted on "
     written += f"{predictions[0]['date'][:10]}, from profiles of fewer (`bench/results/{path_of(gpus).name}`)"
     if not (of_kinds := errors(gpus, results)):
@@ -85,9 +86,8 @@ def section(gpus: int = GPUS, results: Path = stored.RESULTS) -> str:
         [profile, kind, str(len(e)), percent(fmean(map(abs, e))), f"{100 * fmean(e):+.1f}%"]
         for (profile, kind), e in sorted(of_kinds.items())
     ]
-    return (
-        f"{written}, and measured afterwards:\n\n{table(('profile', 'kind', 'calls', 'mean error', 'bias'), lines, 2)}"
-    )
+    head = ("profile", "kind", "calls", "mean error", "bias")
+    return f"{written}, and measured afterwards:\n\n{grid(head, lines, 2)}\n"
 
 
 def main() -> None:

@@ -5,14 +5,14 @@ The newest row of each (name, mode, method) counts, which is the last in the fil
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from bench.pages import layer_picture, one_gpu_page
-from bench.pages.report import FEW, LIBRARIES, MODES, OPS, _table, cases, load, mean, means, measured
+from bench.pages.report import FEW, LIBRARIES, MODES, OPS, cases, load, mean, means, measured
+from bench.pages.tables import grid, lines_of
 
 Row = dict
 MACHINES = ("nvidia-h200-x2", "nvidia-h200-x4")  # the columns of the README's tables, but for vLLM's
@@ -108,7 +108,7 @@ LAYERS = [
 
 
 def rows_of(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return lines_of(path) if path.exists() else []
 
 
 def newest(folder: Path, layers: Layers) -> dict[tuple[str, str], dict[str, Row]]:
@@ -175,7 +175,7 @@ def figures(results: Path) -> str:
         over = baselines.get(title, NCCL)
         table.append([title + f" (over {over})" * (over != NCCL), *cells, lowest])
     head = [f"over {NCCL}", *(cell for name in MACHINES for cell in (gpus(name), "best other library")), "lowest"]
-    return "\n".join(_table(head, table))
+    return grid(head, table, 1)
 
 
 def gpus(machine: str) -> str:
@@ -209,13 +209,13 @@ def doors(results: Path) -> str:
         ["[your own kernels](docs/writing-kernels.md)", "`@weft.jit`", "–", "–"],
         ["[check](docs/check.md) for races and deadlocks", "`weft check FILE`", "–", "–"],
     ]
-    table = "\n".join(_table(["you have", "you write", *map(gpus, MACHINES)], rows, text_columns=2))
+    table = grid(["you have", "you write", *map(gpus, MACHINES)], rows, 2)
     return f"{table}\n\n{CAVEAT.format(lowest=lowest, null=null, share=share(results))}"
 
 
 def one_gpu(results: Path) -> str:
     """Return the sentence on experts on one GPU beside the fastest library of each size."""
-    by_tokens = one_gpu_page.beside_fastest(one_gpu_page.lines_of(results / "nvidia-h100-x1/moe_one_gpu.jsonl"))
+    by_tokens = one_gpu_page.beside_fastest(lines_of(results / "nvidia-h100-x1/moe_one_gpu.jsonl"))
     values = [ratio for by_model in by_tokens.values() for ratio in by_model.values()]
     return (
         f"Expert kernels on one H100: **{min(values):.2f}x to {max(values):.2f}x** beside the faster of vLLM's `fused_experts` and quack"

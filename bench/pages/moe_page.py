@@ -5,16 +5,18 @@ The newest row of a name, world, method and routing counts, which is the last in
 
 from __future__ import annotations
 
-import json
-import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean
 from types import SimpleNamespace
 
 import torch
 
 from bench.measure.moe import MEMORY
-from bench.pages.one_gpu_page import geometric, launches, lines_of, one_gpu_sizes, one_gpu_table, weight_bytes
+from bench.pages.one_gpu_page import launches, one_gpu_sizes, one_gpu_table, weight_bytes
+from bench.pages.report import HASH
+from bench.pages.tables import Rows, between, by_machine, gpus, grid
 from weft.ops.moe.call import Layer
 from weft.ops.moe.expert_parallel.dispatched import memory
 from weft.plans import FusedMoe
@@ -25,24 +27,33 @@ MEMORY_BEGIN, MEMORY_END = "<!-- memory: made by bench/pages/moe_page.py -->", "
 TRAINING = "<!-- training: made by bench/pages/moe_page.py from bench/results -->"
 TRAINING_END = "<!-- end of training -->"
 TABLES = "bench/results/moe.md"
-IN_PARTS, IN_PARTS_END = (
-    "<!-- in parts: made by bench/pages/moe_page.py from bench/results -->",
-    "<!-- end of in parts -->",
-)
-LAUNCHES, LAUNCHES_END = (
-    "<!-- launches: made by bench/pages/one_gpu_page.py from bench/results -->",
-    "<!-- end of launches -->",
-)
+IN_PARTS = "<!-- in parts: made by bench/pages/moe_page.py from bench/results -->"
+IN_PARTS_END = "<!-- end of in parts -->"
+LAUNCHES = "<!-- launches: made by bench/pages/one_gpu_page.py from bench/results -->"
+LAUNCHES_END = "<!-- end of launches -->"
+LAYER = "layer, tokens a GPU"
 
 
-def table(lines: list[dict]) -> str:
+def layer_of(name: str) -> str:
+    """Return a row's name as the cell of a table: the model and the number of tokens."""
+    model, _, tokens = name.rpartition("-")
+    return f"{model}, {int(tokens):,}"
+
+
+def most_tokens_first(names: Iterable[str]) -> list[str]:
+    return sorted(dict.fromkeys(names), key=lambda name: -int(name.rpartition("-")[2]))
+
+
+def us_or_empty(row: dict | None) -> str:
+    return f"{row['us']:.0f}" if row else ""
+
+
+def table(lines: Rows) -> str:
     """Return the table with a row for each size: us of the library and of weft, their ratio, and weft's share of the limit and of
     its parts alone."""
-    heads = "layer, tokens a GPU | libraries | weft | ratio | limit | of the limit | parts alone | of these"
-    rows = [f"| {heads} |", "| --- |" + " --- |" * heads.count("|")]
     newest = {(r["name"], r["method"]): r for r in lines}
-    ratios = []
-    for name in sorted({r["name"]: None for r in lines}, key=lambda name: -int(name.rpartition("-")[2])):
+    rows, ratios = [], []
+    for name in most_tokens_first(r["name"] for r in lines):
         library, auto = newest.get((name, "library")), newest.get((name, "auto"))
         if library is None or auto is None:
             continue
@@ -51,29 +62,25 @@ def table(lines: list[dict]) -> str:
         sizes = f"{model} ({auto['K']}, {auto['N']}, {auto['E']}, {auto['top_k']}), {int(tokens):,}"
         bounds = [(auto[kind], 100 * auto[kind] / auto["us"]) for kind in ("limit_us", "alone_us") if kind in auto]
         cells = [cell for us, share in bounds for cell in (f"{us:.0f}", f"{share:.0f}%")] + ["", ""] * (2 - len(bounds))
-        rows.append(
-            f"| {sizes} | {library['us']:.0f} | {auto['us']:.0f} | **{ratios[-1]:.2f}x** | " + " | ".join(cells) + " |"
-        )
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return "\n".join([*rows, "", f"Geometric mean of the ratios: {mean:.2f}x, lowest {min(ratios):.2f}x."])
+        rows.append([sizes, us_or_empty(library), us_or_empty(auto), f"**{ratios[-1]:.2f}x**", *cells])
+    head = [LAYER, "libraries", "weft", "ratio", "limit", "of the limit", "parts alone", "of these"]
+    mean = f"Geometric mean of the ratios: {geometric_mean(ratios):.2f}x, lowest {min(ratios):.2f}x."
+    return f"{grid(head, rows)}\n\n{mean}"
 
 
-def experts(lines: list[dict]) -> str:
+def experts(lines: Rows) -> str:
     """Return the table with a row for each number of experts, of one layer: us of weft and of the library by tokens, and the
     spread over all rows."""
     newest = {(r["E"], r["M"], r["method"]): r["us"] for r in lines}
     tokens = sorted({m for _, m, _ in newest})
-    rows = ["| experts | " + " | ".join(f"{m:,} tokens" for m in tokens) + " |", "| --- |" + " --- |" * len(tokens)]
+    rows = []
     for e in sorted({e for e, _, _ in newest}):
-        cells = []
-        for m in tokens:
-            auto, library = newest.get((e, m, "auto")), newest.get((e, m, "library"))
-            cells.append("" if auto is None or library is None else f"{auto:.0f} ({library:.0f})")
-        rows.append(f"| {e} | " + " | ".join(cells) + " |")
-    return "\n".join([*rows, "", growth(lines)])
+        pairs = [(newest.get((e, m, "auto")), newest.get((e, m, "library"))) for m in tokens]
+        rows.append([str(e), *("" if None in pair else "{:.0f} ({:.0f})".format(*pair) for pair in pairs)])
+    return f"{grid(['experts', *(f'{m:,} tokens' for m in tokens)], rows)}\n\n{growth(lines)}"
 
 
-def growth(lines: list[dict]) -> str:
+def growth(lines: Rows) -> str:
     """Return the sentence that compares the added time of the most experts over the fewest with the time to read their
     weights."""
     auto = [r for r in lines if r["method"] == "auto"]
@@ -91,50 +98,42 @@ def growth(lines: list[dict]) -> str:
 
 def growths(results: Path) -> str:
     """Return the sentence on the number of experts in FlashMoE's layer with two matrices."""
-    by_path = ([r for r in lines_of(path) if UNGATED in r["name"]] for path in sorted(results.glob("*/moe.jsonl")))
-    return "\n\n".join(f"On {r[0]['world']} GPUs, of FlashMoE's layer, {growth(r)}" for r in by_path if r)
+    of_machines = ([r for r in lines if UNGATED in r["name"]] for lines in by_machine(results, "moe.jsonl").values())
+    return "\n\n".join(f"On {r[0]['world']} GPUs, of FlashMoE's layer, {growth(r)}" for r in of_machines if r)
+
+
+def auto_us(results: Path) -> dict[str, dict[int, float]]:
+    """Return weft's us with balanced routing by name and number of GPUs."""
+    us: dict[str, dict[int, float]] = {}
+    for r in (r for lines in by_machine(results, "moe.jsonl").values() for r in lines):
+        if r["method"] == "auto" and r["zipf"] == 0:
+            us.setdefault(r["name"], {})[r["world"]] = r["us"]
+    return us
 
 
 def scaling(results: Path) -> str:
     """Return the table of us on 1 GPU and on several, with the same number of tokens on each GPU."""
-    us: dict[str, dict[int, float]] = {}
-    for path in sorted(results.glob("*/moe.jsonl")):
-        for r in map(json.loads, path.read_text().splitlines()):
-            if r["method"] == "auto" and r["zipf"] == 0:
-                us.setdefault(r["name"], {})[r["world"]] = r["us"]
-    worlds = sorted({w for by_world in us.values() if 1 in by_world for w in by_world})
-    rows = ["| layer, tokens a GPU | " + " | ".join(f"{w} GPU{'s' * (w > 1)}" for w in worlds) + " |"]
-    rows.append("| --- |" + " --- |" * len(worlds))
+    us = {name: by_world for name, by_world in auto_us(results).items() if 1 in by_world}
+    worlds = sorted({w for by_world in us.values() for w in by_world})
+    rows = []
     for name, by_world in us.items():
-        if 1 in by_world and len(by_world) > 1:
-            cells = [
-                f"{by_world[w]:.0f}" + f" ({by_world[w] / by_world[1]:.2f}x)" * (w > 1) if w in by_world else ""
-                for w in worlds
-            ]
-            model, _, tokens = name.rpartition("-")
-            rows.append(f"| {model}, {int(tokens):,} | " + " | ".join(cells) + " |")
-    return "\n".join(rows) if len(rows) > 2 else ""
+        times = [(w, by_world.get(w)) for w in worlds]
+        cells = ["" if t is None else f"{t:.0f}" + f" ({t / by_world[1]:.2f}x)" * (w > 1) for w, t in times]
+        rows += [[layer_of(name), *cells]] if len(by_world) > 1 else []
+    return grid([LAYER, *map(gpus, worlds)], rows) if rows else ""
 
 
 def overlap_efficiency(results: Path) -> str:
     """Return the table of T(2) / T(N), FlashMoE's overlap efficiency: us on 2 GPUs over us on N, with the same number
     of tokens on each GPU."""
-    us: dict[str, dict[int, float]] = {}
-    for path in sorted(results.glob("*/moe.jsonl")):
-        for r in lines_of(path):
-            if r["method"] == "auto" and r["zipf"] == 0:
-                us.setdefault(r["name"], {})[r["world"]] = r["us"]
+    us = auto_us(results)
     worlds = sorted({world for by_world in us.values() for world in by_world if world > 2})
     rows = [
-        "| layer, tokens a GPU | " + " | ".join(f"{w} GPUs" for w in worlds) + " |",
-        "| --- |" + " --- |" * len(worlds),
+        [layer_of(name), *(f"{by_world[2] / by_world[w]:.2f}" if w in by_world else "" for w in worlds)]
+        for name, by_world in us.items()
+        if 2 in by_world and by_world.keys() & set(worlds)
     ]
-    for name, by_world in us.items():
-        if 2 in by_world and by_world.keys() & set(worlds):
-            model, _, tokens = name.rpartition("-")
-            shares = [f"{by_world[2] / by_world[w]:.2f}" if w in by_world else "" for w in worlds]
-            rows.append(f"| {model}, {int(tokens):,} | " + " | ".join(shares) + " |")
-    return "\n".join(rows) if len(rows) > 2 else NOT_MEASURED
+    return grid([LAYER, *map(gpus, worlds)], rows) if rows else NOT_MEASURED
 
 
 PEERS = ("vllm", "quack", "library, eager")
@@ -143,87 +142,71 @@ PEERS = ("vllm", "quack", "library, eager")
 def beside_peers(results: Path) -> str:
     """Return the table of alternatives over several GPUs: vLLM's and quack's experts between NCCL's collectives, and
     eager PyTorch. The ratio is the fastest one's us over weft's."""
-    rows = [f"| GPUs | layer, tokens a GPU | {' | '.join(PEERS)} | weft | ratio | commit |", "| --- |" + " --- |" * 7]
-    for path in sorted(results.glob("*/moe.jsonl")):
-        newest = {(r["name"], r["zipf"], r["method"]): r for r in lines_of(path)}
+    rows = []
+    for machine, lines in by_machine(results, "moe.jsonl").items():
+        newest = {(r["name"], r["zipf"], r["method"]): r for r in lines}
         for name, zipf, method in newest:
             peers = [newest.get((name, zipf, peer)) for peer in PEERS]
             if method == "auto" and any(peers):
-                auto, (model, _, tokens) = newest[name, zipf, method], name.rpartition("-")
-                cells = [f"{r['us']:.0f}" if r else "" for r in (*peers, auto)]
+                auto = newest[name, zipf, method]
                 ratio = min(r["us"] for r in peers if r) / auto["us"]
-                layer = f"{model}, {int(tokens):,}{f', Zipf {zipf}' if zipf else ''}"
-                rows.append(
-                    f"| {path.parent.name} | {layer} | {' | '.join(cells)} | **{ratio:.2f}x** | `{auto['commit'][:8]}` |"
-                )
-    return "\n".join(rows) if len(rows) > 2 else NOT_MEASURED
+                layer = layer_of(name) + (f", Zipf {zipf}" if zipf else "")
+                cells = [*map(us_or_empty, (*peers, auto)), f"**{ratio:.2f}x**", f"`{auto['commit'][:HASH]}`"]
+                rows.append([machine, layer, *cells])
+    return grid(["GPUs", LAYER, *PEERS, "weft", "ratio", "commit"], rows) if rows else NOT_MEASURED
 
 
 def stragglers(results: Path) -> str:
     """Return the table of layers in which one rank begins late: median and 95th percentile of the time to the last
     rank's end."""
     newest: dict[tuple, dict[str, str]] = {}
-    methods: dict[str, None] = {}
-    for path in sorted(results.glob("*/moe_stragglers.jsonl")):
-        for r in lines_of(path):
-            methods[r["method"]] = None
-            newest.setdefault((path.parent.name, r["name"], r["delay"], r["delay_us"]), {})[r["method"]] = (
-                f"{r['us']:.0f} / {r['p95_us']:.0f}"
-            )
-    rows = [
-        "| GPUs | layer | late by, layers | us | " + " | ".join(methods) + " |",
-        "| --- |" + " --- |" * (3 + len(methods)),
-    ]
-    for (machine, name, delay, us), cells in newest.items():
-        rows.append(f"| {machine} | {name} | {delay} | {us:.0f} | {' | '.join(cells.get(m, '') for m in methods)} |")
-    return "\n".join(rows) if newest else NOT_MEASURED
+    for machine, lines in by_machine(results, "moe_stragglers.jsonl").items():
+        for r in lines:
+            layer = machine, r["name"], str(r["delay"]), f"{r['delay_us']:.0f}"
+            newest.setdefault(layer, {})[r["method"]] = f"{r['us']:.0f} / {r['p95_us']:.0f}"
+    methods = list(dict.fromkeys(method for cells in newest.values() for method in cells))
+    rows = [[*layer, *(cells.get(method, "") for method in methods)] for layer, cells in newest.items()]
+    return grid(["GPUs", "layer", "late by, layers", "us", *methods], rows) if rows else NOT_MEASURED
 
 
 UNGATED = "-ungated-"
 PLANS = {"libraries": "library, beside one launch", "dispatched": "weft dispatched", "low latency": "weft low latency"}
 
 
-def plans(lines: list[dict]) -> str:
+def plans(lines: Rows) -> str:
     """Return the table with a row for each size of the runs that time all plans: us of each plan, and of the fused plan
     with its fastest settings."""
     newest = {(r["name"], r["method"]): r["us"] for r in lines}
-    rows = ["| layer, tokens a GPU | libraries | dispatched | low latency | fused |", "| --- | --- | --- | --- | --- |"]
-    for name in sorted(
-        dict.fromkeys(n for n, m in newest if m == PLANS["libraries"]), key=lambda n: -int(n.rpartition("-")[2])
-    ):
+    rows = []
+    for name in most_tokens_first(n for n, m in newest if m == PLANS["libraries"]):
         fused = min((us for (n, m), us in newest.items() if n == name and m.startswith("weft fused")), default=None)
         every = [*(newest.get((name, method)) for method in PLANS.values()), fused]
-        model, _, tokens = name.rpartition("-")
-        rows.append(
-            f"| {model}, {int(tokens):,} | " + " | ".join("" if us is None else f"{us:.0f}" for us in every) + " |"
-        )
-    return "\n".join(rows)
+        rows.append([layer_of(name), *("" if us is None else f"{us:.0f}" for us in every)])
+    return grid([LAYER, *PLANS, "fused"], rows)
 
 
 def of_all_plans(results: Path) -> str:
     """Return the runs that time all plans, with balanced routing."""
     parts = []
-    for path in sorted(results.glob("*/moe.jsonl")):
-        lines = [r for r in lines_of(path) if r["zipf"] == 0 and UNGATED not in r["name"]]
+    for machine, every in by_machine(results, "moe.jsonl").items():
+        lines = [r for r in every if r["zipf"] == 0 and UNGATED not in r["name"]]
         if any(r["method"] == PLANS["libraries"] for r in lines):
-            parts.append(f"{lines[0]['world']} GPUs ({path.parent.name}), us:\n\n{plans(lines)}")
+            parts.append(f"{gpus(lines[0]['world'])} ({machine}), us:\n\n{plans(lines)}")
     return "\n\n".join(parts)
 
 
 def page(results: Path) -> str:
     parts = []
-    for path in sorted(results.glob("*/moe.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        every = f"{lines[0]['world']} GPU{'s' * (lines[0]['world'] > 1)} ({path.parent.name})"
+    for machine, lines in by_machine(results, "moe.jsonl").items():
+        where = f"{gpus(lines[0]['world'])} ({machine})"
         for zipf in sorted({r["zipf"] for r in lines}):
             routing = "balanced random routing" if zipf == 0 else f"routing by Zipf's law ({zipf})"
             some = [r for r in lines if r["zipf"] == zipf and UNGATED not in r["name"]]
-            where = f"{every}, {routing}, us"
-            parts.append(f"{where}:\n\n{table(some)}")
+            parts.append(f"{where}, {routing}, us:\n\n{table(some)}")
         ungated = [r for r in lines if UNGATED in r["name"]]
         if ungated:
             setup = "FlashMoE's experts as its paper has them (H = I = 2048, k = 2, GELU of two matrices, not gated)"
-            parts.append(f"{every}, {setup}, us of weft, and of the libraries:\n\n{experts(ungated)}")
+            parts.append(f"{where}, {setup}, us of weft, and of the libraries:\n\n{experts(ungated)}")
     grown = scaling(results)
     return "\n\n".join([*parts, *([f"With as many tokens on each GPU, us:\n\n{grown}"] if grown else [])])
 
@@ -231,28 +214,20 @@ def page(results: Path) -> str:
 def stamps(results: Path) -> str:
     """Return the table of the shares of each task in the one launch of fused calls."""
     kinds = ("sending", "GEMM 1", "GEMM 2", "sums", "own sums")
+    stored = by_machine(results, "moe_stamps.jsonl")
+    newest = {(machine, r["name"], r["method"]): r for machine, lines in stored.items() for r in lines}
     rows = [
-        "| GPUs | layer, tokens a GPU | plan | us | in tasks | " + " | ".join(kinds) + " |",
-        "| --- |" + " --- |" * 9,
-    ]
-    newest: dict[tuple, dict] = {}
-    for path in sorted(results.glob("*/moe_stamps.jsonl")):
-        for line in path.read_text().splitlines():
-            r = json.loads(line)
-            newest[path.parent.name, r["name"], r["method"]] = r
-    for r in newest.values():
-        model, _, tokens = r["name"].rpartition("-")
-        shares = " | ".join(f"{100 * r[kind]:.0f}%" for kind in ("in_tasks", *kinds))
-        rows.append(f"| {r['world']} | {model}, {int(tokens):,} | {r['method']} | {r['us']:.0f} | {shares} |")
-    return "\n".join(rows) if newest else NOT_MEASURED
+        [str(r["world"]), layer_of(r["name"]), r["method"], us_or_empty(r), *(f"{100 * r[kind]:.0f}%" for kind in ("in_tasks", *kinds))]
+        for r in newest.values()
+    ]  # fmt: skip
+    return grid(["GPUs", LAYER, "plan", "us", "in tasks", *kinds], rows) if rows else NOT_MEASURED
 
 
-def in_parts(lines: list[dict]) -> str:
+def in_parts(lines: Rows) -> tuple[str, str]:
     """Return the table with a row for each size and op: us of the library and of weft, their ratio, and weft's share of the
-    limit; means by op."""
-    rows = ["| layer (H, I, E, k) | op | libraries | weft | ratio | limit | of the limit |", "| --- |" + " --- |" * 6]
+    limit; and the means by op."""
     newest = {(r["name"], r["op"], r["method"]): r for r in lines}
-    pairs_by_op: dict[str, list[tuple[float, float]]] = {}
+    rows, pairs_by_op = [], dict[str, list[tuple[float, float]]]()
     for (name, op, method), auto in newest.items():
         library = newest.get((name, op, "library"))
         if method != "auto" or library is None:
@@ -260,28 +235,26 @@ def in_parts(lines: list[dict]) -> str:
         ratio, share = library["us"] / auto["us"], auto["limit_us"] / auto["us"]
         pairs_by_op.setdefault(op, []).append((ratio, share))
         sizes = f"{name} ({auto['K']}, {auto['N']}, {auto['E']}, {auto['top_k']})"
-        rows.append(
-            f"| {sizes} | {op} | {library['us']:.0f} | {auto['us']:.0f} | **{ratio:.2f}x** | {auto['limit_us']:.0f} | {100 * share:.0f}% |"
-        )
+        us = us_or_empty(library), us_or_empty(auto)
+        rows.append([sizes, op, *us, f"**{ratio:.2f}x**", f"{auto['limit_us']:.0f}", f"{100 * share:.0f}%"])
+    means = []
     for op, pairs in pairs_by_op.items():
-        lowest, least = min(ratio for ratio, _ in pairs), min(share for _, share in pairs)
-        rows += [
-            "",
-            f"- `{op}`: geometric mean **{geometric(ratio for ratio, _ in pairs):.2f}x**, lowest {lowest:.2f}x, at least {100 * least:.0f}% of the limit.",
-        ]
-    return "\n".join(rows)
+        ratios, shares = zip(*pairs, strict=True)
+        mean = f"geometric mean **{geometric_mean(ratios):.2f}x**, lowest {min(ratios):.2f}x"
+        means.append(f"- `{op}`: {mean}, at least {100 * min(shares):.0f}% of the limit.")
+    head = ["layer (H, I, E, k)", "op", "libraries", "weft", "ratio", "limit", "of the limit"]
+    return grid(head, rows), "\n\n".join(means)
 
 
 def page_in_parts(results: Path, sizes: bool = True) -> str:
     """Return the section on experts in two parts. sizes: with a line for each size, and not only the means."""
     parts = []
-    for path in sorted(results.glob("*/moe_tensor.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for machine, lines in by_machine(results, "moe_tensor.jsonl").items():
         for world, tokens in sorted({(r["world"], -r["M"]) for r in lines}):
             some = [r for r in lines if r["world"] == world and r["M"] == -tokens]
-            text = in_parts(some)
-            text = text if sizes else "\n".join(line for line in text.splitlines() if line.startswith("- "))
-            parts.append(f"{world} GPUs ({path.parent.name}), {-tokens:,} tokens in all{', us' * sizes}:\n\n{text}")
+            every_size, means = in_parts(some)
+            text = f"{every_size}\n\n{means}" if sizes else means.replace("\n\n", "\n")
+            parts.append(f"{world} GPUs ({machine}), {-tokens:,} tokens in all{', us' * sizes}:\n\n{text}")
             alone = [r["tables_us"] for r in some if "tables_us" in r]
             if alone and sizes:
                 parts.append(
@@ -293,19 +266,16 @@ def page_in_parts(results: Path, sizes: bool = True) -> str:
 def memory_table() -> str:
     """Return the table of MiB per rank for FlashMoE's sizes on 8 GPUs, by tokens per GPU and experts; computed, not
     measured."""
-    ranks = SimpleNamespace(size=8)
-    rows = [
-        "| tokens a GPU | experts | symmetric | tables | experts' rows, worst case | `max_rows` 25% above an even share |",
-        "| --- |" + " --- |" * 5,
-    ]
+    ranks, rows = SimpleNamespace(size=8), []
     for tokens in (4096, 16384):
         for experts in (16, 128):
             layer = Layer(tokens, experts, 2, 2048, 2048, torch.bfloat16)
             worst = memory(ranks, layer, FusedMoe.tile.block_m)  # type: ignore[arg-type]
             even = memory(ranks, replace(layer, max_rows=tokens * 2 * 5 // 4), FusedMoe.tile.block_m)  # type: ignore[arg-type]
-            mib = [f"{n / 2**20:,.0f}" for n in (worst.symmetric, worst.tables, worst.scratch, even.scratch)]
-            rows.append(f"| {tokens:,} | {experts} | " + " | ".join(mib) + " |")
-    return "\n".join(rows)
+            sizes = (worst.symmetric, worst.tables, worst.scratch, even.scratch)
+            rows.append([f"{tokens:,}", str(experts), *(f"{n / 2**20:,.0f}" for n in sizes)])
+    head = ["tokens a GPU", "experts", "symmetric", "tables", "experts' rows, worst case"]
+    return grid([*head, "`max_rows` 25% above an even share"], rows)
 
 
 TRAINED = "library", "weft, keep nothing", "weft, keep rows", "weft, keep activation"
@@ -315,28 +285,18 @@ def training(results: Path, backward: bool = False) -> str:
     """Return the table with a row for each layer: us and TFLOP/s a GPU of each method, of forward and backward pass. backward: also of
     the backward pass alone."""
     parts = []
-    for path in sorted(results.glob("*/moe_training.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    head = [LAYER, *["pass"] * backward, "libraries", *(m.removeprefix("weft, ") for m in TRAINED[1:])]
+    for machine, lines in by_machine(results, "moe_training.jsonl").items():
         newest = {(r["name"], r["op"], r["method"]): r for r in lines}
-        heads = [
-            "layer, tokens a GPU",
-            *["pass"] * backward,
-            "libraries",
-            *(m.removeprefix("weft, ") for m in TRAINED[1:]),
-        ]
-        rows = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
+        rows = []
         for name, op in dict.fromkeys((r["name"], r["op"]) for r in lines if backward or r["op"] != "moe_backward"):
             stored = (newest.get((name, op, method)) for method in TRAINED)
             cells = ["" if r is None else f"{r['us']:.0f} us, {r['tflops']:.0f}" for r in stored]
             passes = "backward" if op == "moe_backward" else "forward and backward"
             layer = name.replace("-tensor-", ", columns over ranks, ") if "-tensor-" in name else name
-            rows.append(f"| {' | '.join([layer, *[passes] * backward, *cells])} |")
-        parts.append(f"{lines[0]['world']} GPUs ({path.parent.name}):\n\n" + "\n".join(rows))
+            rows.append([layer, *[passes] * backward, *cells])
+        parts.append(f"{gpus(lines[0]['world'])} ({machine}):\n\n{grid(head, rows)}")
     return "\n\n".join(parts)
-
-
-def between(text: str, begin: str, end: str, block: str) -> str:
-    return f"{text.split(begin)[0]}{begin}\n{block}\n{end}{text.split(end)[1]}"
 
 
 def filled(text: str, results: Path) -> str:

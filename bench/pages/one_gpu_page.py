@@ -7,13 +7,13 @@ The newest row of a name, method and routing counts, which is the last in the fi
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import geometric_mean
 
 from bench.measure.moe import MEMORY, RATE
 from bench.pages.report import HASH
+from bench.pages.tables import Rows, by_machine, grid, lines_of
 
 Ratios = dict[int, dict[str, float]]  # by number of tokens and model
 
@@ -23,15 +23,6 @@ LIBRARIES = ("torch", "torch compiled", "vllm", "quack")
 METHODS = (*LIBRARIES, "weft", ONE_LAUNCH)
 TITLES = {"vllm": "vLLM", "quack": "quack"}
 BELOW = 0.995  # a smaller ratio is shown as 0.99x or less
-
-
-def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def geometric(ratios: Iterable[float]) -> float:
-    known = list(ratios)
-    return math.exp(sum(map(math.log, known)) / len(known))
 
 
 def by_tokens(names: Iterable[str]) -> list[str]:
@@ -47,12 +38,12 @@ def ratios_over(us: dict[str, float], weft: dict[str, float]) -> Ratios:
     return ratios
 
 
-def times(lines: list[dict], method: str) -> dict[str, float]:
+def times(lines: Rows, method: str) -> dict[str, float]:
     """Return the us by name, with uniform routing."""
     return {r["name"]: r["us"] for r in lines if r["zipf"] == 0 and r["method"] == method}
 
 
-def fastest_library(lines: list[dict]) -> dict[str, tuple[float, str]]:
+def fastest_library(lines: Rows) -> dict[str, tuple[float, str]]:
     """Return the us of the fastest library and its name, by name of the size."""
     fastest: dict[str, tuple[float, str]] = {}
     for method in LIBRARIES:
@@ -61,12 +52,12 @@ def fastest_library(lines: list[dict]) -> dict[str, tuple[float, str]]:
     return fastest
 
 
-def beside_fastest(lines: list[dict]) -> Ratios:
+def beside_fastest(lines: Rows) -> Ratios:
     """Return how many times as fast weft is as the fastest library of each size."""
     return ratios_over({name: us for name, (us, _) in fastest_library(lines).items()}, times(lines, "weft"))
 
 
-def one_gpu(lines: list[dict], method: str) -> Ratios:
+def one_gpu(lines: Rows, method: str) -> Ratios:
     """Return weft's speedup over the method."""
     return ratios_over(times(lines, method), times(lines, "weft"))
 
@@ -75,13 +66,12 @@ def one_gpu_table(results: Path) -> str:
     """Return a table for each GPU, the GPU with most libraries first: the ratios over each library's time, and over the
     fastest's."""
     parts = []
-    for path in sorted(results.glob("*/moe_one_gpu.jsonl")):
-        lines = lines_of(path)
+    for machine, lines in by_machine(results, "moe_one_gpu.jsonl").items():
         over = {title: one_gpu(lines, method) for method, title in TITLES.items()}
         named = {title: ratios for title, ratios in over.items() if ratios}
         if named:
             commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(r["commit"][:HASH] for r in lines))
-            gpu = f"{path.parent.name.rpartition('-x')[0]}, {commits}"
+            gpu = f"{machine.rpartition('-x')[0]}, {commits}"
             remarks = " ".join(filter(None, (below(lines), skewed(lines))))
             text = f"{gpu}:\n\n{ratio_rows(named, beside_fastest(lines))}\n\n{remarks}"
             parts.append((-len(named), text.rstrip()))
@@ -93,13 +83,13 @@ def ratio_rows(over: dict[str, Ratios], fastest: Ratios) -> str:
     fastest library of a size, with the least of these."""
     columns = over | ({"the fastest": fastest} if len(over) > 1 else {})
     heads = ["tokens", *(f"over {title}" for title in columns), "least"]
-    rows = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
+    rows = []
     for tokens, ratios in sorted(fastest.items()):
         means = [column.get(tokens) for column in columns.values()]
-        cells = [f"**{geometric(mean.values()):.2f}x**" if mean else "" for mean in means]
+        cells = [f"**{geometric_mean(mean.values()):.2f}x**" if mean else "" for mean in means]
         least, model = min((ratio, model) for model, ratio in ratios.items())
-        rows.append(f"| {' | '.join([f'{tokens:,}', *cells, f'{least:.2f}x ({model})'])} |")
-    return "\n".join(rows)
+        rows.append([f"{tokens:,}", *cells, f"{least:.2f}x ({model})"])
+    return grid(heads, rows)
 
 
 def weight_bytes(row: dict, matrices: int = 3) -> int:
@@ -118,7 +108,7 @@ def teraflop(row: dict) -> float:
     return float(row["M"] * row["top_k"] * weight_bytes(row) / 1e12)  # 2 for each element, which has 2 bytes
 
 
-def skewed(lines: list[dict]) -> str:
+def skewed(lines: Rows) -> str:
     """Return the range of the ratios over the fastest library where Zipf's law routes, by number of tokens; "" if none were measured."""
     ratios = beside_fastest([r | dict(zipf=0) for r in lines if r["zipf"] != 0])
     parts = [
@@ -138,7 +128,7 @@ def spread(values: Iterable[float]) -> str:
     return known[0] if known[0] == known[-1] else f"{known[0]} to {known[-1]}"
 
 
-def below(lines: list[dict]) -> str:
+def below(lines: Rows) -> str:
     """Return the sentence on the sizes that are below 1.0x beside the fastest library: what bounds them, and the rates
     of both."""
     library, sizes = fastest_library(lines), {r["name"]: r for r in lines if r["zipf"] == 0}
@@ -169,28 +159,27 @@ def firsts(pairs: dict[str, tuple[float, str]]) -> dict[str, float]:
 def one_gpu_sizes(results: Path) -> str:
     """Return the us by size and method, in a table for each GPU and routing."""
     parts = []
-    for path in sorted(results.glob("*/moe_one_gpu.jsonl")):
-        lines = lines_of(path)
+    for machine, lines in by_machine(results, "moe_one_gpu.jsonl").items():
         for zipf in sorted({r["zipf"] for r in lines}):
             routing = "" if zipf == 0 else f", routing by Zipf's law ({zipf})"
             table = one_gpu_rows([r for r in lines if r["zipf"] == zipf])
-            parts.append(f"{path.parent.name}{routing}, us:\n\n{table}")
+            parts.append(f"{machine}{routing}, us:\n\n{table}")
     return "\n\n".join(parts)
 
 
-def one_gpu_rows(lines: list[dict]) -> str:
+def one_gpu_rows(lines: Rows) -> str:
     us = {(r["name"], r["method"]): r["us"] for r in lines}
     commits = {r["name"]: r["commit"][:HASH] for r in lines if r["method"] == "weft"}
     methods = [m for m in METHODS if any(method == m for _, method in us)]
     over = [m for m in ("vllm", "quack") if m in methods]
     heads = ["layer, tokens", *methods, *(f"{m} / weft" for m in over), "commit"]
-    rows = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
+    rows = []
     for name in sorted({n for n, _ in us}, key=lambda n: (n.rpartition("-")[0], int(n.rpartition("-")[2]))):
         cells = [f"{us[name, m]:.0f}" if (name, m) in us else "" for m in methods]
         pairs = [(us.get((name, m)), us.get((name, "weft"))) for m in over]
         cells += [f"{library_us / weft_us:.2f}x" if library_us and weft_us else "" for library_us, weft_us in pairs]
-        rows.append(f"| {name} | {' | '.join([*cells, f'`{commits[name]}`'])} |")
-    return "\n".join(rows)
+        rows.append([name, *cells, f"`{commits[name]}`"])
+    return grid(heads, rows)
 
 
 # By the title of the row: its method in moe_launches.jsonl, in sm_active.jsonl and in moe_one_gpu.jsonl.
@@ -218,14 +207,14 @@ def launches(results: Path) -> str:
         timed = counted[-1]
         heads = [f"kernels, {tokens_of(name)}" for name in counted] + [f"SMs active, {tokens_of(n)}" for n in watched]
         heads = [f"{LAUNCHED}, tokens", *heads, f"us, {tokens_of(timed)}"]
-        rows = [f"| {' | '.join(heads)} |", "| --- |" + " --- |" * (len(heads) - 1)]
+        rows = []
         for title, (launched, profiled, method) in LAUNCHES.items():
             counts = [kernels[name, launched] for name in counted]
             cells = [f"{r['kernels']}" + f" + {r['copies']}" * (r["copies"] > 0) for r in counts]
             cells += [f"{100 * active[n, profiled]:.1f}%" if (n, profiled) in active else "" for n in watched]
             us = times(lines, method).get(timed)
-            rows.append(f"| {' | '.join([title, *cells, '' if us is None else f'{us:.0f}'])} |")
-        parts.append("\n".join([*rows, "", beside_auto(lines)]))
+            rows.append([title, *cells, "" if us is None else f"{us:.0f}"])
+        parts.append(f"{grid(heads, rows)}\n\n{beside_auto(lines)}")
     return "\n\n".join(parts)
 
 
@@ -233,7 +222,7 @@ def tokens_of(name: str) -> str:
     return f"{int(name.rpartition('-')[2]):,}"
 
 
-def beside_auto(lines: list[dict]) -> str:
+def beside_auto(lines: Rows) -> str:
     """Return the sentence on the time of one launch over that of "auto", by number of tokens."""
     over = ratios_over(times(lines, ONE_LAUNCH), times(lines, "weft"))
     ends = [(tokens, [100 * (r - 1) for r in ratios.values()]) for tokens, ratios in over.items()]

@@ -6,7 +6,7 @@ here runs on GPUs: the same results give the same pages, and a test compares the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -51,14 +51,14 @@ def measurements() -> str:
 
 def planner() -> str:
     digests = "\n".join([predict.digest(predict.runs_of(machines())), simulate.digest()]).rstrip()
-    return moe_page.between((ROOT / "docs/planner.md").read_text(), tables.BEGIN, tables.END, digests)
+    return filled("docs/planner.md", digests)
 
 
 def predictions() -> str:
     return "# Predictions\n\n" + "\n".join([predict.chapter(predict.runs_of(machines())), simulate.chapter()])
 
 
-def tables_of(machine: str) -> str:
+def every_size(machine: str) -> str:
     return report.chapter(machine, report.load_all(RESULTS)[machine])
 
 
@@ -67,18 +67,22 @@ def machines() -> list[str]:
 
 
 def readme() -> str:
-    figures = ["", front.figures(RESULTS), "", front.one_gpu(RESULTS), ""]
-    text = report.between_marks((ROOT / "README.md").read_text(), figures)
-    return moe_page.between(text, tables.BEGIN, tables.END, front.doors(RESULTS))
+    figures = f"\n{front.figures(RESULTS)}\n\n{front.one_gpu(RESULTS)}"
+    text = filled("README.md", figures, report.BEGIN, report.END)
+    return tables.between(text, tables.BEGIN, tables.END, front.doors(RESULTS))
 
 
-def marked(name: str, *made_of: tuple[str, Callable[[tables.Rows], str]]) -> str:
-    text = "\n\n".join(filter(None, (tables.page(RESULTS, file, table) for file, table in made_of)))
-    return moe_page.between((ROOT / name).read_text(), tables.BEGIN, tables.END, text)
+def page_of(head: str, *made_of: tuple[str, Callable[[tables.Rows], str]]) -> str:
+    """Return a page that consists of tables, each with the machines that have its file."""
+    return f"{head}{tables_of(made_of)}\n"
 
 
-def filled(name: str, text: str, begin: str = tables.BEGIN) -> str:
-    return moe_page.between((ROOT / name).read_text(), begin, tables.END, text)
+def tables_of(made_of: Iterable[tuple[str, Callable[[tables.Rows], str]]]) -> str:
+    return "\n\n".join(filter(None, (tables.page(RESULTS, file, table) for file, table in made_of)))
+
+
+def filled(name: str, text: str, begin: str = tables.BEGIN, end: str = tables.END) -> str:
+    return tables.between((ROOT / name).read_text(), begin, end, text)
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -88,35 +92,24 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/batch-invariance.md": lambda: filled("docs/batch-invariance.md", ways.batch_invariance(RESULTS)),
     "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
     moe_page.TABLES: lambda: moe_page.chapter(RESULTS),
-    "docs/fp8.md": lambda: marked("docs/fp8.md", *fp8_page.TABLES),
-    "bench/results/attention.md": lambda: (
-        tables.ATTENTION + tables.page(RESULTS, "attention.jsonl", tables.attention) + "\n"
-    ),
+    "docs/fp8.md": lambda: filled("docs/fp8.md", tables_of(fp8_page.TABLES)),
+    "bench/results/attention.md": lambda: page_of(tables.ATTENTION, ("attention.jsonl", tables.attention)),
     "docs/guide.md": lambda: filled("docs/guide.md", quack_page.digest(RESULTS)),
     quack_page.TABLES: lambda: quack_page.chapter(RESULTS),
     "docs/papers.md": lambda: filled("docs/papers.md", papers_page.table(RESULTS)),
     "docs/tested.md": lambda: filled("docs/tested.md", hardware_page.record(), hardware_page.RECORD),
-    "bench/results/transformers.md": lambda: (
-        tables.TRANSFORMERS
-        + "\n\n".join(
-            [
-                tables.page(RESULTS, "hf.jsonl", tables.transformers),
-                tables.page(RESULTS, "hf_moe.jsonl", tables.mixtures),
-                "",
-            ]
-        )
+    "bench/results/transformers.md": lambda: page_of(
+        tables.TRANSFORMERS, ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)
     ),
-    suites_page.TABLE: lambda: (
-        suites_page.TITLE + tables.page(RESULTS, "torch_suites.jsonl", suites_page.suites) + "\n"
-    ),
-    "docs/vllm.md": lambda: marked("docs/vllm.md", ("vllm_serving.jsonl", vllm_page.serving)),
+    suites_page.TABLE: lambda: page_of(suites_page.TITLE, ("torch_suites.jsonl", suites_page.suites)),
+    "docs/vllm.md": lambda: filled("docs/vllm.md", tables_of([("vllm_serving.jsonl", vllm_page.serving)])),
     vllm_page.TABLES: lambda: vllm_page.chapter(RESULTS),
-    "bench/results/models.md": lambda: tables.MODELS + tables.page(RESULTS, "models.jsonl", tables.models) + "\n",
+    "bench/results/models.md": lambda: page_of(tables.MODELS, ("models.jsonl", tables.models)),
     "docs/api.md": lambda: api_page.filled((ROOT / "docs/api.md").read_text()),
     "docs/hardware.md": lambda: filled("docs/hardware.md", hardware_page.tables(), hardware_page.BEGIN),
     "README.md": readme,
     signaled_page.TABLES: lambda: signaled_page.chapter(signaled_page.machines(), signaled_page.sms()),
-    **{report.table_name(name): partial(tables_of, name) for name in report.new(report.load_all(RESULTS))},
+    **{report.table_name(name): partial(every_size, name) for name in report.new(report.load_all(RESULTS))},
 }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import geometric_mean
 
-from bench.pages import front, moe_page, one_gpu_page, report, signaled_page, ways
+from bench.pages import front, moe_page, report, signaled_page, ways
 from bench.pages.tables import grid
 
 
@@ -35,12 +36,7 @@ def tilelink(results: Path) -> str:
 def flashoverlap() -> str:
     """Return weft's figures beside FlashOverlap's, for the best plans by copies and by NCCL: share of the bound, and the largest
     speedup over cuBLAS + NCCL."""
-    goals: list[list[str]] = []
-    machines = signaled_page.machines()
-    for op in (signaled_page.AR, signaled_page.RS, signaled_page.A2A):
-        cases = {machine: signaled_page.cases(rows, "ops", op) for machine, rows in machines.items()}
-        worlds = {machine: rows[0]["world"] for machine, rows in machines.items()}
-        goals += signaled_page.op_table(op, {m: c for m, c in cases.items() if c}, worlds, signaled_page.sms())[1]
+    _, goals = signaled_page.every_op(signaled_page.machines(), signaled_page.sms())
     figures = []
     for mover in ("NCCL", "copies"):
         lines = [line for line in goals if line[2] == mover]
@@ -72,7 +68,7 @@ def flashmoe(results: Path) -> str:
     cells = [line.split("|")[2:6] for line in moe_page.of_all_plans(results).splitlines() if line.count("|") == 6]
     us = [[float(cell) if cell.strip() else None for cell in row] for row in cells[2:]]
     over = [[row[index] / row[3] for row in us if row[index] and row[3]] for index in (0, 1)]  # type: ignore[operator]
-    means = [f"{one_gpu_page.geometric(ratios):.2f}x" for ratios in over]
+    means = [f"{geometric_mean(ratios):.2f}x" for ratios in over]
     return f"plan `fused` over NCCL and torch's grouped GEMM {means[0]}, over `dispatched` {means[1]} (2 GPUs, {len(over[0])} sizes)"
 
 

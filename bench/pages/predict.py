@@ -13,6 +13,7 @@ from statistics import fmean
 from bench.common import stored
 from bench.measure.predictions import COPIES, LABELS, SHAPES
 from bench.pages import svg
+from bench.pages.tables import grid, lines_of
 from weft.planner.probes.common import SIZES
 from weft.planner.search import brief
 from weft.planner.table import GAIN
@@ -21,7 +22,7 @@ from weft.plans import KINDS, Plan
 
 @dataclass(frozen=True)
 class Point:
-    """One measured call and its prediction. source: the run that predicted it. tags: why it was measured."""
+    """One measured call and its prediction. source: the run that predicted it."""
 
     source: str
     op: str
@@ -30,7 +31,6 @@ class Point:
     plan: str
     us: float
     predicted: float
-    tags: tuple[str, ...] = ()
 
     @property
     def error(self) -> float:
@@ -51,11 +51,8 @@ def tuned(machine: str) -> dict[str, list[Point]]:
     points: dict[str, list[Point]] = {}
     for path in sorted((stored.RESULTS / machine / "predictions").glob("*.jsonl"), key=lambda path: path.stem):
         points[path.stem] = [
-            Point(
-                path.stem, r["op"], (r["M"], r["N"], r["K"]), r["world"], json.dumps(r["plan"], sort_keys=True), r["us"], r["predicted"],
-                tuple(r["tags"]),
-            )
-            for r in map(json.loads, path.read_text().splitlines())
+            Point(path.stem, r["op"], (r["M"], r["N"], r["K"]), r["world"], json.dumps(r["plan"], sort_keys=True), r["us"], r["predicted"])
+            for r in lines_of(path)
             if (r["M"], r["N"], r["K"]) not in seen[r["op"]]
         ]  # fmt: skip
     return points
@@ -72,11 +69,6 @@ RUNS = {  # by run: which predictor, profile and shapes
     "predictions-x4-5": "the same shapes on 4 GPUs, calls of ops timed just before",
     "predictions-x4-6": "other shapes, from the same profile, of another machine of that kind",
 }
-
-
-def table(head: Sequence[str], lines: Iterable[Sequence[str]], text: int = 1) -> str:
-    align = [":---" if i < text else "---:" for i in range(len(head))]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, align, *lines)) + "\n"
 
 
 def percent(x: float) -> str:
@@ -101,7 +93,7 @@ def errors(runs: dict[str, list[Point]]) -> str:
             cells += [str(len(e)), *judged]
         lines.append([kind, op, *cells])
     head = [t for name in runs for t in (f"{short(name)}: calls", "mean error", "90% below", "bias")]
-    return table(["kind", "op", *head], lines, 2)
+    return grid(["kind", "op", *head], lines, 2)
 
 
 def short(run: str) -> str:
@@ -160,7 +152,7 @@ def choices(points: Sequence[Point]) -> str:
             lines.append([op, size, str(c.count), *cells, percent(c.best / c.chosen), *plans])
     text += f"Where it is below 99% ({len(lines)}):\n\n"
     head = ["op", "M×N×K", "plans", "sequential us", "best us", "chosen us", "of the best"]
-    return text + table([*head, "best plan", "chosen plan"], lines, 1)
+    return text + grid([*head, "best plan", "chosen plan"], lines, 1) + "\n"
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
@@ -193,7 +185,7 @@ def summary(runs: dict[str, list[Point]]) -> str:
         lines.append([name, str(points[0].world), str(len(points)), *cells, percent(fmean(best)), percent(min(best))])
     head = ["run", "GPUs", "calls", *kinds, "choice of the best", "least"]
     notes = "".join(f"- **{name}**: {RUNS[name]}.\n" for name in runs if name in RUNS)
-    return f"{table(head, lines, 1)}\n{notes}"
+    return f"{grid(head, lines, 1)}\n\n{notes}"
 
 
 def runs_of(machines: Iterable[str]) -> dict[str, list[Point]]:
@@ -209,7 +201,7 @@ def digest(runs: dict[str, list[Point]]) -> str:
 
 def chapter(runs: dict[str, list[Point]]) -> str:
     text = f"## How well it predicts\n\n{INTRODUCTION}\n{summary(runs)}\n### Errors\n\n"
-    text += f"{errors(runs)}\n### Choices\n\n"
+    text += f"{errors(runs)}\n\n### Choices\n\n"
     text += "".join(f"**{name}**. {choices(points)}\n" for name, points in runs.items())
     return text
 

@@ -12,11 +12,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from rich.table import Table
 
 from bench.pages import svg
+from bench.pages.tables import grid
 from weft.errors import WeftError
 
 # A peer's method begins with its library's name; the others are weft's, named by plan or by what they leave out.
@@ -36,7 +38,7 @@ PLOTTED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "p
 FEW = 512  # tokens: calls of at most so many have a mean of their own
 SINCE = "2026-11-21"  # machines that were measured only before stand in docs/measurements.md and not in the README
 HASH = 8  # letters of a commit on a page
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # the README's marks
 NEEDED = ("op", "name", "world", "mode", "method", "us", "commit", "date")
 
 Row = dict[str, Any]
@@ -66,10 +68,6 @@ class Case:
     def of_limit(self) -> float | None:
         us, limit = self.us("auto"), self.field("limit_us")
         return limit / us if us and limit else None
-
-    def best(self, methods: Iterable[str]) -> str | None:
-        """Return the fastest of `methods` that was measured here."""
-        return min((m for m in methods if m in self.rows), key=lambda m: self.rows[m]["us"], default=None)
 
     @property
     def peers(self) -> list[str]:
@@ -122,7 +120,7 @@ def _distinct(rows: Sequence[Row], key: str, order: Sequence[Any] = ()) -> list[
 def mean(values: Iterable[float | None]) -> float | None:
     """Return the geometric mean of the values that are not None; None if there is no such value."""
     known = [v for v in values if v]
-    return math.exp(sum(map(math.log, known)) / len(known)) if known else None
+    return geometric_mean(known) if known else None
 
 
 def plan_kind(plan: str | None) -> str:
@@ -153,11 +151,6 @@ def _percent(value: float | None) -> str:
     return f"{100 * value:.0f}%" if value else "–"
 
 
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]], text_columns: int = 1) -> list[str]:
-    align = [":---" if i < text_columns else "---:" for i in range(len(head))]
-    return ["| " + " | ".join(cells) + " |" for cells in (head, align, *lines)]
-
-
 def _by_size(shapes: Iterable[Case]) -> dict[str, list[Case]]:
     """Return the cases of many tokens and those of few, by the end of their title. A mean over both would hide the latter."""
     sizes: dict[str, list[Case]] = {"": [], f", ≤{FEW} tokens": []}
@@ -179,7 +172,7 @@ def _families(op: str, shapes: list[Case]) -> list[tuple[str, list[Case]]]:
     return list(families.items())
 
 
-def _case_table(graphs: dict[str, Case], eager: dict[str, Case]) -> list[str]:
+def _case_table(graphs: dict[str, Case], eager: dict[str, Case]) -> str:
     """Return the table of shapes in CUDA graphs (or in the only mode that was measured), and in further columns the same calls
     launched one by one."""
     shapes = {name: graphs.get(name, Case(name, {})) for name in sorted(graphs.keys() | eager.keys(), key=_natural)}
@@ -212,7 +205,7 @@ def _case_table(graphs: dict[str, Case], eager: dict[str, Case]) -> list[str]:
             launched = eager.get(name, Case(name, {}))
             line += [*_gain(launched), *(_x(launched.ratio(p)) for p in peers)]
         lines.append(line)
-    return _table(head, lines, text_columns=2 if sized else 1)
+    return grid(head, lines, 2 if sized else 1)
 
 
 def _gain(case: Case) -> list[str]:
@@ -251,7 +244,7 @@ def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
     for axes, mode in zip(figure.subplots(len(modes), 1, squeeze=False)[:, 0], modes, strict=True):
         shapes = cases(rows, op, world, mode)
         x = range(len(shapes))
-        peer = [c.ratio(c.best(c.peers) or "") or 0 for c in shapes]
+        peer = [max((c.ratio(p) or 0 for p in c.peers), default=0) for c in shapes]
         auto = [c.ratio("auto") or 0 for c in shapes]
         limit = [(c.us("sequential") or 0) / (c.field("limit_us") or math.inf) for c in shapes]
         if any(peer):
@@ -343,7 +336,7 @@ def chapter(machine: str, rows: Sequence[Row]) -> str:
             text.append(f"## {OPS.get(op, op)}, {world} GPUs\n")
             modes = [m for m in _distinct(rows, "mode", tuple(MODES)) if cases(rows, op, world, m)]
             graphs, *eager = ({c.name: c for c in cases(rows, op, world, mode)} for mode in modes)
-            text += [*_case_table(graphs, eager[0] if eager else {}), ""]
+            text += [_case_table(graphs, eager[0] if eager else {}), ""]
     return "\n".join(text)
 
 
@@ -382,12 +375,4 @@ def means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> list[list[st
 def table_of_means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> str:
     """Return one machine's table of means. layers: further lines."""
     head = ["times as fast as", "CUDA graph", "eager", "best other library", "lowest of all sizes", "measured"]
-    return "\n".join(_table(head, means(rows, layers)))
-
-
-def between_marks(text: str, lines: Sequence[str]) -> str:
-    """Return the README with this block."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise WeftError(f"README.md must hold {BEGIN} and {END} once each")
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + "\n" + "\n".join(lines) + END + rest.split(END)[1]
+    return grid(head, means(rows, layers), 1)

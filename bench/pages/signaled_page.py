@@ -16,7 +16,8 @@ from textwrap import fill
 from typing import Any
 
 from bench.pages import svg
-from bench.pages.report import OPS, _percent, _table, _us, _x, mean
+from bench.pages.report import OPS, _percent, _us, _x, mean
+from bench.pages.tables import grid, lines_of
 from weft.planner.profile import shipped
 from weft.plans import Plan, Signaled
 from weft.transport.signals import schedule
@@ -30,7 +31,7 @@ TILES = ", tiles"
 SHADES = ("#b9c0ca", "#8fa9cc", "#3b6fb6", "#1d3a63")
 
 EARLIER = {  # by machine: changes since its rows of ops
-    "nvidia-h200-x4": "On 4 GPUs two plans moved by copies have [changed since](../../docs/design-notes.md#signals): all-reduce and all-to-all."
+    "nvidia-h200-x4": "On 4 GPUs the all-to-all by copies has [changed since](../../docs/design-notes.md#signals)."
 }
 
 Row = dict[str, Any]
@@ -46,18 +47,14 @@ INTRODUCTION = (
 
 # -- rows
 def load(folder: Path) -> list[Row]:
-    return [
-        json.loads(line) | {"run": path.stem}
-        for path in sorted(folder.glob("*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
+    return [row | {"run": path.stem} for path in sorted(folder.glob("*.jsonl")) for row in lines_of(path)]
 
 
-def cases(rows: Sequence[Row], part: str, op: str | None = None, mode: str = "graph") -> Cases:
-    """Return, by shape, the rows by method of the last run that has the shape."""
+def cases(rows: Sequence[Row], part: str, op: str | None = None) -> Cases:
+    """Return, by shape, the rows by method of the last run that has the shape, in CUDA graphs."""
     rows_by_size: Cases = {}
     for row in rows:
-        if (row["part"], row.get("op"), row.get("mode")) == (part, op, mode):
+        if (row["part"], row.get("op"), row.get("mode")) == (part, op, "graph"):
             size = row["M"], row["N"], row.get("K", 0)
             if any(earlier["run"] != row["run"] for earlier in rows_by_size.get(size, {}).values()):
                 del rows_by_size[size]
@@ -73,6 +70,10 @@ def overhead(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f}%"
 
 
+def mean_and_most(ratios: list[float]) -> list[str]:
+    return [overhead(fmean(ratios)), overhead(max(ratios))]
+
+
 def listed(names: Iterable[str]) -> str:
     *leading, last = names
     return f"{', '.join(leading)} and {last}" if leading else last
@@ -81,18 +82,16 @@ def listed(names: Iterable[str]) -> str:
 TABLES = "bench/results/signaled.md"
 
 
-def blocks(*parts: str | list[str]) -> str:
-    """Return paragraphs, images and tables (lists of lines)."""
+def blocks(*parts: str) -> str:
+    """Return paragraphs, wrapped, and images and tables as they are."""
     return "\n\n".join(map(block, filter(None, parts))) + "\n"
 
 
-def block(part: str | list[str]) -> str:
-    if isinstance(part, list):
-        return "\n".join(part)
-    return part if part.startswith("![") else fill(part, 120, break_long_words=False, break_on_hyphens=False)
+def block(part: str) -> str:
+    return part if part.startswith(("![", "|")) else fill(part, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def section(title: str, *parts: str | list[str], level: int = 3) -> str:
+def section(title: str, *parts: str, level: int = 3) -> str:
     return f"\n{'#' * level} {title}\n\n" + blocks(*parts)
 
 
@@ -120,21 +119,13 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
     for name in sorted(signaled, key=ctas):
         overheads, library = ratios_to(name), ratios_to(name, "cublas")
         under = sum(r - 1 < GEMM_GOAL for r in overheads)
-        lines.append(
-            [
-                title(name),
-                str(ctas(name)),
-                overhead(fmean(overheads)),
-                overhead(max(overheads)),
-                f"{under} of {len(overheads)}",
-            ]
-            + [overhead(fmean(library)), overhead(max(library))]
-        )
+        cells = [title(name), str(ctas(name)), *mean_and_most(overheads), f"{under} of {len(overheads)}"]
+        lines.append([*cells, *mean_and_most(library)])
     for name in (f"plain, {c} CTAs left" for c in sorted({0} | {ctas(n) for n in signaled})):
         library = ratios_to(name, "cublas")
         if library:
             left = name.split(", ")[1].split()[0]
-            lines.append(["none, without signals", left, "", "", "", overhead(fmean(library)), overhead(max(library))])
+            lines.append(["none, without signals", left, "", "", "", *mean_and_most(library)])
     usual_tile = Signaled.tile
     whole = {
         c: sum(-(-m // usual_tile.block_m) * -(-n // usual_tile.block_n) % (sms - c) == 0 for m, n, _ in us)
@@ -150,7 +141,7 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
         "The GEMM with reordering and signals",
         "*Overhead* is beside the same main loop and epilogue on as many SMs, to ordinary rows and without signals; *beside cuBLAS* "
         "is beside cuBLAS on all SMs. Nothing else ran.",
-        _table(["GEMM of", "SMs left", "overhead", "most", f"under {GEMM_GOAL:.0%}", "beside cuBLAS", "most"], lines),
+        grid(["GEMM of", "SMs left", "overhead", "most", f"under {GEMM_GOAL:.0%}", "beside cuBLAS", "most"], lines, 1),
         f"Goal: under {GEMM_GOAL:.0%}; the paper: 0.07 to 0.7%. **{reached}**: with the default groups the mean is "
         f"{overhead(fmean(usual))} and the most {overhead(max(usual))};\n{under} of {len(usual)} GEMMs stay under {GEMM_GOAL:.0%}. "
         f"The least is {overhead(min(usual))}, so differences of that size are not all overhead.",
@@ -168,13 +159,13 @@ def by_k(us: dict[Size, dict[str, float]], names: Sequence[str], base: str) -> s
 
 
 # -- ops
-def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int, tiled: bool) -> tuple[int, ...]:
+def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int) -> tuple[int, ...]:
     """Return the tiles at which groups end, as `ops/matmul_reduce/signaled.py` divides them; for an all-to-all, those
     of M rows on each rank."""
     owners = world if op == RS and not plan.copies else 1
     tiles_n, programs = -(-n // plan.tile.block_n), sms - plan.ctas
     tiles = owners * -(-(m // owners) // plan.tile.block_m) * tiles_n
-    in_order = n % 8 == 0 and ((op == AR and not tiled) or (op == RS and plan.copies))
+    in_order = n % 8 == 0 and (op == AR or (op == RS and plan.copies))
     unit = max(1, min(plan.tile.group_m, programs // tiles_n)) * tiles_n if in_order else 1
     return schedule(tiles, programs, plan.groups, owners, unit).bounds
 
@@ -191,7 +182,7 @@ def judged(op: str, size: Size, row: Row, sms: int) -> tuple[float, float]:
     each group."""
     plan = Plan.from_json(json.dumps(row["plan"]))
     assert isinstance(plan, Signaled)
-    ends = bounds(op, *size[:2], row["world"], plan, sms, row["method"].endswith(TILES))
+    ends = bounds(op, *size[:2], row["world"], plan, sms)
     tiles, programs = ends[-1], sms - plan.ctas
     waves = (0, min(tiles, programs), (tiles - 1) // programs * programs, tiles)
     own_last = op == RS and plan.copies
@@ -252,7 +243,10 @@ class Family:
 def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: int) -> tuple[str, list[list[str]]]:
     """Return the section of one op with a column group for each machine, and the rows that compare its plans with the
     goal."""
-    families = {machine: [Family("NCCL", False), Family("copies", True)] for machine in machines}
+    families = {
+        machine: [f for f in (Family("NCCL", False), Family("copies", True)) if any(fastest(r, f.copies) for r in by_size.values())]
+        for machine, by_size in machines.items()
+    }  # fmt: skip
     lines = []
     for size in dict.fromkeys(size for machine_cases in machines.values() for size in machine_cases):
         cells = [shape_text(size)]
@@ -269,10 +263,10 @@ def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: i
         head.append(f"{worlds[machine]} GPUs: cuBLAS + NCCL")
         head += [t for f in families[machine] for t in (f"by {f.title}", "of its bound")]
     goals = [f.judgement(op, worlds[m]) for m, of_machine in families.items() for f in of_machine if f.speedups]
-    return section(OPS[op], _table(head, lines), level=4), goals
+    return section(OPS[op], grid(head, lines, 1), level=4), goals
 
 
-def ablations(cases_by_op: CasesByOp) -> list[str]:
+def ablations(cases_by_op: CasesByOp) -> str:
     """Return the table of the mean time with fixed groups over that with the default groups, and of the best fixed
     groups of each shape."""
     lines, usual = [], f"default, {EQUAL} CTAs"
@@ -286,7 +280,7 @@ def ablations(cases_by_op: CasesByOp) -> list[str]:
             min(by_method[n]["us"] for n in FIXED if n in by_method) / by_method[usual]["us"] for by_method in tried
         )
         lines.append([OPS[op], str(world), *cells, _x(best)])
-    return _table(["op", "GPUs", *FIXED, "best of these"], lines)
+    return grid(["op", "GPUs", *FIXED, "best of these"], lines, 1)
 
 
 def plot(cases_by_op: dict[str, Cases], world: int, path: Path) -> None:
@@ -328,36 +322,28 @@ def explained() -> str:
     )
 
 
-def ops(machines: dict[str, list[Row]], sms: int) -> str:
-    by_machine = {machine: op_cases(rows) for machine, rows in machines.items()}
+def every_op(machines: dict[str, list[Row]], sms: int) -> tuple[str, list[list[str]]]:
+    """Return the sections of all ops, and the rows that compare their plans with the goal."""
     worlds = {machine: rows[0]["world"] for machine, rows in machines.items()}
-    goals: list[list[str]] = []
-    text = blocks(
-        *(measured([r for r in rows if r["part"] == "ops"]) for rows in machines.values()),
-        *(EARLIER[machine] for machine in machines if machine in EARLIER),
-    )
+    by_machine = {machine: op_cases(rows) for machine, rows in machines.items()}
+    text, goals = "", list[list[str]]()
     for op in (AR, RS, A2A):
         cases_by_machine = {machine: of_op[op] for machine, of_op in by_machine.items() if op in of_op}
         if cases_by_machine:
             table, judgements = op_table(op, cases_by_machine, worlds, sms)
             text, goals = text + table, goals + judgements
-    return text + judged_and_varied(
-        goals, {(op, worlds[m]): c for m, of_op in by_machine.items() for op, c in of_op.items()}
+    return text, goals
+
+
+def ops(machines: dict[str, list[Row]], sms: int) -> str:
+    """Return who measured the ops, their tables, and the sections that follow these."""
+    tables, goals = every_op(machines, sms)
+    text = blocks(
+        *(measured([r for r in rows if r["part"] == "ops"]) for rows in machines.values()),
+        *(EARLIER[machine] for machine in machines if machine in EARLIER),
     )
-
-
-def against_the_goal(goals: list[list[str]]) -> list[str | list[str]]:
-    head = ["op", "GPUs", "moved by", "of the bound, mean", "least", "most", "of one wave's, mean", f"{BOUND_GOAL:.0%}"]
-    return [
-        f"Goal: at least {BOUND_GOAL:.0%} of the bound in the mean, and up to 1.6x; the paper: 69 to 98%, and 1.30x on NVLink. Of the best "
-        "plans of each shape:",
-        _table([*head, "speedup, mean", "most", "lost on"], goals, 3),
-    ]
-
-
-def judged_and_varied(goals: list[list[str]], cases_by_op: CasesByOp) -> str:
-    """Return the sections that follow the ops' tables."""
-    text = section("Against the goal", *against_the_goal(goals), level=4)
+    cases_by_op = {(op, rows[0]["world"]): c for rows in machines.values() for op, c in op_cases(rows).items()}
+    text += tables + section("Against the goal", *against_the_goal(goals), level=4)
     return text + section(
         "Fixed groups",
         f"Mean time with fixed groups beside the default ones (up to four groups, the last one wave), all with {EQUAL} CTAs; above 1 the "
@@ -366,6 +352,15 @@ def judged_and_varied(goals: list[list[str]], cases_by_op: CasesByOp) -> str:
         ablations(cases_by_op),
         level=4,
     )
+
+
+def against_the_goal(goals: list[list[str]]) -> list[str]:
+    head = ["op", "GPUs", "moved by", "of the bound, mean", "least", "most", "of one wave's, mean", f"{BOUND_GOAL:.0%}"]
+    return [
+        f"Goal: at least {BOUND_GOAL:.0%} of the bound in the mean, and up to 1.6x; the paper: 69 to 98%, and 1.30x on NVLink. Of the best "
+        "plans of each shape:",
+        grid([*head, "speedup, mean", "most", "lost on"], goals, 3),
+    ]
 
 
 def measured(rows: Sequence[Row]) -> str:
@@ -379,16 +374,12 @@ def of_last_run(rows: Sequence[Row]) -> list[Row]:
 
 def digest(machines: dict[str, list[Row]], sms: int) -> str:
     """Return the part of the chapter that the page of measurements shows."""
-    goals: list[list[str]] = []
-    for op in (AR, RS, A2A):
-        cases_by_machine = {machine: cases(rows, "ops", op) for machine, rows in machines.items()}
-        worlds = {machine: rows[0]["world"] for machine, rows in machines.items()}
-        goals += op_table(op, {machine: of_op for machine, of_op in cases_by_machine.items() if of_op}, worlds, sms)[1]
+    _, goals = every_op(machines, sms)
     plots = (f"![signaled plans against cuBLAS + NCCL](img/signaled-{machine}.svg)" for machine in machines)
     every = f"Every size, and what signals and reordering take, is in [tables](../{TABLES})."
     sentence, _ = against_the_goal(goals)
     head = ["op", "GPUs", "moved by", "of the bound, mean", "speedup, mean", "most", "lost on"]
-    means = _table(head, [[*goal[:4], *goal[-3:]] for goal in goals], 3)
+    means = grid(head, [[*goal[:4], *goal[-3:]] for goal in goals], 3)
     return "## Signaled plans\n\n" + blocks(*INTRODUCTION, *plots, sentence, means, every)
 
 

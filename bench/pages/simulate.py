@@ -10,7 +10,8 @@ from statistics import fmean
 
 from bench.common import stored
 from bench.pages import ahead, svg
-from bench.pages.predict import TABLES, percent, table
+from bench.pages.predict import TABLES, percent
+from bench.pages.tables import grid
 from weft.planner.auto import profile_for
 from weft.planner.parts import NotMeasured
 from weft.planner.predict import Predictor
@@ -98,7 +99,7 @@ def errors_of_stored_calls() -> tuple[Errors, Errors]:
 def validation() -> str:
     errors, gains = errors_of_stored_calls()
     order = lambda x: (x[0][0], x[0][1], list(KINDS).index(x[0][2]))  # noqa: E731
-    return table(
+    return grid(
         ("GPUs", "op", "kind", "calls", "mean error", "bias", "largest", "mean error of the speedup"),
         [
             [
@@ -177,4 +178,4 @@ def chapter() -> str:
     text += "\n### Against measurements\n\nStored calls (`bench/results`), predicted from the profile above; on another number of GPUs\n"
     text += "than the profile's they are simulated. The calls were measured on other machines and at other times than the profile; the error of\n"
     text += "the predicted speedup over sequential, in the last column, does not depend on that.\n\n"
-    return f"{text}{validation()}\n{ahead.section()}"
+    return f"{text}{validation()}\n\n{ahead.section()}"

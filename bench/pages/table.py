@@ -13,16 +13,13 @@ import json
 import sys
 from pathlib import Path
 
+from bench.pages.tables import lines_of
 from weft.planner.table import DECODER, KEY, stored
 from weft.plans import Plan
 
 ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "src/weft/planner/tables"
 SEQUENTIAL = '{"kind": "sequential"}'
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def still_there(plan: str) -> bool:
@@ -37,7 +34,7 @@ def still_there(plan: str) -> bool:
 def tuned(folders: list[Path]) -> dict[tuple, dict]:
     best: dict[tuple, dict] = {}
     for path in [p for folder in folders for p in sorted((folder / "tuning").glob("*.jsonl"))]:
-        for r in lines(path):
+        for r in lines_of(path):
             times = {p: t for p, t in r["times"].items() if p.startswith("{")}
             plan = min(times, key=lambda p: times[p])
             if not still_there(
@@ -60,7 +57,7 @@ def confirmed(folders: list[Path]) -> dict[tuple, tuple[str, float]]:
     methods: dict[tuple, dict[str, dict]] = {}
     for path in [p for folder in folders for p in sorted(folder.glob("*.jsonl"))]:
         # Rows with other fields come from other benchmarks.
-        ours = (r for r in lines(path) if r["op"] == path.stem and set(KEY) <= r.keys())
+        ours = (r for r in lines_of(path) if r["op"] == path.stem and set(KEY) <= r.keys())
         for r in ours:
             methods.setdefault(tuple(r[k] for k in KEY), {})[r["method"]] = r
     return {

@@ -7,8 +7,10 @@ The newest line of a name, mode and method counts, which is the last in the file
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+from weft.errors import WeftError
 
 ALONE = "without communication"
 BEGIN, END = "<!-- made by bench/pages/pages.py from bench/results -->", "<!-- end -->"
@@ -141,18 +143,40 @@ def newest_run(rows: Rows) -> tuple[dict, dict[str, float]]:
     return last, {r["method"]: r["us"] for r in rows if r.get("date") == last.get("date")}
 
 
-def grid(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def lines_of(path: Path) -> Rows:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def by_machine(results: Path, file: str) -> dict[str, Rows]:
+    """Return the rows of each machine that has the file."""
+    return {path.relative_to(results).parts[0]: lines_of(path) for path in sorted(results.glob(f"*/{file}"))}
+
+
+def gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"
+
+
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int | None = None) -> str:
+    """Return a table. text_columns: how many columns are aligned left; the others are aligned right."""
+    align = ["---"] * len(head)
+    if text_columns is not None:
+        align = [":---" if i < text_columns else "---:" for i in range(len(head))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, align, *rows))
+
+
+def between(text: str, begin: str, end: str, block: str) -> str:
+    """Return a page's text with this block between two marks. Raises WeftError if the page lacks a mark."""
+    before, _, rest = text.partition(begin)
+    _, end_mark, after = rest.partition(end)
+    if not end_mark:
+        raise WeftError(f"a page must hold {begin}, and {end} after it")
+    return f"{before}{begin}\n{block}\n{end}{after}"
 
 
 def page(results: Path, file: str, table: Callable[[Rows], str]) -> str:
     """Return the table of each machine that has one, after the machine's name."""
     parts = []
-    for path in sorted(results.glob(f"*/{file}")):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        machine = path.relative_to(results).parts[0]
-        gpus = machine.rpartition("x")[2]
+    for machine, lines in by_machine(results, file).items():
         if text := table(lines):
-            parts.append(f"{gpus} GPU{'s' * (gpus != '1')} ({machine}), {text}")
+            parts.append(f"{gpus(int(machine.rpartition('x')[2]))} ({machine}), {text}")
     return "\n\n".join(parts)

@@ -4,10 +4,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from bench.pages.tables import Rows, grid
+from bench.pages.tables import Rows, grid, lines_of
 
 TABLES = "bench/results/vllm.md"
 FORMS = {
@@ -24,7 +23,7 @@ def answers(results: Path) -> str:
     """Return the table with a line for each model, number of ranks and form, of all machines whose ranks share one GPU; of
     the lines of one the newest counts."""
     paths = sorted(results.glob("*-x1/vllm.jsonl"), reverse=True)  # H200, then H100
-    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    lines = [row for path in paths for row in lines_of(path)]
     newest = {(r["model"], r["ranks"], r["form"], r["mode"]): r for r in lines}
     table = []
     for model, ranks, form in dict.fromkeys(key[:3] for key in newest):

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.pages.one_gpu_page import lines_of
-from bench.pages.report import OPS, _table, _us, _x, mean, measured
+from bench.pages.report import OPS, _us, _x, mean, measured
+from bench.pages.tables import Rows, by_machine, grid, lines_of
 
 TUNED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 MLPS = tuple(f"MLP-{i}" for i in range(1, 7))
@@ -63,48 +63,46 @@ def ways(results: Path) -> str:
             reached = mean(best.get(name) for best in shapes.values())
             cells.append(f"{_x(reached)} ({wins})" if reached else "–")
         lines.append([OPS[op], str(world), *cells])
-    return WAYS_TEXT + "\n" + "\n".join(_table(["op", "GPUs", *WAYS], lines)) + "\n"
+    return f"{WAYS_TEXT}\n{grid(['op', 'GPUs', *WAYS], lines, 1)}\n"
+
+
+def sources(stored: dict[str, Rows]) -> str:
+    """Return the sentence that names the machines, dates and commits of the rows."""
+    return f"Measured: {'; '.join(f'{machine} {measured(rows)}'.strip() for machine, rows in stored.items())}."
 
 
 def host(results: Path) -> str:
-    known, sources = [], []
-    paths = sorted(results.glob("*/host.jsonl"))
-    methods = list(dict.fromkeys([*METHODS, *(r["method"] for path in paths for r in lines_of(path))]))
-    for path in paths:
-        rows = lines_of(path)
-        sources.append(f"{path.parent.name} {measured(rows)}".strip())
+    known, stored = [], by_machine(results, "host.jsonl")
+    methods = list(dict.fromkeys([*METHODS, *(r["method"] for rows in stored.values() for r in rows)]))
+    for machine, rows in stored.items():
         for op in dict.fromkeys(r["op"] for r in rows):
             us = {r["method"]: r["us"] for r in rows if r["op"] == op}
-            known.append([OPS.get(op, op.replace("_", " ")), path.parent.name, *(_us(us.get(m)) for m in methods)])
-    head = ["op", "GPUs", *methods]
-    return f"{HOST_TEXT}\n" + "\n".join([*_table(head, known, 2), "", f"Measured: {'; '.join(sources)}."]) + "\n"
+            known.append([OPS.get(op, op.replace("_", " ")), machine, *(_us(us.get(m)) for m in methods)])
+    return f"{HOST_TEXT}\n{grid(['op', 'GPUs', *methods], known, 2)}\n\n{sources(stored)}\n"
 
 
 def batch_invariance(results: Path) -> str:
     """Return the table of batch-invariant layers: us of the rebuilt mode and its ratio to each of weft's ways, and what the fastest of these
     takes beyond the fastest way that promises nothing."""
-    lines, sources = [], []
-    for path in sorted(results.glob("*/batch_invariance.jsonl")):
-        rows = lines_of(path)
-        sources.append(f"{path.parent.name} {measured(rows)}")
+    lines, stored = [], by_machine(results, "batch_invariance.jsonl")
+    for rows in stored.values():
         for model, tokens in dict.fromkeys((r["model"], r["M"]) for r in rows):
             us = {r["method"]: r["us"] for r in rows if (r["model"], r["M"]) == (model, tokens)}
             fastest = [min(us[f"{mode} {way}"] for way in INVARIANT) for mode in ("weft", "auto")]
             ratios = [f"**{us['rebuilt'] / us[f'weft {way}']:.2f}x**" for way in INVARIANT]
             lines.append([f"{model}, {tokens:,}", _us(us["rebuilt"]), *ratios, f"{fastest[0] / fastest[1] - 1:+.0%}"])
     head = ["layer, tokens", "vLLM's mode, us", *INVARIANT, "cost"]
-    return "\n".join([*_table(head, lines), "", f"Measured: {'; '.join(sources)}."])
+    return f"{grid(head, lines, 1)}\n\n{sources(stored)}"
 
 
 def moe(results: Path) -> str:
-    paths = sorted(results.glob("*/moe.jsonl"))
-    lines = [line for path in paths for line in _moe_lines(lines_of(path))]
-    sources = (f"{path.parent.name} {measured(lines_of(path))}" for path in paths)
+    stored = by_machine(results, "moe.jsonl")
+    lines = [line for rows in stored.values() for line in _moe_lines(rows)]
     head = ["GPUs", "tokens a GPU", "layers", "speedup, mean", "least", "most"]
-    return "\n".join([MOE_TEXT, *_table(head, lines), "", f"Measured: {'; '.join(sources)}."]) + "\n" if lines else ""
+    return f"{MOE_TEXT}\n{grid(head, lines, 1)}\n\n{sources(stored)}\n" if lines else ""
 
 
-def _moe_lines(rows: list[dict]) -> Iterator[list[str]]:
+def _moe_lines(rows: Rows) -> Iterator[list[str]]:
     """Return a line for each number of tokens; of every layer the newest rows of balanced routing."""
     us: dict[tuple[int, int], dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for r in rows:

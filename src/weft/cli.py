@@ -354,26 +354,16 @@ def bench(
     ] = False,
 ) -> None:
     """Benchmark all GPUs of this machine (other arguments are passed to bench/measure/run.py), or write the report."""
-    if report:
-        script = Path("bench/pages/pages.py")
-        if not script.is_file():
-            raise fail(f"{script} is not here: run this in a clone of weft")
-        raise typer.Exit(subprocess.run([sys.executable, "-m", "bench.pages.pages"]).returncode)
-    if not context.args:
+    module = "pages.pages" if report else "measure.run"
+    script = Path(f"bench/{module.replace('.', '/')}.py")
+    if not (report or context.args):
         raise fail(
             "weft bench --out DIR [--ops ..] [--shapes ..] [--size M,H,I] [--modes graph eager] [--tune] "
             "[--seconds S] measures into DIR and needs at least 2 GPUs; --report writes the pages"
         )
-    import torch
-
-    gpus = torch.cuda.device_count()
-    script = Path("bench/measure/run.py")
-    if gpus < 2:
-        raise fail(f"the benchmark needs at least 2 GPUs, and there {'is' if gpus == 1 else 'are'} {gpus} here")
     if not script.is_file():
         raise fail(f"{script} is not here: run this in a clone of weft")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-    raise typer.Exit(subprocess.run([*torchrun, "-m", "bench.measure.run", *context.args]).returncode)
+    raise typer.Exit(subprocess.run([sys.executable, "-m", f"bench.{module}", *context.args]).returncode)
 
 
 def main() -> None:

@@ -90,12 +90,13 @@ class Launch:
         self, machine: LaunchTarget, kernel: JITFunction, grid: int, options: Options, **fixed: object
     ) -> None:
         self.kernel, self.grid, self.options, self.fixed = kernel, grid, options, fixed
-        names = {p.name for p in kernel.params}
-        if unknown := fixed.keys() - names:
+        if unknown := fixed.keys() - kernel.arg_names:
             raise TypeError(f"{kernel.__name__} has no parameter {', '.join(sorted(unknown))}")
         self.views = {name: value for name, value in fixed.items() if isinstance(value, Matrix | Matrices | Words)}
-        absent = {p.name for p in kernel.params if p.name not in fixed and not p.has_default}
-        self.moving = tuple(p.name for p in kernel.params if p.name in absent or p.name in self.views)
+        # The parameters that a call passes: those with a view, and those with neither a fixed value nor a default.
+        self.moving = tuple(
+            [p.name for p in kernel.params if p.name in self.views or (p.name not in fixed and not p.has_default)]
+        )
         self.variants: dict[Hashable, Any] = {}  # filled by the backend, by dtypes and alignment of `moving`
         self._run, self._load = machine.run_launch, machine.load
 
@@ -118,11 +119,11 @@ class Launch:
             raise TypeError(
                 f"{self.kernel.__name__} is compiled for each value of {', '.join(special)}: pass it to Launch"
             )
-        return self.fixed | {name: self._argument(name, value) for name, value in moving.items()}
-
-    def _argument(self, name: str, value: Moved) -> object:
-        view = self.views.get(name)
-        return view.argument(value) if view is not None and isinstance(value, torch.Tensor) else value
+        arguments = {**self.fixed, **moving}
+        for name, view in self.views.items():
+            if isinstance(value := moving[name], torch.Tensor):
+                arguments[name] = view.argument(value)
+        return arguments
 
 
 class BoundLaunch(NamedTuple):

@@ -28,8 +28,8 @@ from .cost.model import AnyCost, GemmCall
 from .errors import Unsupported
 from .kernel_launch import MOST_PREPARED
 from .plans import RENAMED_KINDS, Plan, Sequential, TwoLevel, is_low_latency
-from .prepared import CallDecision, Operands, OwnResult, Prepare, Prepared, Returned, Run, WarmUp
-from .residency import UNKNOWN, Residents
+from .prepared import Operands, OwnResult, Prepare, Prepared, Returned, Run
+from .residency import UNKNOWN
 from .tensor_checks import bulk
 from .torch_library import Backward, CallOptions
 from .world import Memo, World
@@ -37,6 +37,7 @@ from .world import Memo, World
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each tensor
 
 REGISTRY: dict[str, Op] = {}
+SEEN_ONCE = "seen once"  # in place of the plan that was warmed up (`Op._warm_up_key`), after one call of a size
 
 
 def registered(op: Op) -> Op:
@@ -49,7 +50,7 @@ def registered(op: Op) -> Op:
         raise ValueError(f"{op.name}: signature {op.signature!r} was {known.signature!r}")
     REGISTRY[op.name] = op
     # These cached properties are computed now, because torch.compile cannot trace the lock that guards their first use.
-    _ = op.operands, op.outcomes, op.postprocesses, op.differentiable
+    _ = op.operands, op.outcomes, op.postprocesses, op.differentiable, op.kinds
     if known is None and op.signature:
         torch_library.register(op, REGISTRY)
     return op
@@ -381,19 +382,14 @@ class Op(ABC, Generic[C]):
             raise
         addresses = self.operand_addresses(world, operands, out) if self.depends_on_addresses else None
         capturing = world.backend.capturing()
-        key = (self.name, plan, Op.table_version, options, addresses, *layouts)
+        key = (self.name, plan, capturing, Op.table_version, options, addresses, *layouts)
         decisions = self.decisions(world, options) if self.keeps_decisions else world.decided
         try:
-            decision = decisions.get(key)
-            known = None if decision is None else decision.graph if capturing else decision.eager
+            known = decisions.get(key)
             if known is None:
-                known = self._decide(key, world, plan, operands, options, out)
-            residents = known.residents
-            world.begin(known.number, None if residents is None else residents.launches, capturing)
-            if residents is None or residents.noted:
-                results = known(operands, out)
-            else:
-                results = known.noted(residents, operands, out)
+                known = self._decide(world, plan, operands, options, out, key, decisions, addresses)
+            world.begin(known.number, known.launches, capturing)
+            results = known(operands, out) if known.noted else known.note(operands, out)
         except BaseException:  # interrupts too; a run joins the side streams of its transports only at its end
             world.join_side_streams()
             raise
@@ -402,12 +398,14 @@ class Op(ABC, Generic[C]):
 
     def _decide(
         self,
-        key: Hashable,
         world: World,
         asked: str | Plan,
         operands: Operands,
         options: CallOptions,
         out: torch.Tensor | None,
+        key: Hashable,
+        decisions: Memo,
+        addresses: Hashable,
     ) -> Prepared[C]:
         """Check the call, choose its plan, check that all ranks agree, and prepare. Collective."""
         self._check_present(operands)
@@ -423,7 +421,6 @@ class Op(ABC, Generic[C]):
         ):
             world.choices.trial(self.choice(world, call, operands))
         plan, final = self.choose(world, call, asked, capturing), True
-        decisions, addresses = self.decisions(world, options), self.operand_addresses(world, operands, out)
         if asked == "auto" and capturing:
             plan, final = self._plan_for_capture(world, call, plan, decisions, addresses)
         # If a rank warms up alone, its check meets the check that the other ranks make here: all ranks raise Mismatch.
@@ -433,11 +430,10 @@ class Op(ABC, Generic[C]):
         known.number = self.check_same_on_all_ranks(world, call, plan, **self.compared(plan, addresses))
         if not isinstance(plan, Sequential):
             world.backend.begins(self.title, self.sizes(call), self.multiply_adds(call))
-        if self.waits(world, plan):
-            known.residents = known.residents or Residents()
+        if known.launches is None and self.waits(world, plan):
+            known.launches, known.noted = UNKNOWN, False
         if final:
-            decision = decisions.setdefault(key, CallDecision())
-            setattr(decision, "graph" if capturing else "eager", known)
+            decisions[key] = known
         return known
 
     def prepared(self, world: World, call: C, plan: Plan, addresses: Hashable = None) -> Prepared[C]:
@@ -516,11 +512,10 @@ class Op(ABC, Generic[C]):
         ranks return here together."""
         key = self._warm_up_key(call, addresses)
         if key not in decisions and not world.backend.on_side_stream():
-            decisions[key] = WarmUp()
+            decisions[key] = SEEN_ONCE
             return False
-        warm_up: WarmUp = decisions.setdefault(key, WarmUp())
-        in_capture, ready = self.choose(world, call, "auto", True), warm_up.plan
-        warm_up.plan = in_capture
+        in_capture, ready = self.choose(world, call, "auto", True), decisions.get(key)
+        decisions[key] = in_capture
         if in_capture not in (plan, ready):
             # The current stream may differ between ranks. A rank that warms up alone raises Mismatch here, instead of
             # waiting for ever in a collective that the other ranks do not enter.
@@ -538,8 +533,7 @@ class Op(ABC, Generic[C]):
         eager = self.choose(world, call, "auto", False)
         if not self.may_capture(world, call):
             return eager, True
-        warm_up: WarmUp | None = decisions.get(self._warm_up_key(call, addresses))
-        if eager == plan or warm_up is None or warm_up.plan is not None:
+        if eager == plan or decisions.get(self._warm_up_key(call, addresses)) is not SEEN_ONCE:
             return plan, True
         world.log_once(
             f"{self.title}: a capture after a single call takes the plan of eager calls ({eager.kind}); call a size "
@@ -552,8 +546,9 @@ class Op(ABC, Generic[C]):
         return world.may_capture(call.rows)
 
     def _warm_up_key(self, call: C, addresses: Hashable) -> Hashable:
-        """Return the key of a call's warm-up. It is the same on every rank, so that either all ranks warm up or none
-        does."""
+        """Return the key of a call's warm-up, whatever its operands' layouts: the decisions contain the plan that
+        "auto" ran once because a capture will run it, or SEEN_ONCE. The key is the same on every rank, so that either
+        all ranks warm up or none does."""
         return self.name, "warm-up", tuple(call.same_on_all_ranks().items()), addresses
 
     def warm_up_capture(self, prepared: Prepared[C], operands: Operands, out: torch.Tensor | None) -> None:
@@ -640,7 +635,7 @@ class Op(ABC, Generic[C]):
 
     def _named(self, world: World, call: C, name: str, capturing: bool) -> Plan:
         if name != "auto":
-            return self.default(world, next(kind for kind in self.runs if kind.kind == name))
+            return self.default(world, self.kinds[name])
         mode = "graph" if capturing else "eager"
         return self._timed(world, call, mode) or self.auto(world, call, mode)
 
@@ -700,10 +695,21 @@ class Op(ABC, Generic[C]):
             if getattr(plan, name) != getattr(type(plan), name):
                 raise ValueError(f"{self.title}: {plan}: {name} means nothing to this op")
 
-    @property
-    def kinds(self) -> list[str]:
-        """Return the names of the kinds of plans that serve the op."""
-        return list(dict.fromkeys(plan.kind for plan in self.runs))
+    def has(self, plan: Plan) -> bool:
+        """Return whether the op has the plan, and refuses none of its fields."""
+        try:
+            self.check_plan(plan)
+        except ValueError:
+            return False
+        return True
+
+    @cached_property
+    def kinds(self) -> dict[str, type[Plan]]:
+        """Return, by the name of each kind of plans that serves the op, the kind's first class in `runs`."""
+        classes: dict[str, type[Plan]] = {}
+        for plan in self.runs:
+            classes.setdefault(plan.kind, plan)
+        return classes
 
     def dense_operands(self, plan: Plan, operands: Operands) -> Operands:
         """Return the operands in a layout that the plan accepts, copying operands that are not dense."""

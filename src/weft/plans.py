@@ -41,8 +41,9 @@ def _check_fields(title: str, instance: TileShape | Plan, may_be_0: Sequence[str
 
 def _call_of(instance: TileShape | Plan) -> str:
     """Return the constructor call with the fields that differ from their defaults."""
-    changed = ((f.name, getattr(instance, f.name)) for f in fields(instance) if getattr(instance, f.name) != f.default)
-    return f"{type(instance).__name__}({', '.join(f'{name}={value}' for name, value in changed)})"
+    values = [(field, getattr(instance, field.name)) for field in fields(instance)]
+    changed = [f"{field.name}={value}" for field, value in values if value != field.default]
+    return f"{type(instance).__name__}({', '.join(changed)})"
 
 
 @dataclass(frozen=True)
@@ -421,7 +422,8 @@ class Signaled(Plan):
     groups: number of waves of tiles in each group, in the order of computation. Waves beyond their sum join the last
     group; groups beyond the last wave are left out. Empty: up to four groups, the last of one wave. ctas: most CTAs of
     the communicator; the GEMM runs one program on each remaining SM, and a wave is one tile of each program. copies:
-    copy engines move the groups instead; ctas are then the SMs left for waits. tile: the GEMM's tile.
+    copy engines move the groups instead (not for all-reduce); ctas are then the SMs left for waits. tile: the GEMM's
+    tile.
     """
 
     kind: ClassVar[str] = "signaled"

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from .plans import Plan
-from .residency import Residents
+from .residency import Launches
 from .symmetric import outlives_call
 from .tensor_checks import check_output, overlap
 from .world import World
@@ -60,20 +59,28 @@ def unprepared(run: Callable[..., Returned]) -> Prepare:
 def made_once(make: Callable[..., T], *args: object) -> Callable[..., T]:
     """Return make(*args, *further) as a cached function of the further arguments, for objects that a run needs only
     with some operands."""
-    return functools.cache(outlives_call()(functools.partial(make, *args)))
+
+    @functools.cache
+    def make_once(*further: object) -> T:
+        with outlives_call():
+            return make(*args, *further)
+
+    return make_once
 
 
 class Prepared(Generic[C]):
     """The calls of one shape by one plan.
 
-    number: the calls' number for `World.begin`; None if ranks do not compare them. residents: the calls' launches that
-    wait for other ranks; None if no launch waits.
+    number: the calls' number for `World.begin`; None if ranks do not compare them. launches: the calls' launches that
+    wait for other ranks; None if no launch waits. They are noted while the first of these calls runs; until then they
+    count as filling the device.
     """
 
     def __init__(self, op: Op[C], world: World, call: C, plan: Plan) -> None:
         self.op, self.world, self.call, self.plan = op, world, call, plan
         self.number: int | None = None
-        self.residents: Residents | None = None
+        self.launches: Launches | None = None
+        self.noted = True
         self._run: Callable[..., Returned] | None = None
         self._own_result = False
 
@@ -87,7 +94,8 @@ class Prepared(Generic[C]):
             run = self.op.prepare(self.world, self.call, self.plan)
         self._own_result = isinstance(run, OwnResult)
         # Look these methods up once, not in each call.
-        self._empty, self._current_stream, self._finish = self.world.empty, self.world.current_stream, self.world.finish
+        world = self.world
+        self._empty, self._current_stream, self._finish = world.empty, world.current_stream, world.backend.finish
         self.world.prepared_calls.add(self)
         self._run = prepared_run = run.run if isinstance(run, OwnResult) else run  # last, since other threads read it
         return prepared_run
@@ -125,25 +133,9 @@ class Prepared(Generic[C]):
             world.copy(out, result, world.current_stream())
         return (out, *(further[1:] if self._own_result else further or ()))
 
-    def noted(self, residents: Residents, operands: Operands, out: torch.Tensor | None) -> Returned:
+    def note(self, operands: Operands, out: torch.Tensor | None) -> Returned:
         """Make a call, and note its launches that wait for other ranks."""
         with self.world.backend.note_launches() as notes:
             results = self(operands, out)
-        residents.launches, residents.noted = notes.launches, True
+        self.launches, self.noted = notes.launches, True
         return results
-
-
-@dataclass(eq=False)
-class CallDecision(Generic[C]):
-    """The calls prepared for one key: for eager calls and for CUDA graphs; None where that is not decided yet."""
-
-    eager: Prepared[C] | None = None
-    graph: Prepared[C] | None = None
-
-
-@dataclass(eq=False)
-class WarmUp:
-    """The state of the warm-up for calls of one size, whatever their operands' layouts; the same on every rank. It
-    exists once the size was called. plan: the plan that "auto" ran once because a capture will run it."""
-
-    plan: Plan | None = None

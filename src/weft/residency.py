@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 MOST = 1024  # combinations of launches that are added up; if there are more, calls run one after another
@@ -116,15 +115,6 @@ class Ledgers:
 
     def __init__(self, sms: SMs) -> None:
         self.eager, self.captured = Ledger(sms), Ledger(sms)
-
-
-@dataclass(eq=False)
-class Residents:
-    """The launches of calls of one kind. They are noted while the first of these calls runs; until then they count as
-    filling the device."""
-
-    launches: Launches = UNKNOWN
-    noted: bool = False
 
 
 class Notes:

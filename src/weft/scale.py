@@ -28,7 +28,6 @@ from .plans import (
 P = TypeVar("P", bound=Plan)
 
 SMALL_TILE = GemmTile(block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)
-SMALL_PERSISTENT = Persistent(tile=replace(SMALL_TILE, block_k=128))
 SMALL_GATHER = FusedGather(tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2)
 SMALL_REDUCE_SCATTER = FusedReduceScatter(
     tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2, forward_programs=1
@@ -38,7 +37,6 @@ SMALL_ALL_REDUCE = FusedAllReduce(
 )
 SMALL_ALL_TO_ALL = FusedAllToAll(tile=SMALL_TILE)
 SMALL_MOE = FusedMoe(tile=SMALL_TILE, per_sm=1, copy_programs=2, copy_rows=8, copy_stages=2)
-SMALL_REDUCE = TwoShotPush(warps=4, stages=2)
 SMALL_SIGNALED = Signaled(ctas=1, tile=SMALL_TILE)
 SMALL_DISPATCHED = Dispatched(tile=SMALL_TILE, dispatch_programs=2, send_rows=2, combine_programs=2, sum_rows=2)
 SMALL_DISPATCHED_COLUMNS = DispatchedColumns(tile=SMALL_TILE, dispatch_programs=2, combine_programs=2, sum_rows=2)
@@ -46,8 +44,9 @@ SMALL_LOW_LATENCY = LowLatency(
     tile=TileShape(block_m=16, block_n=32, block_k=32, warps=4, stages=2), copy_programs=2, per_sm=1
 )
 SMALL_PLANS = (
-    *(SMALL_PERSISTENT, SMALL_GATHER, SMALL_REDUCE_SCATTER, SMALL_ALL_REDUCE, SMALL_ALL_TO_ALL, SMALL_SIGNALED),
-    *(SMALL_MOE, SMALL_DISPATCHED, SMALL_DISPATCHED_COLUMNS, SMALL_LOW_LATENCY, SMALL_REDUCE),
+    *(SMALL_GATHER, SMALL_REDUCE_SCATTER, SMALL_ALL_REDUCE, SMALL_ALL_TO_ALL, SMALL_SIGNALED),
+    *(SMALL_MOE, SMALL_DISPATCHED, SMALL_DISPATCHED_COLUMNS, SMALL_LOW_LATENCY),
+    *(Persistent(tile=replace(SMALL_TILE, block_k=128)), TwoShotPush(warps=4, stages=2)),
 )
 
 

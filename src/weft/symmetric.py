@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -16,14 +16,14 @@ Stream: TypeAlias = Any  # torch.cuda.Stream, or the emulator's: only the backen
 VIEWS = 4096  # cached views of one symmetric tensor
 
 
+def outlives_call() -> AbstractContextManager[None]:
+    """Return a context manager for making objects that a World keeps, outside the torch modes of the call that first
+    needs them: outside inference mode, torch refuses writes to tensors that were made in it."""
+    return _outside_inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
+
+
 @contextmanager
-def outlives_call() -> Iterator[None]:
-    """Make objects that a World keeps outside the torch modes of the call that first needs them: outside inference
-    mode, torch refuses writes to tensors that were made in it."""
-    if not torch.is_inference_mode_enabled():
-        with torch.no_grad():
-            yield
-        return
+def _outside_inference_mode() -> Iterator[None]:
     try:
         with torch.inference_mode(False), torch.no_grad():
             yield
@@ -35,7 +35,7 @@ def outlives_call() -> Iterator[None]:
 def check_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
     """Return the sizes as a tuple; raise TypeError or ValueError if these are not a shape and a dtype."""
     try:
-        sizes = tuple(operator.index(size) for size in shape)
+        sizes = tuple(map(operator.index, shape))
     except TypeError:
         raise TypeError(f"a shape is a sequence of integers, such as (16, 64), not {shape!r}") from None
     if min(sizes, default=0) < 0:
@@ -77,23 +77,20 @@ class SymmetricTensor:
         if offset == 0 and key in self._views:
             return self._views[key]
         nbytes = math.prod(shape) * dtype.itemsize
-
-        def cut(t: torch.Tensor) -> torch.Tensor:
-            return t.view(torch.uint8).view(-1)[offset : offset + nbytes].view(dtype).view(*shape)
-
         multicast = self.multicast + offset if self.multicast else 0
         with outlives_call():
-            peers = tuple(cut(p) for p in self.peers)
+            local, *peers = [
+                t.view(torch.uint8).view(-1)[offset : offset + nbytes].view(dtype).view(*shape)
+                for t in (self.local, *self.peers)
+            ]
             addresses = self.table(peers, offset)
-            view = replace(
-                self, local=cut(self.local), peers=peers, addresses=addresses, multicast=multicast, _views={}
-            )
+            view = replace(self, local=local, peers=tuple(peers), addresses=addresses, multicast=multicast, _views={})
         if offset == 0:
             if len(self._views) >= VIEWS:
                 self._views.clear()
             self._views[key] = view
         return view
 
-    def table(self, peers: tuple[torch.Tensor, ...], offset: int) -> torch.Tensor:
+    def table(self, peers: Sequence[torch.Tensor], offset: int) -> torch.Tensor:
         """Return the `addresses` of a view whose `peers` begin `offset` bytes further on."""
         return self.addresses + offset if offset else self.addresses  # an addition is a launch

@@ -46,21 +46,13 @@ def check_operands(op: str, world: World, expected: Expected) -> None:
 def dense(t: torch.Tensor) -> torch.Tensor:
     """Return `t` contiguous, at an address aligned for bulk copies, and with allocated memory even if it has no
     elements."""
-    return aligned(t.contiguous())
+    t = t.contiguous()
+    return t if bulky(t) else t.clone()
 
 
 def bulk(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return `dense` of each tensor, in little host time for tensors that need no copy."""
-    out: list[torch.Tensor | None] = []
-    for t in tensors:
-        whole = t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0 and t.numel() > 0)
-        out.append(t if whole or t is None else dense(t))
-    return out
-
-
-def aligned(t: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor, copied unless its address is aligned for bulk copies."""
-    return t if t.numel() and t.data_ptr() % 16 == 0 else t.clone()
+    """Return `dense` of each tensor."""
+    return [None if t is None else dense(t) for t in tensors]
 
 
 def bulky(t: torch.Tensor) -> bool:

@@ -16,8 +16,7 @@ import math
 import operator
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -43,7 +42,7 @@ from .lang.intrinsics import GUARD_WORDS, NUMBER_BITS
 from .lang.jit import Options, check_arguments, check_launch
 from .lang.mapping import StaticMapping, TableMapping
 from .residency import Launches
-from .symmetric import check_memory, outlives_call
+from .symmetric import check_memory
 
 log = logging.getLogger("weft")
 P = ParamSpec("P")
@@ -73,6 +72,7 @@ def _delegated(method: Callable[Concatenate[Backend, P], R]) -> Callable[Concate
 HOST_EXCHANGE = "exchange"
 COMPARED = "compared call"  # the rank launches nothing before it has compared this call with the other ranks' calls
 POSTED = "posted call"  # the rank may have launched the call before it was compared
+CALL_MESSAGES = (COMPARED, POSTED)
 
 
 class Message(NamedTuple):
@@ -83,15 +83,11 @@ class Message(NamedTuple):
     kind: str
     content: Any
 
-    @property
-    def is_call(self) -> bool:
-        return self.kind in (COMPARED, POSTED)
-
 
 def _as_call(call: object) -> tuple[str, dict[str, Hashable]]:
     """Return the (title, fields) of a call, or the beginning of the repr of an object that is not a call."""
     if isinstance(call, Message):
-        return _as_call(call.content) if call.is_call else (f"{call.kind} of {call.content!r:.80}", {})
+        return _as_call(call.content) if call.kind in CALL_MESSAGES else (f"{call.kind} of {call.content!r:.80}", {})
     if isinstance(call, tuple) and len(call) == 2 and isinstance(call[1], tuple):
         return call[0], dict(call[1])
     return f"{call!r:.80}", {}
@@ -320,7 +316,6 @@ class World:
             if self._uncompared:
                 self._collect(None)
             return known
-        self._no_capture(title)
         self._compare(key)
         return self._numbered(key)
 
@@ -408,39 +403,31 @@ class World:
 
     def _compare(self, key: CallRecord) -> None:
         """Raise Mismatch on every rank unless all ranks make this call. Collective."""
+        self._no_capture(key[0])
         self._raise_unless_same(key, self._gathered(Message(COMPARED, key)))
 
-    def _compare_places(self, call: CallRecord) -> None:
-        """Raise Mismatch if the backend compares every call on the host and another rank makes a call here that it has
-        made before. This rank exchanges messages next; if all ranks do, that exchange compares the calls on every
-        rank."""
-        title, fields = call
-        calls = self._bounded(self.backend.compared, (title, (*fields, ("first_call", True))))
-        if calls and any(("first_call", True) not in peer_fields for _, peer_fields in calls.values()):
-            raise self._lose(disagreement(calls))
-
     def _raise_unless_same(self, key: CallRecord, messages: Sequence[object]) -> None:
-        same = all(isinstance(m, Message) and m.is_call and m.content == key for m in messages)
-        self._raise_unless(same, messages)
+        calls = Message(COMPARED, key), Message(POSTED, key)
+        if not all([message in calls for message in messages]):
+            raise self._mismatch(messages)
 
     def exchange(self, obj: R, title: str = HOST_EXCHANGE) -> list[R]:
         """Return every rank's object, by rank. The call is collective, and blocks the host until all ranks have made
         it. Raises Mismatch on every rank if a rank exchanges under a different title, or calls an op instead."""
         messages = self._gathered(Message(title, obj))
-        self._raise_unless(all(isinstance(m, Message) and m.kind == title for m in messages), messages)
+        if not all([isinstance(m, Message) and m.kind == title for m in messages]):
+            raise self._mismatch(messages)
         return [m.content for m in messages]
 
-    def _raise_unless(self, same: bool, messages: Sequence[object]) -> None:
-        """Raise Mismatch for messages that do not belong together. The World is lost if one of them was POSTED: its
-        sender may have launched the call, and may have sent messages of later calls."""
-        if same:
-            return
+    def _mismatch(self, messages: Sequence[object]) -> Mismatch:
+        """Return the Mismatch for messages that do not belong together. The World is lost if one of them was POSTED:
+        its sender may have launched the call, and may have sent messages of later calls."""
         mismatch = disagreement(dict(enumerate(messages)))
         if any(isinstance(m, Message) and m.kind == POSTED for m in messages):
             self._lose(mismatch)
         self.decided.clear()
         self.choices.trials.clear()
-        raise mismatch
+        return mismatch
 
     def _gathered(self, message: Message) -> list[Message]:
         """Return the messages of all ranks, by rank. Collective."""
@@ -449,7 +436,12 @@ class World:
         self._raise_if_lost()
         self._messages += 1
         if self.backend.compares_at_once:
-            self._compare_places(message.content if message.is_call else (message.kind, ()))
+            # Another rank may make a call here that it has made before. If all ranks exchange, their messages are
+            # compared.
+            title, fields = message.content if message.kind in CALL_MESSAGES else (message.kind, ())
+            calls = self.backend.compared((title, (*fields, ("first_call", True))))
+            if calls and any(("first_call", True) not in peer_fields for _, peer_fields in calls.values()):
+                raise self._lose(disagreement(calls))
         return self._bounded(self.backend.exchange, message)
 
     # -- the end of a World ------------------------------------------------------------------------------------------
@@ -564,13 +556,6 @@ class World:
                 self._cache[key] = make()
         return self._cache[key]
 
-    @contextmanager
-    def persistent_allocation(self) -> Iterator[None]:
-        """Return a context manager for allocations that the World keeps (`Backend.persistent_allocation`). They are
-        made outside inference mode."""
-        with outlives_call(), self.backend.persistent_allocation():
-            yield
-
     # -- symmetric memory --------------------------------------------------------------------------------------------
     def symmetric(self, shape: Sequence[int], dtype: torch.dtype, name: str = "user") -> SymmetricTensor:
         """Return a zeroed tensor of one shape on every rank, which all ranks can address. The call is collective.
@@ -583,7 +568,7 @@ class World:
         with self.persistent_allocation():
             memory = self._bounded(self.backend.symmetric, max(math.prod(shape), 1) * dtype.itemsize, name)
         self._name_range(memory.local, name)
-        bisect.insort(self._shared, (memory.local.data_ptr(), len(self._shared), memory), key=lambda entry: entry[0])
+        bisect.insort(self._shared, (memory.local.data_ptr(), len(self._shared), memory))
         tensor = memory.view(0, shape, dtype)
         self.backend.name_elements(tensor.local, name)
         return tensor
@@ -592,7 +577,7 @@ class World:
         """Return `t` as a symmetric tensor with its location (the number of the allocation, the byte offset), which
         must be the same on all ranks; or None unless `t` is contiguous and inside memory that `symmetric` allocated.
         """
-        i = bisect.bisect_right(self._shared, t.data_ptr(), key=lambda entry: entry[0]) - 1
+        i = bisect.bisect_right(self._shared, (t.data_ptr(), len(self._shared))) - 1
         if i < 0 or not t.is_contiguous():
             return None
         start, number, memory = self._shared[i]
@@ -649,7 +634,6 @@ class World:
         key = (name, counters)
         channel = self._channels.get(key)
         if channel is None:
-            self._no_capture(name)
             counts_per_call = _check_channel(name, counters, mapping, arrivals)
             self._compare((f"channel {name!r}", (("counters", counters),)))
             self._arrivals[key] = arrivals if isinstance(arrivals, int) else counts_per_call
@@ -809,6 +793,7 @@ class World:
     # -- backend methods that kernel authors call, documented in backends/base.py -------------------------------------
     empty = _delegated(Backend.empty)
     zeros = _delegated(Backend.zeros)
+    persistent_allocation = _delegated(Backend.persistent_allocation)
     current_stream = _delegated(Backend.current_stream)
     side_stream = _delegated(Backend.side_stream)
     on = _delegated(Backend.on)

@@ -49,9 +49,9 @@ def norm_case(
     out_dtype: torch.dtype | None = None, calls: int = 2, seed: int = 0, into: str = "", symmetric: bool = False,
     views: bool = False, quantize: str | None = None,
 ) -> float:  # fmt: skip
-    """Return the largest error over `calls` calls with fresh inputs, new residual included. `quantize` is a recipe,
-    and the error is then that of the dequantized rows. `into` is "" (a fresh output), "plain" or "symmetric" memory.
-    With `symmetric`, x is in symmetric memory; with `views`, it is not contiguous."""
+    """Return the largest error over `calls` calls with fresh inputs, new residual included. With `quantize`, a recipe,
+    the error is the dequantized rows' error. `into` is "" (a fresh output), "plain" or "symmetric" memory. With
+    `symmetric`, x is in symmetric memory; with `views`, it is not contiguous."""
     worst, device, eps = 0.0, world.device, 1e-5
     rows = balanced_rows(m, world.size)
     lo = sum(rows[: world.rank])
@@ -98,7 +98,7 @@ def norm_case(
             expected, y = requantized(expected, y.cpu(), scales.cpu(), quantize)
         worst = max(worst, distance(new.cpu(), total[own_rows]), distance(y.cpu().to(wide), expected))
         if place is not None or into == "symmetric":
-            world.exchange(None)  # the host writes there next
+            world.exchange(None)  # the host writes to this memory next
     return worst
 
 
@@ -121,12 +121,12 @@ def sum_case(
 
 
 def random_case(world: weft.World, plan: Plan, rng: random.Random, most: int, width: int) -> float:
-    """Make a call with arguments drawn from `rng`, the same on every rank: up to `most` rows of up to `width`
-    elements. Return its error over the bound of the output's dtype, which is at most 1."""
+    """Make a call with arguments drawn from `rng`, the same on every rank: up to `most` rows of up to `width` elements.
+    Return the error divided by the bound of the output's dtype; a correct result gives at most 1."""
     dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32])
     m, h = rng.randrange(1, most), 8 * rng.randrange(1, width // 8 + 1)
     if rng.random() < 0.5:
-        h = -(-h // 64) * 64  # in whole lines of bulk copies
+        h = -(-h // 64) * 64  # a multiple of 64 columns, as bulk copies need
     if isinstance(plan, TwoShotCounted):
         plan = replace(plan, stages=rng.choice([2, 9]))
     seed = rng.randrange(1000)
@@ -143,8 +143,8 @@ def random_case(world: weft.World, plan: Plan, rng: random.Random, most: int, wi
 
 
 def bound(dtype: torch.dtype) -> float:
-    """Return the relative error that the rounding of sum, residual and output explains: two float8 roundings may
-    differ."""
+    """Return the relative error that rounding the sum, the residual and the output explains: with float8, two roundings
+    may differ."""
     return {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3, FP8: 2e-2}[dtype]
 
 
@@ -156,6 +156,6 @@ PLANS: dict[str, Plan] = {
     "two shots, posted": TwoShotLowLatency(programs=3, warps=4),
     "two shots, spread": TwoShotPush(programs=3, warps=4, spread=True),
     "two shots, pulled": TwoShotPull(programs=3, warps=4),
-    "two shots, a source at a time": TwoShotPush(programs=3, warps=4, stages=2),  # as wide rows of many ranks
+    "two shots, a source at a time": TwoShotPush(programs=3, warps=4, stages=2),  # as for wide rows of many ranks
     "two shots, pulled a source at a time": TwoShotPull(programs=3, warps=4, stages=2),
 }

@@ -14,8 +14,8 @@ from weft.plans import Plan
 
 @dataclass(frozen=True)
 class Shape:
-    """`rows` are the numbers of keys of all ranks, and `queries` those of their queries (with None, they are the same).
-    `bounds` are the bounds of packed sequences."""
+    """`rows` lists the ranks' numbers of keys, and `queries` their numbers of queries (None: as many as keys). `bounds`
+    are the bounds of packed sequences."""
 
     rows: tuple[int, ...]
     heads: int = 4
@@ -73,7 +73,7 @@ def attention(
 
 @dataclass
 class Inputs:
-    """The operands of one call: on the host, those of the whole sequence; on the device, those of this rank."""
+    """The operands of one call: those of the whole sequence, on the host, and those of this rank, on the device."""
 
     world: weft.World
     shape: Shape
@@ -146,8 +146,8 @@ def attention_case(
 
 
 def gradients_case(world: weft.World, shape: Shape, plan: str | Plan = "segmented", seed: int = 0) -> float:
-    """Return the largest error of the gradients of q, k, v and the sinks, against autograd of the whole sequence.
-    The loss is the sum over ranks, and so is the sinks' gradient."""
+    """Return the largest error of the gradients of q, k, v and the sinks, compared with autograd over the whole
+    sequence. The loss is summed over ranks, and so are the sinks' gradients."""
     inputs, size = Inputs(world, shape, 100 * seed), world.size
     leaves = [t.requires_grad_() for t in inputs.local_qkv()]
     options = inputs.options()

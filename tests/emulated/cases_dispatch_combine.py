@@ -61,7 +61,8 @@ def scale_rows(
 def expected_combine(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor, experts: int, ranks: int
 ) -> Any:
-    """Sum each rank's results in the order of the slots, round the sums, and add them in the order of the ranks."""
+    """Sum each rank's results in the order of the top-k slots, round the sums, and add them in the order of the
+    ranks."""
     total, local = torch.zeros(x.shape), experts // ranks
     for rank in range(ranks):
         part = torch.zeros(x.shape)
@@ -79,13 +80,14 @@ def expected_combine(
 class Routed:
     """The routes of all ranks in a call, and their results on one rank."""
 
-    ids: list[torch.Tensor]  # by rank
+    ids: list[torch.Tensor]  # one tensor per rank
     experts: int
     alignment: int
-    most: int  # rows of an expert, 0: any
+    most: int  # the most rows of an expert; 0: no limit
 
     def tables(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return the tables for contiguous rows; sources, counts and drops only where each expert has a row limit."""
+        """Return the tables for contiguous rows; sources, counts and drops are included only if each expert has a row
+        limit."""
         ranks, capacity = len(self.ids), max(1, *map(len, self.ids))
         ids_all = torch.full((ranks, capacity, self.ids[0].shape[1]), -1)
         for r, ids in enumerate(self.ids):
@@ -108,12 +110,12 @@ class Routed:
         return tables
 
     def kept(self, rank: int) -> torch.Tensor:
-        """Return a rank's ids, with -1 where another rank had no room for them."""
+        """Return a rank's ids, with -1 for each route that another rank dropped for lack of room."""
         kept = torch.stack([self.tables(r)["kept"][rank] for r in range(len(self.ids))]).all(0)
         return torch.where(kept[: len(self.ids[rank])], self.ids[rank], -1)
 
 
-@torch.no_grad()  # the handle has the buffer's own tables
+@torch.no_grad()  # without gradients, the handle has the buffer's own tables
 def launch_dispatch(
     world: weft.World, operands: op.DispatchOperands, options: tuple[Any, ...]
 ) -> tuple[torch.Tensor, weft.moe.Handle]:
@@ -139,7 +141,7 @@ def launch_combine(
 
 @dataclass
 class Caller:
-    """The calls of a rank: their operands are in `memory`, and their results are copied from it."""
+    """The calls of one rank. The class writes their operands to `memory` and copies their results from it."""
 
     world: weft.World
     memory: Memory
@@ -149,14 +151,14 @@ class Caller:
     layout: str
     alignment: int
     max_m: int
-    dropped: Counter[int] = field(default_factory=Counter)  # by the rank that dropped them
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # results, and what they must be
+    dropped: Counter[int] = field(default_factory=Counter)  # rows by the rank that dropped them
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # results, and their expected values
 
     def see(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
         self.seen.append((self.memory.copy(actual), expected))
 
     def dispatch(self, call: int, place: int) -> tuple[Any, ...]:
-        """Dispatch inputs that are in the memory of `place`."""
+        """Dispatch inputs that are stored in `memory` under `place`."""
         world, layer, me = self.world, self.layer, self.world.rank
         counts = tuple(self.tokens[(r + call) % len(self.tokens)] for r in range(world.size))
         every, masked = world.size * max(1, *counts), self.layout == "masked"
@@ -168,7 +170,7 @@ class Caller:
         operands = [self.memory.write((place, name), t) for name, t in values.items()]
         options = (counts, layer.experts, self.layout, self.alignment, self.max_m or None, None)
         rows, handle = launch_dispatch(world, op.DispatchOperands(*operands), options)
-        self.memory.write((place, "ids"), torch.full_like(values["ids"], 99))  # the caller's again
+        self.memory.write((place, "ids"), torch.full_like(values["ids"], 99))  # the caller may overwrite its ids
         tables = routes.tables(me)
         for rank in range(world.size):
             everything = routes.tables(rank)
@@ -181,8 +183,8 @@ class Caller:
         return rows, handle, self.memory.write((place, "shared"), draw(call, *x.shape)), expected
 
     def experts(self, rows: torch.Tensor, handle: weft.moe.Handle) -> torch.Tensor:
-        """Write the experts' results for the rows that they received; the other rows hold poison, and padding is
-        zero."""
+        """Write the experts' results for the rows that they received. Fill the other rows with poison, and padding with
+        zeros."""
         world, local = self.world, self.layer.experts // self.world.size
         y, padding = world.empty(rows.shape, rows.dtype), world.zeros((local,), torch.int32)
         args = dict(
@@ -203,8 +205,8 @@ class Caller:
 
 @contextlib.contextmanager
 def overflows(world: weft.World, reported: Counter[int]) -> Iterator[None]:
-    """Add to `reported` the rows that an Overflow counts for each rank: all lost rows of this rank's experts, and
-    this rank's tokens lost elsewhere."""
+    """Add to `reported` the rows that an Overflow counts for each rank: all rows that this rank's experts dropped, and
+    this rank's tokens that other ranks dropped."""
     try:
         yield
     except weft.Overflow as e:
@@ -222,8 +224,8 @@ def noticed(world: weft.World) -> Counter[int]:
 
 
 def overfull(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Tensor:
-    """In every other call the first experts receive more rows than fit. The rows come from tokens that fitted in the
-    call before, whose sums are still in the outboxes."""
+    """In every other call the first experts receive more rows than fit. These rows belong to tokens that fitted in the
+    call before, and the outboxes still hold those tokens' sums."""
     if call % 2 == 0:
         return at_random(call, rank, t, layer, world)
     return torch.arange(layer.k).expand(t, -1)
@@ -249,7 +251,7 @@ def exchange_case(
     return sum(not torch.equal(actual, expected.to(actual.dtype)) for actual, expected in caller.seen)
 
 
-# -- with gradients, by experts of the library's -----------------------------------------------------------------------
+# -- with gradients, and with torch's grouped GEMM as the experts ------------------------------------------------------
 Routes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # x, ids, weights
 
 
@@ -268,7 +270,7 @@ def microbatches(world: weft.World, routes: Routes, w1: torch.Tensor) -> tuple[R
 def two_under_way(
     world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of two microbatches' results, one of them twice, and the counts of their handles."""
+    """Return the sum of two microbatches' results, one of which is used twice, and the counts of their handles."""
     experts = w1.shape[0] * world.size
     (a, handle_a), (b, handle_b) = (
         weft.moe.dispatch(*microbatch, experts=experts, world=world, **options)
@@ -300,7 +302,7 @@ def trained(
     wants: Sequence[str] = ("x", "weights", "w1", "w2"),
     **options: Any,
 ) -> list[torch.Tensor]:
-    """Return the result and the counts of a training step with this function, and the requested gradients."""
+    """Return the result and the counts of the training step `step`, and the requested gradients."""
     x, ids, weights = routes
     leaves = dict(x=x, weights=weights, w1=w1, w2=w2)
     leaves = {name: t.detach().clone().requires_grad_(name in wants) for name, t in leaves.items()}

@@ -1,5 +1,5 @@
-"""Layers of whole experts for `cases_moe.py`, called by `weft.moe.moe` or by the run of one plan; and their results
-where some rows have no room. Each function runs on one rank.
+"""Layers of whole experts for `cases_moe.py`, called by `weft.moe.moe` or by the run of one plan; and layers that drop
+rows for lack of room. Each function runs on one rank.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MODULES: dict[type[Plan], Any] = {
     Dispatched: dispatched,
     FusedMoe: fused,
     LowLatency: low_latency,
-}  # that run such plans
+}  # the run of each class of plans
 
 
 def whole_experts(world: weft.World, model: Model, ids: torch.Tensor, t: Tensors, **options: Any) -> torch.Tensor:
-    """`weft.moe.moe`."""
+    """Call `weft.moe.moe`."""
     y: torch.Tensor = moe.moe(
         t["x"], ids, t["weights"], t["w13"], t["w2"], b13=t["b13"], b2=t["b2"], shared=t["shared"],
         activation=model.layer.activation, world=world, **options,
@@ -38,8 +38,8 @@ def whole_experts(world: weft.World, model: Model, ids: torch.Tensor, t: Tensors
 def steps(
     world: weft.World, model: Model, ids: torch.Tensor, t: Tensors, *, rows: list[int], plan: Plan
 ) -> torch.Tensor:
-    """Call the run of a plan alone, without anything that the op does around it; each call writes its result to the
-    same memory."""
+    """Call the run of a plan directly, without the code of the op around it. Each call writes its result to the same
+    memory."""
     x, out = t["x"], t["out"]
     assert x is not None and out is not None and MODULES[type(plan)].unsupported(world, model.layer, plan) is None
     operands = MoeOperands(x, ids, t["weights"], *model.flat, shared=t["shared"])
@@ -48,8 +48,8 @@ def steps(
 
 
 def overfull_layers(world: weft.World, plan: str, calls: int = 6) -> None:
-    """Call two layers on alternating streams without waiting for the hosts. In most calls one rank overflows, not
-    always the same one. Every rank that lost rows learns how many it lost, and on which rank."""
+    """Call two layers on alternating streams without waiting for the hosts. In most calls one rank overflows, a
+    different one each time. Every rank whose rows were dropped is notified of their number and of the full rank."""
     layer, size, counts = Layer(40, 2 * world.size, 1, 32, 24, torch.bfloat16), world.size, (40, 33, 25)[: world.size]
     expert_weights, reported, lost = Model(world, layer, False).local_weights[:2], Counter[int](), Counter[int]()
     x, weights = draw(world.rank, counts[world.rank], layer.hidden), torch.ones(counts[world.rank], 1)
@@ -67,8 +67,8 @@ def overfull_layers(world: weft.World, plan: str, calls: int = 6) -> None:
 
 
 def no_room_case(world: weft.World) -> None:
-    """With room for 32 rows of an expert, alternate calls that fit with calls that route 40 rows to one expert.
-    Dropped routes are in no sum, and neither they nor their tokens have a gradient, though they had one in the call
+    """With room for 32 rows of an expert, calls that fit alternate with calls that route 40 rows to one expert. Dropped
+    routes contribute to no sum, and neither they nor their tokens have a gradient, although they had one in the call
     before."""
     layer = Layer(20, 2, 1, 32, 24, torch.bfloat16)
     model = Model(world, layer, False)
@@ -77,7 +77,7 @@ def no_room_case(world: weft.World) -> None:
         operands = routed(call, world.rank, 20, layer, world.size, at_random)._replace(ids=ids)
         _, grads = gradients(world, whole_experts, model, operands, plan="dispatched", max_rows=16)
         reported = noticed(world)
-        assert reported == ({} if fits else {0: 8}), reported  # by the forward pass alone
+        assert reported == ({} if fits else {0: 8}), reported  # only the forward pass reports drops
         lost = 8 if world.rank == 1 and not fits else 0
         dx, dweights = grads["x"], grads["weights"]
         assert dx is not None and dweights is not None

@@ -1,7 +1,7 @@
 """The results of ops with 8-bit operands, for every backend: each function runs on one rank and returns its error.
 
-References are float64 products of the dequantized operands. The operands have already lost what e4m3 loses, so that an
-error comes from sums and from rounding the result.
+References are float64 products of the dequantized operands. The operands are already rounded to e4m3, so that all
+errors come from summing and from rounding the result.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ def quantize_case(
     world: weft.World, m: int, k: int, scaling: str, *, gated: bool = False, weight: bool = False, by_columns: bool = False,
     with_scale: bool = False, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
 ) -> float:  # fmt: skip
-    """Return the error of the dequantized rows of weft.quantize or silu_mul_quantized; the scales must also be
-    right."""
+    """Return the error of the dequantized rows of weft.quantize or silu_mul_quantized; the scales must be right too."""
     x = (draw(seed, m, 2 * k if gated else k) * torch.exp(draw(seed + 1, m, 1))).to(dtype)
     scale = torch.tensor([0.02], device=world.device) if with_scale else None
     if gated:
@@ -116,8 +115,8 @@ def all_gather_case(
     world: weft.World, shards: Sequence[int], n: int, k: int, scaling: str, plan: Any = "fused", bias: bool = False,
     dtype: torch.dtype = torch.bfloat16, fast: bool = False, calls: int = 1, seed: int = 0,
 ) -> float:  # fmt: skip
-    """Return the largest error of all_gather_matmul over calls with fresh inputs. Gathered rows and scales must
-    equal those of the ranks."""
+    """Return the largest error of all_gather_matmul over calls with fresh inputs. Gathered rows and scales must equal
+    the ranks' own."""
     worst, me, m = 0.0, world.rank, sum(shards)
     for call in range(calls):
         s = (seed * 100 + call) * 10
@@ -134,7 +133,7 @@ def all_gather_case(
         expected = wanted(x, w, xs, ws, scaling)
         worst = max(worst, distance(actual, expected if b is None else expected + b.to(expected)))
         same = torch.equal(rows.view(torch.uint8), x.view(torch.uint8))
-        assert same and torch.equal(scales, xs), "what was gathered"
+        assert same and torch.equal(scales, xs), "the gathered rows differ"
     return worst
 
 
@@ -166,7 +165,7 @@ def reduce_case(
 def case(
     world: weft.World, op: str, rows: Sequence[int], n: int, k: int, scaling: str, plan: Any, **options: Any
 ) -> float:
-    """Return the error of one op whose ranks have these `rows`; M is their sum."""
+    """Return the error of one op with `rows` on its ranks; M is their sum."""
     if op == "all_gather_matmul":
         return all_gather_case(world, rows, n, k, scaling, plan, **options)
     everywhere = op == "matmul_all_reduce"

@@ -18,7 +18,7 @@ from weft.lang.jit import Kernel
 
 N, PARTS, STAGES = 32, 4, 3
 
-# -- loops of which each iteration needs a part that another rank has sent ---------------------------------------------
+# -- loops in which each iteration needs a part that another rank has sent ---------------------------------------------
 
 
 @weft.jit
@@ -102,7 +102,8 @@ def exchange_and_sum(
     w, received, boxes, received_desc, w_desc, out, delays, epoch, ch, parts, total_of: tl.constexpr, N: tl.constexpr
 ):
     """out [N, N] = sum over parts of received [parts, N, N] @ w [parts, N, N], where `received` is the w of the
-    previous rank. One program sends the parts, each after delays [parts + 1] atomics, while the other sums."""
+    previous rank. One program sends the parts, each after the number of atomics in `delays` [parts + 1], while the
+    other program sums."""
     index = tl.arange(0, N)
     block = index[:, None] * N + index[None, :]
     if tl.program_id(0) == 0:
@@ -125,7 +126,7 @@ def count_wrong_sums(
     parts: int = PARTS,
     delays: Iterable[list[int]] = ([0] * PARTS,),
 ) -> int:
-    """Return how many calls gave a wrong sum, where the parts are sent after these delays."""
+    """Return the number of calls that gave a wrong sum when the parts are sent after these delays."""
     generators = [torch.Generator().manual_seed(rank) for rank in range(world.size)]
     weights = [torch.randint(-2, 3, (parts, n, n), generator=g).bfloat16().to(world.device) for g in generators]
     w, before = weights[world.rank], weights[world.rank - 1]
@@ -141,7 +142,7 @@ def count_wrong_sums(
     args |= dict(total_of=FORMS[form], N=n, delays=world.empty((parts + 1,), torch.int32))
     wrong = 0
     for call, ahead_of_part in enumerate(delays):
-        if call:  # what came with the call before is not to pass for this call's
+        if call:  # parts of the previous call must not pass for this call's
             world.synchronize()
             world.exchange(None)
             received.local.zero_()
@@ -163,7 +164,7 @@ def summing(form: str, guard: bool) -> Callable[[World], None]:
     return main
 
 
-# -- a GEMM of which every part of K is awaited ------------------------------------------------------------------------
+# -- a GEMM that waits for every part of K -----------------------------------------------------------------------------
 
 
 @weft.jit
@@ -209,7 +210,8 @@ PRODUCTS = {form.fn.__name__: form for form in (step_by_step, step_by_step_with_
 
 def product(a, b, a_desc, b_desc, out_desc, epoch, ch, M, N, K, programs, tile_of: tl.constexpr, STEPS: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """out [M, N] = a [M, K] @ b [N, K]^T. Every STEPS steps of K wait for a notify of the first program."""
+    """out [M, N] = a [M, K] @ b [N, K]^T. Before every STEPS steps of K, a program waits for a notify by the first
+    program."""
     pid = tl.program_id(0)
     if pid == 0:
         for part in range(K // (STEPS * BK)):
@@ -251,7 +253,7 @@ def multiplying(form: str, guard: bool) -> Callable[[World], None]:
     return main
 
 
-# -- loops in which a tile waits for the notify of the tile before -----------------------------------------------------
+# -- loops in which a tile waits for the previous tile's notify --------------------------------------------------------
 
 
 @weft.jit

@@ -1,5 +1,5 @@
-"""Every operator runs first in inference mode, as in an evaluation before training, and then in training: the memory
-that a World allocates for the first call must serve the later ones.
+"""Every operator runs first in inference mode, as in an evaluation before training, and then in training: later calls
+must be able to use the memory that a World allocates for the first one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.op import REGISTRY
 from weft.ops.rotary import rotary
 
 BF16 = torch.bfloat16
-Call = Callable[[World, bool], Any]  # (world, gradient): results
+Call = Callable[[World, bool], Any]  # its arguments are the World, and whether gradients are needed
 
 
 def operand(world: World, *shape: int, gradient: bool = False, seed: int = 0) -> torch.Tensor:
@@ -127,7 +127,7 @@ def placed(world: World, gradient: bool) -> Any:
     return moe.expert_placement(routes(world)[0], table, world=world)
 
 
-# By op of the registry: a call of each kind of plan.
+# For each op of the registry, a call of every kind of plan.
 BY_PLAN: dict[str, tuple[Callable[[str], Call], tuple[str, ...]]] = {
     "all_gather_matmul": (lambda plan: gemm("all_gather_matmul", plan), ("decomposed", "fused", "one_shot")),
     "matmul_reduce_scatter": (
@@ -144,10 +144,10 @@ BY_PLAN: dict[str, tuple[Callable[[str], Call], tuple[str, ...]]] = {
     "matmul_all_to_all": (sent, ("signaled",)),
     "matmul_all_to_all_routed": (routed, ("fused",)),
     "moe_dispatch": (exchange, ("dispatched",)),
-    "moe_combine": (lambda plan: exchange(plan, "contiguous"), ()),  # `dispatch` is called before it
+    "moe_combine": (lambda plan: exchange(plan, "contiguous"), ()),  # its call runs `dispatch` first
     "moe": (layer, ("dispatched", "fused", "low_latency")),
     "all_gather_grouped_matmul": (halves, ("dispatched",)),
-    "grouped_matmul_reduce_scatter": (halves, ()),  # likewise
+    "grouped_matmul_reduce_scatter": (halves, ()),  # the same call runs the first half too
 }
 LOCAL: dict[str, Call] = {
     "quantize": lambda world, gradient: weft.quantize(operand(world, 8, 128), "block", world=world),
@@ -169,13 +169,13 @@ assert SEQUENTIAL.keys() == OPS, "every operator has a case"
 
 
 def is_of_machine(thing: object) -> bool:
-    """Return whether the object belongs to the code and the machine, so that the World does not keep it."""
+    """Return whether the object belongs to the code or the machine, which a World need not keep alive."""
     of_code = isinstance(thing, (type, types.ModuleType, types.FrameType, Backend))
     return of_code or type(thing).__module__.startswith(("weft.emulator", "greenlet"))
 
 
 def kept_in_inference_mode(world: World) -> list[tuple[int, ...]]:
-    """Return the shapes of the inference tensors that the World keeps."""
+    """Return the shapes of the inference tensors that the World keeps alive."""
     shapes, seen, queue = [], set[int](), [world]
     while queue:
         thing: Any = queue.pop()
@@ -192,8 +192,8 @@ def kept_in_inference_mode(world: World) -> list[tuple[int, ...]]:
 
 
 def inference_then_training(world: World, call: Call) -> float:
-    """Return 0, or infinity where the World kept an inference tensor. An error is raised where a later call cannot use
-    the memory of the first one."""
+    """Return infinity if the World kept an inference tensor alive, else 0. A later call that cannot use the memory of
+    the first one raises an error."""
     with torch.inference_mode():
         call(world, False)
         world.synchronize()

@@ -45,5 +45,5 @@ def all_to_all_case(
         expected = torch.cat(parts)
         worst = max(worst, distance(actual, expected))
         bound = 2.0**-7 * expected.abs() + 2.0**-7 * expected.abs().max() if expected.numel() else expected
-        assert ((actual.double().cpu() - expected).abs() <= bound).all(), "element by element"
+        assert ((actual.double().cpu() - expected).abs() <= bound).all(), "an element differs"
     return worst

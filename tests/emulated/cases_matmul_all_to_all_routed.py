@@ -13,7 +13,7 @@ from tests.emulated.cases import distance, draw
 from weft.plans import Plan
 
 Routing = list[list[int]]  # the destinations of every rank's rows
-Draw = Callable[[random.Random, int, int], Routing]  # of (rng, ranks, m)
+Draw = Callable[[random.Random, int, int], Routing]  # called with (rng, ranks, m)
 
 
 def uniform(rng: random.Random, ranks: int, m: int) -> Routing:
@@ -21,7 +21,7 @@ def uniform(rng: random.Random, ranks: int, m: int) -> Routing:
 
 
 def some_nowhere(rng: random.Random, ranks: int, m: int) -> Routing:
-    """Draw destinations of which some are no rank; one rank sends nothing."""
+    """Draw destinations, some of which are no rank; one rank sends nothing."""
     nothing = rng.randrange(ranks)
     return [
         [rng.choice([-1, -7, ranks, 1 << 30]) if s == nothing or rng.random() < 0.3 else rng.randrange(ranks) for _ in range(m)]
@@ -45,7 +45,7 @@ def none(rng: random.Random, ranks: int, m: int) -> Routing:
 
 
 DRAWS: dict[str, Draw] = {f.__name__: f for f in (uniform, some_nowhere, to_one, uneven, none)}
-MIXED: tuple[Draw, ...] = (uniform, none, to_one, some_nowhere, uneven)  # of calls that follow one another
+MIXED: tuple[Draw, ...] = (uniform, none, to_one, some_nowhere, uneven)  # for successive calls
 
 
 def expected(routing: Routing, ys: Sequence[torch.Tensor], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +59,7 @@ def expected(routing: Routing, ys: Sequence[torch.Tensor], rank: int) -> tuple[t
 
 
 def sent_back(routing: Routing, douts: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-    """Return the gradients [m, N] of one rank's rows, given douts [W, m, N] of all ranks."""
+    """Return the gradients [m, N] of one rank's rows, given all ranks' douts [W, m, N]."""
     dy, numbers = torch.zeros_like(douts[0][0]), [0] * len(douts)
     for i, d in enumerate(routing[rank]):
         if 0 <= d < len(douts):
@@ -69,13 +69,13 @@ def sent_back(routing: Routing, douts: Sequence[torch.Tensor], rank: int) -> tor
 
 
 class Caller:
-    """Calls of a stream-ordered program: work on the stream rewrites the inputs before each call and copies the
-    results, and nothing synchronises."""
+    """Calls of a stream-ordered program. Operations on the stream rewrite the inputs before each call and copy the
+    results, without any synchronisation."""
 
     def __init__(self, world: weft.World, m: int, n: int, k: int, plan: str | Plan, dtype: torch.dtype) -> None:
         self.world, self.sizes, self.plan, self.dtype = world, (m, n, k), plan, dtype
         self.held: dict[str, torch.Tensor] = {}
-        self.seen: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # the result, and what it should be
+        self.seen: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # (name, result, expected result)
 
     def put(self, name: str, values: torch.Tensor) -> torch.Tensor:
         t = self.held.get(name)
@@ -115,7 +115,7 @@ class Caller:
         self.see("out", result.detach(), wanted)
         self.see("counts", counts, wanted_counts)
         if gradient:
-            # What stands behind the rows that came is not read.
+            # The backward pass must not read the rows after those received.
             douts = [draw(100 * seed + 90 + r, *wanted.shape, dtype=self.dtype) for r in range(world.size)]
             dy = sent_back(routing, douts, me).double()
             gradients = torch.autograd.grad(result, operands, self.put("dout", douts[me]))
@@ -132,14 +132,14 @@ class Caller:
                 assert torch.equal(result.cpu(), wanted), (name, result, wanted)
             elif name == "out":
                 is_zero = (wanted == 0).all(-1)
-                assert not result.cpu()[is_zero].any(), "rows behind those that came are zero"
+                assert not result.cpu()[is_zero].any(), "rows after the received ones must be zero"
             scale = wanted.double().abs().max()
             if name == "counts" or not scale:
                 assert name == "counts" or not result.any(), name
                 continue
             worst = max(worst, distance(result.double().cpu(), wanted.double()))
             assert ((result.double().cpu() - wanted.double()).abs() <= 2.0**-6 * scale).all(), (
-                f"{name}: element by element"
+                f"{name}: an element differs"
             )
         return worst
 
@@ -148,7 +148,7 @@ def routed_case(
     world: weft.World, m: int, n: int, k: int, plan: str | Plan, *, draws: Sequence[Draw] = MIXED, calls: int = 5,
     seed: int = 0, dtype: torch.dtype = torch.bfloat16, **options: Any,
 ) -> float:  # fmt: skip
-    """Return the error of calls, each with another routing, and of their gradients."""
+    """Return the error of calls with different routings, and of their gradients."""
     caller, rng = Caller(world, m, n, k, plan, dtype), random.Random(seed)
     for call in range(calls):
         caller.call(seed * 50 + call, draws[call % len(draws)](rng, world.size, m), **options)

@@ -19,7 +19,7 @@ from weft.models.cache import LONG_PROMPT
 from weft.nn.weave import LayerPlan
 
 Tensor, CPU = torch.Tensor, torch.device("cpu")
-HALF = 5e-3  # float16's rounding through the layers of SMALL; bfloat16 rounds 8 times as coarsely
+HALF = 5e-3  # error of float16 through the layers of SMALL; bfloat16's is eight times as large
 TINY = dict(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
     num_key_value_heads=4, head_dim=16, rms_norm_eps=1e-5, rope_theta=10000.0,
@@ -48,7 +48,7 @@ MIXTURES: dict[str, dict[str, Any]] = {  # names and keys as in Transformers' co
 for kind, config in MIXTURES.items():
     config["model_type"] = kind
 DENSE = {kind: dict(TINY, model_type=kind) for kind in ("qwen2", "qwen3")}
-del DENSE["qwen2"]["head_dim"]  # hidden size over heads
+del DENSE["qwen2"]["head_dim"]  # the default is the hidden size divided by the number of heads
 LARGER = dict(hidden_size=1024, num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=8, vocab_size=512)
 
 
@@ -61,7 +61,8 @@ def larger(kind: str) -> dict[str, Any]:
 
 
 def state(config: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """Return whole weights under Hugging Face's names, scaled so that logits spread and every layer matters."""
+    """Return unsharded weights under Hugging Face's names, scaled so that the logits differ clearly and every layer
+    matters."""
     return dict(_state(Config.from_hf(config), seed, dtype))
 
 
@@ -112,9 +113,9 @@ def _mlp_shapes(c: Config, layer: int) -> dict[str, tuple[int, ...]]:
 
 
 def _decide(c: Config, weights: dict[str, Tensor], seed: int) -> None:
-    """Set routers and embeddings so that a token's id determines its experts, which differ from layer to layer, by a
-    margin far larger than any rounding. Otherwise two experts with nearly equal logits could swap, and change the
-    model's logits."""
+    """Set routers and embeddings so that a token's id determines its experts by a margin far larger than any rounding;
+    the experts differ between layers. Otherwise two experts with nearly equal logits could swap, and change the model's
+    logits."""
     assert c.mixture is not None
     e, k, embedding = c.mixture.num_experts, c.mixture.top_k, "model.embed_tokens.weight"
     towards = (
@@ -158,14 +159,16 @@ def swiglu(y: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def mixture(c: Config, w: dict[str, Tensor], y: Tensor) -> Tensor:
-    """Return the experts' weighted sum plus the shared expert, token by token. Fail where rounding could change the
-    choice of an expert."""
+    """Return the experts' weighted sum plus the shared expert, token by token. Fail if rounding could change the choice
+    of an expert."""
     m = c.mixture
     assert m is not None
     logits = y @ w["gate.weight"].t()
     best = logits.topk(min(m.top_k + 1, m.num_experts))
     if m.top_k < m.num_experts:
-        assert (best.values[:, -2] - best.values[:, -1]).min() > 0.2, "two experts nearly equal: take another seed"
+        assert (best.values[:, -2] - best.values[:, -1]).min() > 0.2, (
+            "two experts have nearly equal scores: use another seed"
+        )
     ids, share = best.indices[:, : m.top_k], logits.softmax(-1)
     out = torch.zeros_like(y)
     for token, experts in enumerate(ids.tolist()):
@@ -179,7 +182,7 @@ def mixture(c: Config, w: dict[str, Tensor], y: Tensor) -> Tensor:
 
 
 def reference(config: Any, weights: dict[str, Tensor], ids: Tensor, device: torch.device = CPU) -> Tensor:
-    """Return logits [tokens, vocab] of one request's tokens by the model's definition, in float64 on one rank."""
+    """Return logits [tokens, vocab] of one request's tokens by the definition of the model, in float64 on one rank."""
     c = Config.from_hf(config)
     w = {k: v.to(device).double() for k, v in weights.items()}
     t, d = len(ids), c.head_dim
@@ -226,8 +229,8 @@ def build_llama(
     world: weft.World, config: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16, sure: bool = False,
     parallel: str = "expert",
 ) -> Llama:  # fmt: skip
-    """With `sure`, the output head prefers the token before the last one in the vocabulary, so that a wrong layer
-    changes the greedy token and the rounding of another plan does not."""
+    """With `sure`, the output head prefers one token by far, the one before the last in the vocabulary, so that a wrong
+    layer changes the greedy token and another plan's rounding does not."""
     model, weights = Llama(config, world=world, dtype=dtype, parallel=parallel), state(config, seed, dtype)
     if sure:
         weights["lm_head.weight"] = 0.3 * weights["lm_head.weight"] + weights["model.embed_tokens.weight"].roll(-1, 0)
@@ -238,7 +241,7 @@ def build_llama(
 
 @dataclass
 class Requests:
-    """Prompts that are processed in chunks, and the progress of each."""
+    """Prompts that are processed in chunks, and the number of tokens processed of each."""
 
     prompts: list[Tensor]
     done: list[int]
@@ -251,7 +254,7 @@ class Requests:
         return cls(prompts, [0] * count, rng.sample(range(slots), count))
 
     def batch(self, lengths: dict[int, int]) -> tuple[Tensor, Batch]:
-        """Return the next tokens of some requests, by request."""
+        """Return each request's next tokens."""
         ids, starts = [], []
         for r, n in lengths.items():
             ids.append(self.prompts[r][self.done[r] : self.done[r] + n])
@@ -293,9 +296,9 @@ def halves(
     world: weft.World, plan: LayerPlan, config: Any = TINY, *, seed: int = 0, lengths: Sequence[int] = (9, 11, 4),
     parallel: str = "expert",
 ) -> float:  # fmt: skip
-    """Compare a woven batch with its prefix and its suffix as two successive, unwoven batches. These make the same
-    calls of the same kernels, so logits and cache must be equal to the bit. With `history`, the cache already holds
-    half of every request. Return 0."""
+    """Compare a woven batch with its prefix and its suffix as two successive, unwoven batches. Both make the same
+    kernel calls, so logits and cache must be equal to the bit. With `history`, the cache already holds half of every
+    request. Return 0."""
     c = Config.from_hf(config)
     model = build_llama(world, c, seed, parallel=parallel)
     caches = [Cache(c, world=world, slots=len(lengths), max_len=max(lengths) + 1) for _ in range(2)]
@@ -327,7 +330,7 @@ def greedy(
     lengths: Sequence[int] = (7, 3, 12),
     seed: int = 0,
 ) -> float:
-    """Return the share of tokens that differ when two plans decode the same prompts greedily."""
+    """Return the share of tokens that differ between two plans that decode the same prompts greedily."""
     tokens, c = [], Config.from_hf(config)
     model = build_llama(world, c, seed, sure=True)
     for p in (plan, other_plan):
@@ -370,7 +373,8 @@ def padded(
 
 def lengthy(world: weft.World, kind: str, config: Any = TINY, *, long: int) -> float:
     """Compare a prompt of `long` tokens with the reference. Its batch also has the second chunk of a prompt twice as
-    long and, where one kernel attends to single tokens, a single token. On GPUs the pass is captured and replayed."""
+    long and, if a separate kernel attends to single tokens, a single token. On GPUs the pass is captured and
+    replayed."""
     c = Config.from_hf(config)
     model, cache = build_llama(world, c), Cache(c, world=world, slots=4, max_len=2 * long + 8)
     requests, worst = Requests.random(0, 3, 1, c.vocab_size, 4), 0.0
@@ -406,7 +410,7 @@ def captured(fn: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
 
 
 def delays(world: weft.World, plans: Sequence[LayerPlan], config: Any, calls: int, lengths: Sequence[int]) -> float:
-    """Delay random ranks in every call and plan: the bits must equal those of the plan's first call. Return 0."""
+    """Delay random ranks in every call and plan: the bits must equal the plan's first result. Return 0."""
     c, rng = Config.from_hf(config), random.Random(100 + world.rank)
     model, cache = build_llama(world, c), Cache(c, world=world, slots=len(lengths), max_len=max(lengths))
     ids, batch = (torch.arange(sum(lengths)) * 7 % c.vocab_size).to(world.device), Batch.prefill(lengths)
@@ -491,7 +495,7 @@ def mixture_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], 
 
 
 def woven_mixture_cases(world: weft.World, kind: str) -> Iterator[tuple[str, float, Callable[[], float]]]:
-    """Return cases with two token parts whose rows are on every rank, for whole experts and for experts split by
+    """Return cases with two token parts and all rows on every rank, for whole experts and for experts split by
     columns."""
     config, lengths = larger(kind), (300, 211, 64)
     for parallel in ("expert", "tensor"):

@@ -1,6 +1,6 @@
-"""Layers of experts, whole or split by columns: shapes, weights and routings, and the results and gradients that
-every plan must give. Each function runs on one rank. A `Run` calls a layer: cases_expert_parallel.py and
-cases_tensor_parallel.py define one or two each."""
+"""Layers of experts, whole or split by columns: shapes, weights and routings, and the results and gradients that every
+plan must give. Each function runs on one rank. A `Run` is a function that calls a layer; cases_expert_parallel.py and
+cases_tensor_parallel.py define them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from weft import moe
 from weft.ops.moe.call import Layer, Weights
 from weft.plans import Plan
 
-Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # call, rank, T, layer, world: int32 [T, k]
+Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # (call, rank, T, layer, world) to int32 [T, k]
 Tensors = Mapping[str, torch.Tensor | None]
-Run = Callable[..., torch.Tensor]  # world, model, ids, Tensors by NAMES; options: rows, plan, keep
+Run = Callable[..., torch.Tensor]  # (world, model, ids, *Tensors of NAMES); options: rows, plan, keep
 NAMES = ("x", "weights", "w13", "w2", "b13", "b2", "shared")
 
 
@@ -51,7 +51,7 @@ def in_turn(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Ten
 
 # -- one layer ---------------------------------------------------------------------------------------------------------
 
-KINDS: dict[str, dict[str, Any]] = {  # of layers and routings, for `layer_case` and `training_case`
+KINDS: dict[str, dict[str, Any]] = {  # layers and routings for `layer_case` and `training_case`
     "gelu": dict(activation="gelu", biases=True, inner=40),
     "gpt_oss": dict(activation="gpt_oss", biases=True, hidden=24, dtype=torch.float16),
     "some nowhere": dict(ids_of=some_nowhere, k=3),
@@ -74,8 +74,7 @@ def interleaved(w: torch.Tensor, block: int) -> torch.Tensor:
 def expert(
     x: torch.Tensor, w13: Any, w2: Any, b13: Any, b2: Any, activation: str, kept: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Compute one expert. `kept` is the dtype to which the input of the activation is rounded; its gradient ignores
-    that rounding."""
+    """Compute one expert. The activation's input is rounded to the dtype `kept`; its gradient ignores the rounding."""
     gate_up = x @ w13.t() + b13
     if kept is not None:
         gate_up = gate_up.detach().to(kept).to(gate_up.dtype) + (gate_up - gate_up.detach())
@@ -89,8 +88,8 @@ def expert(
 
 
 class Model:
-    """The weights of one layer: those of all ranks on the host, and this rank's on the device. A rank has whole
-    experts, or, where `tp_size` ranks share each expert, `inner` columns of each."""
+    """The weights of one layer: all ranks' weights on the host, and this rank's on the device. A rank has whole experts
+    or, if `tp_size` ranks share each expert, `inner` columns of each."""
 
     def __init__(self, world: weft.World, layer: Layer, biases: bool, seed: int = 0, tp_size: int = 1) -> None:
         e, h, i, wide = layer.experts, layer.hidden, layer.inner, 1 if layer.activation == "gelu" else 2
@@ -100,7 +99,7 @@ class Model:
         self.w2 = draw(seed + 2, e, h, i, dtype=layer.dtype) * 0.2
         self.b13, self.b2 = (draw(seed + j, e, n, dtype=layer.dtype) * biases for j, n in ((3, wide * i), (4, h)))
         if layer.activation == "gpt_oss":
-            self.w13 *= 8  # so that some are clamped
+            self.w13 *= 8  # so that the activation clamps some values
         w13, w2, b13, b2 = (t.contiguous().to(world.device) for t in self.part(*self.whole))
         adds_b2 = biases and self.rank % tp_size == 0
         self.local_weights = Weights(w13, w2, b13 if biases else None, b2 if adds_b2 else None)
@@ -143,7 +142,7 @@ class Model:
 
 
 class Routed(NamedTuple):
-    """A rank's operands of one call, on the host. `dy` is the gradient of the result."""
+    """One rank's operands of a call, on the host. `dy` is the gradient of the result."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -164,7 +163,7 @@ def routed(call: int, rank: int, t: int, layer: Layer, world: int, ids_of: Ids =
 
 
 def counts_of(tokens: Sequence[int], call: int, ranks: int) -> list[int]:
-    """Return the numbers of tokens of every rank, which differ in every call."""
+    """Return every rank's number of tokens; the numbers differ in every call."""
     return [tokens[(rank + call) % len(tokens)] for rank in range(ranks)]
 
 
@@ -178,8 +177,8 @@ def values_of(model: Model, operands: Sequence[torch.Tensor]) -> dict[str, torch
 
 
 class Memory:
-    """The operands of a rank in a stream-ordered program: work on the current stream rewrites them for every call
-    and copies the results, and nothing synchronises."""
+    """One rank's operands in a stream-ordered program. Operations on the current stream rewrite them for every call and
+    copy the results, without any synchronisation."""
 
     def __init__(self, world: weft.World) -> None:
         self.world, self.tensors = world, dict[Any, torch.Tensor]()
@@ -215,8 +214,8 @@ def layer_case(
     ids_of: Ids = at_random, plan: str | Plan | Sequence[Plan] = "dispatched", dtype: torch.dtype = torch.bfloat16,
     tp_size: int = 1, layers: int = 1, streams: Sequence[str] = ("main",), **options: Any,
 ) -> float:  # fmt: skip
-    """Return the largest error over calls with new tokens and routings, each through all layers. Calls cycle through
-    the plans and the streams, and nothing synchronises between them. `inner` is the number of columns of a rank."""
+    """Return the largest error over calls with new tokens and routings, each of which passes through all layers. Calls
+    cycle through the plans and the streams without any synchronisation. `inner` is a rank's number of columns."""
     models = [
         Model(
             world, Layer(max(tokens) + 1 + 5 * j, experts, k, hidden + 8 * j, inner * tp_size, dtype, activation), biases,
@@ -241,9 +240,9 @@ def layer_case(
 
 
 def reference_gradients(model: Model, operands: Sequence[Routed]) -> dict[str, torch.Tensor]:
-    """Return float64 gradients of this rank's x, weights and shared, and of its part of the experts, against the whole
-    layer in one process. `operands` are the operands of every rank. The input of the activation is rounded as the op
-    saves it, since the rounding decides on which side of a clamp's limit it lies."""
+    """Return the float64 gradients, computed for the whole layer in one process, of this rank's x, weights and shared,
+    and of its part of the experts. `operands` lists every rank's operands. The activation's input is rounded as the op
+    saves it, since the rounding decides on which side of a clamp's limit it falls."""
     me, experts = model.rank, [t.double().requires_grad_() for t in model.whole]
     xs = [o.x.double().requires_grad_() for o in operands]
     weights = [o.weights.double().requires_grad_() for o in operands]
@@ -279,8 +278,8 @@ def training_case(
     ids_of: Ids = at_random, plan: Any = "dispatched", keep: Sequence[str] = moe.KEEPS, dtype: torch.dtype = torch.bfloat16,
     wants: Sequence[str] = NAMES,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the largest error by operand, over calls with new tokens and routings that save other tensors; nothing
-    synchronises between them. `inner` is the number of columns of a rank."""
+    """Return the largest error of each operand's gradient over calls with new tokens and routings that save different
+    tensors, without any synchronisation. `inner` is a rank's number of columns."""
     layer = Layer(max(tokens), experts, k, hidden, inner * tp_size, dtype, activation)
     model, pairs = Model(world, layer, biases, tp_size=tp_size), []
     for call in range(calls):

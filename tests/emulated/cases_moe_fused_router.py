@@ -1,7 +1,7 @@
 """Layers whose router is part of the layer's launch, for the emulator's tests, the mutation gate and GPUs.
 
-Logits are exact here: tokens and the router's weights are small integers times a power of two, and float32 holds the
-sums of their products in any order, so that a router in a launch of its own gives the same bits. Each function runs on
+The logits are exact, so that a router in a launch of its own gives the same bits: tokens and the router's weights are
+small integers times a power of two, and float32 represents the sums of their products exactly. Each function runs on
 one rank.
 """
 
@@ -18,7 +18,7 @@ from tests.emulated.cases import distance, draw, on_stream
 from tests.emulated.cases_moe import Model, counts_of
 from weft import moe
 from weft.ops.moe.call import Layer
-from weft.ops.moe.expert_parallel.op import MOE_WITH_ROUTER, RoutedMoeOperands, options_of, packed
+from weft.ops.moe.expert_parallel.op import MOE_WITH_ROUTER, operands_with_router, packed
 from weft.plans import FusedMoe
 from weft.scale import SMALL_MOE
 
@@ -27,7 +27,7 @@ WITH_ROUTER = replace(SMALL_MOE, route=True)
 
 @dataclass(frozen=True)
 class RoutedLayer:
-    """A layer, its router, and the numbers of tokens of the ranks, which rotate from call to call."""
+    """A layer, its router, and the ranks' numbers of tokens, which rotate from call to call."""
 
     experts: int = 4
     k: int = 2
@@ -45,7 +45,7 @@ class RoutedLayer:
     groups: int = 0
     top_groups: int = 0
     scale: float = 1.0
-    spread: int = 4  # logits differ by about so much
+    spread: int = 4  # the range of the logits, approximately
 
     @property
     def layer(self) -> Layer:
@@ -91,15 +91,15 @@ def run_layer(
     """Call the op as `weft.moe.moe` does, and return the routes too."""
     weights, activation = model.local_weights, model.layer.activation
     w13, b13 = packed("moe", "w13", weights.w13, 5, activation), packed("moe", "b13", weights.b13, 4, activation)
-    operands = RoutedMoeOperands.for_call(world, router, x, w13, weights.w2, b13, weights.b2, shared, None)
-    options = tuple(rows), activation, None, None, "rows", False, False, options_of(router)
+    operands = operands_with_router(world, router, x, w13, weights.w2, b13, weights.b2, shared, None)
+    options = tuple(rows), activation, None, None, "rows", False, False, router.options
     out = MOE_WITH_ROUTER(world, plan, operands, options)
     return Routed(out, operands.ids, operands.weights)
 
 
 class RouterCase:
-    """The calls of one layer on one rank of a stream-ordered program: work on the stream rewrites the operands for
-    every call and copies the results."""
+    """One layer's calls on one rank of a stream-ordered program. Operations on the stream rewrite the operands for
+    every call and copy the results."""
 
     def __init__(self, world: weft.World, sizes: RoutedLayer, plan: FusedMoe = WITH_ROUTER, seed: int = 0) -> None:
         self.world, self.sizes, self.plan = world, sizes, plan
@@ -130,8 +130,8 @@ class RouterCase:
         self.results.append((values, Routed(*map(self.copy, results))))
 
     def check(self) -> float:
-        """Compare the routes of all calls with those of the router's own kernel, bit for bit, and return the largest
-        error of the results against torch's."""
+        """Compare the routes of all calls bit for bit with those that the router's own kernel returns, and return the
+        largest error of the results compared with torch's."""
         self.world.synchronize()
         worst = 0.0
         for call, (x, results) in enumerate(self.results):
@@ -167,8 +167,8 @@ def router_calls(
     plan: FusedMoe = WITH_ROUTER,
     bound: float = 5e-3,
 ) -> Callable[[weft.World], float]:
-    """Return a function that makes a number of calls with new tokens on alternating streams, and returns the largest
-    error. Nothing synchronises between them."""
+    """Return a function that calls the layer with new tokens on alternating streams and returns the largest error.
+    Nothing synchronises between them."""
 
     def main(world: weft.World) -> float:
         case = RouterCase(world, sizes, plan)
@@ -182,5 +182,5 @@ def router_calls(
     return main
 
 
-# Of the mutation gate: several tiles of logits, of which a rank without tokens has none, and several tiles an expert.
+# For the mutation gate: several tiles of logits (none on a rank without tokens), and several tiles per expert.
 MUTATED = RoutedLayer(hidden=40, inner=40, tokens=(20, 13), router_bias=True)

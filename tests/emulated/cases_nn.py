@@ -1,5 +1,5 @@
 """Gradients, modules and compilation, written once for every backend: each function runs on one rank and returns its
-error, the largest relative Frobenius distance from a float64 model that knows no ranks."""
+error, the largest relative Frobenius distance from an unsharded float64 model."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ def all_gather_grads(
     keep: bool = False, through: bool = False, passes: int = 1, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
 ) -> float:  # fmt: skip
     """`wants` names the operands that need gradients: x, weight (w) and bias (b). With `keep` the call returns the
-    gathered activation, and with `through` the loss uses it too. The gradients of all `passes` backward passes add
-    up."""
+    gathered activation; with `through` the loss uses it too. `passes` backward passes accumulate the gradients."""
     m, me = sum(shards), world.rank
     xs = draw(seed + 1, m, k, dtype=dtype)
     ws = [draw(seed + 10 + r, n, k, dtype=dtype) * 0.1 for r in range(world.size)]
@@ -89,7 +88,7 @@ def reduce_grads(
     world: weft.World, m: int, n: int, k: int, plan: Any = "auto", wants: str = "xwb", everywhere: bool = False,
     rows: Sequence[int] | None = None, passes: int = 1, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
 ) -> float:  # fmt: skip
-    """Check GEMM + reduce-scatter, or GEMM + all-reduce; the arguments are those of `all_gather_grads`."""
+    """Check GEMM + reduce-scatter, or GEMM + all-reduce; the arguments are the same as for `all_gather_grads`."""
     me, shards = world.rank, list(rows or balanced_rows(m, world.size))
     xs = [draw(seed + 1 + r, m, k, dtype=dtype) for r in range(world.size)]
     ws = [draw(seed + 10 + r, n, k, dtype=dtype) * 0.1 for r in range(world.size)]
@@ -140,7 +139,7 @@ def silu_grads(world: weft.World, m: int, columns: int, block: int = 0, dtype: t
         return worst((y, expected), (x.grad, torch.cat([a.grad, b.grad], 1)))  # type: ignore[list-item]
     blocks = x.grad.view(m, -1, 2, block)
     gate_up_grads = [blocks[:, :, i].flatten(1) for i in (0, 1)]
-    assert not any(t[:, columns:].any() for t in gate_up_grads), "padding has a gradient"
+    assert not any(t[:, columns:].any() for t in gate_up_grads), "padding must have no gradient"
     return worst((y, expected), (gate_up_grads[0][:, :columns], a.grad), (gate_up_grads[1][:, :columns], b.grad))
 
 
@@ -170,10 +169,10 @@ def mlp_training(
     world: weft.World, shards: Sequence[int], hidden: int, inner: int, plan: Any = "auto", steps: int = 3,
     rate: float = 0.02, compiled: str = "", keep: bool = False,
 ) -> float:  # fmt: skip
-    """Train ParallelMLP by SGD beside the unsharded MLP in float64, and compare outputs, gradients of the input and
-    of all weights, and the weights after every step. Return the largest error over that of torch's unsharded MLP in
-    bfloat16, which rounds as often. `compiled` is a torch.compile backend; with `keep` the module keeps the gathered
-    x."""
+    """Train ParallelMLP by SGD beside the unsharded MLP in float64, and compare outputs, gradients of the input and of
+    all weights, and the weights after every step. Return the largest error divided by that of torch's unsharded
+    bfloat16 MLP, which rounds equally often. `compiled` is a torch.compile backend; with `keep` the module keeps the
+    gathered x."""
     state, device = whole_mlp(hidden, inner), world.device
     mlp = weft.nn.ParallelMLP(hidden, inner, world=world, keep_gathered=keep, plan=plan)
     mlp.load_state_dict(state)
@@ -210,7 +209,7 @@ def mlp_training(
         for actual, expected, base in zip(ours, *references, strict=True):
             worst_ratio = max(worst_ratio, worst((actual, expected)) / max(worst((base, expected)), 1e-3))
     moved = min(distance(exact.state_dict()[name], value.double().to(device)) for name, value in state.items())
-    assert moved > 0.05, f"the weights moved by {moved} only"
+    assert moved > 0.05, f"training changed the weights by only {moved}"
     return worst_ratio
 
 
@@ -219,7 +218,7 @@ def weight_grads(mlp: weft.nn.ParallelMLP) -> list[Tensor]:
     assert mlp.gate_up.grad is not None and mlp.down.grad is not None
     blocks = mlp.gate_up.grad.view(-1, 2, mlp.block, mlp.hidden_size)
     gate, up = (blocks[:, i].reshape(-1, mlp.hidden_size) for i in (0, 1))
-    assert not gate[mlp.inner :].any() and not up[mlp.inner :].any(), "padding has a gradient"
+    assert not gate[mlp.inner :].any() and not up[mlp.inner :].any(), "padding must have no gradient"
     return [gate[: mlp.inner], up[: mlp.inner], mlp.down.grad]
 
 
@@ -251,8 +250,8 @@ def mlp_inference(world: weft.World, shards: Sequence[int], hidden: int, inner: 
 def linear_pair(
     world: weft.World, shards: Sequence[int], width: int, inner: int, reduce: str = "scatter", keep: bool = False
 ) -> float:
-    """Compare a column-parallel and a row-parallel linear layer with biases with the whole layers from which they are
-    made: outputs and all gradients."""
+    """Compare a column-parallel and a row-parallel linear layer, both with biases, with the unsharded layers: outputs
+    and all gradients."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         up_proj, down_proj = torch.nn.Linear(width, inner).bfloat16(), torch.nn.Linear(inner, width).bfloat16()
@@ -282,8 +281,8 @@ def linear_pair(
 
 
 def round_trip(world: weft.World, hidden: int, inner: int) -> float:
-    """Convert a whole state dict to a module, to its parts, to a module, and to a whole state dict; all bits must be
-    equal. Return 0."""
+    """Load an unsharded state dict into a module, that module's state dict into another one, and gather the second
+    one's unsharded state dict; all bits must be equal. Return 0."""
     state = whole_mlp(hidden, inner)
     model = torch.nn.ModuleDict({"mlp": weft.nn.ParallelMLP(hidden, inner, world=world)})
     model.load_state_dict({f"mlp.{k}": v for k, v in state.items()})
@@ -304,7 +303,7 @@ def round_trip(world: weft.World, hidden: int, inner: int) -> float:
 
 # -- compilation -------------------------------------------------------------------------------------------------------
 def compiled_ops(world: weft.World, backend: str = "aot_eager", dynamic: bool | None = None) -> float:
-    """Compile all ops into one graph: bits and gradients must equal those of eager calls. Return 0."""
+    """Compile all ops into one graph: results and gradients must have the same bits as in eager calls. Return 0."""
     from weft.plans import Sequential
 
     w = world.size
@@ -329,7 +328,7 @@ def compiled_ops(world: weft.World, backend: str = "aot_eager", dynamic: bool | 
             results.append([y, full, z, *(t.grad for t in leaves)])
         world.synchronize()
         for eager, compiled_result in zip(*results, strict=True):
-            # Inductor keeps what it fuses in float32
+            # Inductor keeps the values of operations that it fuses in float32
             assert (
                 torch.equal(eager, compiled_result)
                 if backend == "aot_eager"
@@ -339,7 +338,7 @@ def compiled_ops(world: weft.World, backend: str = "aot_eager", dynamic: bool | 
 
 
 def compiled_out(world: weft.World, backend: str = "aot_eager") -> float:
-    """Compile a call with `out=`: its bits must equal those of an eager call. Return 0."""
+    """Compile a call with `out=`: the bits must be the same as in an eager call. Return 0."""
     torch._dynamo.reset()
 
     def fn(x: Tensor, weight: Tensor, gathered: Tensor, reduced: Tensor) -> Tensor:
@@ -357,8 +356,8 @@ def compiled_out(world: weft.World, backend: str = "aot_eager") -> float:
 
 
 def mlp_graph(world: weft.World, rows: int, hidden: int, inner: int, replays: int = 20) -> float:
-    """Capture ParallelMLP in a CUDA graph: every replay must give the bits of an eager call with that plan. Return
-    0."""
+    """Capture ParallelMLP in a CUDA graph: every replay must give the same bits as an eager call with the same plan.
+    Return 0."""
     mlp = weft.nn.ParallelMLP(hidden, inner, world=world, plan="fused")
     mlp.load_state_dict(whole_mlp(hidden, inner))
     x = draw(1 + world.rank, rows, hidden).to(world.device)
@@ -370,7 +369,7 @@ def mlp_graph(world: weft.World, rows: int, hidden: int, inner: int, replays: in
         for i in range(replays):
             x.copy_(draw(10 * i + world.rank, rows, hidden))
             graph.replay()
-            assert torch.equal(y, mlp(x)), f"replay {i}"
+            assert torch.equal(y, mlp(x)), f"replay {i} differs"
     world.synchronize()
     return 0.0
 

@@ -1,5 +1,5 @@
-"""The results of the row-wise ops on rows that a GEMM has left in tiles, on every backend: each function runs on one
-rank.
+"""The results of the row-wise ops on the rows of a GEMM whose result is in tiles, on every backend: each function runs
+on one rank.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from weft.plans import Plan
 
 
 def tiles_case(world: weft.World, op: str, m: int, n: int, k: int, plan: str | Plan) -> float:
-    """Compare an op that leaves tiles with the op in ordinary order: the Remap, and the residual add through it.
-    Compare RMSNorm, from rows and from tiles, with torch's, and return its error."""
+    """Compare an op that returns tiles with the op that returns ordinary rows, through the Remap and through the
+    residual add. Compare RMSNorm of rows and of tiles with torch's, and return its error."""
     device, fn = world.device, getattr(weft, op)
     x, w, b = (t.to(device) for t in (draw(world.rank, m, k), draw(50 + world.rank, n, k), draw(9, n)))
     ordered = fn(x, w, b, world=world, plan=plan)
     tiles, remap = getattr(weft, f"{op}_tiles")(x, w, b, world=world, plan=plan)
     assert tuple(tiles.shape) == remap.shape
     weight, residual = draw(11, n).to(device), draw(12 + world.rank, *ordered.shape).to(device)
-    from_tiles = tiles.flatten()[remap.index().to(device)]  # the same rows, from tiles
+    from_tiles = tiles.flatten()[remap.index().to(device)]  # the same rows, read from the tiles
     same: list[tuple[torch.Tensor, torch.Tensor]] = []
     norms: list[Any] = []
     for rows, order, plain in ((ordered, None, ordered), (tiles, remap, from_tiles)):
@@ -32,7 +32,7 @@ def tiles_case(world: weft.World, op: str, m: int, n: int, k: int, plan: str | P
         norms += [(out, with_residual), (weft.rms_norm(rows, weight, 1e-5, world=world, remap=order), plain)]
     world.synchronize()
     assert all(torch.equal(actual, expected) for actual, expected in same)
-    # NCCL's all-reduce may sum in an order that depends on where in its buffer an element lies, which is what differs here.
+    # NCCL's order of summation may depend on an element's place in the buffer, which differs between rows and tiles.
     apart = distance(from_tiles, ordered)
     assert apart == 0 or (world.backend.name == "cuda" and op == "matmul_all_reduce")
     return max(

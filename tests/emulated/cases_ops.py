@@ -40,8 +40,8 @@ def shared_case(world: weft.World, op: str, rows: int, n: int, plan: object) -> 
 def case(
     world: weft.World, op: str, rows: Sequence[int], n: int, k: int, plan: object = "fused", **options: Any
 ) -> float:
-    """Return the error of one op whose ranks have these `rows`; M is their sum. An all-reduce, or an all-gather
-    without `rows`, needs only M."""
+    """Return the error of one op with `rows` on its ranks; M is their sum. An all-reduce, or an all-gather without
+    `rows`, needs only M."""
     if op == "all_gather_matmul":
         return all_gather_case(world, rows, n, k, plan, **options)
     if op == "matmul_all_reduce":

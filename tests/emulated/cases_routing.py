@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from weft import Overflow, World
-from weft.ops.moe.routing.route_tables import Tables, build_tables, left_out_words, share
+from weft.ops.moe.routing.route_tables import Tables, TableSizes, builder_of, left_out_words, run_builder, share_routes
 
-Ids = list[list[int]]  # of a rank's tokens
+Ids = list[list[int]]  # the experts of a rank's tokens
 
 
 @dataclass
 class Layer:
     ranks: int
-    experts: int  # a rank
+    experts: int  # experts per rank
     k: int
     max_tokens_per_rank: int
     block_m: int = 4
@@ -33,9 +33,9 @@ class Layer:
 
 
 def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
-    """Return the tables of a rank except for `targets`, and `lost`, the number of routes without a row, by the rank of
-    their tokens. `touched` is what a call adds to the touched counts, by wave. `ids` are listed by rank, without
-    padding."""
+    """Return a rank's tables except for `targets`, and `lost`, the number of dropped routes for each rank whose tokens
+    they belong to. `touched` is the amount that a call adds to the touched counts, by source step. `ids` are listed by
+    rank, without padding."""
     w, el, bm, c = layer.ranks, layer.experts, layer.block_m, layer.max_tokens_per_rank
     slots, rows, offsets, received = [-1] * (w * c * layer.k), [], [0], []
     listed, lost = [], [0] * w
@@ -76,22 +76,20 @@ def drawn(layer: Layer, seed: int, tokens: list[int] | None = None) -> list[Ids]
 
 
 def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World], None]:
-    """Call `share` and `tables`, with only `World.barrier` between calls in place of the rest of a layer, and return
-    what they wrote. `routed` holds every rank's ids, by call."""
+    """Share routes and build their tables, separated by `World.barrier` instead of the rest of a layer, and return the
+    results. `routed(n)` returns every rank's ids in call n."""
 
     def main(world: World) -> None:
         seen = []
         for n in range(layer.calls):
             own_ids = routed(n)[world.rank]
             ids = torch.tensor(own_ids, dtype=torch.int32).view(len(own_ids), layer.k)
-            ids_all, weights_all = share(world, ids, weights_of(ids, world.rank), layer.max_tokens_per_rank)
-            tables = build_tables(
-                world, ids_all, layer.experts, layer.max_tokens_per_rank, layer.block_m, layer.max_rows
-            )
-            seen.append(copied(world, tables, ids_all, weights_all))
-            world.barrier()  # nobody shares again before all have read this
+            sizes = TableSizes(layer.experts, layer.max_tokens_per_rank, layer.block_m, layer.max_rows)
+            tables = routed_tables(world, ids, weights_of(ids, world.rank), sizes)
+            seen.append(copied(world, *tables))
+            world.barrier()  # no rank may share routes again before all ranks have read these
         lost = [[reference(layer, r, routed(n))["lost"] for n in range(layer.calls)] for r in range(layer.ranks)]
-        by_source = torch.tensor(lost).sum(1)  # [full rank, rank of the tokens]
+        by_source = torch.tensor(lost).sum(1)  # [rank without room, rank of the tokens]
         message = ""
         try:
             world.synchronize()
@@ -103,7 +101,7 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
         by_source.fill_diagonal_(0)
         assert (
             left_out_words(world).words.tolist() == by_source[:, world.rank].tolist()
-        )  # no sums follow that would take them
+        )  # no weighted sums follow that would read and clear the words
         targets = [0] * layer.ranks
         for n, (ids_all, weights_all, *tables) in enumerate(seen):
             ids = routed(n)
@@ -120,6 +118,17 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
     return main
 
 
+def routed_tables(
+    world: World, ids: torch.Tensor, weights: torch.Tensor, sizes: TableSizes
+) -> tuple[Tables, torch.Tensor, torch.Tensor]:
+    """Share these routes, build the tables, and return them with all ranks' ids and weights."""
+    builder, tables = builder_of(world, ids.shape[1], sizes)
+    all_weights = builder.routes.shared_weights.local
+    share_routes(world, builder.routes, ids, weights)
+    run_builder(world, builder, tables, all_weights)
+    return tables, builder.routes.ids, all_weights
+
+
 def weights_of(ids: torch.Tensor, rank: int) -> torch.Tensor:
     return (ids * 8 + rank + 1).float()
 
@@ -133,7 +142,7 @@ def copied(world: World, tables: Tables, *others: torch.Tensor) -> list[torch.Te
 
 
 def numbers(tables: list[torch.Tensor]) -> dict[str, Any]:
-    """Return the tables by name, without meaningless entries."""
+    """Return the tables by name, without entries that have no meaning."""
     out = {name: t.tolist() for name, t in zip(Tables._fields, tables, strict=True)}
     rows = out["offsets"][-1]
     assert out["sources"][rows:] == [-1] * (len(out["sources"]) - rows)
@@ -141,8 +150,8 @@ def numbers(tables: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def tables_of(ids_all: torch.Tensor, me: int, local: int, rows: int, block_m: int) -> dict[str, torch.Tensor]:
-    """Return the tables of rank `me` as tensors. ids_all is [ranks, capacity, k]; `local` is the number of experts
-    of the rank."""
+    """Return the tables of rank `me` as tensors. ids_all is [ranks, capacity, k]; `local` is the rank's number of
+    experts."""
     ranks, capacity, k = ids_all.shape
     slots, sources = torch.full((ranks, capacity, k), -1), torch.full((rows,), -1)
     offsets, tiles, received, targets, row = [0], [], [], torch.zeros(ranks, dtype=torch.int64), 0

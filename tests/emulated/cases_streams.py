@@ -1,9 +1,8 @@
-"""Calls of all operators on several streams of ranks whose hosts run ahead: they check whether weft itself orders
-accesses to the memory that its calls share, by locks, barriers and events, when operators are under way at once. The
-expected result of a call is computed before it, since torch waits for a call whose operands it reads. A seed draws the
-calls:
+"""Random calls of all operators on several streams of ranks whose hosts run ahead. They check whether weft's locks,
+barriers and events order concurrent operators' accesses to shared memory. The expected result is computed before the
+call, since torch waits for a call whose operands it reads. A seed draws the calls:
 
-    python -m tests.emulated.cases_streams 10000 [first seed]    # so many seeds; prints those that fail
+python -m tests.emulated.cases_streams 10000 [first seed] # the number of seeds; prints the failing ones
 
 Half of the seeds cycle through the pairs of operators, each pair on two streams of two ranks, twice; the others draw up
 to five calls on three streams of two to four ranks, on one node or two.
@@ -36,9 +35,9 @@ from weft.plans import (
 )
 from weft.scale import SMALL_TILE
 
-BOUND = 1.2e-2  # the sequential plan of a layer rounds its hidden rows, of which there may be four
+BOUND = 1.2e-2  # the sequential plan of a layer rounds up to four hidden rows
 STREAMS = ("", "first", "second")
-Result = tuple[torch.Tensor, torch.Tensor]  # of a call: the actual one and, in float32 or wider, the expected one
+Result = tuple[torch.Tensor, torch.Tensor]  # the actual result, and the expected one in float32 or wider
 Run = Callable[[World, "Call", Any], Result]
 
 
@@ -59,7 +58,7 @@ class Call:
         return plans[int(self.choice * len(plans))]
 
     def tensors(self, world: World, *shape: int) -> list[torch.Tensor]:
-        """The tensors of all ranks."""
+        """All ranks' tensors."""
         return [draw(self.seed + rank, *shape) for rank in range(world.size)]
 
     def weight(self) -> torch.Tensor:
@@ -68,8 +67,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Op:
-    """`run` makes a call with the plan. `over_nodes` are the plans for ranks on several nodes; an op without any is
-    skipped there."""
+    """`run` calls the op with a plan. `over_nodes` lists the plans for ranks on several nodes; an op without such plans
+    is skipped there."""
 
     run: Run
     plans: Sequence[str | Plan]
@@ -114,7 +113,7 @@ def to_ranks(world: World, call: Call, plan: str | Plan) -> Result:
     destinations = [[rng.randrange(world.size) for _ in range(call.m)] for _ in range(world.size)]
     rows = [x[[i for i, to in enumerate(d) if to == world.rank]] for x, d in zip(xs, destinations, strict=True)]
     expected = torch.cat(rows).float() @ w.float().t()
-    # Made once, since calls on two streams share what a routing keeps.
+    # All calls use one routing, since calls on two streams share a routing's tables.
     routing = world.cached((call.seed, call.m), lambda: weft.route(destinations[world.rank], world=world))
     return weft.matmul_all_to_all(xs[world.rank], w, destinations=routing, world=world, plan=plan), expected
 
@@ -178,7 +177,7 @@ PAIRS = [*itertools.combinations_with_replacement(OPS, 2)]
 
 @dataclass(frozen=True)
 class Drawn:
-    """The calls of one seed. With `warm`, each call is made once beforehand, on a single stream."""
+    """The calls of one seed. With `warm`, each call runs once beforehand, on a single stream."""
 
     calls: tuple[Call, ...]
     ranks: int
@@ -203,7 +202,7 @@ def drawn(seed: int) -> Drawn:
 
 
 def run(seed: int) -> None:
-    """Make the calls of a seed, and raise the first fault."""
+    """Make the calls of a seed, and raise the first error."""
     sequence = drawn(seed)
 
     def main(world: World) -> None:

@@ -1,4 +1,4 @@
-"""Layers whose experts are split by columns over ranks, called as two halves for `cases_moe.py`, and cases of each half
+"""Layers whose experts are split by columns over ranks, whose two halves `cases_moe.py` calls, and cases of each half
 alone. Each function runs on one rank.
 """
 
@@ -43,9 +43,9 @@ def operands_of(layer: Layer, world: weft.World, tokens: int, call: int, ids_of:
 
 
 def first_halves(world: weft.World, plan: str | Plan, then: str | Plan, calls: int = 4) -> float:
-    """Return the largest error of second halves, which follow all first halves in reverse order. Nothing
-    synchronises between the first halves, whose operands are rewritten in the same memory. In one call no GEMM
-    delays the stream."""
+    """Return the largest error of calls whose first halves all run first, and whose second halves follow in reverse
+    order. Nothing synchronises the first halves, whose operands are rewritten in the same memory. In one of the calls,
+    no GEMM delays the stream."""
     layer = Layer(18, 2, 1, 40, 16 * world.size, torch.bfloat16)
     model, stream = Model(world, layer, False, tp_size=world.size), world.current_stream()
     held = [world.empty(t.shape, t.dtype) for t in operands_of(layer, world, 18, 0, in_turn)]
@@ -69,9 +69,8 @@ def first_halves(world: weft.World, plan: str | Plan, then: str | Plan, calls: i
 
 
 def around_layer(world: weft.World, calls: int = 3) -> float:
-    """Return the largest error of layers that have a layer of whole experts between their halves: the second half
-    starts with the memory of that layer's y. A second half with the same rows follows it. Nothing synchronises
-    between them."""
+    """Return the largest error of layers whose halves are separated by a layer of whole experts: the second half first
+    uses the memory of that layer's y. The same second half is called twice. Nothing synchronises these calls."""
     tokens, kept = 5, []
     layer = Layer(tokens, 2, 1, 16, 8 * world.size, torch.bfloat16)
     split, whole = Model(world, layer, False, tp_size=world.size), Model(world, layer, False, 10)
@@ -89,8 +88,8 @@ def around_layer(world: weft.World, calls: int = 3) -> float:
 
 
 def other_second_halves(world: weft.World) -> None:
-    """Call layers of as many sizes as there are ranks; finally, every rank calls the second half of a different
-    layer."""
+    """Call as many layers of different sizes as there are ranks; finally, every rank calls the second half of a
+    different layer."""
     second_operands = []
     for tokens in range(4, 4 + world.size):
         layer = Layer(tokens, 2, 1, 16, 8 * world.size, torch.bfloat16)
@@ -116,7 +115,7 @@ def routes_case(world: weft.World, plan: str, tokens: Sequence[int], tp_size: in
     )
     world.synchronize()
     split = Split(layer.max_tokens_per_rank, 4, 2, 32, model.inner, layer.dtype, tp_size=tp_size, tile=16)
-    tables = route_parts(world, split, routes)
+    tables = route_parts(world, split, routes).tables
     local = split.local(world)
     group = [[[e - me // tp_size * local for e in t] for t in ids] for ids in every]
     expected = rotated(group, Routes(world.size, local, 2, layer.max_tokens_per_rank, 16), me)
@@ -131,7 +130,7 @@ def routes_case(world: weft.World, plan: str, tokens: Sequence[int], tp_size: in
 
 
 def rotated(ids: list[Any], layer: Routes, me: int) -> dict[str, Any]:
-    """Return the tables of rank `me`, which numbers experts from its own first one."""
+    """Return the tables of rank `me`; expert numbers start at the rank's first expert."""
     rotated_ids = [ids[(s + me) % layer.ranks] for s in range(layer.ranks)]
     tables = reference(layer, 0, rotated_ids)
     routes_per_rank = layer.max_tokens_per_rank * layer.k

@@ -1,5 +1,5 @@
-"""All-reduce and all-reduce + norm on emulated ranks against torch: every plan, any shape, many schedules, bad
-input. Races, deadlocks and reads of unwritten memory raise by themselves."""
+"""All-reduce and all-reduce + norm on emulated ranks against torch: every plan, any shape, many schedules, bad input.
+The emulator itself raises an error for a race, a deadlock or a read of unwritten memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_symmetric_operands(name: str) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_calls_of_the_same_operands(name: str) -> None:
-    """One prepared launch serves all calls: the emulator compares its arguments."""
+    """All calls use one prepared launch; the emulator compares its arguments with each call's."""
 
     def main(world: weft.World) -> float:
         x, w, out = draw(world.rank, 5, 128), draw(3, 128), world.symmetric((5, 128), torch.bfloat16, "out").local
@@ -95,8 +95,8 @@ def test_calls_of_the_same_operands(name: str) -> None:
 @pytest.mark.parametrize("plan", [OneShot(warps=4), TwoShotLowLatency(warps=4)], ids=["one shot", "two shots"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_posted_rows_may_hold_anything(plan: Plan, dtype: torch.dtype, seed: int) -> None:
-    """Rows may hold infinities, negative zeros, and the bits that mark memory where nothing has been stored (two NaNs,
-    or one NaN of 32 bits)."""
+    """Rows may hold infinities, negative zeros, and the bits that mark memory as not yet written (two NaNs, or one NaN
+    of 32 bits)."""
 
     bits = torch.int32 if dtype == torch.float32 else torch.int16
 
@@ -148,7 +148,7 @@ def test_posted_results_keep_the_smallest_numbers(plan: Plan, full: bool) -> Non
 @pytest.mark.parametrize("seed", some(range(3)))
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "multicast"])
 def test_in_place(name: str, seed: int) -> None:
-    """`out` may be x; rows of a buffer that also holds x are not mistaken for x."""
+    """`out` may be x. Rows of a buffer that also holds x are not mistaken for x."""
 
     def main(world: weft.World) -> None:
         for seed in range(3):
@@ -167,7 +167,7 @@ def test_in_place(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", some(range(3)))
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "multicast"])
 def test_out_may_share_memory_with_the_residual(name: str, seed: int) -> None:
-    """`out` may overlap the residual: at this rank's rows, or shifted by one row."""
+    """`out` may overlap the residual: it may be this rank's rows of it, or begin one row later."""
 
     def main(world: weft.World) -> float:
         m, h, worst = 8, 64, 0.0
@@ -192,7 +192,7 @@ def test_out_may_share_memory_with_the_residual(name: str, seed: int) -> None:
 
 
 def test_preparing_a_capture_does_not_write_a_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`out` is the residual: an eager call that prepares the plan of a later capture must not write there."""
+    """`out` is the residual. An eager call that prepares the plan of a later capture must not write to it."""
     chosen = dict(graph=OneShot(warps=4), eager=Sequential())
     monkeypatch.setattr(reduce_plans.AllReduceRmsNorm, "auto", lambda op, world, call, mode: chosen[mode])
 
@@ -242,7 +242,7 @@ def test_partial_words_are_not_signalled(plan: Plan) -> None:
 
 
 def test_sums_again() -> None:
-    """Later calls run a shorter path: in place, into given memory, and into a fresh tensor. Each of them checks
+    """Later calls, in place, into given memory and into a fresh tensor, take a shorter path. Each of them checks
     `out`."""
 
     def main(world: weft.World) -> None:
@@ -306,7 +306,8 @@ def test_one_eager_call_prepares_all_captured_ones(plan: Plan) -> None:
 
 @pytest.mark.parametrize("plan", ["one_shot", "two_shot"])
 def test_weights_of_another_dtype_in_the_same_place(plan: str) -> None:
-    """Prepared launches are stored by address, so another dtype at the same address needs another launch."""
+    """Prepared launches are stored by address, so a tensor of another dtype at the same address needs another
+    launch."""
 
     def main(world: weft.World) -> None:
         x, memory, out = draw(world.rank, 4, 64), torch.zeros(64 * 4, dtype=torch.uint8), draw(9, 4, 64)
@@ -314,7 +315,7 @@ def test_weights_of_another_dtype_in_the_same_place(plan: str) -> None:
         for dtype in (torch.bfloat16, torch.float32):
             w = memory.view(dtype)[:64]
             w.copy_(torch.arange(64))
-            for _ in range(30):  # until the new residual comes to lie where one lay
+            for _ in range(30):  # until the new residual is at the address of an earlier one
                 weft.all_reduce_rms_norm(x, None, w, world=world, plan=plan, out=out)
             expected = out.double() if expected is None else expected
         assert distance(out, expected) < BF16
@@ -336,10 +337,10 @@ def test_posted_memory_grows_by_doubling() -> None:
         world.synchronize()
         return sum(key[0] == "low-latency rows" for key in world._cache if isinstance(key, tuple))
 
-    assert emulate(main, 2) == [6, 6]  # of 3 M 128 bytes: 512 to 16,384
+    assert emulate(main, 2) == [6, 6]  # M rows need 384 M bytes: sizes from 512 to 16,384
 
 
-def test_rows_too_short_for_what_was_measured_are_the_librarys(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_rows_shorter_than_measured_run_with_nccl(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     def main(world: weft.World) -> list[str]:
         world.backend.sm_count, world.backend.scale = 132, Scale()
         kinds = []
@@ -356,7 +357,7 @@ def test_rows_too_short_for_what_was_measured_are_the_librarys(monkeypatch: pyte
 
 @pytest.mark.parametrize("times", some([1, 3]))
 def test_posted_memory_is_cleared_to_the_last_word(times: int) -> None:
-    """After every call two thirds of the memory are cleared, whatever calls were made."""
+    """Every call clears two thirds of the memory, whatever calls came before."""
 
     def main(world: weft.World) -> None:
         call_count = 0
@@ -387,7 +388,7 @@ def test_posted_memory_is_cleared_to_the_last_word(times: int) -> None:
             world.exchange(None)
 
     def start(world: weft.World) -> None:
-        sum_case(world, (64, 64), OneShot(warps=4), calls=3)  # as large as it gets
+        sum_case(world, (64, 64), OneShot(warps=4), calls=3)  # the memory does not grow after this call
         main(world)
 
     emulate(start, 3)
@@ -395,7 +396,7 @@ def test_posted_memory_is_cleared_to_the_last_word(times: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_posted_memory_is_set_up_beside_other_ops(seed: int) -> None:
-    """One stream sets the memory up while another op's barriers run on the other stream."""
+    """One stream sets up the memory while another op's barriers run on the other stream."""
 
     def main(world: weft.World) -> float:
         worst = 0.0
@@ -485,7 +486,7 @@ def test_results_are_tensors_of_their_own(name: str) -> None:
 @pytest.mark.parametrize("seed", some(range(4)))
 @pytest.mark.parametrize("name", PLANS)
 def test_two_streams(name: str, seed: int) -> None:
-    """As on a GPU, no call drains its stream: only weft's ordering of shared memory orders the streams."""
+    """No call drains its stream, as on a GPU: only weft's ordering of accesses to shared memory orders the streams."""
 
     def main(world: weft.World) -> float:
         rows, results = balanced_rows(5, world.size), []
@@ -509,7 +510,7 @@ def test_two_streams(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(8)))
 def test_a_symmetric_output_is_the_callers_until_its_next_call(seed: int) -> None:
-    """A fast peer's next call does not overwrite what a rank's stream reads between two calls."""
+    """A fast peer's next call does not overwrite data that a rank's stream reads between two calls."""
 
     def main(world: weft.World) -> bool:
         out = world.symmetric((6, 32), torch.bfloat16, "out").local
@@ -548,7 +549,7 @@ def test_auto_chooses_the_measured_plan() -> None:
 
 
 def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
-    """The capture runs another plan, with x and out in symmetric memory, and exchanges nothing between hosts."""
+    """The capture runs a different plan, with x and out in symmetric memory, without an exchange between hosts."""
 
     def main(world: weft.World) -> bool:
         backend: Any = world.backend
@@ -560,7 +561,7 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
             learn([Measured("all_reduce_rms_norm", 2, 6, 64, 1, mode, plan, 1.5)])
         expected = weft.all_reduce_rms_norm(x, None, weight, 1e-6, world=world, out=out)[0].clone()
         out.zero_()
-        world.exchange(None)  # peers write there next
+        world.exchange(None)  # peers write to `out` next
         backend.capturing, exchange, backend.exchange = lambda: True, backend.exchange, None
         actual = weft.all_reduce_rms_norm(x, None, weight, 1e-6, world=world, out=out)[0]
         backend.exchange = exchange
@@ -632,8 +633,8 @@ def test_bad_input() -> None:
     "op",
     ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "all_reduce", "all_reduce_rms_norm"],
 )  # fmt: skip
-def test_every_op_says_that_an_earlier_wait_expired(op: str, before: bool) -> None:
-    """Every op raises the Timeout before it does anything, even where it has been prepared."""
+def test_every_op_reports_that_an_earlier_wait_expired(op: str, before: bool) -> None:
+    """Every op, even a prepared one, raises the Timeout before it does anything else."""
 
     def main(world: weft.World) -> None:
         x, w, options = draw(world.rank, 8, 64), draw(9, 64, 64), {}
@@ -668,7 +669,7 @@ def test_ranks_that_disagree() -> None:
     emulate(main, 2)
 
 
-def test_gemm_plans_do_not_serve_here_nor_these_there() -> None:
+def test_gemm_plans_and_norm_plans_are_not_interchangeable() -> None:
     def main(world: weft.World) -> None:
         with pytest.raises(ValueError, match="plan 'two_shot' is not"):
             weft.matmul_reduce_scatter(draw(0, 8, 16), draw(1, 16, 16), world=world, plan="two_shot")
@@ -685,7 +686,7 @@ def test_gemm_plans_do_not_serve_here_nor_these_there() -> None:
 
 @pytest.mark.parametrize("ranks", some([3, 2]))
 def test_compiles_as_one_graph(ranks: int) -> None:
-    """The graph is correct for rows that ranks share evenly and for 7 rows."""
+    """The graph is correct for an even split of rows among the ranks and for 7 rows."""
 
     def main(world: weft.World) -> None:
         rows = balanced_rows(7, world.size)[world.rank]
@@ -705,4 +706,4 @@ def test_compiles_as_one_graph(ranks: int) -> None:
         compiled_results = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, r)
         assert all(torch.equal(a, b) for a, b in zip(compiled_results, layer(x, r), strict=True))
 
-    emulate(main, ranks, ahead=False)  # torch compiles nothing under a mode of its dispatcher
+    emulate(main, ranks, ahead=False)  # torch does not compile under a torch dispatch mode

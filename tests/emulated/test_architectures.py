@@ -1,5 +1,5 @@
-"""GPUs other than Hopper: plans without symmetric memory, without atomics over the link, and without bulk copies;
-and tiles that fit. test_offline_architectures.py compiles their kernels."""
+"""GPUs other than Hopper: plans without symmetric memory, without atomics over the link, and without bulk copies; and
+the tiles that fit on these GPUs. test_offline_architectures.py compiles their kernels."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run(world: weft.World, op: str, plan: Plan | str, rows: int, n: int, k: int,
 
 
 @pytest.mark.parametrize("ranks", some([2, 3, 4], 2))
-def test_what_nccl_moves_needs_no_symmetric_memory(ranks: int, caplog: Any) -> None:
+def test_plans_with_nccl_transfers_need_no_symmetric_memory(ranks: int, caplog: Any) -> None:
     """Decomposed and signaled plans of all ops run without a warning, also with few rows and with uneven groups."""
 
     def main(world: weft.World) -> float:
@@ -87,7 +87,7 @@ def test_what_nccl_moves_needs_no_symmetric_memory(ranks: int, caplog: Any) -> N
     assert not caplog.records
 
 
-def test_a_decomposed_all_gather_returns_what_it_gathered_without_symmetric_memory() -> None:
+def test_a_decomposed_all_gather_without_symmetric_memory_returns_the_gathered_rows() -> None:
     def main(world: weft.World) -> bool:
         without_peers(world)
         x, w = torch.full((5, 16), world.rank + 1.0).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -100,7 +100,7 @@ def test_a_decomposed_all_gather_returns_what_it_gathered_without_symmetric_memo
 
 
 def test_low_latency_plans_need_no_atomics_over_the_link(caplog: Any) -> None:
-    """Low-latency rows carry their flags; every plan with counters states why it runs as sequential."""
+    """Low-latency rows carry their flags; for every plan with counters, weft logs why it runs as sequential."""
 
     def main(world: weft.World) -> tuple[float, int]:
         world.backend.symmetric_unsupported = NO_ATOMICS
@@ -167,11 +167,11 @@ def test_tiles_fit_the_memory_of_the_architecture(
         suited_plan: Any = with_shape_tiles(plan, [4096], 8192, 132, capability)
         assert (suited_plan.tile.block_m, suited_plan.tile.block_n, suited_plan.tile.block_k) == tile
     chosen_plan = Signaled(tile=GemmTile(block_m=64, block_n=128))
-    assert with_architecture_tiles(chosen_plan, capability) == chosen_plan, "tiles that somebody chose stay"
+    assert with_architecture_tiles(chosen_plan, capability) == chosen_plan, "the caller's tiles must stay"
 
 
 def test_why_ranks_cannot_count_in_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason is the driver's answer; ranks that share a GPU can count there, and so can ranks without a driver."""
+    """The driver determines the reason. Ranks that share a GPU can use counters, and so can ranks without a driver."""
     two = [RankDevice("host", ("a", "b"), index, None) for index in (0, 1)]
 
     def fake_driver(atomics: int) -> Any:
@@ -209,7 +209,7 @@ def test_an_unknown_gpu_has_the_features_of_the_next_older_one() -> None:
 
 
 def test_the_planner_needs_measured_copy_engines() -> None:
-    """The profile of a machine over PCIe has only collectives and GEMMs."""
+    """The profile of a machine over PCIe contains only collectives and GEMMs."""
     moved = ("copy", "barrier", "one_shot", "two_shot")
     whole = made_up_profile(machine=replace(MACHINE, link="pcie"))
     profile = replace(whole, latencies=tuple(x for x in whole.latencies if not x.operation.startswith(moved)))

@@ -50,7 +50,7 @@ def test_any_world_against_torch(causal: bool, layout: str, plan: Plan) -> None:
 
 @pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
 def test_by_heads(causal: bool, layout: str) -> None:
-    """Ranks divide the heads, or all compute the same heads if the number of ranks does not divide them."""
+    """The ranks divide the heads among themselves; if their number is not divisible, each rank computes all heads."""
     for ranks, rows in ((1, (5,)), (2, (9, 6)), (3, (6, 0, 7)), (4, (5,) * 4)):
         rows = zigzag_rows(sum(rows), ranks) if layout == "zigzag" else rows
         shape = Shape(rows, 2 * ranks, ranks, causal=causal, layout=layout, sinks=ranks == 2)
@@ -60,7 +60,7 @@ def test_by_heads(causal: bool, layout: str) -> None:
 
 @pytest.mark.parametrize("seed", some(range(6)))
 def test_sizes_in_turn_by_heads(seed: int) -> None:
-    """The results of one size are stored where the queries of another arrive."""
+    """One size's results are stored in the memory where another size's queries arrive."""
 
     def main(world: weft.World) -> float:
         kept = []
@@ -142,7 +142,7 @@ def test_the_result_does_not_depend_on_the_schedule() -> None:
 
 
 def test_merging_is_exact_to_its_rounding() -> None:
-    """Merging loses only what rounding partial results to 16 bits loses: its error is below 1.5 times that of a single
+    """Rounding partial results to 16 bits is the only loss of merging: the error is below 1.5 times that of a single
     pass."""
 
     def main(world: weft.World) -> tuple[float, float]:
@@ -209,7 +209,7 @@ def test_operands_that_are_not_contiguous() -> None:
 
 
 def test_unseen_keys_are_not_sent() -> None:
-    """A rank pushes only those rows of keys that some query of the receiver sees."""
+    """A rank pushes only those rows of keys that some query of the receiver attends to."""
 
     def main(world: weft.World, shape: Shape) -> int:
         copied, copy = [], world.backend.copy
@@ -231,15 +231,15 @@ def test_unseen_keys_are_not_sent() -> None:
     assert rows(Shape((8,) * 4)) == [24] * 4
     assert rows(Shape((8,) * 4, causal=True)) == [24, 16, 8, 0]
     assert rows(Shape((8,) * 4, causal=True, layout="zigzag")) == [12, 16, 20, 24]
-    assert rows(Shape((1, 1, 0), causal=True, layout="zigzag")) == [1, 0, 0]  # a chunk without queries sees nothing
+    assert rows(Shape((1, 1, 0), causal=True, layout="zigzag")) == [1, 0, 0]  # a chunk without queries needs no keys
     assert rows(Shape((8,) * 3, bounds=(0, 8, 18, 24))) == [0, 8, 2]
     assert rows(Shape((8,) * 3, causal=True, window=3)) == [2, 2, 0]
 
 
-# -- who sees what -----------------------------------------------------------------------------------------------------
+# -- which queries attend to which keys --------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", [(6,), (5, 8), (4, 0, 7), (3, 3, 3, 3), (9, 1, 2, 5)], ids=str)
 def test_blocks_are_the_mask(rows: tuple[int, ...]) -> None:
-    """Each pair of a query and a key that it sees is in exactly one block, and no other pair is in any."""
+    """Each pair of a query and a key that it attends to is in exactly one block, and no other pair is in any."""
     for causal, layout in ((False, "contiguous"), (True, "contiguous"), (True, "zigzag")):
         shape = Shape(rows, causal=causal, layout=layout)
         for rank in range(len(rows)):
@@ -257,7 +257,7 @@ def test_blocks_are_the_mask(rows: tuple[int, ...]) -> None:
                 assert torch.equal(coverage, shape.sees(rank).int())
 
 
-def test_at_every_step_each_rank_reads_what_another_one_pushes() -> None:
+def test_at_every_step_each_rank_reads_another_ranks_push() -> None:
     for size in (2, 3, 4, 8):
         seen = [causal_key_ranges(rank, (4,) * size, 4, False, False).remote[0].ranges for rank in range(size)]
         for step in range(size - 1):
@@ -302,7 +302,7 @@ def test_zigzag_split_and_restore() -> None:
         weft.spmd(lambda world, length=length: main(world, length), ranks, backend="emulated")
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- unsupported calls -------------------------------------------------------------------------------------------------
 def refused(
     world: weft.World, match: str, error: type = ValueError, q: Any = (4, 4, 16), k: Any = (4, 2, 16), **options: Any
 ) -> None:
@@ -311,7 +311,7 @@ def refused(
         weft.gathered_attention(q, k, options.pop("v", k), **options, world=world)
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_calls_are_refused() -> None:
     def main(world: weft.World) -> None:
         refused(world, r"q must be \[m, heads, D\]", q=(4, 16))
         refused(world, r"q must be \[m, heads, D\]", v=torch.zeros(3, 2, 16, dtype=BF))
@@ -378,7 +378,7 @@ def test_ranks_that_disagree_on_heads_of_keys_or_the_dtype() -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_what_auto_tries() -> None:
+def test_candidates_of_auto() -> None:
     """No two of the plans that "auto" times are equivalent: with two ranks there is only one remote piece."""
 
     def main(world: weft.World, shape: Shape) -> list[str]:
@@ -388,7 +388,7 @@ def test_what_auto_tries() -> None:
             torch.empty(shape.rows[world.rank], heads, shape.dim, dtype=shape.dtype)
             for heads in (shape.heads, shape.kv_heads)
         )
-        call = op.check(world, (q, kv, kv, None), options)
+        call = op.check(world, op.typed((q, kv, kv, None)), options)
         return [str(plan) for plan in op.candidates(world, call)]
 
     def tries(shape: Shape) -> list[str]:
@@ -414,7 +414,7 @@ def test_no_rows_at_all() -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-# -- libraries ---------------------------------------------------------------------------------------------------------
+# -- attention libraries -----------------------------------------------------------------------------------------------
 def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first library with correct results is chosen; if no library has correct results, the error quotes the failure
     of each."""
@@ -453,7 +453,7 @@ def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch)
     assert [reason for reason in libraries.library_errors("forward", *call_shape).values()] == ["no kernel", ""]
 
 
-# -- the kernels, compiled ---------------------------------------------------------------------------------------------
+# -- compiled kernels --------------------------------------------------------------------------------------------------
 LAUNCHES = {
     "even": (Shape((64,) * 4, 32, 8, 128), Segmented()),
     "zigzag": (Shape((55, 55, 55, 54), 32, 8, 128, True, "zigzag"), Segmented()),
@@ -491,7 +491,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
             s for s in steps if ("ld.global" in s.text or "st.global" in s.text) and any(m in s.source for m in moved)
         ]
         if by_heads and launch.args["x"].dtype == torch.float32:
-            continue  # one number a query and head
+            continue  # this tensor has one number per query and head
         assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]
 
 
@@ -544,10 +544,12 @@ def test_gradients_do_not_depend_on_the_schedule() -> None:
 def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN reads 16 bytes at once, wherever the caller's tensor or the gradient begins in memory."""
     seen: list[bool] = []
+    unwatched = backward.gradients
 
-    def passed(*tensors: torch.Tensor) -> BackwardOperands:
-        seen.extend(t.data_ptr() % 16 == 0 for t in tensors[:4] + tensors[5:])  # lse is laid by the library's own call
-        return BackwardOperands(*tensors)
+    def gradients(world: weft.World, config: Any, operands: BackwardOperands, mask: Any) -> Any:
+        # The library allocates the lse itself.
+        seen.extend(t.data_ptr() % 16 == 0 for t in operands[:4] + operands[5:])
+        return unwatched(world, config, operands, mask)
 
     def off(t: torch.Tensor) -> torch.Tensor:
         moved = t.new_empty(t.numel() + 3)[3:].view(t.shape)
@@ -562,7 +564,7 @@ def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: 
             grads.append(torch.autograd.grad(out, leaves, place(draw(7, *out.shape, dtype=out.dtype))))
         assert all(map(torch.equal, *grads))
 
-    monkeypatch.setattr(backward, "BackwardOperands", passed)
+    monkeypatch.setattr(backward, "gradients", gradients)
     weft.spmd(main, 2, backend="emulated")
     assert len(seen) >= 20 and all(seen)
 

@@ -1,7 +1,7 @@
 """Gradients of the ops on emulated ranks against float64: every operand, any rows, many schedules.
 
-The reference is the whole model in one process, whose loss is the sum over ranks, or for an all-reduce the loss of any
-rank.
+The reference is the unsharded model in one process. Its loss is the sum over ranks or, for an all-reduce, the loss of
+any rank.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_only_some_operands(wants: str) -> None:
 
 @pytest.mark.parametrize("plan", ["sequential", "decomposed", "fused", Decomposed(), None])
 def test_plan_of_the_forward(plan: str | Plan | None) -> None:
-    """None stands for the plan that the op's class names for small Worlds."""
+    """None stands for the plan that the op's class specifies for small Worlds."""
 
     def rank(world: weft.World) -> float:
         gather, reduce = (plan or SMALL_FUSED[op] for op in OPS[:2])
@@ -107,7 +107,7 @@ def test_silu_mul(block: int) -> None:
 
 
 def test_gradients_of_views_and_expanded_gradients() -> None:
-    """The gradient of a sum has stride 0, and that of a transposed output is transposed."""
+    """The gradient of a sum has stride 0; the gradient of a transposed output is transposed."""
 
     def rank(world: weft.World) -> None:
         x, w = leaf(draw(1 + world.rank, 8, 16), world), leaf(draw(3, 16, 24), world)
@@ -127,7 +127,7 @@ def test_gradients_of_views_and_expanded_gradients() -> None:
 
 
 def test_all_reduce_backward_communicates_nothing() -> None:
-    """Rank 0 runs it alone: any collective would deadlock."""
+    """Rank 0 runs the call alone: any collective would deadlock."""
 
     def rank(world: weft.World) -> None:
         x, w = leaf(draw(1, 8, 16), world), leaf(draw(2, 24, 16), world)
@@ -139,7 +139,7 @@ def test_all_reduce_backward_communicates_nothing() -> None:
 
 
 def test_rows_are_read_once() -> None:
-    """`rows` may be a list that the caller changes before the backward pass, or a tensor, whose elements are no
+    """`rows` may be a list that the caller changes before the backward pass, or a tensor, whose elements are not
     ints."""
 
     def rank(world: weft.World) -> None:
@@ -160,7 +160,7 @@ def test_rows_are_read_once() -> None:
             grads.append(w.grad.clone())
             decided = decided if len(grads) > 2 else len(world.decided)  # the second call prepares a graph's plan
         assert all(torch.equal(grads[0], grad) for grad in grads[1:])
-        assert len(world.decided) == decided, "each call is decided once"
+        assert len(world.decided) == decided, "the plan of each call must be chosen once"
 
     emulate(rank, 2)
 
@@ -170,7 +170,7 @@ def test_gathered_but_unused_costs_no_communication(monkeypatch: pytest.MonkeyPa
         raise AssertionError("the gradient of an output that the loss does not use was communicated")
 
     monkeypatch.setattr(all_gather_matmul, "reduce_scatter_in_backward", never)
-    monkeypatch.setattr(all_gather_matmul, "gather_in_backward", never)  # the kept activation serves
+    monkeypatch.setattr(all_gather_matmul, "gather_in_backward", never)  # the backward pass uses the kept activation
     assert max(emulate(lambda world: all_gather_grads(world, [16, 9], 48, 64, keep=True), 2)) < BOUND
 
 
@@ -190,7 +190,7 @@ def test_without_gradients_nothing_is_recorded() -> None:
 
 
 def test_inference_mode_then_training() -> None:
-    """What the first calls allocate must serve both modes."""
+    """Both modes must be able to use the memory that the first calls allocate."""
 
     def rank(world: weft.World) -> float:
         x, w = draw(1, 16, 64), draw(2, 48, 64)
@@ -236,7 +236,7 @@ def test_errors() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_on_gpus(ranks: int) -> None:
-    """Ops and modules, also compiled and captured, run on the GPUs of this machine; ranks share them if they are too
+    """Ops and modules, also compiled and captured, run on the GPUs of this machine; ranks share GPUs if there are too
     few."""
     for results in weft.spmd(gpu_errors, ranks, backend="shared"):
         bad = {name: error for name, (error, bound) in results.items() if not error <= bound}

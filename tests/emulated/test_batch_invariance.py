@@ -19,7 +19,7 @@ from tests.gpu import gpu_invariant
 from weft.backends import emulated
 from weft.compute.norm import sum_in_pairs
 from weft.integrations.vllm.row_all_reduce import ROW_ALL_REDUCE
-from weft.integrations.vllm.row_norm_column import row_norm_column
+from weft.integrations.vllm.row_norm_column import ROW_NORM_COLUMN, LayerTensors
 from weft.models import Llama
 from weft.nn import ParallelMLP
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
@@ -49,8 +49,8 @@ from weft.plans import (
 from weft.scale import SMALL
 
 W, K, N = 3, 64, 64
-ODD = 6  # rows that are followed
-BATCHES = ((6, 0), (9, 3), (18, 11))  # rows of a batch, and where the followed ones begin
+ODD = 6  # rows whose bits the test compares
+BATCHES = ((6, 0), (9, 3), (18, 11))  # the number of rows of a batch, and the index of the first compared row
 TILE = SMALL.plan(FusedGather).tile
 Op = Callable[[weft.World, str | Plan, int, int], torch.Tensor]
 
@@ -67,14 +67,14 @@ def rows(seed: int, columns: int) -> torch.Tensor:
 
 
 def batch(seed: int, m: int, begin: int, columns: int) -> torch.Tensor:
-    """Return the followed rows among other rows, which differ in each batch."""
+    """Return the compared rows among other rows, which differ in each batch."""
     x = draw(1000 * seed + m, m, columns)
     x[begin : begin + ODD] = rows(seed, columns)
     return x
 
 
 def shards(m: int) -> list[int]:
-    """Return the numbers of rows of the ranks; they are equal if m is a multiple of 6."""
+    """Return the ranks' numbers of rows, which are equal if m is a multiple of 6."""
     return [m // W] * W if m % 6 == 0 else [m - 4, 0, 4] if m % 2 else [1, m - 3, 2]
 
 
@@ -114,8 +114,8 @@ def norm(world: weft.World, plan: str | Plan, m: int, begin: int) -> torch.Tenso
 
 
 def vllm_sublayers(world: weft.World, plan: str | Plan, m: int, begin: int) -> torch.Tensor:
-    """Call the operator of vLLM's passes, twice since a known call takes a shorter path; or call the operators that it
-    replaces."""
+    """Call the operator of vLLM's passes, twice, since a repeated call takes a shorter path; or call the operators that
+    it replaces."""
     x, residual = batch(10 + world.rank, m, begin, K), batch(5, m, begin, N)
     row, w, column = draw(60 + world.rank, N, K), draw(61, N), draw(80 + world.rank, N, N)
     if plan == "operators":
@@ -124,7 +124,7 @@ def vllm_sublayers(world: weft.World, plan: str | Plan, m: int, begin: int) -> t
         y = product(y, column, world=world)
     else:
         for _ in range(2):
-            y, kept = row_norm_column(x, residual, w, 1e-6, row=row, column=column, world=world, plan=plan)
+            y, kept = ROW_NORM_COLUMN(world, plan, LayerTensors(x, residual, w, row, column=column), (1e-6,))
     return torch.cat([y, kept], 1)[begin : begin + ODD].clone()
 
 
@@ -141,8 +141,7 @@ OPS: dict[Op, Sequence[str | Plan]] = {
     gather: GATHERS,
     swiglu: ("auto", Sequential(), changed(SMALL.plan(FusedGather), block_n=64)),
     scatter: ("auto", changed(SMALL.plan(FusedReduceScatter), block_m=32), Decomposed(), OneShot(warps=4)),
-    reduce: ("auto", changed(SMALL.plan(FusedAllReduce), block_n=16), TwoShotPush(warps=4), TwoShotPull(warps=8),
-             TwoShotLowLatency(), OneShot()),
+    reduce: ("auto", changed(SMALL.plan(FusedAllReduce), block_n=16), TwoShotLowLatency(), OneShot()),
     norm: ("auto", TwoShotPush(warps=4, stages=2), TwoShotPull(warps=8), TwoShotLowLatency(), OneShot(), Decomposed()),
     vllm_sublayers: ("auto", "operators"),
     vllm_row: ("auto",),
@@ -161,7 +160,7 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def check(op: Op, plans: Sequence[str | Plan], seed: int) -> None:
-    """Assert that all plans in all batches return the same bits for the followed rows."""
+    """Assert that the compared rows have the same bits under all plans and in all batches."""
 
     def main(world: weft.World) -> dict[tuple[str, int], torch.Tensor]:
         calls = [(plan, m, begin) for plan in plans for m, begin in BATCHES if op in (reduce, norm) or served(plan, m)]
@@ -172,7 +171,7 @@ def check(op: Op, plans: Sequence[str | Plan], seed: int) -> None:
     for rank, results in enumerate(weft.spmd(main, W, backend="emulated", seed=seed)):
         (reference, expected), *others = results.items()
         for key, y in others:
-            assert torch.equal(bits(y), bits(expected)), f"rank {rank}: {key} is not {reference}"
+            assert torch.equal(bits(y), bits(expected)), f"rank {rank}: {key} differs from {reference}"
 
 
 @pytest.mark.parametrize("seed", some(range(2)))
@@ -183,7 +182,7 @@ def test_a_row_keeps_its_bits(op: Op, seed: int, monkeypatch: pytest.MonkeyPatch
 
 
 def ring(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum as NCCL's ring does: the sum of each part of the elements starts at a different rank, and every step
+    """Sum as NCCL's ring does: the sum of each part of the elements starts on a different rank, and every step
     rounds."""
     flat = [t.reshape(-1) for t in tensors]
     part = -(-flat[0].numel() // len(flat))
@@ -210,7 +209,7 @@ def test_plans_differ_without_the_promise(op: Op) -> None:
 
 
 def test_shared_last_tiles_break_the_promise() -> None:
-    """Where tiles are few, programs split K among them, which gives a row different bits than a sum over K in one
+    """If there are few tiles, programs split K among them, so a row has different bits than after a sum over K in one
     order."""
 
     def main(world: weft.World) -> None:
@@ -235,7 +234,7 @@ def test_tiles_of_any_size_give_the_same_bits() -> None:
 
     def main(world: weft.World) -> None:
         x, w = rows(3, 256)[4:].repeat(32, 1), draw(2, N, 256)
-        x[:, 0], x[:, -1], w[:, 0], w[:, -1] = 1e6, -1e6, 1, 1  # roundings between are large
+        x[:, 0], x[:, -1], w[:, 0], w[:, -1] = 1e6, -1e6, 1, 1  # the sums between these are rounded coarsely
 
         def product(tile: GemmTile) -> torch.Tensor:
             out = world.empty((64, N), x.dtype)
@@ -267,7 +266,7 @@ def test_a_norm_adds_neighbours_and_then_their_sums() -> None:
         expected = torch.nn.functional.pad(x, (0, 14))
         while expected.shape[1] > 1:
             expected = expected[:, ::2] + expected[:, 1::2]
-        assert not torch.equal(expected[:, 0], x.cumsum(1)[:, -1]), "another order gives other bits"
+        assert not torch.equal(expected[:, 0], x.cumsum(1)[:, -1]), "a different order must give different bits"
         for width in (64, 256):
             out, stream = world.zeros((4,), torch.float32), world.current_stream()
             world.launch(pair_sums, 1, dict(x=x, out=out, N=50, P=width), dict(num_warps=4), stream)
@@ -340,8 +339,8 @@ def test_ranks_without_peer_access_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_auto_times_the_plans_that_keep_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not time plans with low-latency rows that would need much memory; and `matmul`, whose tiles each rank
-    times by itself, is no joint choice of the ranks."""
+    """ "auto" does not time plans whose low-latency rows would need much memory. The ranks do not choose a plan for
+    `matmul` jointly: each rank times its tiles by itself."""
     monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
 
     def main(world: weft.World) -> None:

@@ -1,5 +1,5 @@
-"""Calls that are prepared for a capture: all of them, or, for an engine that names its largest captured size, those
-up to that size."""
+"""Tests of the sizes that are prepared for a capture: all sizes, or, for an engine that names its largest captured
+size, those up to that size."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ROWS = 4
 
 
 def plans_run(monkeypatch: pytest.MonkeyPatch, max_captured_rows: int | None) -> list[tuple[list[Plan], list[Plan]]]:
-    """Return, for each of two ranks, the plans of two eager calls of ROWS rows and of one in a capture, and the plans
-    that were run only to prepare the capture."""
+    """Return, for each of two ranks, the plans of two eager calls of ROWS rows and of one captured call, and the plans
+    that ran only to prepare the capture."""
     plans: Mapping[str, Plan] = {"eager": EAGER, "graph": GRAPH}
     monkeypatch.setattr(AllReduceRmsNorm, "auto", lambda self, world, call, mode: plans[mode])
     warmed_up: list[list[Plan]] = [[], []]
@@ -55,7 +55,7 @@ def test_the_second_call_also_runs_the_plan_of_a_capture(
 
 @pytest.mark.parametrize("max_captured_rows", [0, ROWS - 1])
 def test_a_size_beyond_all_captures_runs_one_plan(monkeypatch: pytest.MonkeyPatch, max_captured_rows: int) -> None:
-    """A capture of such a size runs the plan of eager calls, whose memory exists."""
+    """A capture of a size above the largest named one runs the plan of eager calls, whose memory is already allocated."""
     assert plans_run(monkeypatch, max_captured_rows) == [([EAGER, EAGER, EAGER], [])] * 2
 
 
@@ -66,8 +66,8 @@ def test_a_size_beyond_all_captures_runs_one_plan(monkeypatch: pytest.MonkeyPatc
 def test_vllm_names_the_sizes_that_it_captures(
     sizes: list[int] | None, earlier: int | None, expected: int | None
 ) -> None:
-    """Without graphs there are none; a second engine of a process may capture more sizes; an unknown configuration
-    means all."""
+    """An engine without graphs captures no size; a process's second engine may capture more sizes; an unknown
+    configuration means that all sizes are captured."""
 
     def main(world: weft.World) -> int | None:
         world.max_captured_rows = earlier

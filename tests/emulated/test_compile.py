@@ -1,7 +1,7 @@
-"""The ops as torch.library operators, and graphs that torch.compile makes of them without a break.
+"""The ops as torch.library operators, and their graphs under torch.compile, which must have no break.
 
-Inductor is not needed to see that: "aot_eager" traces through the fake implementations and the registered gradients,
-and runs the ops. Ranks compile one after the other, each on its own thread.
+These tests do not need Inductor: "aot_eager" traces through the fake implementations and the registered gradients, and
+runs the ops. Ranks compile one after the other, each on its own thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "sil
 
 
 def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Return operators and arguments: first the differentiable ones, then the backward passes of some of them."""
+    """Return operators and their arguments: the differentiable operators, then the backward passes of some of them."""
     ops, name, w = torch.ops.weft, world.name, world.size
 
     def t(*shape: int) -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_opcheck() -> None:
                 and "block" not in args
                 and getattr(args[0], "dtype", None) != torch.float8_e4m3fn
             )
-            # torch writes to copies of the tensors to see whether they are one, and has no arithmetic of 8 bits
+            # test_schema computes with copies of the tensors, and torch has no arithmetic of 8 bits
             torch.library.opcheck(op.default, args, test_utils=tests if schemas else tests[1:])
 
     emulate(rank, 1)
@@ -196,7 +196,7 @@ def test_numbers_of_a_plan_are_constants_in_a_graph_with_symbols() -> None:
 
 
 def test_plans_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans may be made outside the graph or inside it, and may change between calls."""
+    """The caller may create plans outside the graph or inside it, and may change them between calls."""
 
     def rank(world: weft.World) -> None:
         seen: list[Any] = []
@@ -255,8 +255,7 @@ def test_errors() -> None:
 
 
 def test_worlds_of_other_sizes_have_other_names() -> None:
-    """The names distinguish Worlds with the same rank and number in processes that share torch's cache of compiled
-    graphs."""
+    """The names distinguish Worlds of equal rank and size in processes that share torch's cache of compiled graphs."""
 
     def main(world: weft.World) -> tuple[str, str]:
         return world.name, world.split(world.rank).name
@@ -266,7 +265,7 @@ def test_worlds_of_other_sizes_have_other_names() -> None:
         assert all(name.endswith("/1") for _, name in weft.spmd(main, size, backend="emulated"))
 
 
-def test_a_rank_compiles_once_however_many_ranks_and_runs_there_are() -> None:
+def test_a_rank_compiles_once_for_any_number_of_ranks_and_runs() -> None:
     """torch.compile caches by the function's code, which is the same for all ranks."""
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []

@@ -35,7 +35,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def definition(layers: int) -> Tensor:
-    """Compute the last norm [TOKENS, H]. "Attention" mixes each token with its predecessor."""
+    """Compute the last norm [TOKENS, H]. The stand-in for attention mixes each token with its predecessor."""
     w, x = {name: t.double() for name, t in WEIGHTS.items()}, HIDDEN.double()
     y = rms(x, NORMS[0])
     for layer in range(layers):
@@ -85,8 +85,8 @@ class Mlp:
 
 
 class EachPart:
-    """Attention over one token part after another; the first token of a part sees the last token of the previous
-    part."""
+    """Attention over one part of the tokens after another; the first token of a part attends to the last token of the
+    part before."""
 
     def __init__(self, world: weft.World) -> None:
         self.world, self.qkv, self.out = world, Linear(world, "qkv", 0), Linear(world, "out", 1)

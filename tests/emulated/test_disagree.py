@@ -1,4 +1,4 @@
-"""Ranks make different calls, each of which all ranks have made before: no rank silently returns a wrong result."""
+"""Ranks make different calls, each of which all ranks have made before. No rank may silently return a wrong result."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dispatched(world: World, m: int, plan: str) -> torch.Tensor:
     return moe.combine(rows, handle)
 
 
-# By op: one call of so many rows on this rank, and its plans.
+# For each op: a function that calls it with a given number of rows on this rank, and its plans.
 OPS: dict[str, tuple[Callable[[World, int, str], Any], tuple[str, ...]]] = {
     "all_gather_matmul": (
         lambda world, m, plan: weft.all_gather_matmul(ones(m, 16), ones(8, 16), world=world, plan=plan),
@@ -84,18 +84,18 @@ def test_known_calls_of_other_rows_raise(op: str, plan: str, seed: int) -> None:
     assert "4" in message and "5" in message, message
 
 
-# Plans whose kernels compare; those of the others that wait wait for a channel of this very call.
+# Plans whose kernels compare calls. The other plans that wait do so on a channel that belongs to this call.
 COMPARE = ("decomposed", "one_shot", "segmented", "head_parallel", "low_latency", "dispatched", "fused", "")
 KERNELS = [(op, plan) for op, plan in EVERY if plan in COMPARE and (plan != "fused" or op == "moe")]
-KERNELS.remove(("matmul_all_reduce", "decomposed"))  # whose parts the library sums
+KERNELS.remove(("matmul_all_reduce", "decomposed"))  # NCCL sums the parts of this plan
 
 
 @pytest.mark.parametrize(("op", "plan"), KERNELS, ids=lambda value: value)
 @pytest.mark.parametrize("seed", range(3))
-def test_kernels_compare_what_they_are_launched_for(
+def test_kernels_compare_the_numbers_of_their_calls(
     monkeypatch: pytest.MonkeyPatch, op: str, plan: str, seed: int
 ) -> None:
-    """The kernels compare calls, since no host compares known ones, as on a GPU."""
+    """The kernels compare calls, since no host compares prepared ones, as on a GPU."""
     monkeypatch.setattr(EmulatedBackend, "compares", False)
     call = OPS[op][0]
 
@@ -105,7 +105,7 @@ def test_kernels_compare_what_they_are_launched_for(
         world.synchronize()
 
     with pytest.raises(Mismatch, match=rf"ranks disagree on this call: rank 0: {op} .*rank 1: {op} ") as raised:
-        # Some plans push rows before the barrier that compares, which is a race where ranks disagree.
+        # Some plans push rows before the barrier that compares calls, which is a race if the ranks disagree.
         weft.spmd(main, 2, backend="emulated", seed=seed, sm_count=4, races=plan != "head_parallel")
     message = str(raised.value)
     assert "4" in message and "5" in message, message
@@ -140,7 +140,7 @@ def test_known_calls_of_another_op_dtype_or_plan_raise(rank_0_call: str, rank_1_
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("unlike", [*CALLS, "exchange", "symmetric 'user'"])
 def test_a_known_call_and_a_first_call_raise_a_mismatch(unlike: str, seed: int) -> None:
-    """A first call begins with an exchange between hosts, which the rank with the known call never joins."""
+    """A first call begins with an exchange between hosts, which a rank that repeats a prepared call does not join."""
     calls: dict[str, Callable[[World], Any]] = {
         "exchange": lambda world: world.exchange([torch.ones(2)]),
         "symmetric 'user'": lambda world: world.symmetric((4,), BF),
@@ -201,7 +201,7 @@ def test_split_worlds_make_calls_of_their_own() -> None:
 
 
 def test_a_launch_that_ranks_make_known_ones_of_raises() -> None:
-    """The kernel is the user's own, with a different grid on each rank."""
+    """The kernel is the user's own; each rank launches it with a different grid."""
 
     def main(world: World) -> None:
         ch = world.channel("own", world.size, None)

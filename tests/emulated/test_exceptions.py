@@ -1,6 +1,6 @@
 """After an exception inside a call, the caller's stream waits for all work that the call has enqueued on side streams:
-the exception frees the call's tensors, and the allocator gives their memory to the stream's next operation. Each step
-of each kind of run raises once.
+the exception frees the call's tensors, and the allocator gives their memory to the stream's next operation. In each
+kind of run, each step raises an exception once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ ROWS, N, K = 8, 16, 32
 
 
 class Interrupt(BaseException):
-    """An exception that is raised in place of a step, as a KeyboardInterrupt may be."""
+    """An exception raised in place of a step, as a KeyboardInterrupt may be."""
 
 
 class Steps:
     """Counts the operations that a rank enqueues, and raises in place of operation number `fails`. `allocated` lists
-    all memory that was allocated during the call."""
+    all memory allocated during the call."""
 
     def __init__(self, world: weft.World) -> None:
         self.backend, self.count, self.fails = world.backend, 0, -1
@@ -47,7 +47,7 @@ class Steps:
 
     def _step(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **options: Any) -> Any:
-            if self._deep:  # part of another operation, which calls the backend again
+            if self._deep:  # an operation calls the backend again as part of itself
                 return plain(*args, **options)
             self.count += 1
             if self.count - 1 == self.fails:
@@ -84,8 +84,8 @@ class Steps:
 
 def raise_in_each_step(world: weft.World, call: Callable[[weft.World], object]) -> int:
     """Make the call once for each of its steps, and raise an exception in that step; then write to all memory that the
-    call had allocated. A write before a side stream's read or write of that memory is a Race. Return the number of
-    steps."""
+    call had allocated. If a side stream has yet to read or write that memory, this write raises a Race. Return the
+    number of steps."""
     call(world)
     world.synchronize()
     world.backend.finish = lambda stream: None  # the host runs ahead, as on a GPU
@@ -100,7 +100,7 @@ def raise_in_each_step(world: weft.World, call: Callable[[weft.World], object]) 
         for t in steps.allocated:
             world.call(lambda t=t: t.fill_(7), [], [t], world.current_stream())
         world.synchronize()
-        world.exchange("the next call")  # peers still read what this one has staged
+        world.exchange("the next call")  # peers still read the rows that this rank has staged
     return count
 
 

@@ -1,6 +1,6 @@
-"""A library's GEMM may wait without a limit, because nothing that raises its flags needs an SM or a peer. The
-emulator runs the plan's host code with a GEMM that waits shard by shard (tests/emulated/test_ops.py,
-test_mutation.py); tests/gpu/gpu_main.py runs it on GPUs."""
+"""quack's GEMM may wait without a limit, because the copy engines that set its flags need neither an SM nor a peer. The
+emulator runs the plan's host code with a GEMM that waits shard by shard (tests/emulated/test_ops.py, test_mutation.py);
+tests/gpu/gpu_main.py runs it on GPUs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PLAN = FlagGated(tile_m=8, cluster_m=1)
 
 
 def noted(monkeypatch: Any, ranks: int) -> list[list[tuple[str, str, tuple[Any, ...]]]]:
-    """Return, by rank, the stream operations of a second call in the order of the host's calls: (what, stream,
-    arguments)."""
+    """Return, for each rank, the stream operations of a second call in the order of the host's calls: (operation,
+    stream, arguments)."""
     ops_by_rank: list[list[tuple[str, str, tuple[Any, ...]]]] = [[] for _ in range(ranks)]
 
     def listening(method: str, stream_index: int) -> None:
@@ -58,7 +58,7 @@ def test_flags_stand_behind_a_bounded_barrier_alone_and_before_the_gemm(ranks: i
         copies = [(op, args) for op, stream, args in stream_ops if "copy" in stream]
         copy_ops = [op for op, _ in copies]
         staged = copy_ops.index("launch")  # the barrier
-        assert copy_ops[:staged] == ["wait_event"], "behind x, which is staged"
+        assert copy_ops[:staged] == ["wait_event"], "the barrier must follow the staging of x"
         assert copy_ops[staged + 1 : staged + 2 * ranks - 1] == ["copy", "signal"] * (ranks - 1)
         flags = [args for op, args in copies if op == "signal"]
         words = [word.data_ptr() for word, _, _ in flags]
@@ -67,16 +67,18 @@ def test_flags_stand_behind_a_bounded_barrier_alone_and_before_the_gemm(ranks: i
         copied = [args for op, stream, args in stream_ops if op == "copy" and "copy" not in stream]
         (own_flags,) = [source for to, source, _ in copied if to.data_ptr() == first_word]
         assert own_flags.tolist() == [int(rank == me) for rank in range(ranks)], (
-            "its own is set, the others are cleared"
+            "only this rank's flag must be set before the copies"
         )
-        assert all(value.data_ptr() != own_flags[me].data_ptr() for _, value, _ in flags), "copied from peers"
+        assert all(value.data_ptr() != own_flags[me].data_ptr() for _, value, _ in flags), (
+            "no flag may come from a peer"
+        )
         order = [op for op, _, _ in stream_ops]
         last = max(i for i, op in enumerate(order) if op == "signal")
-        assert last < order.index("wait"), "and given before the GEMM, which waits"
+        assert last < order.index("wait"), "all signals must be enqueued before the GEMM that waits"
 
 
 def test_one_call_of_the_library(monkeypatch: Any) -> None:
-    """The library receives the flags, the call's number, and the shard that is present."""
+    """The GEMM receives the flags, the call's number, and the index of the shard that is already present."""
     gemm_args: dict[str, Any] = {}
 
     def gemm(x: Any, weight: Any, out: Any, c: Any, ticket: Any, *tile: int, pingpong: bool, ag_args: Any) -> None:
@@ -124,8 +126,8 @@ def filled(rows: int, value: float) -> torch.Tensor:
 
 
 def first_call_of_a_size_beside_another(world: weft.World) -> list[float]:
-    """Call two sizes on two streams of a host that runs ahead: loading the second one's GEMM sets the flags for
-    which the first one waits."""
+    """Call two sizes on two streams of a host that runs ahead: loading the second GEMM sets flags while
+    the first GEMM waits for its own."""
     weft.all_gather_matmul(filled(16, 0.0), identity(), world=world, plan=PLAN)
     world.synchronize()
     finish, world.backend.finish = world.backend.finish, lambda stream: None

@@ -25,7 +25,7 @@ from weft.scale import SMALL_TILE
 from weft.scaled_tensor import E4M3, ScaledTensor, Scaling
 from weft.timing import CallTime
 
-BF16 = 3e-3  # relative error of bfloat16 results of exact sums
+BF16 = 3e-3  # relative error of exact sums that are rounded to bfloat16
 
 
 def alone(fn: Any, **options: Any) -> Any:
@@ -87,7 +87,7 @@ def test_vectors_of_scales_have_any_shape() -> None:
 def refused(
     error: type[Exception], match: str, x: Any = None, weight: Any = None, recipe: str = "row", **options: Any
 ) -> None:
-    """`x` and `weight` are the fields that differ from those of supported operands, or the operands themselves."""
+    """`x` and `weight` replace fields of supported operands, or the operands themselves."""
 
     def rank(world: weft.World) -> None:
         fitting = operands(recipe, world.device)
@@ -189,7 +189,7 @@ def test_tiles_that_no_block_fits_run_the_library() -> None:
     assert alone(rank) < BF16
 
 
-def test_a_gpu_without_8_bit_products_says_so() -> None:
+def test_a_gpu_without_8_bit_products_is_named() -> None:
     def rank(world: weft.World) -> None:
         world.backend.capability = 86
         with pytest.raises(weft.Unsupported, match=r"8-bit operands need compute capability 8.9, and this GPU has 8.6"):
@@ -208,7 +208,7 @@ def test_16_bit_operands() -> None:
     alone(rank)
 
 
-ROUNDED = 5e-3  # a quotient at the middle between two elements may fall to either
+ROUNDED = 5e-3  # a quotient halfway between two elements may round to either
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -229,12 +229,12 @@ def test_quantized_rows(m: int, k: int, scaling: str, gated: bool, by_columns: b
     ("m", "k", "weight"), [(3, 256, False), (1, 384, False), (40, 512, False), (300, 384, True), (129, 128, True)]
 )
 def test_scales_by_columns(m: int, k: int, weight: bool) -> None:
-    """There are fewer rows than groups of columns, or more; in some cases, blocks of rows share scales."""
+    """There are fewer rows than groups of columns, or more; in some cases, rows share the scales of a block."""
     assert alone(lambda w: quantize_case(w, m, k, "block", weight=weight, by_columns=True)) < ROUNDED
 
 
 def test_nan_is_kept() -> None:
-    """A NaN is kept whether the scale is given or computed, alone or after a norm; values beyond a given scale are
+    """A NaN stays NaN whether the scale is given or computed, alone or after a norm; values beyond a given scale are
     clamped."""
 
     def main(world: weft.World) -> None:
@@ -243,7 +243,7 @@ def test_nan_is_kept() -> None:
         for recipe, scale in (("row", None), ("block", None), ("tensor", None), ("tensor", torch.ones(1))):
             values = weft.quantize(x, recipe, scale=scale, world=world).values.float()
             assert values[0, 3].isnan(), (recipe, scale)
-            if (recipe, scale) != ("tensor", None):  # where the scale of all elements is a NaN itself
+            if (recipe, scale) != ("tensor", None):  # in that case the scale of all elements is NaN
                 assert values[1, 5] == 448 and values.isnan().sum() == 1, (recipe, scale)
         for plan in ("sequential", "one_shot", "two_shot"):
             normed, _ = weft.all_reduce_rms_norm_quantized(
@@ -281,7 +281,7 @@ def test_weights_and_long_rows() -> None:
     alone(zeros)
 
 
-def test_what_cannot_be_quantized_is_quoted() -> None:
+def test_unsupported_operands_of_quantize_are_quoted() -> None:
     def rank(world: weft.World) -> None:
         x, scale = torch.zeros(4, 200).bfloat16(), torch.ones(1)
         for error, match, call in (
@@ -304,7 +304,7 @@ def test_what_cannot_be_quantized_is_quoted() -> None:
 
 
 # -- around a GEMM -----------------------------------------------------------------------------------------------------
-SUMMED = 5e-3  # of bfloat16 sums of partial products, which are rounded before
+SUMMED = 5e-3  # error of sums of partial products that are themselves rounded to bfloat16
 
 
 def errors(op: str, rows: Any, n: int, k: int, scaling: str, plan: str | Plan, seed: int = 0, **options: Any) -> float:
@@ -326,8 +326,7 @@ def test_every_plan(op: str, plan: str, scaling: str) -> None:
 @pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize("scaling", ["row", "block"])
 def test_scales_travel_with_rows_under_many_schedules(scaling: str, seed: int) -> None:
-    """Shards of whole tiles, which are pulled in bulk, of partial tiles, and empty ones are pulled by programs and
-    by copies."""
+    """Programs and copies pull whole-tile shards in bulk, shards with partial tiles, and empty shards."""
     op = OPS[0]
     for rows, plan in (
         ([16, 16], "fused"), ([20, 0, 12], "fused"), ([33, 5], FusedGather(tile=SMALL_TILE, pull_programs=4, pull_rows=8, pull_stages=2, split=2)),
@@ -336,7 +335,7 @@ def test_scales_travel_with_rows_under_many_schedules(scaling: str, seed: int) -
         assert errors(op, rows, 40, 384, scaling, plan, seed, calls=3) < BF16
 
 
-def test_ranks_that_disagree_on_the_recipe_say_so() -> None:
+def test_ranks_that_disagree_on_the_recipe_raise() -> None:
     def rank(world: weft.World) -> None:
         x, w = operands("row" if world.rank else "tensor", world.device, 8, 16, 128)
         with pytest.raises(weft.Mismatch, match=r"rank 0: .*recipe=.*tensor.*rank 1: .*recipe=.*row"):
@@ -361,14 +360,14 @@ def test_gradients_and_scales_that_do_not_fit_are_refused(op: str) -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
-def test_a_plan_without_8_bit_products_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plan_without_8_bit_products_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert errors(OPS[1], [16, 16], 40, 128, "row", "signaled") < SUMMED
     assert "sequential instead of signaled: its GEMM takes 16-bit operands" in caplog.text
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_promoted_tiles_that_are_short_of_rows(scaling: str) -> None:
-    """The lower half of a tile, or a part of either half, is past the last row, and the scales of that part are not
+    """The lower half of a tile, or a part of either half, is past the last row, and the scales of these rows are not
     read."""
     plan = Persistent(tile=GemmTile(32, 32, 128, 4, 3, 2), flatten=False)
     for m in (1, 15, 16, 17, 33, 63):
@@ -388,11 +387,11 @@ def test_the_tiles_of_promoted_sums() -> None:
     assert fast == FusedGather(tile=GemmTile(block_k=128)) and block_rows(fast.tile, Scaling("row", True)) == 128
 
 
-# -- what plan ---------------------------------------------------------------------------------------------------------
+# -- which plan runs ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", OPS)
 def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call times the tiles of 8-bit operands, whatever the profile holds for 16-bit ones; `explain` names the
-    plans that were timed."""
+    """The first call times the tiles for 8-bit operands, whatever the profile contains for 16-bit ones; `explain` names
+    the timed plans."""
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: True)
     best = with_scaled_tiles(REGISTRY[op].variants[0], Scaling("block"))
 
@@ -447,11 +446,11 @@ def test_a_simulation_of_8_bits_names_its_sources() -> None:
 # -- modules -----------------------------------------------------------------------------------------------------------
 MLP = {"gate_proj": (256, 256), "up_proj": (256, 256), "down_proj": (256, 256)}
 NAMES = {"row": "weight_scale", "block": "weight_scale_inv"}
-CLOSE = 0.08  # of two GEMMs of numbers rounded to 3 bits
+CLOSE = 0.08  # error of two successive GEMMs of e4m3 values, which have 3 mantissa bits
 
 
 def checkpoint(recipe: str, by_tensor: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return a checkpoint of an MLP, and the values of its weights."""
+    """Return an MLP's checkpoint, and the values of its weights."""
     state, values = {}, {}
     for i, (name, shape) in enumerate(MLP.items()):
         w8, scale = scaled(draw(i, *shape) * 0.1, "tensor" if by_tensor else recipe, 128)
@@ -471,7 +470,7 @@ def test_an_mlp_of_a_checkpoint(recipe: str, by_tensor: bool) -> None:
         y = mlp(xs[world.rank])
         again = mlp(weft.quantize(xs[world.rank], recipe, world=world))
         world.synchronize()
-        assert torch.equal(y, again), "an x that comes in 8 bits"
+        assert torch.equal(y, again), "a quantized x must give the same result"
         full = weft.nn.full_state_dict(mlp)
         world.synchronize()
         for name, t in state.items():
@@ -509,8 +508,8 @@ def test_linears_of_16_bit_ones_and_back(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["row", "block"])
 def test_scales_of_columns_that_ranks_split_are_the_same(recipe: str) -> None:
-    """Random weights, and 16-bit weights that are loaded, have a large element in one rank's columns: the ranks
-    together multiply by the quantized unsharded weight."""
+    """Random weights, and 16-bit weights that are loaded, have a large element in one rank's columns. Together the
+    ranks must multiply by the quantized unsharded weight."""
     weight = draw(3, 128, 256)
     weight[:, 200] *= 30
 

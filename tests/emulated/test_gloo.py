@@ -1,4 +1,4 @@
-"""Ranks as CPU processes over gloo: every op runs its sequential plan, with the checks, agreement and errors of any
+"""Ranks as CPU processes over gloo: every op runs its sequential plan, with the same checks and errors as on any
 World."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.emulated.cases_ops import case
 from tests.emulated.cases_tensor_parallel import both_halves, routes_case
 from weft import moe
 
-BF16, EXPERTS, DECODER = 5e-3, 1.2e-2, 2.5e-2  # as the emulated ranks are held to
+BF16, EXPERTS, DECODER = 5e-3, 1.2e-2, 2.5e-2  # the bounds of the emulated ranks
 Case = tuple[str, float, Callable[[], Any]]
 
 
@@ -63,8 +63,8 @@ def gemms_and_sums(world: weft.World) -> Iterator[Case]:
 
 
 def evaluations(world: weft.World) -> Iterator[Case]:
-    """Return evaluations that run first, so that the World allocates the memory that it keeps for a size in inference
-    mode."""
+    """Return cases for inference mode. They run first, so that the World allocates the memory that it keeps in
+    inference mode."""
     yield from inference_cases(world, SEQUENTIAL)
 
 
@@ -132,7 +132,7 @@ def largest(errors: dict[str, float]) -> float:
 
 
 def wrong(world: weft.World, cases: Any) -> dict[str, Any]:
-    """Return the cases over their bounds, and the number of cases."""
+    """Return the cases whose errors exceed their bounds, and the number of cases."""
     failures: dict[str, Any] = {
         name: (error, bound) for name, bound, run in cases(world) if not (error := run()) <= bound
     }
@@ -172,7 +172,7 @@ def checks(world: weft.World) -> list[str]:
         raised(lambda: world.symmetric((4,), x.dtype)),
         raised(lambda: world.channel("mine", 1, None)),
     ]
-    assert distance(weft.all_reduce(x, world=world), 2 * x.double()) < BF16, "what was refused left nothing behind"
+    assert distance(weft.all_reduce(x, world=world), 2 * x.double()) < BF16, "refused calls must leave no trace"
     return messages
 
 
@@ -192,7 +192,7 @@ CHECKS = (
 )
 
 
-# One start for both, since a start imports torch once a rank.
+# Both parts share one start, since every start imports torch once per rank.
 def ops_and_checks(world: weft.World) -> tuple[list[dict[str, Any]], list[str]]:
     return all_ops(world), checks(world)
 
@@ -212,11 +212,11 @@ def test_every_op_against_torch_on_three_ranks() -> None:
 
 # -- Worlds ------------------------------------------------------------------------------------------------------------
 def parts(world: weft.World) -> tuple[Any, ...]:
-    """Run ops on Worlds that `World.split` returned, of possibly unequal sizes, and on a World over a caller's
+    """Run ops on Worlds that `World.split` returned, possibly of unequal sizes, and on a World over a caller's
     group."""
     part = world.split(world.rank == 0)
     sums = [weft.all_reduce(torch.full((8,), 1.0 + world.rank), world=w)[0].item() for w in (world, part)]
-    # A sum that is rounded after each rank stays at 256, where bfloat16 has no odd numbers.
+    # A sum that is rounded after each rank stays at 256: bfloat16 has no odd numbers above it.
     rows = torch.full((world.size, 8), 256.0 if world.rank == 0 else 1.0).bfloat16()
     world.reduce_scatter(own_row := torch.empty(1, 8).bfloat16(), rows, None)
     world.all_reduce(rows, None)
@@ -225,7 +225,7 @@ def parts(world: weft.World) -> tuple[Any, ...]:
     if world.rank != 1:
         some = weft.init(group)
         sums.append(weft.all_reduce(torch.full((8,), 1.0 + world.rank), world=some)[0].item())
-        if world.rank == 2:  # a World of one rank is made by that rank alone
+        if world.rank == 2:  # rank 1 alone creates a World of one rank
             assert some.alone.size == 1 and some.alone is some.alone and some.alone.alone is some.alone
             assert weft.all_reduce(torch.full((8,), 3.0), world=some.alone)[0].item() == 3.0
     refused = raised(lambda: part.split(0))
@@ -251,7 +251,7 @@ def stays_away(rank: int, store: str, out: str) -> None:
     text = raised(lambda: weft.all_reduce(torch.ones(8), world=world)) if rank == 0 else ""
     (Path(out) / f"{rank}").write_text(text)
     dist.barrier()
-    os._exit(0)  # at an ordinary end gloo's threads, one of which still waits, now and then abort the process
+    os._exit(0)  # at a normal exit, a gloo thread that still waits occasionally aborts the process
 
 
 def test_a_missing_rank_is_a_timeout(tmp_path: Path) -> None:
@@ -276,4 +276,4 @@ def test_an_error_on_one_rank_ends_the_others(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=120)
     assert done.returncode and "ArithmeticError: rank 1 is wrong" in done.stderr
     line = "gloo: ranks are CPU processes, the reference: every op runs by its sequential plan"
-    assert done.stderr.count(line) == 1, "one line, of one rank"
+    assert done.stderr.count(line) == 1, "exactly one rank must log one line"

@@ -104,8 +104,8 @@ def backward_passes(world: World) -> None:
 
 
 def backward_of_halves(world: World) -> None:
-    """Run the backward passes of second halves on both streams, then those of first halves, which gather nothing
-    before they write scratch memory."""
+    """Run the backward passes of second halves on both streams, then the backward passes of first halves, which gather
+    nothing before they write scratch memory."""
     layer, passes, results = Layer(9, 2, 1, 16, 16, torch.bfloat16), [], []
     model = Model(world, layer, False, tp_size=world.size)
     for i, name in enumerate(STREAMS):
@@ -186,7 +186,6 @@ TAKEN = [
     twice("transport/low_latency.py prepare_posting", "Thirds", SUM, OneShot(warps=4)),
     twice("ops/matmul_reduce/signaled.py _by_collectives", "Signals", SCATTER, "signaled"),
     twice("ops/matmul_reduce/signaled.py _scatter_by_copies", COPIES, SCATTER, BY_COPIES),
-    twice("ops/matmul_reduce/signaled.py _reduce_by_copies", COPIES, PRODUCT_SUM, BY_COPIES),
     twice("ops/matmul_all_to_all/op.py run_signaled", "Signals", TO_RANKS, "signaled"),
     twice("ops/matmul_all_to_all/op.py run_signaled", COPIES, TO_RANKS, BY_COPIES),
     twice("ops/matmul_all_to_all_routed/runs.py prepare_fused", "Arena", ROUTED, "fused"),
@@ -205,7 +204,7 @@ TAKEN += [
     Taken("models/llama.py hidden", "decoder", decoders),
     Taken("ops/moe/routing/losses.py _partials", "partial sums of losses", losses),
 ]
-# Functions whose locks a mutation takes away, and its case.
+# Functions in which the mutation skips a lock, and the case that must detect it.
 ELSEWHERE = {
     "ops/matmul.py matmul": "GEMM, shared tiles, two streams",
     "ops/matmul_all_to_all_routed/runs.py return_fused": "routed, gradients, two streams",
@@ -224,7 +223,7 @@ def without(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def kept(world: World, holder: Any, stream: Any) -> None:
         caller = sys._getframe(1).f_code
-        function = caller.co_qualname.partition(".<locals>")[0].rpartition(".")[2]  # that in which a run is made
+        function = caller.co_qualname.partition(".<locals>")[0].rpartition(".")[2]  # the function that creates the run
         site = f"{Path(caller.co_filename).relative_to(SOURCE)} {function}"
         if (site, name_of(world, holder)) == (taken.site, taken.holder):
             dropped.append(site)
@@ -236,8 +235,8 @@ def without(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def emulate(taken: Taken, seed: int) -> None:
-    """Run the calls of both streams concurrently, even where they might not fit on the SMs: serialising them would
-    hide the missing lock."""
+    """Run the calls of both streams concurrently, even if they might not fit on the SMs: serialising them would hide
+    the missing lock."""
 
     def main(world: World) -> None:
         world.backend.ledgers = None
@@ -257,7 +256,7 @@ def test_a_lock_that_is_not_taken_is_missed(taken: Taken, monkeypatch: pytest.Mo
 
 
 def sites() -> Iterator[str]:
-    """Yield every function that acquires a lock, or that makes a run that does."""
+    """Yield every function that acquires a lock, or that creates a run that acquires one."""
     for path in sorted(path for path in SOURCE.rglob("*.py") if ".order(" in path.read_text()):
         blocks = [ast.parse(path.read_text())]
         blocks += [node for node in blocks[0].body if isinstance(node, ast.ClassDef)]

@@ -1,6 +1,5 @@
-"""weft's own GEMM, in which programs share the last tiles: its results against torch's, for several shapes and numbers
-of programs, and how the tiles are shared.
-"""
+"""weft's own GEMM, whose programs share the last tiles: its results compared with torch's, for several shapes and
+numbers of programs, and the way in which programs share tiles."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def test_against_torch(m: int, n: int, k: int, programs: int, seed: int) -> None
         again = world.empty((m, 8 * n), x.dtype)
         matmul(x, w, again, world, programs)
         world.synchronize()
-        assert torch.equal(again, results[1]), "the parts are added in one order"
+        assert torch.equal(again, results[1]), "the parts must be added in a fixed order"
 
     weft.spmd(rank, 1, backend="emulated", seed=seed)
 
@@ -66,20 +65,20 @@ def test_parts_fit_the_programs_and_the_steps(tiles: int, steps: int, programs: 
     if s.shared_tiles:
         assert s.shared_tiles == tiles % programs and s.parts > 1
         assert s.shared_tiles + -(-s.shared_tiles // s.tiles_per_helper) * (s.parts - 1) <= programs, (
-            "programs that end a tile, and helpers"
+            "finishing programs and helpers must fit"
         )
-        assert s.shared_tiles * (s.parts - 1) <= programs, "slots"
-        assert 0 < s.first_steps <= steps - (s.parts - 1), "a step for every part"
+        assert s.shared_tiles * (s.parts - 1) <= programs, "every part needs a slot of its own"
+        assert 0 < s.first_steps <= steps - (s.parts - 1), "every part needs a step"
         assert s.time >= tiles // programs * steps + s.first_steps + H200.backend.scale.add_steps
 
 
-def test_what_is_shared() -> None:
-    assert Shares.choose(H200, 2 * 132, 128, 132).shared_tiles == 0, "whole waves"
-    assert Shares.choose(H200, 128, 128, 132).shared_tiles == 0, "too full"
-    assert Shares.choose(H200, 40, 4, 132).shared_tiles == 0, "too short"
+def test_which_tiles_are_shared() -> None:
+    assert Shares.choose(H200, 2 * 132, 128, 132).shared_tiles == 0, "whole waves share no tile"
+    assert Shares.choose(H200, 128, 128, 132).shared_tiles == 0, "an almost full wave shares no tile"
+    assert Shares.choose(H200, 40, 4, 132).shared_tiles == 0, "a short K shares no tile"
     narrow = Shares.choose(H200, 40, 128, 132)
     assert (narrow.shared_tiles, narrow.tiles_per_helper, narrow.parts) == (40, 1, 3)
     nearly = Shares.choose(H200, 132 + 92, 128, 132)
     assert (nearly.shared_tiles, nearly.tiles_per_helper, nearly.parts) == (92, 3, 2) and nearly.first_steps > 96, (
-        "a helper has three ends to give"
+        "each helper must compute the ends of three tiles"
     )

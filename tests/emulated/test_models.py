@@ -33,10 +33,10 @@ from weft.nn.weave import LayerPlan
 from weft.ops.attention.segmented import merge_partials
 from weft.plans import OneShot, TwoShotPull
 
-BF16 = 2.5e-2  # of a single row of logits, after two layers
-OWN = LayerPlan("woven", sms=5)  # on weft's own GEMM, which leaves one of six SMs
+BF16 = 2.5e-2  # error of a single row of logits after two layers
+OWN = LayerPlan("woven", sms=5)  # weft's own GEMM leaves one of six SMs free
 PLANS = {"plain": "plain", "fused": "fused", "woven": "woven", "woven, own GEMM": OWN, "sequence": "sequence"}
-PULLED = TwoShotPull(programs=2, warps=4).to_json()  # peers read the partial outputs in place
+PULLED = TwoShotPull(programs=2, warps=4).to_json()  # peers read the partial outputs without a copy
 NORMS = {
     "fused, pulled": LayerPlan("fused", norm=PULLED), "woven, pulled": LayerPlan("woven", norm=PULLED),
     "woven, one shot": LayerPlan("woven", norm=OneShot(programs=2, warps=4).to_json()),
@@ -60,13 +60,15 @@ def test_norms_of_every_kind_read_and_write_in_place(plan: str) -> None:
     results = emulate(main, 2)
     assert max(error for error, _ in results) < BF16
     copied = {"two-shot all-reduce, x", "two-shot all-reduce, out"}
-    assert not any(copied & buffers for _, buffers in results), "partial and normalised rows are symmetric themselves"
+    assert not any(copied & buffers for _, buffers in results), (
+        "partial and normalised rows must be in symmetric memory"
+    )
 
 
 @pytest.mark.parametrize("seed", some(range(1, 5)))
 def test_random_splits_and_schedules(seed: int) -> None:
-    """float16 rounds eight times less than bfloat16, so that a wrong token is noticed."""
-    plan = LayerPlan("woven", 1 + 3 * seed)  # longer batches only; others go whole
+    """float16's rounding error is an eighth of bfloat16's, so a wrong token is noticed."""
+    plan = LayerPlan("woven", 1 + 3 * seed)  # shorter batches are not split
     run = lambda world: chunked(world, plan, seed=seed, count=3, dtype=torch.float16)  # noqa: E731
     assert max(emulate(run, 2, seed)) < 4e-3
     assert max(emulate(run, 1, seed)) < 4e-3
@@ -76,7 +78,8 @@ def test_random_splits_and_schedules(seed: int) -> None:
 @pytest.mark.parametrize("split", some([5, 6, 8]))
 @pytest.mark.parametrize("sms", [0, 5])
 def test_woven_is_bit_for_bit_its_two_halves(split: int, sms: int) -> None:
-    """Requests of 5, 6 and 2 tokens are split between two requests, inside one, and after a request's first token."""
+    """The batch of 5, 6 and 2 tokens is split between two requests, inside one request, and after a request's first
+    token."""
     assert emulate(lambda world: halves(world, LayerPlan("woven", split, sms)), 2, split) == [0.0] * 2
 
 
@@ -105,7 +108,7 @@ def by_tables(
     world: weft.World, qkv: torch.Tensor, part: Part, keys: torch.Tensor, values: torch.Tensor, heads: int,
     out: torch.Tensor, flash: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention as a flash kernel does: from the tables alone."""
+    """Compute attention from the tables alone, like a flash kernel."""
     d, regions = keys.shape[-1], (part.single, part.several)
 
     def attend() -> None:
@@ -141,19 +144,20 @@ def test_the_tables_lead_to_every_requests_keys(plan: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("plan", some(["plain", "fused", "woven", "sequence"], 2))
 def test_long_prompts_are_given_to_the_fastest_library(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The definition stands in for the library here, on whole prompts and on chunks, whose two parts are merged."""
+    """The definition replaces the attention library here, for whole prompts and for chunks, whose two partial results
+    are merged."""
     merges = []
     monkeypatch.setattr("weft.models.cache.LONG_PROMPT", 4)
     monkeypatch.setattr("weft.models.cache.LENGTH_STEP", 2)
     monkeypatch.setattr("weft.models.attention.fastest", lambda world, config: True)
     monkeypatch.setattr("weft.models.attention.merge_partials", lambda *a: merges.append(a) or merge_partials(*a))
     assert max(emulate(lambda world: lengthy(world, plan, long=6), 2)) < BF16
-    assert len(merges) == 2 * TINY["num_hidden_layers"], "the second chunk, in every layer on both ranks"
+    assert len(merges) == 2 * TINY["num_hidden_layers"], "only the second chunk is merged, in each layer on both ranks"
 
 
 def test_which_prompts_are_long() -> None:
-    """A batch counts as one of long prompts if the number of tokens of every entry with several tokens is a multiple of
-    the step, and the layout is not refilled."""
+    """A batch counts as one of long prompts if every entry with several tokens has a multiple of the step, and the
+    layout is not refilled."""
 
     def rank(world: weft.World) -> None:
         cache = Cache(TINY, world=world, slots=4, max_len=3 * LONG_PROMPT)
@@ -195,8 +199,8 @@ def test_rotary_scaling_and_tied_embeddings() -> None:
     assert max(emulate(rank, 2)) < BF16
     plain = Config.from_hf(dict(TINY)).rotary(20, torch.device("cpu"))
     scaled = Config.from_hf(config).rotary(20, torch.device("cpu"))
-    assert torch.equal(plain[:, 0], scaled[:, 0]), "the fastest turn is kept"
-    assert torch.allclose(scaled[8, 15], plain[1, 15], atol=1e-6), "the slowest is eight times slower"
+    assert torch.equal(plain[:, 0], scaled[:, 0]), "the highest frequency must not change"
+    assert torch.allclose(scaled[8, 15], plain[1, 15], atol=1e-6), "the lowest frequency must be eight times lower"
 
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # fmt: skip
@@ -212,7 +216,7 @@ def test_rotary_positions_are_hugging_faces(scaling: dict[str, Any]) -> None:
     assert (Config.from_hf(config).rotary(3000, torch.device("cpu")) - torch.cat([cos, sin], 1)).abs().max() < 1e-6
     if scaling:
         plain, scaled = rotary(config | dict(rope_scaling={}), 2)[1][1].asin(), sin[1].asin()
-        slower = plain / scaled  # by frequency, of one position
+        slower = plain / scaled  # the ratio for each frequency, at one position
         assert slower[-1] == pytest.approx(scaling["factor"])
         if scaling["rope_type"] == "llama3":
             between = (slower > 1.001) & (slower < 0.999 * scaling["factor"])
@@ -241,7 +245,7 @@ def test_the_dtype_follows_the_weights() -> None:
     def rank(world: weft.World) -> None:
         model = build_llama(world, TINY)
         model.load_state_dict({k: v.float() for k, v in state(TINY).items()}, assign=True)
-        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}, "loading leaves it"
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}, "loading must not change it"
         ids, batch, half = torch.arange(4), Batch.prefill([4]), copy.deepcopy(model).half()
         assert half.dtype == torch.float16 and model.dtype == torch.bfloat16
         cache = Cache(TINY, world=world, slots=2, max_len=8, dtype=torch.float16)
@@ -308,7 +312,7 @@ def test_objects_and_dicts_are_configs() -> None:
 
 def test_bad_input() -> None:
     def rank(world: weft.World) -> None:
-        with pytest.raises(ValueError, match="2 key and value heads do not split over 4 ranks"):
+        with pytest.raises(ValueError, match="num_key_value_heads 2 is not divisible by the world size 4"):
             Llama({**TINY, "num_key_value_heads": 2}, world=world)
         with pytest.raises(ValueError, match="intermediate_size 98 is not divisible by the world size 4"):
             Llama({**TINY, "intermediate_size": 98}, world=world)
@@ -385,7 +389,8 @@ def test_ids_of_padded_rows_may_differ() -> None:
 
 
 def test_graphs_serve_batches_up_to_their_largest_size() -> None:
-    """Five single tokens and two of a prompt fit in eight, though five single tokens alone are padded to eight."""
+    """Five single tokens and two tokens of a prompt fit in a batch of eight, although five single tokens alone are
+    padded to eight."""
 
     def main(world: weft.World) -> bool:
         cache = Cache(TINY, world=world, slots=6, max_len=8)
@@ -397,7 +402,7 @@ def test_graphs_serve_batches_up_to_their_largest_size() -> None:
 
 
 def test_graphs_of_a_full_budget_are_few() -> None:
-    """A scheduler passes all decodes, and chunks of prompts up to a constant number of tokens."""
+    """A scheduler passes all decoding requests, and chunks of prompts up to a constant number of tokens."""
     budget, sizes = 16, (4, 8, 16)
 
     def main(world: weft.World) -> None:
@@ -411,7 +416,9 @@ def test_graphs_of_a_full_budget_are_few() -> None:
         assert {tokens for tokens, *_ in graphs._captured} == {budget}
         graphs._captured.clear()
         graphs.prepare(torch.arange(8), Batch((1, 1, 1, 5), (0,) * 4, (0, 1, 2, 3)))
-        assert [tokens for tokens, *_ in graphs._captured] == [8], "no more rows than the tokens need"
+        assert [tokens for tokens, *_ in graphs._captured] == [8], (
+            "the captured batch must be as small as the tokens allow"
+        )
 
     emulate(main, 1)
 
@@ -430,7 +437,7 @@ def test_graphs_refuse_foreign_batches() -> None:
     emulate(main, 2)
 
 
-def test_tensors_made_in_inference_mode_serve_outside_it() -> None:
+def test_tensors_made_in_inference_mode_can_be_used_outside_it() -> None:
     def main(world: weft.World) -> None:
         model = build_llama(world, TINY)
         with torch.inference_mode():

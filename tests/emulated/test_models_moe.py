@@ -18,7 +18,7 @@ from weft.models import Batch, Cache, Config, Graphs, Llama
 from weft.models.config import Mixture
 from weft.nn.weave import LayerPlan
 
-HALF, FLOAT16 = 4e-3, torch.float16  # rounds eight times less than bfloat16, so that a wrong token shows
+HALF, FLOAT16 = 4e-3, torch.float16  # its rounding error is an eighth of bfloat16's, so a wrong token is noticed
 CLASSES = {
     "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe",
 }  # fmt: skip
@@ -94,8 +94,8 @@ def test_padded_layouts_are_refilled() -> None:
 
 
 def test_padding_is_routed_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention leaves arbitrary values, even NaN, in padded rows: these rows are routed nowhere, and change no token's
-    result."""
+    """Attention leaves arbitrary values, even NaN, in padded rows. These rows are routed to no expert, and change no
+    token's result."""
     config, routed = MIXTURES["mixtral"], []
 
     def kept(x: torch.Tensor, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -118,7 +118,7 @@ def test_padding_is_routed_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # -- rows on every rank, in one part and in two ------------------------------------------------------------------------
-COLUMNS = {**MIXTURES, "mixtral": MIXTURES["mixtral"] | dict(intermediate_size=64)}  # of whole 16-byte words on 4 ranks
+COLUMNS = {**MIXTURES, "mixtral": MIXTURES["mixtral"] | dict(intermediate_size=64)}  # 4 ranks have 16-byte rows
 SPLITS = ["expert", "tensor"]
 
 
@@ -152,8 +152,8 @@ def test_woven_is_bit_for_bit_its_two_halves(kind: str, parallel: str) -> None:
 
 
 def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the libraries' GEMMs and attention, whose sums depend on the number of rows, by definitions whose sums do
-    not."""
+    """Replace the libraries' GEMMs and attention, whose sums depend on the number of rows, with definitions whose sums
+    do not."""
 
     def linear(backend: Any, x: torch.Tensor, w: torch.Tensor, bias: None, stream: Any, out: Any = None) -> Any:
         out = backend.empty((x.shape[0], w.shape[0]), x.dtype) if out is None else out
@@ -170,7 +170,7 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
 
 
-# Experts whole and split are both tried woven, and by a plain step; the layer around them is the same.
+# Whole experts and split experts both run in a woven step and in a plain one; the layer around them is the same.
 @covered("2-tensor", covering="[2-expert]")
 @pytest.mark.parametrize("parallel", SPLITS)
 @pytest.mark.parametrize("ranks", some([2, 4]))
@@ -205,7 +205,7 @@ def test_a_woven_pass_matches_an_unwoven_one_to_the_bit(
 
 
 def test_experts_beside_a_norm_wait_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all rows on every rank, the experts' ops involve this rank alone. "auto" stands for "sequence", whose ops
+    """With all rows on every rank, the experts' ops involve this rank alone. "auto" chooses "sequence", whose ops
     involve all ranks."""
     sizes: list[int] = []
 
@@ -222,7 +222,9 @@ def test_experts_beside_a_norm_wait_for_no_other_rank(monkeypatch: pytest.Monkey
             model(ids, Batch.prefill([6]), Cache(MIXTURES["mixtral"], world=world, slots=1, max_len=6), plan)
 
     emulate(rank, 2)
-    assert sizes.count(1) == 2 * 2 * 2 and sizes.count(2) == 2 * 2, "layers, parts and ranks; layers and ranks"
+    assert sizes.count(1) == 2 * 2 * 2 and sizes.count(2) == 2 * 2, (
+        "one call per layer, part and rank; one per layer and rank"
+    )
 
 
 def test_a_part_that_is_read_too_early_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +302,7 @@ def test_checkpoints_with_experts_one_by_one(kind: str) -> None:
 def test_configs_with_experts() -> None:
     small = MIXTURES["qwen3_moe"] | dict(mlp_only_layers=None, decoder_sparse_step=2, num_hidden_layers=4)
     mixture = Config.from_hf(small).mixture
-    assert mixture == Mixture(8, 2, 32, True, 0, (0, 2)), "every second layer has experts, the second first"
+    assert mixture == Mixture(8, 2, 32, True, 0, (0, 2)), "every second layer has experts, starting with the second"
     assert Config.from_hf(MIXTURES["mixtral"]).mixture == Mixture(4, 2, 48)
     assert Config.from_hf(MIXTURES["qwen2_moe"]).mixture == Mixture(8, 3, 40, False, 72)
     assert Config.from_hf(DENSE["qwen2"] | dict(sliding_window=4096, use_sliding_window=False)).qkv_bias

@@ -1,5 +1,5 @@
-"""`weft.moe` by every plan: its errors, its operator under torch.compile, and the module with the names of a
-checkpoint.
+"""`weft.moe` by every plan: its errors, its operator under torch.compile, and the module, whose parameters have a
+checkpoint's names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.ops.moe.expert_parallel.op import MOE
 from weft.plans import Dispatched, LowLatency
 from weft.scale import SMALL_DISPATCHED
 
-BOUND = 1.2e-2  # two roundings to bf16 on the way
+BOUND = 1.2e-2  # a result is rounded twice to bfloat16
 
 
 def test_the_same_bits_by_any_schedule() -> None:
@@ -56,7 +56,7 @@ def test_compiled_whole() -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
-def test_errors_quote_what_was_given() -> None:
+def test_errors_quote_the_arguments() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(4, 4, 2, 32, 24, torch.bfloat16)
         w = Model(world, layer, False).local_weights
@@ -74,7 +74,7 @@ def test_errors_quote_what_was_given() -> None:
         wrong(ValueError, r"w13 must be \[2, .*weft.moe.pack", w13=w.w13[:, :-1])
         wrong(ValueError, "w13 .* is not what weft.moe.pack makes", w13=w.w13.flatten(1, 3))  # as in a checkpoint
         wrong(ValueError, "b13 .* is not what weft.moe.pack makes", b13=w.w13[..., 0].flatten(1, 3))
-        wrong(TypeError, "one dtype is needed", w2=w.w2.half())
+        wrong(TypeError, "w2 .*float16.* must be torch.bfloat16", w2=w.w2.half())
         wrong(ValueError, r"shared .* must be \[4, 32\]", shared=x[:2])
         wrong(ValueError, "k 9 of ids", ids=torch.zeros(4, 9, dtype=torch.int32), weights=torch.zeros(4, 9))
         wrong(ValueError, "rows .* must name 2 ranks", rows=[4])
@@ -110,7 +110,7 @@ def checkpoint(kind: str, e: int, h: int, i: int) -> dict[str, torch.Tensor]:
     if kind == "stacked":
         state |= {"mlp.experts.gate_up_proj": w13, "mlp.experts.down_proj": w2}
     if kind == "gpt_oss":
-        interleaved = torch.stack(w13.chunk(2, 1), 2).flatten(1, 2)  # gate and up in turn
+        interleaved = torch.stack(w13.chunk(2, 1), 2).flatten(1, 2)  # gate and up rows alternate
         state = {"mlp.router.weight": state["mlp.gate.weight"], "mlp.router.bias": draw(4, e)} | {
             "mlp.experts.gate_up_proj": interleaved.transpose(1, 2),
             "mlp.experts.gate_up_proj_bias": torch.zeros(e, 2 * i), "mlp.experts.down_proj": w2.transpose(1, 2),
@@ -121,7 +121,7 @@ def checkpoint(kind: str, e: int, h: int, i: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("parallel", ["expert", "tensor"])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen", "stacked", "gpt_oss"])
-def test_the_module_takes_a_checkpoint(kind: str, parallel: str) -> None:
+def test_the_module_loads_a_checkpoint(kind: str, parallel: str) -> None:
     e, h, i, k = 4, 32, 32, 2
     state, oss = checkpoint(kind, e, h, i), kind == "gpt_oss"
     w13, w2 = draw(1, e, 2 * i, h) * 0.2, draw(2, e, h, i) * 0.2
@@ -159,7 +159,7 @@ def test_the_module_takes_a_checkpoint(kind: str, parallel: str) -> None:
     assert max(weft.spmd(rank, 2, backend="emulated")) < 2e-2
 
 
-def test_the_module_says_what_is_missing() -> None:
+def test_the_module_names_missing_weights() -> None:
     def rank(world: weft.World) -> None:
         layer = moe.MoE(32, 24, 4, 2, world=world)
         state = checkpoint("qwen", 4, 32, 24)

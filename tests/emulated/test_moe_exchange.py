@@ -50,14 +50,14 @@ def wrong(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> int:
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize(("ranks", "experts", "k"), [(1, 3, 2), (2, 4, 3), (3, 6, 2), (4, 4, 1)])
 def test_any_world(ranks: int, experts: int, k: int, layout: str) -> None:
-    """Ranks have uneven numbers of tokens, or none; two calls are in flight on one stream."""
+    """Ranks have different numbers of tokens, or none; two calls are in flight on one stream."""
     assert wrong(ranks, experts=experts, k=k, layout=layout) == 0
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere], ids=lambda f: f.__name__)
 def test_routings(ids_of: Any, layout: str) -> None:
-    """All tokens go to one rank's experts; some experts, ranks and calls have no rows; some routes lead nowhere."""
+    """All tokens go to one rank's experts; some experts, ranks and calls have no rows; some routes name no expert."""
     assert wrong(2, ids_of=ids_of, layout=layout, calls=1) == 0
     assert wrong(3, experts=3, k=1, ids_of=ids_of, layout=layout, tokens=(18, 3, 0), calls=1, flight=1) == 0
 
@@ -96,8 +96,7 @@ def test_a_slot_on_changing_streams(seed: int) -> None:
 
 @pytest.mark.parametrize("max_m", [1, 4, 13])
 def test_rows_without_room_are_dropped_and_counted(max_m: int) -> None:
-    """The last of an expert's rows are dropped; the result is the sum of the others, even where a token has none
-    left."""
+    """An expert's last rows are dropped. The result is the sum of the other rows, even if a token has none left."""
     assert wrong(2, layout="masked", max_m=max_m, tokens=(20, 13), ids_of=in_turn) == 0
 
 
@@ -106,8 +105,9 @@ def test_dropped_rows_of_a_full_buffer_add_nothing() -> None:
 
 
 def test_a_repeated_expert_without_room_is_dropped() -> None:
-    """The expert has twice as many rows as distinct ids could give: those without a row in the tables add nothing,
-    though other routes of their tokens were in the call before, and both ranks are notified."""
+    """The expert's tokens name it twice, so it receives twice as many rows as distinct ids could give. Routes without a
+    row in the tables add nothing, although the call before had other routes of their tokens, and both ranks are
+    notified."""
 
     def rank(world: weft.World) -> None:
         x, weights, y, reported = draw(world.rank, 8, 32), torch.ones(8, 2), world.empty((8, 32), BF), Counter[int]()
@@ -129,8 +129,8 @@ def routed(world: weft.World, t: int = 6, h: int = 32, k: int = 2, experts: int 
 
 
 def test_the_bits_of_a_layer() -> None:
-    """The layer's experts scale their rows likewise: their matrices are multiples of the identity, and for large x the
-    GELU of x is x."""
+    """The layer's experts scale their rows by the same factors: their matrices are multiples of the identity, and for
+    large x the GELU of x is x."""
 
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
@@ -151,7 +151,7 @@ def test_the_bits_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize("alignment", op.ALIGNMENTS)
-def test_the_grouped_gemm_of_torch_takes_the_rows(alignment: int) -> None:
+def test_torchs_grouped_gemm_accepts_the_rows(alignment: int) -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(6, 4, 2, 32, 24, BF, "gelu")
         model, (x, ids, weights) = Model(world, layer, False), routed(world)
@@ -167,7 +167,8 @@ def test_the_grouped_gemm_of_torch_takes_the_rows(alignment: int) -> None:
 
 
 def test_handles() -> None:
-    """Two handles may be pending; each is used once, in order, in its own World; the caller may choose the buffer."""
+    """Two handles may be pending. Each handle is used once, in order, in its own World. The caller may choose the
+    buffer."""
 
     def rank(world: weft.World) -> None:
         operands = routed(world)
@@ -200,7 +201,7 @@ def rank_calls(fn: Any, ranks: int = 2, **options: Any) -> list[Any]:
 
 
 def test_handles_outlive_a_mismatch_that_is_caught() -> None:
-    """The buffer stays in use, and the handle can still be combined."""
+    """The buffer stays in use, and the caller can still combine with the handle."""
 
     def rank(world: weft.World) -> None:
         operands = routed(world)
@@ -221,7 +222,7 @@ def test_handles_outlive_a_mismatch_that_is_caught() -> None:
 @pytest.mark.parametrize("seed", some(range(3)))
 @pytest.mark.parametrize("layout", op.ROW_LAYOUTS)
 def test_a_cancelled_or_dropped_handle_returns_its_slot(layout: str, seed: int) -> None:
-    """Slots are returned in the order of the dispatches, and another dispatch's rows stay."""
+    """Slots are returned in the order of the dispatches, and the rows of another dispatch stay intact."""
 
     def rank(world: weft.World) -> None:
         operands = routed(world)
@@ -248,7 +249,7 @@ def test_a_cancelled_or_dropped_handle_returns_its_slot(layout: str, seed: int) 
 
 
 def test_a_gradient_of_the_experts_returns_its_slot() -> None:
-    """The slot is returned even where one backward pass covers more calls than there are slots."""
+    """The slot is returned even if one backward pass covers more calls than there are slots."""
 
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
@@ -270,8 +271,8 @@ def test_a_gradient_of_the_experts_returns_its_slot() -> None:
 
 @pytest.mark.parametrize("name", ["ids", "weights"])
 def test_routes_that_are_written_before_the_backward_pass(name: str) -> None:
-    """Changed routes would send the gradient elsewhere: an error, whether before combine or after it. Without a
-    gradient they may change."""
+    """Changed routes would send the gradient to other rows, so they raise an error, before combine or after it. Without
+    a gradient they may change."""
 
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
@@ -292,7 +293,7 @@ def test_routes_that_are_written_before_the_backward_pass(name: str) -> None:
     rank_calls(rank)
 
 
-def test_errors_quote_what_was_given() -> None:
+def test_errors_quote_the_arguments() -> None:
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
 
@@ -314,7 +315,7 @@ def test_errors_quote_what_was_given() -> None:
         rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world)
         for error, match, y, options in (
             (ValueError, r"y .* must be \[", rows[1:], {}),
-            (TypeError, "what was dispatched torch.bfloat16", rows.half(), {}),
+            (TypeError, "y .*float16.* must be torch.bfloat16", rows.half(), {}),
             (ValueError, r"shared .* must be \[6, 32\]", rows, dict(shared=x[1:])),
             (ValueError, "out= has no gradient", rows.clone().requires_grad_(), dict(out=torch.empty_like(x))),
         ):
@@ -418,8 +419,8 @@ def offloaded(world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Ten
 
 
 def halves_compiled(dispatch_compiled: bool, combine_compiled: bool) -> Callable[..., Any]:
-    """Call dispatch and combine, each in a separate graph or outside any graph: handles pass from dispatch to
-    combine."""
+    """Call dispatch and combine, each in a separate graph or outside any graph. combine receives the handle that
+    dispatch returns."""
 
     def graph(fn: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
         return torch.compile(fn, backend="aot_eager", fullgraph=True) if compiled else fn
@@ -489,7 +490,7 @@ def test_kernels_compile_and_keep_the_rules(ranks: int, h: int, experts: int, k:
         kernels[name] = launch, compiled
         offline.fits(launch, compiled)
         assert (name in WAITING or name == "share") == ("ld.acquire" in compiled.ptx), (
-            "share compares calls, and reads no rows"
+            "the kernel share compares calls and reads no rows"
         )
         text = WAITING.get(name)
         waits = lambda step: text is not None and text in step.source  # noqa: B023, E731
@@ -499,7 +500,7 @@ def test_kernels_compile_and_keep_the_rules(ranks: int, h: int, experts: int, k:
     an_sm = {name: -(-a.grid // offline.SMS) for name, (a, _) in kernels.items()}
     held = {n: an_sm[n] * -(-c.registers // 8) * 8 * 32 * a.options["num_warps"] for n, (a, c) in kernels.items()}
     waiting = max(held[name] for name in WAITING if name != "combine_rows")
-    assert 2 * waiting + held["dispatch_rows"] <= 65536, f"two buffers wait, and none could send: {held}"
+    assert 2 * waiting + held["dispatch_rows"] <= 65536, f"both buffers wait, so none can send: {held}"
     rows = [
         s
         for s in ptx.steps_of(kernels["place_rows"][1].ptx)

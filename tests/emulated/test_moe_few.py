@@ -1,6 +1,5 @@
-"""An MoE layer of a few tokens, without tables, on emulated ranks, compared with torch, and with the plan of several
-launches to the bit; and its compiled kernels.
-"""
+"""An MoE layer of a few tokens, without tables, on emulated ranks, compared with torch and, to the bit, with the plan
+of several launches; and its compiled kernels."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ S = SMALL_LOW_LATENCY
 
 
 def test_the_bits_of_the_other_plans() -> None:
-    """The plans for few tokens, with several launches and with a single launch alternate, share their memory and
-    counters, and give the same bits."""
+    """The plans for few tokens, with several launches and with one launch, alternate. They share memory and counters,
+    and give the same bits."""
 
     def rank(world: weft.World) -> None:
         layer = Layer(20, 6, 3, 40, 24, BF)
@@ -48,7 +47,7 @@ def test_the_bits_of_the_other_plans() -> None:
     weft.spmd(rank, 3, backend="emulated")
 
 
-def test_what_a_plan_cannot_serve() -> None:
+def test_calls_that_the_plan_does_not_support() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF)
         assert low_latency.unsupported(world, layer, S) is None
@@ -90,8 +89,8 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def awaited(step: Any) -> bool:
-    """Return whether the step loads what other ranks write. The first GEMM's rows are excluded, since their wait is
-    in its launch."""
+    """Return whether the step loads data that other ranks write. The first GEMM's rows are excluded, since the same
+    launch waits for them."""
     return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(outbox", "tl.load(id_addresses"))
 
 
@@ -106,7 +105,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         offline.fits(launch, k)
         assert ("wgmma.mma_async" in k.ptx) == (plan.tile.block_m >= 64 and i < 2)
         assert ("mma.sync" in k.ptx) == (plan.tile.block_m < 64 and i < 2)
-        if i != 1:  # the second's rows, and ids, are of the launch before
+        if i != 1:  # the second GEMM reads rows and ids of the launch before
             assert any(awaited(step) for step in ptx.steps_of(k.ptx))
             assert ptx.broken_rules(k.ptx, awaited) == []
         assert ptx.signals_not_by_thread_zero(k.ptx) == [] and "fence.proxy.async;" not in k.ptx

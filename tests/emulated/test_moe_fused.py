@@ -1,6 +1,5 @@
-"""An MoE layer in one launch on emulated ranks, compared with torch, and with the plan of several launches to the bit;
-and its compiled kernel.
-"""
+"""An MoE layer in one launch on emulated ranks, compared with torch and, to the bit, with the plan of several launches;
+and its compiled kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ from tests.offline import test_offline as offline
 from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
-from weft.ops.moe.expert_parallel import dispatched, fused
+from weft.ops.moe.expert_parallel import fused
+from weft.ops.moe.expert_parallel.dispatched import make_workspace, memory, tables_of
 from weft.plans import FusedMoe, GemmTile
 from weft.scale import SMALL_MOE
 
@@ -27,7 +27,8 @@ S = SMALL_MOE
 
 
 def test_a_kernel_with_time_stamps_computes_the_same() -> None:
-    """The emulator's clock does not advance, so this only checks that the kernel with time stamps computes the same."""
+    """The emulator's clock does not advance, so this test only checks that time stamps do not change the kernel's
+    results."""
 
     def rank(world: weft.World) -> float:
         times = fused.stamped(world, world.sm_count)
@@ -38,7 +39,7 @@ def test_a_kernel_with_time_stamps_computes_the_same() -> None:
     assert max(weft.spmd(rank, 2, backend="emulated")) < 5e-3
 
 
-def test_what_a_plan_cannot_serve() -> None:
+def test_calls_that_the_plan_does_not_support() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF)
         assert fused.unsupported(world, layer, S) is None
@@ -52,14 +53,12 @@ def test_what_a_plan_cannot_serve() -> None:
 def test_memory_is_that_of_a_call() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF, max_rows=21)
-        state, expected = fused.plan_state(world, layer, S), dispatched.memory(world, layer, S.tile.block_m)
-        workspace, routes = dispatched.make_workspace(world, layer, state.rows), state.builder.routes
+        builder, tables, _ = tables_of(world, layer, S.tile.block_m)
+        workspace, routes = make_workspace(world, layer, builder.rows), builder.routes
+        expected = memory(world, layer, S.tile.block_m)
         shared = (workspace.inbox, workspace.outbox, routes.shared_ids, routes.shared_weights)
         assert sum(t.local.nbytes for t in shared) == expected.symmetric
-        assert (
-            sum(t.nbytes for t in (state.tables.route_rows, state.tables.sources, state.tables.tiles))
-            == expected.tables
-        )
+        assert sum(t.nbytes for t in (tables.route_rows, tables.sources, tables.tiles)) == expected.tables
         assert workspace.hidden.nbytes + workspace.y.nbytes == expected.scratch
 
     weft.spmd(rank, 2, backend="emulated")
@@ -98,7 +97,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def awaited(step: Any) -> bool:
-    """Return whether the step loads what other programs or ranks write."""
+    """Return whether the step loads data that other programs or ranks write."""
     return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(y +", "tl.load(outbox"))
 
 
@@ -107,13 +106,13 @@ def awaited(step: Any) -> bool:
 def test_the_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
     plan, ranks = CASES[name][-2:]
     by_rank = offline.launches(launching(name), ranks)
-    launch = by_rank[0][-1]  # behind the one that compares calls
+    launch = by_rank[0][-1]  # the launch before it compares calls
     k = compile_kernel(launch.kernel, launch.args, launch.options)
     record_property("kernel", (f"moe fused {name}", k.registers, k.shared))
     offline.fits(launch, k)
     assert "wgmma.mma_async" in k.ptx and any(awaited(step) for step in ptx.steps_of(k.ptx))
     assert ptx.broken_rules(k.ptx, awaited) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
-    assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
+    assert "fence.proxy.async;" not in k.ptx, "a proxy fence must name global memory"
     dispatched, tile = ptx.steps_of(k.ptx), plan.tile
     gathered = sum("cp.async.cg.shared" in s.text and "tl.load(pointers + k" in s.source for s in dispatched)
     assert gathered == tile.stages * tile.block_m * tile.block_k * 2 // (tile.warps * 32 * 16)

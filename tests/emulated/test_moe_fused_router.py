@@ -1,6 +1,5 @@
-"""An MoE layer in one launch that includes the router, on emulated ranks: the routes equal those of a separate launch
-of the router to the bit, and the results equal those of the layer after that launch. The compiled kernel is tested
-too.
+"""An MoE layer in one launch that includes the router, on emulated ranks. Routes and results must be the same, to the
+bit for routes, as after a separate launch of the router. The compiled kernel is tested too.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from weft.backends.emulated import EmulatedBackend
 from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.ops.moe.call import Layer, MoeCall
-from weft.ops.moe.expert_parallel.op import RoutedMoeOperands, options_of, prepare_fused_with_router
+from weft.ops.moe.expert_parallel.fused import prepare_fused
+from weft.ops.moe.expert_parallel.op import operands_with_router
 from weft.ops.moe.expert_parallel.route_kernels import compare_calls_once
 from weft.plans import FusedMoe, Sequential
 from weft.scale import SMALL_DISPATCHED, SMALL_LOW_LATENCY, SMALL_MOE
@@ -45,7 +45,7 @@ SIZES = {
 }
 
 
-# Steps over four ranks are those of the other names; what differs here is within a rank, and 72 experts fill any rank.
+# Runs over four ranks repeat those over two; the cases differ within a rank, and 72 experts are many for any rank.
 @covered("(plain|biases|not renormalised|float16, gelu)-4", covering=r"[\1-2]")
 @pytest.mark.parametrize(
     ("name", "ranks"), [(name, ranks) for name in SIZES for ranks in ((2,) if name == "many experts" else (1, 2, 4))]
@@ -57,8 +57,8 @@ def test_routes_and_results(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(6)))
 def test_among_other_plans(seed: int) -> None:
-    """Layers of different sizes and plans share the layer's memory, on alternating streams; nothing synchronises
-    between them."""
+    """Layers of different sizes and plans share the layer's memory on alternating streams, without any
+    synchronisation."""
 
     def main(world: weft.World) -> None:
         routed_layers = [
@@ -98,8 +98,8 @@ def random_layer(world: weft.World, tokens: int = 9, hidden: int = 40, **options
 
 
 def same_as_router_before(arguments: dict[str, Any], **options: Any) -> torch.Tensor:
-    """Call `weft.moe.moe` with the router in the layer's launch, and with ids and weights from the router's own
-    launch: the bits must be the same."""
+    """Call `weft.moe.moe` with the router in the layer's launch, and with ids and weights from a separate launch of the
+    router: the bits must be the same."""
     world, router = arguments["world"], arguments["router"]
     y = moe.moe(ids=None, weights=None, plan=WITH_ROUTER, **arguments, **options)
     ids, weights, _ = router(arguments["x"], world=world)
@@ -131,7 +131,7 @@ def test_the_bits_of_a_layer_after_its_router(ranks: int) -> None:
 
 
 def test_a_layer_is_one_launch() -> None:
-    """Calls after the first are one launch; the same layer after a separate router needs three, besides the router's
+    """Each call after the first is one launch. The same layer after a separate router needs three, besides the router's
     GEMM."""
 
     def main(world: weft.World) -> None:
@@ -241,7 +241,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "error", "says"), REFUSED)
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_wrong_arguments_are_refused(changes: dict[str, Any], error: type[Exception], says: str) -> None:
     def main(world: weft.World) -> None:
         arguments = random_layer(world)
         options = {name: value for name, value in changes.items() if name not in (*arguments, "ids")}
@@ -262,8 +262,8 @@ def test_unsupported_router_options_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_of_different_calls_raise(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """The launch itself compares known calls, since no host does, as on a GPU. Without this comparison nothing
-    notices."""
+    """The launch itself compares prepared calls, since no host does, as on a GPU. Without this comparison the
+    disagreement would go unnoticed."""
     monkeypatch.setattr(EmulatedBackend, "compares", False)
 
     def main(world: weft.World) -> None:
@@ -336,9 +336,9 @@ def launching(name: str) -> Callable[[weft.World], None]:
         shared = x if sizes.shared else None
         router = sizes.router(world.device)
         experts = zeros(local, n, h), zeros(local, h, inner), *biases, shared, None
-        operands = RoutedMoeOperands.for_call(world, router, x, *experts)
-        call = MoeCall(tokens, None, layer, router=options_of(router))
-        prepare_fused_with_router(world, call, plan)(operands, torch.empty_like(x))
+        operands = operands_with_router(world, router, x, *experts)
+        call = MoeCall(tokens, None, layer, router=router.options)
+        prepare_fused(world, call, plan)(operands, torch.empty_like(x))
 
     return main
 
@@ -354,6 +354,6 @@ def test_the_kernel_compiles_and_keeps_the_rules(name: str, record_property: Cal
     offline.fits(launch, k)
     assert "wgmma.mma_async" in k.ptx
     assert ptx.broken_rules(k.ptx, test_moe_fused.awaited) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
-    assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
+    assert "fence.proxy.async;" not in k.ptx, "a proxy fence must name global memory"
     for others in by_rank[1:]:
         assert offline.specialised(launch) == offline.specialised(others[0])

@@ -16,7 +16,7 @@ def emulate(fn: Any) -> Any:
 
 
 def best(x: torch.Tensor, n: int) -> torch.Tensor:
-    """Return the columns of the n largest values of every row; the leftmost of equal values comes first."""
+    """Return the columns of each row's n largest values; the leftmost of equal values comes first."""
     return torch.sort(x, dim=1, descending=True, stable=True).indices[:, :n]
 
 
@@ -86,7 +86,7 @@ def test_no_tokens_and_views() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
-def test_ids_are_distinct_whatever_the_logits_are() -> None:
+def test_ids_are_distinct_for_any_logits() -> None:
     x = drawn(6, 16, 1)
     x[0], x[1, 3:], x[2, ::2], x[3], x[4] = float("nan"), float("nan"), float("inf"), float("-inf"), -0.0
     x[4, 1::2] = 0.0
@@ -112,7 +112,7 @@ def test_ids_are_distinct_whatever_the_logits_are() -> None:
         (dict(ids=torch.zeros(2, 3, dtype=torch.int32)), r"ids \[2, 3\]"),
     ],
 )
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     arguments = dict(dict(logits=torch.zeros(2, 8), k=2), **options)
     with pytest.raises(ValueError, match=message):
         emulate(lambda world: gate(world=world, **arguments))

@@ -1,5 +1,5 @@
 """Routings that a caller may pass by mistake: a repeated expert, ids out of range, NaN logits, wrong numbers of
-experts. Their meaning is defined, and is the same in all plans.
+experts. Each such routing has a defined result, the same with all plans.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def test_where_columns_are_split(plan: str) -> None:
 
 
 def test_logits_that_are_nan() -> None:
-    """A token with NaN logits has ids that are experts or none, and its result may be NaN; no other token is
-    affected."""
+    """The ids of a token with NaN logits are experts or none, and its result may be NaN; no other token is affected."""
 
     def main(world: weft.World) -> None:
         model, logits = Model(world, LAYER, False), draw(3 + world.rank, T, 4, dtype=torch.float32)

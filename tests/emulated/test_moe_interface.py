@@ -1,4 +1,4 @@
-"""Options of `weft.moe`: groups of ranks, the size of memory, and counts; on emulated ranks."""
+"""Options of `weft.moe` on emulated ranks: groups of ranks, the size of memory, and counts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_experts_over_groups_of_the_ranks(plan: str, seed: int) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_one_workspace_for_any_number_of_tokens(plan: str) -> None:
-    """No rank knows how many tokens the others have, and from the second call on nothing is allocated or compared."""
+    """No rank knows the other ranks' numbers of tokens; from the second call on, ranks allocate nothing and compare
+    nothing."""
 
     def main(world: weft.World) -> float:
         model, kept = Model(world, LAYER, False), []
@@ -129,8 +130,8 @@ def overflow_of(world: weft.World) -> str:
 @covered("[123]", covering="[0]")
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> None:
-    """Tiles have 16 rows, and ranks 4 experts: 100 rows are routed to one expert with room for 80. Rows of its own
-    rank come first. Both the full rank and the tokens' rank are notified."""
+    """Tiles have 16 rows, and each rank has 4 experts; 100 rows are routed to one expert, which has room for 80. The
+    rank's own rows come first. Both the full rank and the rank of the tokens are notified."""
 
     def main(world: weft.World) -> None:
         model, tokens = Model(world, LAYER, False), 50
@@ -140,7 +141,7 @@ def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> No
         def call(ids: torch.Tensor) -> torch.Tensor:
             return moe.moe(x, ids, weights, *model.local_weights[:2], max_rows=16, received=received, world=world)
 
-        call((ids + 4) * (world.rank == 0))  # what comes from it stands in the outboxes: it must not come again
+        call((ids + 4) * (world.rank == 0))  # its rows in the outboxes must not be summed again
         world.synchronize()
         actual = call(ids).clone()
         assert received.tolist() == ([0, 80, 0, 0] if world.rank == 0 else [0, 0, 0, 0])
@@ -148,7 +149,7 @@ def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> No
         kept = tokens if world.rank == 0 else 30
         expected = model(x, ids, weights)
         assert distance(actual[:kept], expected[:kept]) < BOUND and not actual[kept:].any()
-        again = call(torch.arange(tokens, dtype=torch.int32)[:, None] % 8)  # and the World goes on
+        again = call(torch.arange(tokens, dtype=torch.int32)[:, None] % 8)  # the World still works
         world.synchronize()
         assert distance(again, model(x, torch.arange(tokens)[:, None] % 8, weights)) < BOUND
 
@@ -191,7 +192,7 @@ def test_overflow_is_raised_by_the_next_call_of_an_op() -> None:
 @pytest.mark.parametrize("plan", ["dispatched", "sequential"])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_call_that_raises_overflow_was_made(plan: str, seed: int) -> None:
-    """The error carries the result, and all ranks continue together."""
+    """The error contains the result, and all ranks can continue together."""
 
     def main(world: weft.World) -> list[str]:
         x, ids, weights = all_to(world, 4, 50)
@@ -214,7 +215,7 @@ def test_the_call_that_raises_overflow_was_made(plan: str, seed: int) -> None:
 
 
 def test_drops_before_a_wait_inside_a_call_are_raised_after_it() -> None:
-    """As on a GPU, the rows may be counted only after the call has begun."""
+    """As on a GPU, the host may receive the number of rows only after the call has begun."""
 
     def main(world: weft.World) -> int:
         x, ids, weights = all_to(world, 4, 50)
@@ -245,13 +246,13 @@ def test_the_worst_case_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
 
     with caplog.at_level(logging.INFO, "weft"):
         emulate(main)
-    most = 8 * 8 // (2 * 2)  # tokens of a rank, where few may differ in number
-    rows = 2 * most * 2 + 4 * 16  # in tiles of 16
+    most = 8 * 8 // (2 * 2)  # most tokens of a rank, where the ranks' numbers differ little
+    rows = 2 * most * 2 + 4 * 16  # padded to tiles of 16
     messages = [r.message for r in caplog.records if "max_rows" in r.message]
     assert len(messages) == 1 and all(f"for the {rows} rows of the worst case" in line for line in messages)
 
 
-# -- counts, and experts that come twice -------------------------------------------------------------------------------
+# -- counts, and repeated experts --------------------------------------------------------------------------------------
 
 
 @covered(r"1-(\w+)", covering=r"[2-\1]")
@@ -316,8 +317,8 @@ def test_counts_under_torch_compile() -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_repeated_expert_counts_twice(plan: str) -> None:
-    """This holds even where a rank has a single expert, with twice as many rows as distinct ids could give: they fit
-    if max_rows allows it, and else are dropped and reported."""
+    """A rank with a single expert then receives twice as many rows as distinct ids could give: the rows fit if max_rows
+    allows it, and otherwise are dropped and reported."""
 
     def main(world: weft.World) -> float:
         layer = Layer(40, 2, 2, 32, 24, torch.bfloat16)
@@ -327,7 +328,7 @@ def test_a_repeated_expert_counts_twice(plan: str) -> None:
         for t in (3, 40):
             ids = torch.zeros(t, 2, dtype=torch.int32)
             y = moe.moe(x[:t], ids, weights[:t], *model.local_weights[:2], world=world, plan=plan)
-            if t == 40 and plan == "dispatched":  # 160 came, room is for 80 and a tile
+            if t == 40 and plan == "dispatched":  # 160 rows arrive; there is room for 80 and a tile
                 assert overflow_of(world).startswith((OWN.format(0, 64), OTHERS.format(1, 0, 64))[world.rank])
                 continue
             world.synchronize()
@@ -338,11 +339,11 @@ def test_a_repeated_expert_counts_twice(plan: str) -> None:
     assert max(emulate(main)) < BOUND
 
 
-# -- what is done to a routing before ----------------------------------------------------------------------------------
+# -- options that change a routing -------------------------------------------------------------------------------------
 
 
 def module_case(world: weft.World, **options: Any) -> tuple[moe.MoE, torch.Tensor, torch.Tensor]:
-    """Return a layer of 4 experts, its result for 9 tokens, and the float32 reference without options."""
+    """Return a layer of 4 experts, its result for 9 tokens, and the float32 reference, which ignores the options."""
     e, h, i = 4, 32, 24
     state = {"gate.weight": draw(3, e, h), "experts.gate_up_proj": draw(1, e, 2 * i, h) * 0.2}
     state["experts.down_proj"] = draw(2, e, h, i) * 0.2
@@ -380,8 +381,8 @@ def test_the_module_moves_experts() -> None:
 
 @pytest.mark.parametrize("parallel", ["expert", "tensor"])
 def test_a_fresh_module_is_initialised(parallel: str) -> None:
-    """Weights are initialised like those of torch.nn.Linear: the router is the same on all ranks, an expert does not
-    depend on its rank, and a second module has different weights. The module trains."""
+    """Weights are initialised as in torch.nn.Linear: the router is the same on all ranks, an expert does not depend on
+    its rank, and a second module has different weights. The module can be trained."""
 
     def main(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
         def fresh() -> moe.MoE:

@@ -31,7 +31,7 @@ def poison(world: weft.World) -> None:
     scratch = [t for key, held in world._cache.items() if isinstance(held, list) and "moe" in str(key) for t in held]
     shared = [m.local for name, m in world._buffers.items() if "moe" in name] + [a.memory.local for a in world._arenas]
     for t in (*(t for t in scratch if isinstance(t, torch.Tensor)), *shared):
-        t.view(torch.uint8).fill_(255)  # of any float
+        t.view(torch.uint8).fill_(255)  # NaN in any float dtype
     world.exchange("behind")
 
 
@@ -43,8 +43,8 @@ def ids_of(world: weft.World, rank: int) -> torch.Tensor:
 
 
 def routed(world: weft.World, bad: float) -> dict[str, torch.Tensor]:
-    """Return x, ids and weights: some routes, and all routes of some tokens, are dropped; their weights, and those
-    tokens, are `bad`."""
+    """Return x, ids and weights. Some routes, and all routes of some tokens, are dropped; the dropped routes' weights
+    and these tokens are `bad`."""
     ids = ids_of(world, world.rank)
     has_expert = (ids >= 0) & (ids < 4)
     weights = torch.where(has_expert, draw(3 + world.rank, T, 2, dtype=torch.float32).abs(), bad)
@@ -56,7 +56,7 @@ def leaves(operands: dict[str, torch.Tensor], trains: bool) -> dict[str, torch.T
 
 
 def results(y: torch.Tensor, operands: dict[str, torch.Tensor], world: weft.World, trains: bool) -> list[torch.Tensor]:
-    """Return the result, and the gradients of the operands that require one."""
+    """Return the result, and the gradients of the operands that require them."""
     if trains:
         y.backward(draw(70 + world.rank, *y.shape))
     world.synchronize()
@@ -100,7 +100,7 @@ def halves_case(world: weft.World, plan: str, keep: str, bad: float) -> list[tor
 
 
 def real_rows(world: weft.World, rows: int, tile: int = 16) -> torch.Tensor:
-    """Return bool [rows], true for the rows of `hidden` that belong to a token; experts begin at whole tiles."""
+    """Return bool [rows], true for the rows of `hidden` that belong to a token; each expert begins at a whole tile."""
     ids = torch.cat([ids_of(world, r) for r in range(world.size)]).flatten()
     real, first_row = torch.zeros(rows, dtype=torch.bool), 0
     for count in ids[(ids >= 0) & (ids < 4)].bincount(minlength=4).tolist():
@@ -114,7 +114,7 @@ def exchange_case(world: weft.World, layout: str, alignment: int, bad: float) ->
     for _ in range(2):
         rows, handle = moe.dispatch(**operands, experts=4, world=world, layout=layout, expert_alignment=alignment)
         real = (handle.sources >= 0).view(-1)[: rows.numel() // H].view(*rows.shape[:-1], 1)
-        y = rows * torch.where(real, 3.0, bad).to(BF)  # so that the rows' gradient is `bad` there too
+        y = rows * torch.where(real, 3.0, bad).to(BF)  # the rows' gradient is then `bad` there too
         if bad != 0:
             poison(world)
         out = moe.combine(y, handle)

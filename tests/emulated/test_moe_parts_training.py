@@ -1,6 +1,5 @@
 """Gradients of layers whose experts are split by columns over ranks: the saved tensors, operations between the halves,
-the calls that the benchmark times, and the compiled kernels. test_moe_training.py compares the gradients with
-float64.
+the benchmark's calls, and the compiled kernels. test_moe_training.py compares the gradients with float64.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def bits(world: weft.World) -> list[torch.Tensor]:
     return kept[0]
 
 
-def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
+def test_the_bits_do_not_depend_on_the_saved_tensors_or_the_order() -> None:
     first_run, *others = [weft.spmd(bits, 2, backend="emulated", seed=seed, preempt=0.1) for seed in range(2)]
     for run in others:
         for a, b in zip(first_run, run, strict=True):
@@ -53,8 +52,8 @@ def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
 
 
 def between_and_twice(world: weft.World, plan: str | Plan) -> float:
-    """Scale the first half's result, which is not differentiable by itself alone, and pass it to two second halves
-    with the same rows."""
+    """Scale the first half's result, which is not differentiable on its own, and pass it to two second halves with the
+    same rows."""
     layer = Layer(9, 4, 2, 32, 16 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
     x, ids, weights, _, dy = routed(0, world.rank, 9, layer, world.size, at_random)
@@ -78,21 +77,21 @@ def between_and_twice(world: weft.World, plan: str | Plan) -> float:
 
 
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
-def test_what_stands_between_the_halves(plan: str) -> None:
+def test_an_operation_between_the_halves(plan: str) -> None:
     errors = weft.spmd(lambda world: between_and_twice(world, plan), 2, backend="emulated")
     assert max(errors) < BOUND
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_two_gemm_programs_an_sm(seed: int) -> None:
-    """In a backward pass a launch of one program per SM receives the rows, and the end of that launch is counted with
-    the ends of the GEMM's programs."""
+    """In a backward pass, a launch of one program per SM receives the rows; it counts its end together with the ends of
+    the GEMM's programs."""
     plan = replace(SMALL_DISPATCHED_COLUMNS, per_sm=2)
     errors = weft.spmd(lambda world: between_and_twice(world, plan), 2, backend="emulated", seed=seed)
     assert max(errors) < BOUND
 
 
-def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_calls_that_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
     from bench.measure import moe_training as bench
 
     def rank(world: weft.World) -> None:
@@ -154,14 +153,14 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
     for launch in by_rank[0]:
         kernel = launch.kernel.__name__
         if kernel in ("share", "count_routes", "place_routes"):
-            continue  # test_offline.py
+            continue  # test_offline.py checks these
         k = compile_kernel(launch.kernel, launch.args, launch.options)
         kernels[kernel] = launch, k
         record_property("kernel", (f"moe parts backward {name}: {kernel}", k.registers, k.shared))
         offline.fits(launch, k)
         assert ("wgmma.mma_async" in k.ptx) == (kernel in ("grouped_gemm_in", "grouped_gemm_out", "grouped_wgrad"))
 
-        text = AWAITED.get(kernel) if launch.args.get("ARRIVALS") != 0 else None  # 0: of kept rows
+        text = AWAITED.get(kernel) if launch.args.get("ARRIVALS") != 0 else None  # 0 stands for saved rows
 
         def waits(step: Any, text: str | None = text) -> bool:
             return text is not None and text in step.source
@@ -173,7 +172,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
     pairs = [("combine_rows", "grouped_gemm_out"), ("combine_rows", "grouped_wgrad"), ("push_shard", "place_rows")]
     pairs += [("activation_backward", "grouped_wgrad"), ("activation_gradient", "grouped_gemm_out")]
     for pair in [(kernels[small], kernels[large]) for small, large in pairs]:
-        assert sum(k.shared + 1024 for _, k in pair) <= 228 << 10, "beside each other on one SM"
+        assert sum(k.shared + 1024 for _, k in pair) <= 228 << 10, "both kernels must fit on one SM"
         assert sum(-(-k.registers // 8) * 8 * 32 * a.options["num_warps"] for a, k in pair) <= 65536
     for others in by_rank[1:]:
         for a, b in zip(by_rank[0], others, strict=True):

@@ -1,4 +1,5 @@
-"""Capacity, placement and the router's losses take one launch each, and equal their definitions in torch operations."""
+"""Capacity, placement and the router's losses take one launch each. Their results equal torch operations that define
+them."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def emulate(fn: Callable[[weft.World], Any], ranks: int = 1) -> Any:
 
 @contextmanager
 def launches() -> Iterator[list[str]]:
-    """Return the names of the kernels that are launched inside."""
+    """Return the names of the kernels launched inside the context."""
     names: list[str] = []
     run = weft.Launch.__call__
 
@@ -50,7 +51,7 @@ def launches() -> Iterator[list[str]]:
 
 
 def test_each_is_one_launch() -> None:
-    """Calls after the first take one launch each, and so do their gradients."""
+    """After the first call, each call is one launch, and so is its gradient."""
     ids, weights, logits = some_ids(40, 3, 6, 0), some_weights(40, 3, 1), torch.randn(40, 6, requires_grad=True)
     table = torch.arange(12, dtype=torch.int32).view(6, 2)
 
@@ -150,7 +151,7 @@ def test_a_capacity_is_not_rounded_up_by_an_error_of_float64() -> None:
     assert (kept >= 0).sum() == 11 and dropped.tolist() == [9, 0]
 
 
-def test_what_a_capacity_refuses() -> None:
+def test_wrong_arguments_of_a_capacity_are_refused() -> None:
     ids, weights = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
 
     def main(world: weft.World) -> None:
@@ -190,7 +191,7 @@ def same_placement(world: weft.World, ids: torch.Tensor, table: torch.Tensor) ->
     seed=st.integers(0, 999),
 )
 def test_a_placement_of_any_routing(tokens: int, k: int, experts: int, replicas: int, seed: int) -> None:
-    """A table without columns stands for one of one dimension; some experts have fewer replicas than others, or
+    """A table without columns is equivalent to one of one dimension. Some experts have fewer replicas than others, or
     none."""
     ids, g = some_ids(tokens, k, experts, seed), torch.Generator().manual_seed(seed)
     table = torch.randperm(experts * max(replicas, 1), generator=g).int().view(experts, -1)

@@ -1,6 +1,5 @@
-"""Emulated ranks share routes and make tables of them, which must equal those computed in plain Python. Races,
-deadlocks and reads of unwritten memory raise errors by themselves.
-"""
+"""Emulated ranks share routes and compute the routing tables, which must equal those computed in plain Python. The
+emulator itself raises an error for a race, a deadlock or a read of unwritten memory."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ import pytest
 import torch
 
 import weft
-from tests.emulated.cases_routing import Ids, Layer, copied, drawn, numbers, reference, routing
+from tests.emulated.cases_routing import Ids, Layer, copied, drawn, numbers, reference, routed_tables, routing
 from tests.gates import some
-from weft.ops.moe.routing.route_tables import build_tables, rows_of, share
+from weft.ops.moe.routing.route_tables import TableSizes
 
 
 def check(layer: Layer, routed: Callable[[int], list[Ids]], seed: int = 0, **options: Any) -> None:
@@ -33,12 +32,12 @@ def check(layer: Layer, routed: Callable[[int], list[Ids]], seed: int = 0, **opt
     ids=lambda layer: f"{layer.ranks} ranks, {layer.experts} experts",
 )
 def test_tables_of_random_routes(layer: Layer, seed: int) -> None:
-    """Every call has new tokens, and in every second call their number differs between ranks."""
+    """Every call has new tokens, and in every second call the ranks' numbers of tokens differ."""
     check(layer, lambda n: drawn(layer, 10 * seed + n), seed)
 
 
 def test_many_blocks_and_sections() -> None:
-    """There are more blocks than programs, several sections in each, and several chunks of counts."""
+    """There are more blocks than programs, several sections in each block, and several chunks of counts."""
     layer = Layer(2, 5, 4, 70, calls=2)
     check(layer, lambda n: drawn(layer, n), sm_count=2)
 
@@ -50,7 +49,7 @@ def test_more_experts_than_blocks() -> None:
 
 @pytest.mark.parametrize("expert", [0, 5])
 def test_all_tokens_to_one_expert(expert: int) -> None:
-    """The second call routes to another expert; the other ranks have nothing to do."""
+    """The second call routes all tokens to another expert; the other ranks have nothing to do."""
     layer = Layer(3, 2, 1, 30)
     check(layer, lambda n: [[[(expert + n) % 6]] * 30 for _ in range(3)])
 
@@ -80,54 +79,29 @@ def test_schedules(seed: int) -> None:
 
 
 def test_layers_of_several_sizes_take_turns() -> None:
-    """Layers with the same capacity and k share memory but not tables; `name` distinguishes two layers of the same
-    size."""
+    """Layers with the same max_tokens_per_rank and k share memory; layers whose sizes are all the same also share
+    tables."""
     two_experts, three_experts = Layer(2, 2, 2, 5), Layer(2, 3, 2, 5, block_m=8)
 
     def main(world: weft.World) -> list[dict[str, Any]]:
         tables = []
-        for n, (layer, name) in enumerate(
-            [(two_experts, None), (three_experts, None), (two_experts, "b"), (two_experts, None), (two_experts, "b")]
-        ):
+        for n, layer in enumerate((two_experts, three_experts, two_experts)):
             ids = torch.tensor(drawn(layer, 2 * n + 1)[world.rank], dtype=torch.int32)
-            ids_all, _ = share(world, ids, ids.float(), layer.max_tokens_per_rank)
-            out = build_tables(world, ids_all, layer.experts, layer.max_tokens_per_rank, layer.block_m, name=name)
-            tables.append(copied(world, out))
+            sizes = TableSizes(layer.experts, layer.max_tokens_per_rank, layer.block_m)
+            tables.append(copied(world, routed_tables(world, ids, ids.float(), sizes)[0]))
             world.barrier()
         world.synchronize()
         return [numbers(call_tables) for call_tables in tables]
 
     for rank, tables in enumerate(weft.spmd(main, 2, backend="emulated")):
-        expected = [reference(layer, rank, drawn(layer, 2 * n + 1)) for n, layer in enumerate([two_experts, three_experts, two_experts, two_experts, two_experts])]  # fmt: skip
+        expected = [
+            reference(layer, rank, drawn(layer, 2 * n + 1))
+            for n, layer in enumerate([two_experts, three_experts, two_experts])
+        ]
         assert all(
             m["route_rows"] == w["route_rows"] and m["offsets"] == w["offsets"]
             for m, w in zip(tables, expected, strict=True)
         )
         added = [w["touched"] for w in expected]
-        assert [tables[1]["targets"], tables[2]["targets"]] == [added[1], added[2]]
-        assert tables[3]["targets"] == [a + b for a, b in zip(added[0], added[3], strict=True)]
-        assert tables[4]["targets"] == [a + b for a, b in zip(added[2], added[4], strict=True)]
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    def main(world: weft.World) -> None:
-        ids, weights = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
-        with pytest.raises(ValueError, match="max_tokens_per_rank 2 must be an int and at least T"):
-            share(world, ids, weights, 2)
-        with pytest.raises(ValueError, match="weights must be"):
-            share(world, ids, weights[:2], 3)
-        with pytest.raises(TypeError, match="must be torch.int32"):
-            share(world, ids.long(), weights, 3)
-        with pytest.raises(TypeError, match="must be torch.float32"):
-            share(world, ids, weights.half(), 3)
-        ids_all, _ = share(world, ids, weights, 3)
-        with pytest.raises(ValueError, match=r"must be int32 \[2, 4, k\]"):
-            build_tables(world, ids_all, 2, 4, 4)
-        with pytest.raises(ValueError, match="not what `share` returned"):
-            build_tables(world, ids_all.clone(), 2, 3, 4)
-        with pytest.raises(ValueError, match="0 experts"):
-            build_tables(world, ids_all, 0, 3, 4)
-        build_tables(world, ids_all, 2, 3, 4)
-        assert rows_of(world, 3, 2, 2, 4) == 12 + 8
-
-    weft.spmd(main, 2, backend="emulated")
+        assert tables[1]["targets"] == added[1]
+        assert tables[2]["targets"] == [a + b for a, b in zip(added[0], added[2], strict=True)]

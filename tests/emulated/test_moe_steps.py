@@ -14,7 +14,7 @@ import torch
 import weft
 from tests.emulated.cases import changed, distance, draw
 from tests.emulated.cases_moe import Model, at_random
-from tests.emulated.cases_routing import tables_of
+from tests.emulated.cases_routing import tables_of as expected_tables
 from tests.offline import test_offline as offline
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
@@ -26,7 +26,7 @@ from weft.ops.moe.expert_parallel.dispatched import (
     plan_state,
     prepare_dispatched,
     scratch,
-    step_counters,
+    tables_of,
     unsupported,
 )
 from weft.ops.moe.expert_parallel.op import NARROW_32, NARROW_64
@@ -80,24 +80,30 @@ def test_memory_grows_and_is_shared() -> None:
             world.synchronize()
             assert distance(out, model(x, ids, weights)) < 5e-3
         small = scratch(world, "y", 8, 16, BF)
-        assert small.data_ptr() == scratch(world, "y", 16, 40, BF).data_ptr(), "of all layers"
+        assert small.data_ptr() == scratch(world, "y", 16, 40, BF).data_ptr(), "all layers must share the memory"
 
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_counters_are_those_of_their_targets() -> None:
+def test_counters_are_those_of_their_tables() -> None:
+    """Layers share counters if and only if they share `targets`."""
+    layer = Layer(8, 4, 2, 32, 24, BF)
+
     def main(world: weft.World) -> None:
-        counters_a, counters_b = world.zeros((2,), torch.int32), world.zeros((2,), torch.int32)
-        assert (
-            step_counters(world, counters_a).data_ptr()
-            == step_counters(world, counters_a).data_ptr()
-            != step_counters(world, counters_b).data_ptr()
-        )
+        _, tables, counters = tables_of(world, layer, 16)
+        world.forget_prepared()
+        _, same_tables, same_counters = tables_of(world, replace(layer, hidden=64), 16)
+        assert same_tables.targets.data_ptr() == tables.targets.data_ptr()
+        assert same_counters.data_ptr() == counters.data_ptr()
+        for changed_layer, block_m in ((layer, 32), (replace(layer, max_rows=21), 16), (replace(layer, k=1), 16)):
+            _, other_tables, other_counters = tables_of(world, changed_layer, block_m)
+            assert other_tables.targets.data_ptr() != tables.targets.data_ptr()
+            assert other_counters.data_ptr() != counters.data_ptr()
 
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_what_a_plan_cannot_serve() -> None:
+def test_calls_that_the_plan_does_not_support() -> None:
     def main(world: weft.World) -> list[Any]:
         layer = Layer(8, 4, 2, 32, 24, BF)
         wrong = [
@@ -130,8 +136,8 @@ def test_a_plan_as_text() -> None:
 
 
 def test_tables_by_hand() -> None:
-    """Rank 1 of 2 has one expert, whose rows are in the order of their source ranks, its own first."""
-    tables = tables_of(torch.tensor([[[1], [0], [1]], [[-1], [1], [1]]]), 1, 1, 8, 2)
+    """Rank 1 of 2 has one expert, whose rows are in the order of their source ranks, starting with its own."""
+    tables = expected_tables(torch.tensor([[[1], [0], [1]], [[-1], [1], [1]]]), 1, 1, 8, 2)
     assert tables["route_rows"].tolist() == [2, -1, 3, -1, 0, 1]
     assert tables["sources"].tolist() == [4, 5, 0, 2, -1, -1, -1, -1]
     assert tables["tiles"].tolist() == [[0, 0, 0, 0], [2, 0, 1, 1]]
@@ -184,7 +190,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def awaited(name: str) -> Callable[[Any], bool]:
-    """Return a function that finds the loads of what other programs or ranks write."""
+    """Return a predicate for steps that load data written by other programs or ranks."""
     text = {
         "grouped_gemm_in": "tl.load(pointers + k",
         "combine_rows": "tl.load(y +",
@@ -211,22 +217,22 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
             kernel in ("grouped_gemm_in", "combine_rows", "sum_ranks")
         )
         assert ptx.broken_rules(k.ptx, waits) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
-        assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
-    assert len(kernels) == 5 + 3, "of the layer, and of its routes"
+        assert "fence.proxy.async;" not in k.ptx, "a proxy fence must name global memory"
+    assert len(kernels) == 5 + 3, "the layer's kernels and the routes' kernels"
     tiles_come_as_planned(kernels, plan)
     for small, large in (("dispatch_rows", "grouped_gemm_in"), ("combine_rows", "grouped_gemm_out")):
         pair = kernels[small], kernels[large]
         on_an_sm = [(a, k) for a, k in pair for _ in range(a.options.get("per_sm", 1))]
-        assert sum(k.shared + 1024 for _, k in on_an_sm) <= 228 << 10, "beside each other on one SM"
+        assert sum(k.shared + 1024 for _, k in on_an_sm) <= 228 << 10, "both kernels must fit on one SM"
         assert sum(-(-k.registers // 8) * 8 * 32 * a.options["num_warps"] for a, k in on_an_sm) <= 65536
-    for others in by_rank[1:]:  # the rank is read from memory: no integer that differs makes another kernel
+    for others in by_rank[1:]:  # kernels read the rank from memory, so that no argument specialises them by rank
         for a, b in zip(by_rank[0], others, strict=True):
             assert offline.specialised(a) == offline.specialised(b)
 
 
 def tiles_come_as_planned(kernels: dict[str, tuple[Any, Compiled]], plan: Dispatched) -> None:
-    """Check that both operands have as many stages as planned, loaded by TMA or in whole 16-byte words, and that the
-    sides' rows are in such words."""
+    """Check that both operands have as many stages as planned, loaded by TMA or in 16-byte words, and that rows stored
+    beside the GEMM are in such words."""
     steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in kernels.items()}
     bulk = {
         name: sum("cp.async.bulk.tensor.2d.shared" in s.text for s in kernel_steps)
@@ -253,7 +259,7 @@ def tiles_come_as_planned(kernels: dict[str, tuple[Any, Compiled]], plan: Dispat
 
 @pytest.mark.gate
 def test_a_missing_wait_is_found_in_the_code() -> None:
-    """Without the acquire the gathered rows may be read too early, and the rules find that in the code."""
+    """Without the acquire, the gathered rows may be read too early; the rules must find this in the code."""
     launch = next(a for a in offline.launches(launching("odd"), 8)[0] if a.kernel is kernels.grouped_gemm_in)
     text = compile_kernel(launch.kernel, launch.args, launch.options).ptx
     broken = ptx.broken_rules(text.replace("ld.acquire.sys", "ld.relaxed.sys"), awaited("grouped_gemm_in"))

@@ -1,4 +1,4 @@
-"""Layers whose experts are split by columns over ranks: both halves by every plan, on emulated ranks, compared with
+"""Layers whose experts are split by columns over ranks: both halves with every plan on emulated ranks, compared with
 torch; their errors, operators and compiled kernels; and the module.
 """
 
@@ -25,7 +25,7 @@ from weft.ops.moe.call import Layer
 from weft.plans import DispatchedColumns, GemmTile
 from weft.scale import SMALL_DISPATCHED_COLUMNS as S
 
-BOUND = 1.2e-2  # roundings to bf16 on the way: of a route's result, and of each rank's sum
+BOUND = 1.2e-2  # a route's result and each rank's sum are rounded to bfloat16
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -36,7 +36,7 @@ def test_the_routes(plan: str, tp_size: int) -> None:
 
 
 def one(world: weft.World, seed: int = 0, **changes: Any) -> tuple[Model, tuple[torch.Tensor, ...]]:
-    """Return a layer of 6 tokens a rank, and its routes."""
+    """Return a layer for 6 tokens per rank, and its routes."""
     sizes = dict(max_tokens_per_rank=6, experts=4, k=2, hidden=32, inner=16 * world.size, dtype=torch.bfloat16)
     layer = Layer(**sizes | changes)  # type: ignore[arg-type]
     return Model(world, layer, False, tp_size=world.size), operands_of(layer, world, 6, seed, at_random)
@@ -51,8 +51,8 @@ def halves(world: weft.World, model: Model, operands: Sequence[torch.Tensor]) ->
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_repeated_first_halves(seed: int) -> None:
-    """First halves alone do not make ranks wait for all others; then second halves follow, which need only the results
-    of the first halves."""
+    """First halves alone do not make ranks wait for all others. The second halves that follow need only the first
+    halves' results."""
     assert max(weft.spmd(lambda w: first_halves(w, S, S), 2, backend="emulated", seed=seed, preempt=0.2)) < BOUND
 
 
@@ -104,14 +104,14 @@ def test_the_code_on_the_page_runs() -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmark times weft's ops, and their GEMMs alone as the limit."""
+def test_the_calls_that_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark times weft's ops and, as their limit, the GEMMs alone."""
     from bench.measure import moe_tensor as bench
 
     monkeypatch.setattr(bench, "DispatchedColumns", lambda: S)
 
     def main(world: weft.World) -> None:
-        layer = bench.Layer(world, bench.Model(32, 32 * world.size, 4, 2, tokens=32))
+        layer = bench.Layer(world, bench.Model(32, 32 * world.size, 4, 2), 32)
         first_half = layer.first_half("auto", 0)
         y = layer.second_half("auto", first_half).clone()
         world.synchronize()
@@ -131,7 +131,7 @@ def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_errors_quote_what_was_given() -> None:
+def test_errors_quote_the_arguments() -> None:
     def main(world: weft.World) -> None:
         model, (x, ids, weights) = one(world)
         w, inner = model.local_weights, model.inner
@@ -183,7 +183,7 @@ def test_ranks_that_disagree() -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
-def test_what_a_plan_cannot_serve_is_sequential(caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_that_a_plan_does_not_support_are_sequential(caplog: pytest.LogCaptureFixture) -> None:
     """The reason is logged once."""
 
     def error(**case: Any) -> float:
@@ -221,7 +221,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
     def main(world: weft.World) -> None:
         block = world.backend.scale.interleave
-        columns = (i,) if activation == "gelu" else (-(-i // block), 2, block)  # as weft.moe.pack lays them out
+        columns = (i,) if activation == "gelu" else (-(-i // block), 2, block)  # the layout of weft.moe.pack
         t = 30 + world.rank
 
         def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -243,7 +243,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def held(t: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy in memory that nothing else uses."""
+    """Return a contiguous copy in memory of its own."""
     return torch.empty(t.shape, dtype=t.dtype)
 
 
@@ -263,7 +263,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         offline.fits(launch, k)
         assert ("wgmma.mma_async" in k.ptx) == ("gemm" in kernel)
         if kernel in ("share", "count_routes", "place_routes"):
-            continue  # test_offline.py
+            continue  # test_offline.py checks these
 
         def waits(step: Any, text: str | None = AWAITED.get(kernel)) -> bool:
             return text is not None and text in step.source
@@ -274,7 +274,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
     pipelined(kernels, plan)
     for small, large in (("push_shard", "grouped_gemm_in"), ("combine_rows", "grouped_gemm_out")):
         pair = kernels[small], kernels[large]
-        assert sum(k.shared + 1024 for _, k in pair) <= 228 << 10, "beside each other on one SM"
+        assert sum(k.shared + 1024 for _, k in pair) <= 228 << 10, "both kernels must fit on one SM"
         assert sum(-(-k.registers // 8) * 8 * 32 * a.options["num_warps"] for a, k in pair) <= 65536
     for others in by_rank[1:]:
         for a, b in zip(by_rank[0], others, strict=True):
@@ -283,8 +283,8 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 
 
 def pipelined(kernels: dict[str, tuple[Any, Compiled]], plan: DispatchedColumns) -> None:
-    """Check that both operands have as many stages as planned, loaded by TMA or gathered in whole 16-byte words, and
-    that shards are in such words."""
+    """Check that both operands have as many stages as planned, loaded by TMA or gathered in 16-byte words, and that
+    shards are in such words."""
     steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in kernels.items()}
     gathered = sum(
         "cp.async.cg.shared" in s.text and "tl.load(pointers + k" in s.source for s in steps["grouped_gemm_in"]

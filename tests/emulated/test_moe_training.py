@@ -1,5 +1,5 @@
-"""Gradients of layers of experts, whole or split by columns, on emulated ranks against float64; the options that train
-with whole experts; and the compiled kernels.
+"""Gradients of layers of experts, whole or split by columns, on emulated ranks against float64; the options for
+training whole experts; and the compiled kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAYS: dict[str, tuple[Run, dict[str, Any]]] = {"whole": (whole_experts, {}), "co
 
 
 def right(way: str, ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> bool:
-    """Return whether all gradients are within the bound."""
+    """Return whether no gradient's error exceeds the bound."""
     run, sizes = WAYS[way]
     case = sizes | (dict(tp_size=ranks) if way == "columns" else {}) | case
     errors = weft.spmd(
@@ -53,8 +53,8 @@ WORLDS: list[tuple[str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
 @pytest.mark.parametrize(("way", "ranks", "changes"), WORLDS, ids=str)
 def test_against_float64(way: str, ranks: int, changes: dict[str, Any], plan: str) -> None:
-    """Ranks have different numbers of tokens, some none; every operand has a gradient; the calls differ in the tensors
-    that they save; the columns of some experts are split over only some of the ranks."""
+    """Ranks have different numbers of tokens, some none; every operand has a gradient; the calls save different
+    tensors; in some cases only some of the ranks share an expert's columns."""
     assert right(way, ranks, plan=plan, **changes)
 
 
@@ -67,7 +67,7 @@ def test_against_float64(way: str, ranks: int, changes: dict[str, Any], plan: st
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_kinds_of_layers(way: str, kind: str, plan: str) -> None:
-    """Activations and biases vary; some routes lead nowhere, and experts have no rows or several tiles."""
+    """Activations and biases vary; some routes name no expert, and experts have no rows or several tiles."""
     calls = 1 if way == "columns" or kind == "uneven" else 3
     assert right(way, 2, plan=plan, calls=calls, **KINDS[kind])
 
@@ -110,7 +110,7 @@ def test_no_tokens_at_all() -> None:
 
 
 def test_shared_rows_that_are_not_contiguous() -> None:
-    """A call with a gradient gives the result of one without, wherever the shared expert's rows are in memory."""
+    """A call with a gradient gives the same result as one without, wherever the shared expert's rows are in memory."""
 
     def rank(world: weft.World) -> bool:
         layer = Layer(9, 4, 2, 32, 24, BF)
@@ -146,7 +146,7 @@ def bits(world: weft.World) -> list[torch.Tensor]:
 
 
 @pytest.mark.gate
-def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
+def test_the_bits_do_not_depend_on_the_saved_tensors_or_the_order() -> None:
     first_run, *others = [weft.spmd(bits, 2, backend="emulated", seed=seed, preempt=0.1) for seed in range(3)]
     for run in others:
         for a, b in zip(first_run, run, strict=True):
@@ -196,7 +196,7 @@ def step(layer: moe.MoE, x: torch.Tensor, call: Any = None) -> list[torch.Tensor
     return [loss.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]  # type: ignore[list-item, union-attr]
 
 
-# test_the_same_bits_whatever_is_kept_and_in_any_order compares all that may be kept, in eager calls.
+# test_the_bits_do_not_depend_on_the_saved_tensors_or_the_order compares all tensors that may be saved, in eager calls.
 @covered("tensor-32-(?:nothing|activation)", covering="[tensor-32-rows]")
 @pytest.mark.parametrize(
     "parallel, inner, keep", [("expert", 24, "rows"), *(("tensor", 32, keep) for keep in moe.KEEPS)]
@@ -214,7 +214,7 @@ def test_the_module_trains_compiled_as_in_eager(parallel: str, inner: int, keep:
 
 
 def test_columns_and_whole_experts_train_alike() -> None:
-    """The loss, auxiliary losses included, and the gradients of x and of the router agree."""
+    """The loss, auxiliary losses included, and the gradients of x and the router agree."""
 
     def rank(world: weft.World) -> None:
         x = draw(world.rank, 9, 32)
@@ -226,7 +226,7 @@ def test_columns_and_whole_experts_train_alike() -> None:
 
 @pytest.mark.parametrize("parallel, inner", [("expert", 24), ("tensor", 32)])
 def test_checkpointed_and_replayed(parallel: str, inner: int) -> None:
-    """A recomputed pass, and a pass replayed with the ids of an earlier one, give the same bits."""
+    """A recomputed pass gives the same bits, and so does a pass replayed with the ids of an earlier one."""
 
     def rank(world: weft.World) -> None:
         layer, x = layer_of(world, parallel, inner, scoring="sigmoid"), draw(world.rank, 9, 32)
@@ -288,7 +288,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def awaited(name: str) -> Callable[[Any], bool]:
-    """Return a function that finds the loads of what other programs or ranks write."""
+    """Return a predicate for steps that load data written by other programs or ranks."""
     text = {"place_rows": "tl.load(inbox", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox"}.get(name)
     return lambda step: text is not None and text in step.source
 
@@ -312,7 +312,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
     for small in ("dispatch_rows", "combine_rows"):
         for large in ("grouped_gemm_out", "grouped_wgrad"):
             pair = kernels[small], kernels[large]
-            assert sum(k.shared + 1024 for _, k in pair) <= 228 << 10, "beside each other on one SM"
+            assert sum(k.shared + 1024 for _, k in pair) <= 228 << 10, "both kernels must fit on one SM"
             if small == "combine_rows":
                 assert sum(-(-k.registers // 8) * 8 * 32 * a.options["num_warps"] for a, k in pair) <= 65536
     for others in by_rank[1:]:

@@ -1,9 +1,8 @@
 """Mutation gate: break each wait, notify, barrier, fence, event edge and epoch of every kernel and op, one at a time.
 
-A case runs one protocol. A recorded run lists the protocol's sites, and the removal or weakening of every site must be
-reported under some schedule. EQUIVALENT lists what no schedule can show, with the reason why it changes nothing there;
-an entry that no longer holds (its site is gone, or is caught after all) fails. Pytest's closing lines have the kill
-rate.
+A case runs one protocol. A recorded run lists the protocol's sites; for each, some schedule must report its removal or
+weakening. EQUIVALENT lists the mutations that no schedule can show, and why they change nothing; an entry that no
+longer holds (its site is gone, or a schedule catches it) fails. pytest's summary prints the kill rate.
 """
 
 from __future__ import annotations
@@ -86,10 +85,10 @@ from weft.plans import (  # fmt: skip
 from weft.scale import SMALL_DISPATCHED, SMALL_GATHER, SMALL_LOW_LATENCY, SMALL_MOE, SMALL_SIGNALED, SMALL_TILE
 from weft.transport.low_latency_kernels import load_state, rotate_thirds, sum_low_latency
 
-pytestmark = [pytest.mark.gate, pytest.mark.timeout(1800)]  # some hundred runs of a case, next to another worker
+pytestmark = [pytest.mark.gate, pytest.mark.timeout(1800)]  # some hundred runs of a case, while another worker runs too
 
-SEEDS = range(16)  # four of each way to schedule
-MORE = range(16, 256)  # for what those do not show: some faults need a narrow turn of events
+SEEDS = range(16)  # four with each scheduling policy
+MORE = range(16, 256)  # for mutations that these miss: some faults need a rare order of events
 Main = Callable[[World], None]
 
 
@@ -110,7 +109,7 @@ def read_neighbour(world: World) -> None:
 
 
 class Caller:
-    """Calls ops as a stream-ordered program does: work on the caller's stream writes inputs and reads results."""
+    """Calls ops as a stream-ordered program does: operations on the caller's stream write inputs and read results."""
 
     def __init__(self, world: World, dtype: torch.dtype = torch.bfloat16) -> None:
         self.world, self.dtype = world, dtype
@@ -118,7 +117,7 @@ class Caller:
         self.results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def tensor(self, key: Any, values: torch.Tensor) -> torch.Tensor:
-        """Return the tensor of a key, rewritten for every call as an activation buffer is."""
+        """Return the tensor for a key, which every call rewrites like an activation buffer."""
         dtype = values.dtype if values.dtype in (torch.float8_e4m3fn, torch.float32) else self.dtype
         t = self.tensors.setdefault((key, values.shape), self.world.empty(values.shape, dtype))
         self.world.call(lambda: t.copy_(values), [], [t], self.world.current_stream())
@@ -176,8 +175,8 @@ class Caller:
             self.use(actual, expected if op == AR else expected.split(shards)[me])
 
     def norm(self, seed: int, m: int, h: int, plan: str | Plan, full: bool, quantize: str | None = None) -> None:
-        """Alternate between a fresh output and one symmetric tensor, which the caller and the next call rewrite. With
-        `quantize`, the rows' scales are compared too."""
+        """Alternate between a fresh output and one symmetric tensor, which both the caller and the next call overwrite.
+        With `quantize`, the rows' scales are compared too."""
         world, rows = self.world, balanced_rows(m, self.world.size)
         xs = [draw(seed * 100 + r, m, h) for r in range(world.size)]
         old, weight = draw(seed * 100 + 50, m, h), draw(seed * 100 + 51, h)
@@ -200,14 +199,15 @@ class Caller:
         else:
             self.use(y, expected)
         self.use(new, total[own_rows])
-        if out is not None:  # the caller's until its next call
+        if out is not None:  # the caller may write it until its next call
             world.call(lambda: out.zero_(), [], [out], world.current_stream())
 
 
 def gathering(
     plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], calls: int = 4, captured: bool = False
 ) -> Main:
-    """With `captured`, all calls of a shape except the first run as if in the capture of a CUDA graph."""
+    """With `captured`, the first call of each shape runs as outside the capture of a CUDA graph, and all others as
+    inside."""
 
     def main(world: World) -> None:
         caller = Caller(world)
@@ -249,7 +249,7 @@ def reducing(plan: str | Plan, *shapes: tuple[int, int, int], everywhere: bool =
 
 
 def before_hopper(main: Main) -> Main:
-    """Run as on a GPU before Hopper, whose signaled GEMM is a loop over tiles."""
+    """Run as on a GPU before Hopper, where the signaled GEMM is a loop over tiles."""
 
     def on_ampere(world: World) -> None:
         world.backend.capability = AMPERE
@@ -271,7 +271,7 @@ def norming(
 
 
 def of_8_bits(op: str, plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], scaling: str = "row") -> Main:
-    """Call an op around a GEMM of 8-bit operands; where rows are gathered, their scales travel with them."""
+    """Call an op around a GEMM of 8-bit operands; an op that gathers rows also gathers their scales."""
 
     def main(world: World) -> None:
         caller = Caller(world)
@@ -283,8 +283,8 @@ def of_8_bits(op: str, plan: str | Plan, *shapes: tuple[tuple[int, ...], int, in
 
 
 def reducing_on_two_streams(plan: str | Plan) -> Main:
-    """Make calls as `two_streams` does, with a plan that has no all-gather, and whose calls share nothing but counters:
-    no op drains its stream, so that calls overlap as on a GPU."""
+    """Make the calls of `two_streams` with a plan that has no all-gather and whose calls share only counters. No op
+    drains its stream, so that calls overlap as on a GPU."""
 
     def main(world: World) -> None:
         world.backend.finish = lambda stream: None  # type: ignore[method-assign]
@@ -300,8 +300,8 @@ def reducing_on_two_streams(plan: str | Plan) -> Main:
 
 
 def to_ranks(plan: str | Plan, rows: tuple[int, ...], calls: int = 4) -> Main:
-    """Send rows of every rank to random ranks, by two routings; in one of them the last rank has no rows. Each
-    routing has one result tensor, which is read and rewritten."""
+    """Send every rank's rows to random ranks, by two routings; in one of them the last rank has no rows. Each routing
+    has one result tensor, which the caller reads and overwrites."""
 
     def main(world: World) -> None:
         caller, rng, n, k, me = Caller(world), random.Random(1), 40, 40, world.rank
@@ -323,7 +323,7 @@ def to_ranks(plan: str | Plan, rows: tuple[int, ...], calls: int = 4) -> Main:
 
 
 def two_streams(plan: str | Plan) -> Main:
-    """Alternate between two streams, which only the order of accesses to weft's own workspace joins."""
+    """Alternate between two streams, which nothing orders except the accesses to weft's own workspace."""
 
     def main(world: World) -> None:
         callers = {name: Caller(world) for name in ("first", "second")}
@@ -342,7 +342,7 @@ def two_streams(plan: str | Plan) -> Main:
 
 
 def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
-    """Cycle through routings of every kind, with several tiles per expert, in a layer with several tiles per row."""
+    """Cycle through routings of all kinds, with several tiles per expert and several tiles per row."""
 
     def main(world: World) -> None:
         assert (
@@ -356,13 +356,13 @@ def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
 
 
 def moe_gradients(world: World) -> None:
-    """Train small layers that save nothing or rows, with a new routing in every call."""
+    """Train small layers that save either nothing or their rows, with a new routing in every call."""
     sizes = dict(experts=2, k=1, hidden=16, inner=8, tokens=(5, 3), ids_of=in_turn, keep=("nothing", "rows"))
     assert max(training_case(world, whole_experts, calls=4, wants=("x", "weights"), **sizes).values()) < 1.2e-2
 
 
 def gradients_in_parts(world: World) -> None:
-    """Train layers whose experts are split by columns over the ranks in the same way."""
+    """Train layers whose experts are split by columns over the ranks, with a new routing in every call."""
     sizes = dict(experts=2, k=1, hidden=16, inner=8, tokens=(3, 2), ids_of=in_turn, keep=("nothing", "rows"))
     assert (
         max(training_case(world, both_halves, tp_size=world.size, calls=4, wants=("x", "weights"), **sizes).values())
@@ -371,7 +371,7 @@ def gradients_in_parts(world: World) -> None:
 
 
 def in_parts(*streams: str) -> Main:
-    """Call layers whose experts are split by columns over the ranks in the same way."""
+    """Call layers whose experts are split by columns over the ranks."""
 
     def main(world: World) -> None:
         sizes = dict(tokens=(18, 5), experts=2, k=1, hidden=40, inner=16, calls=4)
@@ -381,8 +381,8 @@ def in_parts(*streams: str) -> Main:
 
 
 def exchanging(*streams: str, layout: str = "contiguous", flight: int = 2) -> Main:
-    """Keep this many calls in flight, with routings of every kind; experts begin at multiples of 16. Two programs
-    share a rank's routes."""
+    """Keep `flight` calls in flight, with routings of all kinds; experts begin at multiples of 16. Two programs share a
+    rank's routes."""
 
     def main(world: World) -> None:
         case = dict(layout=layout, alignment=16, max_m=3 if layout == "masked" else 0, streams=streams or ("main",))
@@ -428,8 +428,8 @@ def attending(shape: Shape, plan: Plan | list[Plan], *streams: str) -> Main:
 
 
 def attention_gradients(world: World) -> None:
-    """Compute gradients of queries alone, so that no all-to-all of the keys' gradients holds ranks together; keys
-    and values are in memory that is rewritten."""
+    """Compute the gradients of queries alone, so that no all-to-all of the keys' gradients synchronises the ranks. Keys
+    and values are in memory that is overwritten."""
     shape, held = (
         Shape((4, 4), causal=True, layout="zigzag"),
         [world.empty((4, 2, 16), torch.bfloat16) for _ in range(2)],
@@ -449,8 +449,8 @@ def attention_gradients(world: World) -> None:
 
 
 def sharing_tiles(*streams: str) -> Main:
-    """Compute with six programs two tiles, each shared by three programs, and four tiles, whose ends two helpers
-    compute. Calls alternate between these streams, which nothing else joins."""
+    """Six programs compute two tiles, each shared by three programs, and four tiles, whose ends two helpers compute.
+    Calls alternate between these streams, which nothing else orders."""
 
     def main(world: World) -> None:
         for tiles, tiles_per_helper, parts in ((2, 1, 3), (4, 2, 2)):
@@ -511,10 +511,10 @@ class Case:
     run: Main
     ranks: int
     kernels: bool | tuple[Any, ...] = (
-        True  # False: only host code, where another case has the same kernels; or these alone
+        True  # False: only host code, since another case has these kernels; a tuple: only these kernels
     )
     nodes: int = 1
-    file: str = ""  # only host code of files whose names end so, barriers too
+    file: str = ""  # only host code, barriers included, of files whose names end with this
     ahead: bool = False  # whether operators return before their streams are drained, as on a GPU
 
 
@@ -531,7 +531,7 @@ CASES = {
         gathering(FusedGatherByCopies(tile=SMALL_TILE), ((16, 16), 32, 128), captured=True), 2, kernels=False
     ),
     f"{AG} fused, copied, part tiles": Case(gathering(FusedGatherByCopies(tile=SMALL_TILE), ((20, 20), 32, 128)), 2),
-    f"{AG} flag_gated": Case(flag_gated, 2, kernels=(wait_on_every_sm,)),  # its signals and waits too
+    f"{AG} flag_gated": Case(flag_gated, 2, kernels=(wait_on_every_sm,)),  # with the stand-in's signals and waits
     f"{AG} decomposed": Case(gathering("decomposed", ((8, 8), 16, 16)), 2),
     f"{AG} decomposed, groups": Case(gathering(Decomposed((1, 1, 2)), ((4,) * 4, 16, 16), calls=2), 4, kernels=False),
     f"{RS} fused": Case(reducing("fused", (35, 40, 40)), 2),
@@ -578,7 +578,7 @@ CASES = {
     "GEMM, shared tiles": Case(sharing_tiles("first"), 1, ahead=True),
     "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False, ahead=True),
 }
-ROUTES = Layer(2, 2, 2, 20, calls=3, max_rows=16)  # of about 36
+ROUTES = Layer(2, 2, 2, 20, calls=3, max_rows=16)  # of about 36 rows
 ZIGZAG = Shape((5, 6), causal=True, layout="zigzag", sinks=True)
 PACKED = Shape((6, 5), causal=True, bounds=(0, 4, 11))
 BY_HEADS = Shape((3, 4), causal=True, sinks=True)
@@ -606,7 +606,8 @@ CASES |= {
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
 CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}
 CASES |= {
-    # 7 rows in blocks of two leave one of three programs nothing to push, so that only the end of the call orders its reads.
+    # With 7 rows in blocks of two, one of three programs has nothing to push, so that only the end of the call orders
+    # its reads.
     f"{name}, full": Case(norming(plan, (7 if isinstance(plan, TwoShotCounted) else 5, 64), full=True), 2)
     for name, plan in NORMS.items()
 }
@@ -618,7 +619,6 @@ CASES |= {
     f"{RS} signaled": Case(reducing("signaled", (70, 40, 40)), 2),
     f"{A2A} signaled": Case(to_ranks("signaled", (70, 30)), 2),
     f"{AR} signaled, before Hopper": Case(before_hopper(reducing("signaled", (35, 40, 40), everywhere=True)), 2),
-    f"{AR} signaled by copies": Case(reducing(COPIES, (64, 40, 40), everywhere=True), 2),
     f"{RS} signaled by copies": Case(reducing(COPIES, (64, 40, 40)), 2),
     f"{A2A} signaled by copies": Case(to_ranks(COPIES, (70, 30)), 2),
     "signaled, two streams": Case(reducing_on_two_streams("signaled"), 2, kernels=False),
@@ -635,7 +635,7 @@ OVER_NODES = {
 }
 CASES |= {name: Case(main, 4, False, nodes=2, file="two_level.py") for name, main in OVER_NODES.items()}
 for example in sorted((Path(__file__).parents[2] / "examples").glob("*.py")):
-    if "@weft.jit" in example.read_text():  # the others are ops, tried above
+    if "@weft.jit" in example.read_text():  # the others use ops that are tested above
         CASES[f"examples/{example.name}"] = Case(check.load(str(example)), 2)
 
 
@@ -721,7 +721,7 @@ EPOCHS["MoE of few tokens"] = [
 ]
 EPOCHS["experts in parts"] = [
     instead(half_offset, "use one half of the arena in every call", ("tl.load(epoch) & 1", "0 * tl.load(epoch)")),
-    *EPOCHS["moe dispatched"][:3],  # no program has tiles of two last source steps here, so it counts only once
+    *EPOCHS["moe dispatched"][:3],  # no program has tiles of two last source steps, so it counts once
 ]  # fmt: skip
 EPOCHS["experts in parts, first half alone"] = [
     *EPOCHS["experts in parts"][:2],
@@ -766,7 +766,7 @@ EPOCHS |= {name: [*POSTED, OWNER] for name in (f"{AG} one shot", f"{AG} one shot
 EPOCHS |= {name: [*POSTED, LAST] for name in (f"{RS} one shot", f"{RS} one shot, uneven")}
 for name, plan in NORMS.items():
     if isinstance(plan, Decomposed):
-        continue  # its only counters are those of `read_neighbour`
+        continue  # its only counters are those of `read_neighbour`, which has a case
     if isinstance(plan, Multicast):
         mutations = MULTICAST
     elif isinstance(plan, TwoShot) and not plan.low_latency:
@@ -774,21 +774,21 @@ for name, plan in NORMS.items():
     else:
         mutations = [*POSTED, LAST_ROW, LAST, OWNER]
     EPOCHS[name] = mutations
-    # With two ranks a peer goes on only after nearly all programs here have cleared; a full residual is not posted.
+    # With two ranks, a peer continues only after nearly all programs here have cleared; a full residual is not pushed.
     seldom = [CLEAR_NEXT, *([OWNER.description] if isinstance(plan, OneShot) else [])]
     EPOCHS[f"{name}, full"] = [m for m in mutations if m.description not in seldom]
 
 
-# -- what changes nothing ----------------------------------------------------------------------------------------------
+# -- mutations that change nothing -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Equivalent:
     cases: tuple[str, ...]
     description: str
-    code: str  # in the mutated line
+    code: str  # part of the mutated line
     why: str
-    function: str = ""  # that the line is in, where several have it
+    function: str = ""  # the function with this line, if several functions contain it
 
 
 FUSED = tuple(name for name in CASES if " fused" in name)
@@ -896,7 +896,7 @@ EQUIVALENT = [
         "channel_broadcast",
     ),
     Equivalent(
-        (*(n for n in SIGNALED if "copies" not in n and A2A not in n), f"{AR} signaled by copies"), "drop wait_event",
+        tuple(n for n in SIGNALED if "copies" not in n and A2A not in n), "drop wait_event",
         "world.wait_event(comm, world.record(stream))",
         "everything on the communicator's stream stands behind a wait for counts of this call's GEMM, whose programs start "
         "after all that the caller's stream was given before. On a GPU the edge makes the stream part of a graph's capture. (Only in "
@@ -942,19 +942,15 @@ EQUIVALENT = [
         "keys stay as they are until the backward pass has ended, whose pushes come behind these on one stream, and are "
         "waited for",
     ),
-    Equivalent(
-        (f"{AR} signaled by copies",), "drop wait_event", "world.wait_event(stream, world.record(comm))",
-        "the caller's stream waits for the last pull, which comes after the last barrier on the communicator's stream",
-    ),
 ]  # fmt: skip
 
 
-# -- faults of what is computed ----------------------------------------------------------------------------------------
+# -- faults in the computation -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A fault that is no site of a protocol, and a run that raises an error with the fault and passes without it."""
+    """A fault outside the sites of a protocol, and a run that raises an error with the fault and passes without it."""
 
     fault: Mutation
     run: Main
@@ -969,14 +965,14 @@ def by_wave(call: int, rank: int, t: int, layer: Any, world: int) -> torch.Tenso
 
 def layers_in_one_launch(world: World) -> None:
     """Call layers of different sizes in succession: a rank may send to memory where a third rank still reads rows,
-    without having heard from it."""
+    without having been notified by it."""
     assert (
         layer_case(world, steps, experts=6, tokens=(9, 7, 8), ids_of=by_wave, calls=2, layers=2, plan=SMALL_MOE) < 5e-3
     )
 
 
 def many_few_tokens(world: World) -> None:
-    """Route so that an expert's routes are in several of the blocks that are searched for them."""
+    """Draw a routing in which an expert's routes are in several of the blocks that are searched for them."""
     assert layer_case(world, steps, k=4, hidden=16, inner=8, tokens=(70, 66), calls=1, plan=SMALL_LOW_LATENCY) < 5e-3
 
 
@@ -1045,8 +1041,8 @@ def test_a_planted_fault_is_caught(name: str) -> None:
 
 
 def test_second_halves_are_compared() -> None:
-    """Ranks whose second halves belong to different known calls raise Mismatch, though no host compares these, as on
-    a GPU. Without the comparison before the last sums nothing notices."""
+    """Ranks whose second halves belong to different prepared calls raise Mismatch, although no host compares these, as
+    on a GPU. Without the comparison before the last sums, the disagreement would go unnoticed."""
 
     def run(backend: Any) -> None:
         backend.compares = False
@@ -1080,11 +1076,11 @@ def every_mutation_is_caught(
     unused: list[Equivalent],
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Require that some schedule catches every mutation. Mutations that no schedule can show are removed from
-    `unused` when they are met."""
+    """Require that some schedule catches every mutation. A mutation listed in `unused`, which no schedule can show, is
+    removed from it."""
 
     def run(backend: Any) -> None:
-        backend.ledgers = None  # calls that need the same SMs overlap, so that this order hides no missing event
+        backend.ledgers = None  # calls that need the same SMs overlap; ordering them could hide a missing event
         case.run(World(backend))
 
     options: dict[str, Any] = dict(nodes=case.nodes, ahead=case.ahead)
@@ -1095,7 +1091,7 @@ def every_mutation_is_caught(
         mutations = [m for m in mutations if m.file.endswith(case.file)]
     elif not case.kernels:
         mutations = [m for m in mutations if m.method == "wait_event"]
-    assert mutations, "nothing to break"
+    assert mutations, "the case has no site to mutate"
     caught, wrong = 0, []
     for mutation in mutations:
         entry = next(

@@ -48,7 +48,7 @@ def test_every_plan(plan: str) -> None:
 
 @pytest.mark.parametrize("shards", SHARDS)
 def test_inference(shards: list[int]) -> None:
-    for inner in (32, 40, 13):  # whole blocks, padded ones, rows that TMA cannot take
+    for inner in (32, 40, 13):  # whole blocks, padded blocks, rows that TMA cannot load
         errors = emulate(lambda world, n=inner: mlp_inference(world, shards, 64, n * world.size), len(shards))
         assert max(errors) < 5e-3, (inner, errors)
 
@@ -57,12 +57,12 @@ def test_inference(shards: list[int]) -> None:
 @pytest.mark.parametrize("shards", SHARDS)
 def test_linear_layers(shards: list[int], reduce: str) -> None:
     errors = emulate(lambda world: linear_pair(world, shards, 64, 48 * len(shards), reduce), len(shards))
-    assert max(errors) < 7e-3, errors  # two ops, one after the other
+    assert max(errors) < 7e-3, errors  # the error of two successive ops
 
 
 @pytest.mark.parametrize("shards", [[16, 16], [20, 7]])
 def test_the_gathered_activation_is_kept(shards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients are right without a second gather, also when compiled."""
+    """The gradients are right without a second all-gather, also when compiled."""
 
     def never(*args: Any) -> None:
         raise AssertionError("gathered again")
@@ -108,7 +108,7 @@ def test_whole_state_dict_of_a_wrapped_module() -> None:
         full = weft.nn.full_state_dict(model)
         assert full.keys() == {f"0.{k}" for k in state}
         assert all(torch.equal(full[f"0.{k}"], v) for k, v in state.items())
-        assert model.state_dict()["0.up_proj.weight"].shape == (40, 64), "parts again"
+        assert model.state_dict()["0.up_proj.weight"].shape == (40, 64), "the module must have this rank's part"
         again = torch.nn.Sequential(checkpoint_wrapper(weft.nn.ParallelMLP(64, 80, world=world)))
         again.load_state_dict(full)
         assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
@@ -126,7 +126,7 @@ class Adapted(weft.nn.ColumnParallelLinear):
         self.register_buffer("scale", torch.randn(1))
 
 
-def test_a_subclass_saves_and_loads_what_it_adds() -> None:
+def test_a_subclass_saves_and_loads_its_own_tensors() -> None:
     def rank(world: weft.World) -> None:
         torch.manual_seed(0)
         saved, again = (torch.nn.Sequential(Adapted(world)) for _ in range(2))
@@ -143,7 +143,7 @@ def test_a_subclass_saves_and_loads_what_it_adds() -> None:
         assert calls == ["before"] * 2
         again.load_state_dict({k: v.double() for k, v in saved.state_dict().items()}, assign=True)
         assert again[0].lora_a.dtype == torch.float64 and again[0].weight.dtype == torch.bfloat16
-        assert order == [name for name, _ in again.named_parameters()], "as an optimizer's state has them"
+        assert order == [name for name, _ in again.named_parameters()], "an optimizer's state relies on this order"
         with pytest.raises(RuntimeError, match=r'Missing key.*"0.lora_a"'):
             again.load_state_dict({k: v for k, v in saved.state_dict().items() if k != "0.lora_a"})
         with pytest.raises(RuntimeError, match=r'Unexpected key.* "weight"'):
@@ -153,8 +153,8 @@ def test_a_subclass_saves_and_loads_what_it_adds() -> None:
 
 
 def test_wholes_and_parts_in_one_module_are_refused() -> None:
-    """A checkpoint with half the middle dimension is refused: its gate and up look like one rank's parts, beside a
-    whole down."""
+    """A checkpoint with half the intermediate size is refused: its gate and up look like one rank's parts, but its down
+    is unsharded."""
 
     def rank(world: weft.World) -> None:
         mlp, state = weft.nn.ParallelMLP(64, 80, world=world), whole_mlp(64, 40)
@@ -174,7 +174,7 @@ def test_clipped_by_the_norm_of_the_whole_model() -> None:
             weft.nn.ColumnParallelLinear(64, 80, world=world), weft.nn.RowParallelLinear(80, 64, world=world),
             weft.nn.ParallelMLP(64, 80, world=world),
         )  # fmt: skip
-        assert weft.nn.clip_grad_norm_(model, 1.0, world=world) == 0, "no gradients"
+        assert weft.nn.clip_grad_norm_(model, 1.0, world=world) == 0, "without gradients the norm is zero"
         whole, gradient = weft.nn.full_state_dict(model), copy.deepcopy(model)
         for n, name in enumerate(whole):
             whole[name] = draw(n, *whole[name].shape) * (1 + n)
@@ -185,12 +185,14 @@ def test_clipped_by_the_norm_of_the_whole_model() -> None:
         norm = weft.nn.clip_grad_norm_(model, 2 * float(total), world=world)
         assert abs(norm / total - 1) < 1e-5
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradient.parameters(), strict=True))
-        assert torch.equal(weft.nn.clip_grad_norm_(model, 1.0, world=world), norm), "the norm before"
+        assert torch.equal(weft.nn.clip_grad_norm_(model, 1.0, world=world), norm), (
+            "clipping must return the norm before clipping"
+        )
         again = weft.nn.clip_grad_norm_(model, 1.0, world=world)
         assert abs(again - 1) < 1e-2
         return torch.cat([model[1].bias.grad, norm[None]])
 
-    assert len({tuple(t.tolist()) for t in emulate(rank, 4)}) == 1, "the same factor on every rank"
+    assert len({tuple(t.tolist()) for t in emulate(rank, 4)}) == 1, "every rank must scale by the same factor"
 
 
 def test_weights_are_drawn_apart_and_biases_alike() -> None:
@@ -269,7 +271,7 @@ def test_a_world_is_neither_copied_nor_pickled() -> None:
     emulate(rank, 2)
 
 
-def test_from_linear_keeps_what_is_frozen_and_takes_a_dtype() -> None:
+def test_from_linear_keeps_frozen_parameters_and_accepts_a_dtype() -> None:
     def rank(world: weft.World) -> None:
         linear = torch.nn.Linear(64, 80)
         linear.weight.requires_grad_(False)

@@ -1,4 +1,5 @@
-"""Worlds over several nodes, which WEFT_NODE names here: plans that use cuBLAS and NCCL, and Worlds inside a node."""
+"""Worlds over several nodes, which WEFT_NODE names in these tests: plans that use cuBLAS and NCCL, and Worlds inside a
+node."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_a_node_is_a_host_of_one_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_name() != host and host_name().split()[1:] == host.split()[1:]
     monkeypatch.setattr("platform.node", lambda: "pod-1")
     readlink = os.readlink
-    for kind in ("ipc", "pid"):  # of containers with the host's network
+    for kind in ("ipc", "pid"):  # containers that share the host's network
         with monkeypatch.context() as patch:
             patch.setattr("os.readlink", lambda path, kind=kind: "another" if path.name == kind else readlink(path))
             assert host_name() != host and host_name().split()[:2] == host.split()[:2]
@@ -68,7 +69,7 @@ def test_a_node_is_a_host_of_one_start(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- emulated ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(3))
 def test_emulated_nodes(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Over both nodes NCCL moves everything; a World inside one node overlaps in kernels."""
+    """Over both nodes NCCL moves all data; on a World inside one node, kernels overlap transfers with computation."""
 
     def main(world: weft.World) -> None:
         for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
@@ -133,7 +134,7 @@ def ops_of_several_nodes(world: weft.World, log: Lines) -> None:
 
 
 def worlds_inside(world: weft.World, log: Lines) -> None:
-    """Make a World of each node, and Worlds of one rank per node; nodes of unequal size leave some ranks alone."""
+    """Create a World for each node, and Worlds of one rank per node; nodes of unequal size leave some ranks alone."""
     log.lines.clear()
     node = world.split(world.node)
     assert (node.size, node.rank, node.multi_node_unsupported) == (
@@ -151,7 +152,7 @@ def worlds_inside(world: weft.World, log: Lines) -> None:
 
 
 def gpus_of_nodes(rank: int, store: Path) -> None:
-    """Behave as processes on GPUs do: shared host memory and symmetric memory exist only inside a node."""
+    """Behave like processes on GPUs: shared host memory and symmetric memory exist only inside a node."""
     shm_exchange.FOLDER = store.parent / f"shm{NODES[rank]}"
     with of_gpus(rank - 4 * NODES[rank]):
         whole = CudaBackend()
@@ -194,10 +195,10 @@ def test_unequal_nodes(tmp_path: Path) -> None:
     mp.spawn(of_six, (str(tmp_path / "store"),), nprocs=6)
 
 
-# -- four ranks on two nodes alike -------------------------------------------------------------------------------------
+# -- four ranks on two equal nodes -------------------------------------------------------------------------------------
 def gpus_of_nodes_alike(rank: int, store: Path) -> None:
-    """Behave as processes on GPUs do, with both levels: the level between nodes is limited to a few CTAs, for which
-    kernels of the level inside a node leave SMs free. There are no levels if the GPUs of one node lack peer access,
+    """Behave like processes on GPUs that support two levels. Communication between nodes uses only a few CTAs, for
+    which kernels inside a node leave SMs free. Two levels are unsupported if the GPUs of one node lack peer access,
     even if the other node's have it."""
     shm_exchange.FOLDER = store.parent / f"shm{rank // 2}"
     limits: list[int] = []
@@ -250,9 +251,9 @@ def test_nodes_alike(tmp_path: Path) -> None:
 
 
 # -- the example -------------------------------------------------------------------------------------------------------
-@pytest.mark.gate  # seven processes that import torch
+@pytest.mark.gate  # starts seven processes that import torch
 def test_the_example_trains_on_two_nodes() -> None:
-    """torchrun is started twice, as on two machines, whose names distinguish the nodes."""
+    """The test starts torchrun twice, as on two machines; their names distinguish the nodes."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WEFT_NODE")}
     command = [sys.executable, EXAMPLE, "--gloo"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)

@@ -1,7 +1,7 @@
 """The ops on emulated ranks against torch: every plan kind, any shape, any layout, many schedules.
 
-The error of a plan may be up to 1.5 times that of `sequential` for the same inputs; races, deadlocks and reads of
-unwritten memory raise errors by themselves.
+The error of a plan may be up to 1.5 times that of `sequential` for the same inputs; the emulator itself raises an error
+for a race, a deadlock or a read of unwritten memory.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ TILES = [  # block_m, block_n, block_k, warps, stages, group_m
     GemmTile(16, 16, 16, 4, 2, 1), GemmTile(32, 64, 32, 4, 3, 8), GemmTile(16, 32, 32, 4, 2, 2),
     GemmTile(16, 32, 64, 4, 3, 3), GemmTile(16, 64, 32, 4, 5, 4),
 ]  # fmt: skip
-PULLS: list[dict[str, int]] = [  # of TILES
+PULLS: list[dict[str, int]] = [  # parameters added to those of TILES
     dict(pull_programs=1, pull_rows=16, pull_stages=1), dict(pull_programs=4, pull_rows=8, pull_stages=4),
     dict(pull_programs=5, pull_rows=8, pull_stages=2), dict(pull_programs=3, pull_rows=16, pull_stages=5),
     dict(pull_programs=2, pull_rows=16, pull_stages=10),
 ]  # fmt: skip
-MORE: dict[str, list[dict[str, Any]]] = {  # of TILES
+MORE: dict[str, list[dict[str, Any]]] = {  # parameters added to those of TILES
     OPS[0]: [{}, dict(split=2), {}, dict(flatten=False), {}],
     OPS[1]: [dict(forward_programs=f) for f in (2, 1, 2, 2, 2)],
     OPS[2]: [dict(forward_programs=f, lag=lag) for f, lag in ((2, 0), (1, 3), (2, 6), (2, 9), (2, 6))],
@@ -155,12 +155,12 @@ def test_schedules(op: str, seed: int) -> None:
         assert max(rank_errors) < 5e-3
 
 
-# -- many calls on one world -------------------------------------------------------------------------------------------
+# -- many calls on one World -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_shapes_in_turn_share_one_workspace(seed: int) -> None:
-    """Shapes grow and shrink over every op and kind in succession; no call may read data that an earlier call left."""
+    """Shapes grow and shrink over every op and kind in succession; no call may read data left by an earlier call."""
 
     def main(world: weft.World) -> float:
         worst = 0.0
@@ -226,7 +226,7 @@ def test_two_streams(kind: str, seed: int) -> None:
     assert max(emulate(main, 2, seed)) < 5e-3
 
 
-# -- a weight as a gradient has it --------------------------------------------------------------------------------------
+# -- a weight in the layout of a gradient ------------------------------------------------------------------------------
 
 TRANSPOSES = {
     "all_gather_matmul": ["sequential", "decomposed", "fused", SMALL_COPIED, "one_shot", "flag_gated"],
@@ -237,8 +237,8 @@ TRANSPOSES = {
 
 @pytest.mark.parametrize(("op", "plan"), [(op, plan) for op, plans in TRANSPOSES.items() for plan in plans], ids=str)
 def test_a_transposed_weight_gives_the_same_bits(op: str, plan: str | Plan) -> None:
-    """Calls alternate with a dense weight of the same size, so that neither runs what was prepared for the other;
-    and a plan that supports transposed weights makes no copy."""
+    """Calls alternate with calls of a dense weight of equal size, so that neither uses the other's prepared launches. A
+    plan that supports transposed weights makes no copy."""
 
     def main(world: weft.World) -> None:
         for rows, n, k in ((16, 32, 48), (7, 40, 24), (1, 8, 16)):
@@ -290,7 +290,9 @@ def test_rows_that_are_not_16_bytes_fall_back_once(op: str, n: int, k: int, says
     with caplog.at_level(logging.WARNING, "weft"):
         assert max(errors(op, [8, 8], n, k, "fused", calls=3)) < 5e-3
     lines = [r.getMessage() for r in caplog.records if "sequential instead of fused" in r.getMessage()]
-    assert len(lines) == 1 and all(line.startswith(op) and says in line for line in lines), "one line"
+    assert len(lines) == 1 and all(line.startswith(op) and says in line for line in lines), (
+        "weft must log exactly one line"
+    )
 
 
 @pytest.mark.parametrize(("op", "plan"), [(op, "decomposed") for op in OPS] + [(OPS[0], SMALL_COPIED)])
@@ -298,12 +300,14 @@ def test_copies_of_shards_of_different_lengths_fall_back_once(op: str, plan: Any
     with caplog.at_level(logging.WARNING, "weft"):
         assert max(errors(op, [8, 8, 3], 16, 16, plan, calls=3)) < 5e-3
     lines = [r.getMessage() for r in caplog.records if "copies need shards of one length" in r.getMessage()]
-    assert len(lines) == 1 and all(line.startswith(f"{op}: sequential instead") for line in lines), "one line"
+    assert len(lines) == 1 and all(line.startswith(f"{op}: sequential instead") for line in lines), (
+        "weft must log exactly one line"
+    )
 
 
 @pytest.mark.parametrize("seed", some(range(6)))
 def test_a_librarys_gemm_after_copied_shards(seed: int) -> None:
-    """Flags follow the rows of each shard, and the call's number follows the GEMM. Here the GEMM waits shard by
+    """The copy engine sets a flag after each shard, and the call's number after the GEMM. Here the GEMM waits shard by
     shard."""
     plan = FlagGated(tile_m=8, cluster_m=2)
     for ranks, bias in ((2, True), (4, False)):
@@ -323,7 +327,9 @@ def test_the_librarys_gemm_falls_back_once(rows: tuple[int, ...], says: str, cap
     with caplog.at_level(logging.WARNING, "weft"):
         assert max(errors(OPS[0], list(rows), 16, 16, FlagGated(tile_m=8, cluster_m=2), calls=2)) < 5e-3
     lines = [r.getMessage() for r in caplog.records if says in r.getMessage()]
-    assert len(lines) == 1 and all("sequential instead of flag_gated" in line for line in lines), "one line"
+    assert len(lines) == 1 and all("sequential instead of flag_gated" in line for line in lines), (
+        "weft must log exactly one line"
+    )
 
 
 @pytest.mark.parametrize("op", OPS[1:])
@@ -340,14 +346,14 @@ def test_two_programs_that_share_an_sm_are_both_resident() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_posted_blocks_of_several_rows_and_part_of_one(op: str) -> None:
-    """A rank has more than one block, and the last one ends anywhere in a row."""
+    """A rank has more than one block, and the last one may end in the middle of a row."""
     for rows in ([5, 5], [9, 2, 4]):
         compare(op, rows, 328, 264, OneShot(programs=3, warps=4), calls=2)
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_posted_rows_of_every_rank_or_none(op: str, caplog: Any) -> None:
-    """A rank whose part is empty would not wait for the others."""
+    """A rank with an empty part would not wait for the other ranks."""
     with caplog.at_level(logging.WARNING, "weft"):
         assert max(errors(op, [8, 0, 3], 16, 16, "one_shot", calls=3)) < 5e-3
     assert f"{op}: sequential instead of one_shot: a rank without rows" in caplog.text
@@ -359,7 +365,7 @@ def test_decomposed_needs_no_alignment(op: str) -> None:
 
 
 def test_tensors_at_odd_addresses() -> None:
-    """On one rank alone a view does not start at a 16-byte boundary: the ranks still choose one plan, and the result is
+    """Only on one rank does the view start off a 16-byte boundary: the ranks still choose one plan, and the result is
     right."""
 
     def main(world: weft.World) -> bool:
@@ -376,7 +382,7 @@ def test_tensors_at_odd_addresses() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_row_of_any_stride(kind: str) -> None:
-    """On one rank alone a single row has an arbitrary stride: such a row counts as contiguous."""
+    """Only on one rank does a single row have an arbitrary stride; such a row counts as contiguous."""
 
     def main(world: weft.World) -> bool:
         row = draw(world.rank, 64, 1).t() if world.rank else draw(world.rank, 4, 67)[:1, :64]
@@ -421,7 +427,7 @@ def test_repeated_calls_with_views(op: str, plan: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
 def test_out_may_share_memory_with_an_operand(op: str, kind: str) -> None:
-    """Fused programs finish tiles while others still read what they need."""
+    """Fused programs finish tiles while other programs still read data that these need."""
     assert max(emulate(lambda world: shared_case(world, op, 32, 64, kind), 2)) < 5e-3
 
 
@@ -435,7 +441,7 @@ def test_rows_longer_than_an_arena_has_to_spare() -> None:
 
 
 def test_a_sum_of_2_31_elements_is_not_empty() -> None:
-    """Only the first elements exist: the emulator raises where they end."""
+    """Only the first elements exist: the emulator raises an error for a read past their end."""
 
     def rank(world: weft.World) -> None:
         t, me = torch.ones(64, dtype=torch.bfloat16), world.tensor([0], torch.int32)
@@ -448,7 +454,7 @@ def test_a_sum_of_2_31_elements_is_not_empty() -> None:
 
 
 def test_a_capture_does_not_hide_the_stream_before_it() -> None:
-    """Work of an eager call may still run when the next call comes on another stream, after a capture."""
+    """After a capture, an eager call's work may still run when the next call arrives on another stream."""
 
     def rank(world: weft.World) -> None:
         backend: Any = world.backend
@@ -465,7 +471,7 @@ def test_a_capture_does_not_hide_the_stream_before_it() -> None:
 
 
 def test_one_descriptor_over_all_ranks() -> None:
-    """Every copy lies a whole number of granules above the lowest one."""
+    """The address of every copy is a whole number of granules above the lowest one."""
 
     def main(world: weft.World) -> None:
         memory = world.symmetric((4096,), torch.uint8, "m")
@@ -480,7 +486,7 @@ def test_one_descriptor_over_all_ranks() -> None:
     emulate(main, 3)
 
 
-def test_small_is_what_a_small_world_gets() -> None:
+def test_a_small_world_runs_the_small_plan() -> None:
     def main(world: weft.World) -> None:
         assert world.sm_count < 32
         result = weft.all_gather_matmul(draw(0, 8, 16), draw(1, 16, 16), world=world, plan="fused")
@@ -493,7 +499,7 @@ def test_small_is_what_a_small_world_gets() -> None:
 
 @pytest.mark.parametrize("plan", ["fused", SMALL_COPIED], ids=["pulled", "copied"])
 def test_gated_and_plain_calls_of_one_shape(plan: str | Plan) -> None:
-    """Both kinds share their channels, so their calls are counted together."""
+    """Both kinds use the same channels, so their calls are counted together."""
 
     def main(world: weft.World) -> float:
         worst = 0.0
@@ -516,8 +522,8 @@ def test_gated_and_plain_calls_of_one_shape(plan: str | Plan) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_kernels_are_loaded_before_anything_spins(op: str) -> None:
-    """Loading can wait for a spinning kernel, so a call loads every variant that runs beside another before it
-    launches anything: also where a bias or a dtype makes another variant of a known shape."""
+    """Loading can wait for a spinning kernel. A call therefore loads all variants that run beside each other before it
+    launches any, even if a bias or a dtype needs another variant of a known shape."""
 
     def main(world: weft.World) -> int:
         backend: Any = world.backend

@@ -1,6 +1,6 @@
-"""The memory of `out=` and `received=` does not change an op's result: it may begin off a multiple of 16 bytes, or
-overlap an operand. One grid covers all functions with such an argument, all kinds of plans and all operands; strided
-memory is refused."""
+"""The memory of `out=` and `received=` does not change an op's result: it may begin off a 16-byte boundary, or overlap
+an operand. One grid covers all functions with such an argument, all kinds of plans and all operands; strided memory is
+refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.ops.moe.routing import route_tables
 
 T, H, INNER, EXPERTS, K = 12, 32, 32, 4, 2
 LAYER = Layer(T, EXPERTS, K, H, INNER, torch.bfloat16)
-TILE = 16  # rows, of the emulator's plans
+TILE = 16  # rows of a tile in the emulator's plans
 Operands = dict[str, torch.Tensor]
 Function = Callable[[Operands, torch.Tensor | None], torch.Tensor]
 
@@ -75,7 +75,7 @@ def first_half_rows(world: weft.World) -> int:
 
 
 def expert_rows(hidden: torch.Tensor, world: weft.World) -> torch.Tensor:
-    """Return the experts' rows, which begin at whole tiles; nothing may read what is between them."""
+    """Return the experts' rows, which begin at whole tiles; nothing may read the rows between them."""
     world.synchronize()
     ids = torch.cat([at_random(0, r, T, LAYER, world.size) for r in range(world.size)])
     counts = ids.flatten().bincount(minlength=EXPERTS)
@@ -116,11 +116,11 @@ OPS = (
     "all_reduce_rms_norm", "gathered_attention", "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter",
     "matmul_all_to_all_routed",
 )  # fmt: skip
-FUNCTIONS = {name: REGISTRY[name].kinds for name in OPS}  # as a user calls them, and their plans
+FUNCTIONS = {name: REGISTRY[name].kinds for name in OPS}  # every public function and its plans
 FUNCTIONS |= {"moe.moe": REGISTRY["moe"].kinds, "moe.moe received": REGISTRY["moe"].kinds}
 FUNCTIONS["moe.combine"] = list(ROW_LAYOUTS)
 FUNCTIONS["matmul"] = ["sequential"]
-SAME_OP = {"all_gather_matmul_with_gathered", "all_reduce_rms_norm_quantized"}  # other results of an op that is above
+SAME_OP = {"all_gather_matmul_with_gathered", "all_reduce_rms_norm_quantized"}  # further results of an op listed above
 
 
 def test_every_function_with_out_is_covered() -> None:
@@ -135,7 +135,7 @@ def test_every_function_with_out_is_covered() -> None:
 
 
 def over(operand: torch.Tensor, result: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a copy of the operand, and memory for the result that begins this many bytes after it, in one
+    """Return a copy of the operand, and memory for the result that begins a given number of bytes after it, in one
     allocation."""
     size = lambda t: t.numel() * t.element_size()  # noqa: E731
     memory = torch.zeros(size(operand) + shift + size(result) + 64, dtype=torch.uint8)

@@ -22,7 +22,7 @@ from weft.ops.moe.expert_parallel.op import MOE
 
 
 class Recorded:
-    """A launch that records the tensors for which it was loaded."""
+    """A launch that records the tensors with which it was loaded."""
 
     def __init__(self) -> None:
         self.loaded: list[tuple[bool, ...]] = []
@@ -45,8 +45,8 @@ def test_kernels_are_loaded_ahead_once_for_each_combination_of_alignments() -> N
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_calls_that_need_different_plans_share_no_trial(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trial keys round the number of rows, but calls do not share a trial where some ranks have more rows than
-    others, or where any other field differs."""
+    """Trial keys round the number of rows, but calls do not share a trial if some ranks have more rows than others, or
+    if any other field differs."""
     calls: list[Any] = []
     check = type(REGISTRY[op]).check
     monkeypatch.setattr(type(REGISTRY[op]), "check", lambda *a: calls.append(check(*a)) or calls[-1])
@@ -58,7 +58,7 @@ def test_calls_that_need_different_plans_share_no_trial(op: str, monkeypatch: py
     weft.spmd(main, 2, backend="emulated")
     key, call = REGISTRY[op].trial_key, calls[0]
     assert key(replace(call, shards=(16, 16))) != key(replace(call, shards=(20, 12)))
-    # `everywhere` is the operator's; ranks need not ask alike for what was gathered.
+    # The operator chooses `everywhere`, and ranks may request different values of `gathered`.
     assert shared_by(key, call) - {"everywhere", "gathered"} == {"shards"}
 
 
@@ -74,7 +74,7 @@ def another(value: Any) -> Any:
 
 
 def shared_by(key: Any, call: Any) -> set[str]:
-    """Return the fields in which calls that share a trial may differ, where `shards` keeps its sum."""
+    """Return the fields in which calls that share a trial may differ, when `shards` keeps its sum."""
     names = {field.name for field in fields(call)}
     values = {name: (16,) * 2 if name == "shards" else another(getattr(call, name)) for name in names}
     return {name for name in names if key(replace(call, **{name: values[name]})) == key(call)}
@@ -127,7 +127,7 @@ def test_a_shape_is_prepared_once_and_again_after_its_memory_grew(monkeypatch: p
 
 
 @pytest.mark.parametrize("plan", ["sequential", "fused"])
-def test_a_known_call_refuses_what_the_first_one_refuses(plan: str) -> None:
+def test_a_known_call_refuses_the_same_arguments_as_the_first(plan: str) -> None:
     def main(world: World) -> None:
         x, w, refused = draw(world.rank, 16, 64), draw(7, 16, 64), []
         for _ in range(2):

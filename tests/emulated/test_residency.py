@@ -1,5 +1,5 @@
-"""Calls on two streams of a rank whose launches wait for other ranks: those that may not fit on the SMs together run
-one after another, in one order on all ranks, and all others run concurrently."""
+"""Calls on two streams of a rank whose launches wait for other ranks. Calls that may not fit on the SMs together run
+one after another, in the same order on all ranks; all other calls run concurrently."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def on_two_streams(call_a: tuple[weft.World, Call], call_b: tuple[weft.World, Ca
 
 @contextmanager
 def counted_waits(world: weft.World) -> Iterator[list[str]]:
-    """Yield a list of the names of the streams for which a different stream was made to wait for room."""
+    """Yield a list that records the name of each stream for which another stream waits until there is room."""
     waits: list[str] = []
     backend, start_after = world.backend, world.backend.start_after
 
@@ -73,7 +73,7 @@ def counted_waits(world: weft.World) -> Iterator[list[str]]:
         del backend.start_after
 
 
-# -- what hangs without it ---------------------------------------------------------------------------------------------
+# -- calls that hang without it ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("call_a", "call_b", "seed"), [(gather, layer, 1), (two_shot, layer, 2)])
@@ -121,8 +121,8 @@ def test_a_grid_barrier_needs_room_for_all_programs() -> None:
 
 
 def test_launches_are_noted_as_they_were_compiled(monkeypatch: Any) -> None:
-    """On a GPU, a launch's threads, the registers of all threads, and its shared memory with the system's part are
-    recorded; nothing is recorded for a launch that waits for no other."""
+    """On a GPU, weft records a launch's threads, the registers of all threads, and its shared memory with the system's
+    part; it records nothing for a launch that does not wait for another."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     compiled = SimpleNamespace(n_regs=165, metadata=SimpleNamespace(num_warps=8, shared=4096))
     plain: Any = SimpleNamespace(
@@ -137,7 +137,7 @@ def test_launches_are_noted_as_they_were_compiled(monkeypatch: Any) -> None:
     assert notes.launches == (frozenset({ResidentPrograms(132, (168 * 256, 5120, 256))}),)
 
 
-# -- what goes on as without it ----------------------------------------------------------------------------------------
+# -- calls that run as without it --------------------------------------------------------------------------------------
 
 
 def waits_of(world: weft.World, plan: weft.Plan) -> int:
@@ -158,7 +158,7 @@ def test_calls_that_fit_together_take_no_event() -> None:
 
 
 def known_calls_on_one_stream(world: weft.World) -> int:
-    """Return how often calls on one stream check the room of other streams' launches."""
+    """Return how often calls on one stream check whether launches on other streams leave room."""
     calls: tuple[Call, ...] = gather, two_shot, lambda world: weft.matmul_reduce_scatter(x(), x(), world=world)
     for _ in range(2):
         for call in calls:
@@ -209,7 +209,7 @@ def test_captures_are_apart() -> None:
     assert weft.spmd(waits_in_a_capture, 1, backend="emulated") == [["a"]]
 
 
-# -- what fits ---------------------------------------------------------------------------------------------------------
+# -- which launches fit ------------------------------------------------------------------------------------------------
 
 
 def stuck(sms: SMs, launches: list[ResidentPrograms]) -> bool:
@@ -242,29 +242,31 @@ programs = st.builds(ResidentPrograms, st.integers(1, 3), st.tuples(st.integers(
 
 @given(st.integers(1, 3), st.lists(programs, min_size=1, max_size=3))
 @settings(deadline=None, max_examples=150)
-def test_what_fits_is_never_stuck(number: int, launches: list[ResidentPrograms]) -> None:
+def test_launches_that_fit_are_never_stuck(number: int, launches: list[ResidentPrograms]) -> None:
     sms = SMs(number, (6, 6))
     assert not (sms.fit(launches) and stuck(sms, launches))
 
 
-def test_what_fits() -> None:
+def test_launches_that_fit_together() -> None:
     sms = SMs(132, (65536, 228 << 10, 2048))
     gemm, rows = ((256 * 168, 200 << 10, 256), (128 * 40, 8 << 10, 128))
-    assert sms.fit([ResidentPrograms(100, gemm), ResidentPrograms(32, gemm)]), "an SM for each"
+    assert sms.fit([ResidentPrograms(100, gemm), ResidentPrograms(32, gemm)]), "each program has an SM"
     assert not sms.fit([ResidentPrograms(100, gemm), ResidentPrograms(33, gemm)])
-    assert sms.fit([ResidentPrograms(132, rows), ResidentPrograms(132, rows)]), "beside each other on each SM"
+    assert sms.fit([ResidentPrograms(132, rows), ResidentPrograms(132, rows)]), "two programs share each SM"
     assert sms.fit([ResidentPrograms(116, gemm), ResidentPrograms(16, rows)])
-    assert not sms.fit([ResidentPrograms(132, gemm), ResidentPrograms(132, rows)]), "four of rows keep a GEMM's away"
+    assert not sms.fit([ResidentPrograms(132, gemm), ResidentPrograms(132, rows)]), (
+        "four programs of rows on an SM leave no room for the GEMM"
+    )
 
 
 def test_a_call_waits_for_all_that_may_still_run() -> None:
-    """This includes a call on a third stream that fits beside the last one of the second."""
+    """A call also waits for a call on a third stream that fits beside the second stream's last one."""
     half, whole = ((frozenset({ResidentPrograms(n, (1,))}),) for n in (2, 4))
     ledger = Ledger(SMs(4, (1,)))
     assert ledger.enter("a", whole) == []
     assert ledger.enter("b", half) == ["a"]
-    assert ledger.enter("b", half) == [], "it waits for them already"
-    assert ledger.enter("c", half) == ["a", "b"], "which the second stream has waited for, but this one has not"
-    assert ledger.enter("b", half) == [], "they fit"
-    assert ledger.enter("a", half) == ["b", "c"], "three of them do not"
-    assert sorted(ledger.enter("b", UNKNOWN)) == ["a", "c"], "nothing is known to fit beside that"
+    assert ledger.enter("b", half) == [], "the stream waits for them already"
+    assert ledger.enter("c", half) == ["a", "b"], "the second stream has waited for the first, but the third has not"
+    assert ledger.enter("b", half) == [], "both calls must fit"
+    assert ledger.enter("a", half) == ["b", "c"], "three calls must not fit"
+    assert sorted(ledger.enter("b", UNKNOWN)) == ["a", "c"], "an unknown launch fits beside none"

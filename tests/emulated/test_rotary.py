@@ -37,7 +37,7 @@ def test_rotary(m: int, d: int, heads: int, kv: int, period: int, normed: bool, 
     assert distance(actual.double(), torch.cat([t.flatten(1) for t in expected], 1)) < 4e-3
 
 
-def test_what_does_not_fit() -> None:
+def test_wrong_arguments_are_refused() -> None:
     qkv, angle, norm = draw(1, 3, 32), torch.zeros(3, 8), draw(2, 8)
 
     def main(world: weft.World) -> None:
@@ -58,7 +58,7 @@ def test_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_known_call_is_of_its_dtypes(ranks: int) -> None:
-    """Each operand may have either dtype; tensors are at new addresses in each call."""
+    """The operands may have either dtype, and tensors have new addresses in each call."""
     qkv, angle, norm = draw(1, 4, 32), draw(2, 4, 8).float(), draw(3, 8)
 
     def main(world: weft.World) -> float:

@@ -155,7 +155,7 @@ def test_operands_that_are_not_contiguous_and_out_that_holds_one(plan: str) -> N
 @pytest.mark.parametrize("needs", [("x",), ("w",), ("b",), ("w", "b")], ids=str)
 @pytest.mark.parametrize("plan", ["sequential", "fused"])
 def test_gradients_of_some_operands(plan: str, needs: tuple[str, ...]) -> None:
-    """The requested gradients equal those of a call that requests all gradients, and the other gradients are None."""
+    """Requested gradients are the same as in a call that requests all gradients, and the other gradients are None."""
 
     def main(world: World) -> None:
         tensors = dict(x=draw(world.rank, 20, 16), w=draw(3, 24, 16), b=draw(4, 24))
@@ -199,7 +199,7 @@ def test_ranks_on_two_nodes_are_sequential() -> None:
     assert max(emulate(lambda world: routed_case(world, 20, 16, 16, "auto", gradient=True), 4, nodes=2)) < BOUND
 
 
-def test_errors_quote_what_was_given() -> None:
+def test_errors_quote_the_arguments() -> None:
     def main(world: World) -> None:
         x, w, d = draw(0, 20, 24), draw(1, 40, 24), torch.zeros(20, dtype=torch.int32)
         fn: Any = weft.matmul_all_to_all_routed
@@ -227,7 +227,7 @@ def test_errors_quote_what_was_given() -> None:
 @pytest.mark.parametrize("plan", ["sequential", "fused"])
 def test_ranks_that_disagree(plan: str) -> None:
     """Ranks disagree on the number of rows, or on the plan. A bias or a gradient on one rank alone does not affect the
-    other ranks."""
+    others."""
 
     def main(world: World) -> None:
         m = 16 + 8 * world.rank
@@ -250,7 +250,7 @@ def test_ranks_that_disagree(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["sequential", "fused", "auto"])
 def test_a_capture_allocates_and_compares_nothing(plan: str) -> None:
-    """After an eager step, forward and backward passes run as inside a capture, with other routings."""
+    """After an eager step, forward and backward passes run as in a capture, with different routings."""
 
     def main(world: World) -> float:
         caller, rng = Caller(world, 24, 16, 16, plan, BF), mutation.random.Random(2)
@@ -259,7 +259,7 @@ def test_a_capture_allocates_and_compares_nothing(plan: str) -> None:
             caller.call(call, some_nowhere(rng, world.size, 24), bias=True, gradient=True)
             if call == 1:
                 backend.capturing, backend.captures = lambda: True, lambda stream: True
-                backend.exchange = backend.symmetric = None  # an error if they are called
+                backend.exchange = backend.symmetric = None  # a call of either is an error
         del backend.exchange, backend.symmetric
         return caller.error()
 
@@ -313,7 +313,7 @@ def test_a_compiled_graph(plan: str | Plan, dynamic: bool) -> None:
                 assert torch.equal(eager, graph_result)
             with torch.no_grad():
                 assert all(torch.equal(a, b) for a, b in zip(fn(x, w, b, d), compiled(x, w, b, d), strict=True))
-        assert len(graphs) == 2, "with and without gradients"
+        assert len(graphs) == 2, "one graph with gradients and one without"
 
     emulate(main, 2)
 
@@ -371,7 +371,7 @@ def calls(**case: Any) -> mutation.Main:
 
 
 def on_two_streams(gradient: bool) -> mutation.Main:
-    """Alternate calls between two streams; none drains its stream, as on a GPU."""
+    """Alternate calls between two streams. No call drains its stream, as on a GPU."""
 
     def main(world: World) -> None:
         callers = {name: Caller(world, 37, 40, 40, "fused", BF) for name in ("first", "second")}
@@ -486,7 +486,8 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 
 
 def test_other_rows_are_the_same_kernels() -> None:
-    """Kernels are not specialised by the number of rows, as Triton would specialise them for 1 and multiples of 16."""
+    """Kernels are not specialised by the number of rows, although Triton specialises integer arguments for 1 and for
+    multiples of 16."""
 
     def kernels(m: int) -> list[Any]:
         COMPILED["rows"] = replaced = (2, m, 512, 256, BF, True, FusedAllToAll())

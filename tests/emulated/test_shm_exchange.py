@@ -1,12 +1,11 @@
-"""The exchange between hosts of one machine over shared memory (backends/shm_exchange.py), and its use by a World:
-calls of late ranks are compared at the next check.
+"""The exchange between hosts of one machine over shared memory (backends/shm_exchange.py), and its use by a World: a
+World compares late ranks' calls at the next check.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import random
 import re
 import signal
@@ -34,7 +33,7 @@ from weft.world import LATE, PATIENCE
 
 
 def ranks(fn: Callable[[SharedMemoryExchange], Any], size: int = 2, seconds: float = 20.0) -> list[Any]:
-    """Run `fn` on threads, each with its own SharedMemoryExchange over one file."""
+    """Run `fn` on threads, each with its own SharedMemoryExchange over the same file."""
     slots: list[Any] = [None] * size
     barrier = threading.Barrier(size, timeout=20)
     results: list[Any] = [None] * size
@@ -103,7 +102,7 @@ def test_a_rank_that_is_late_is_not_waited_for() -> None:
 
 
 def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
-    """One rank repeatedly posts LEAD messages before it reads the first; the other reads each message at once."""
+    """One rank repeatedly posts LEAD messages before it reads the first; the other rank reads each message at once."""
 
     def main(shm: SharedMemoryExchange) -> bool:
         step = 1 if shm.rank else LEAD
@@ -121,8 +120,8 @@ def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
     assert ranks(main) == [True, True]
 
 
-def test_final_data_takes_no_slot_of_posts() -> None:
-    """Final data uses no slot of posts on any rank, wherever its posts are in its ring."""
+def test_final_data_uses_no_slot_of_posts() -> None:
+    """Final data uses no slot of posts on any rank, at any position of the ring of posts."""
 
     def main(shm: SharedMemoryExchange) -> bool:
         ends: list[bytes | None] = [b"end of %d" % rank for rank in range(3)]
@@ -143,7 +142,7 @@ def test_half_a_slot_is_not_taken() -> None:
         while shm.collect(1.0) is None:
             pass
         shm.post(b"again")
-        shm.memory[shm._offset(shm.rank, 1) + boards._HEAD.size] ^= 1  # as where the head was seen before what it is of
+        shm.memory[shm._offset(shm.rank, 1) + boards._HEAD.size] ^= 1  # as if the head was visible before its data
         return shm._next(shm.rank)
 
     assert ranks(main) == [None, None]
@@ -175,7 +174,7 @@ def _second_rank(path: str, ready: Any) -> None:
 
 
 def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
-    """The error comes long before the time limit."""
+    """The error is raised long before the time limit."""
     path = tmp_path / "board"
     path.write_bytes(bytes(2 * (boards._PART + boards._SLOT)))
     context = multiprocessing.get_context("spawn")
@@ -195,7 +194,7 @@ def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
 
 
 def _killed(path: str, ready: Any, child: Any) -> None:
-    """Kill a rank while a worker process of it, such as a DataLoader's, lives on."""
+    """Kill a rank while a worker process that it forked, such as a DataLoader's, is alive."""
     shm = SharedMemoryExchange(os.open(path, os.O_RDWR), 1, 2, 20.0)
     shm.post(b"here")
     pid = os.fork()
@@ -223,11 +222,11 @@ def test_a_rank_that_is_killed_is_noticed_though_its_children_live(tmp_path: Pat
     with pytest.raises(Timeout, match="rank 1 has ended"):
         shm.collect(None)
     process.join()
-    os.kill(child.value, signal.SIGKILL)  # it lives, or this raises
+    os.kill(child.value, signal.SIGKILL)  # raises an error unless the process is alive
 
 
 def in_child(fn: Callable[[], bool]) -> bool:
-    """Return whether fn returned True in a forked process."""
+    """Return whether `fn` returned True in a forked process."""
     pid = os.fork()
     if pid:
         return os.waitpid(pid, 0)[1] == 0
@@ -238,7 +237,7 @@ def in_child(fn: Callable[[], bool]) -> bool:
 
 
 def test_a_child_of_a_child_closes_no_other_file(tmp_path: Path) -> None:
-    """A worker forks: the descriptor that the first fork closed is another file in the worker."""
+    """A worker forks: the descriptor that the first fork closed refers to a different file in the worker."""
     exchanges = [SharedMemoryExchange.shared(0, 1, 1.0, lambda obj: [obj]) for _ in range(2)]
 
     def child() -> bool:
@@ -284,8 +283,8 @@ def test_a_file_without_room_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_file_of_a_killed_start_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No other file is removed: neither one that a rank has locked or is about to lock, nor one of another program
-    whose name begins alike."""
+    """No other file is removed: neither a file that a rank has locked or is about to lock, nor another program's file
+    whose name has the same beginning."""
     monkeypatch.setattr(boards, "FOLDER", tmp_path)
     killed, locked, young = (f"weft-{digit * 32}" for digit in "abc")
     names = killed, locked, young, "weft-parts", "another"
@@ -306,20 +305,20 @@ def test_without_a_folder_that_all_see_there_is_none(monkeypatch: pytest.MonkeyP
 
 
 def test_short_exchanges_use_shared_memory_and_long_ones_messages() -> None:
-    """A rank that posted while others exchange does not make them wait for messages."""
-    sent: list[bytes] = []
+    """A rank that posted while other ranks exchange does not make them wait for messages."""
+    sent: list[object] = []
 
     def main(shm: SharedMemoryExchange) -> Any:
         backend = CudaBackend.__new__(CudaBackend)
         backend.rank, backend.size, backend._shm = shm.rank, 2, shm
 
-        def messages(data: bytes) -> list[Any]:
-            sent.append(data)
+        def messages(obj: object) -> list[Any]:
+            sent.append(obj)
             return ["by messages"] * 2
 
-        backend._exchange_messages = messages  # type: ignore[method-assign]
+        backend._messages = SimpleNamespace(objects=messages)  # type: ignore[assignment]
         short = backend.exchange(("short", shm.rank))
-        long = backend.exchange(b"x" * (2 * BYTES if shm.rank else 1))  # that of one rank is
+        long = backend.exchange(b"x" * (2 * BYTES if shm.rank else 1))  # rank 1's data is long
         post: Any = backend.post
         assert post(b"x" * BYTES) is None
         collected = post(("a", 1))(None)
@@ -335,20 +334,20 @@ def test_short_exchanges_use_shared_memory_and_long_ones_messages() -> None:
 
 
 def test_a_long_message_is_not_mistaken_for_an_earlier_one() -> None:
-    """One rank is late for a short call; a call whose data is too long for a slot follows."""
-    barrier, slots = threading.Barrier(2, timeout=20), [b""] * 2
+    """One rank is late for a short call; the data of the next call is too long for a slot."""
+    barrier, slots = threading.Barrier(2, timeout=20), [None] * 2
 
     def main(shm: SharedMemoryExchange) -> bool:
         backend = CudaBackend.__new__(CudaBackend)
         backend.rank, backend.size, backend._shm, backend.device = shm.rank, 2, shm, torch.device("cpu")
         backend.sm_count, backend.uploads = 1, cuda.Uploads(backend.device)
 
-        def messages(data: bytes) -> list[Any]:
-            slots[shm.rank] = data
+        def messages(obj: Any) -> list[Any]:
+            slots[shm.rank] = obj
             barrier.wait()
-            return [pickle.loads(slot) for slot in slots]
+            return slots
 
-        backend._exchange_messages = messages  # type: ignore[method-assign]
+        backend._messages = SimpleNamespace(objects=messages)  # type: ignore[assignment]
         backend.name_counters = lambda describe: None  # type: ignore[method-assign]
         backend.capturing = lambda: False  # type: ignore[method-assign]
         world = weft.World(backend)
@@ -358,7 +357,7 @@ def test_a_long_message_is_not_mistaken_for_an_earlier_one() -> None:
             world.post_call("call", **fields)
         world.post_call("another")
         world._collect(None)
-        return bool(slots[0]) and shm.post_count == shm.collect_count
+        return slots[0] is not None and shm.post_count == shm.collect_count
 
     assert ranks(main) == [True] * 2
 
@@ -375,7 +374,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         return collect
 
     monkeypatch.setattr(EmulatedBackend, "post", late_post)
-    monkeypatch.setattr(EmulatedBackend, "compares", False)  # which tells at the call itself
+    monkeypatch.setattr(EmulatedBackend, "compares", False)  # otherwise the call itself would compare
 
 
 def refused(fn: Callable[[weft.World], object], size: int = 2) -> list[str]:
@@ -387,7 +386,7 @@ def refused(fn: Callable[[weft.World], object], size: int = 2) -> list[str]:
             fn(world)
         except Mismatch as e:
             messages[world.rank] = str(e)
-            world.backend.exchange("both")  # each has its own
+            world.backend.exchange("both")  # both ranks have raised their Mismatch
             raise
 
     with pytest.raises(Mismatch):
@@ -404,8 +403,8 @@ KINDS = [(op, kind) for op in collectives() for kind in REGISTRY[op].kinds if op
 def test_late_ranks_that_disagree_raise_at_the_next_check(
     monkeypatch: pytest.MonkeyPatch, op: str, kind: str, differ: str
 ) -> None:
-    """Ranks disagree after a call on which they agree. Plans with bounded waits raise at the next check, and others
-    at once."""
+    """Ranks disagree after a call on which they agree. Plans with bounded waits raise an error at the next check, other
+    plans at once."""
 
     def main(world: weft.World) -> None:
         x, w = torch.randn(16, 32).bfloat16(), torch.randn(32, 32).bfloat16()
@@ -419,14 +418,14 @@ def test_late_ranks_that_disagree_raise_at_the_next_check(
     begin = weft.World.begin
 
     def counted(world: weft.World, number: int | None, *others: Any) -> None:
-        if number is not None and world._calls[number][0] == op:  # not what the op's plan calls
+        if number is not None and world._calls[number][0] == op:  # excludes calls made by the op's plan
             begun.append(world.rank)
         begin(world, number, *others)
 
     monkeypatch.setattr(weft.World, "begin", counted)
     messages = refused(main)
     plan = next(kind_ for kind_ in REGISTRY[op].runs if kind_.kind == kind)
-    assert len(begun) == (4 if plan.bounded else 2), "where the library would wait for ever nothing runs"
+    assert len(begun) == (4 if plan.bounded else 2), "a plan whose waits are unbounded must not run"
     assert (
         messages[0] == messages[1]
         and f"rank 0: {op} {differ}=" in messages[0]
@@ -513,7 +512,7 @@ def every_use_raises(world: weft.World, error: type[Exception], says: str) -> bo
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("rank_1_makes", ["another call", "memory", "an exchange", "fewer calls"])
 def test_every_use_raises_after_a_mismatch_with_a_rank_ahead(rank_1_makes: str) -> None:
-    """The rank that ran ahead may have launched its call and posted later ones; the other rank cannot know how many."""
+    """The fast rank may have launched its call and posted later ones; the other rank cannot know how many."""
 
     def main(world: weft.World) -> bool:
         weft.all_reduce(torch.ones(4, 8).bfloat16(), world=world, plan="sequential")
@@ -584,7 +583,7 @@ def test_every_use_raises_after_a_timeout() -> None:
 def test_after_a_timeout_over_gloo_every_message_raises() -> None:
     messages = Messages.__new__(Messages)
     messages.rank, messages.size, messages.seconds, messages._lost = 0, 2, 1.0, ""
-    works = [SimpleNamespace(wait=lambda: None)]  # a later message of which gloo thinks that it arrived
+    works = [SimpleNamespace(wait=lambda: None)]  # a later message that gloo reports as received
 
     def expires(*_: object) -> Any:
         if len(works) == 1:
@@ -600,8 +599,8 @@ def test_after_a_timeout_over_gloo_every_message_raises() -> None:
 
 # -- ranks whose waits expire, or that are in other calls --------------------------------------------------------------
 def stuck(shm: SharedMemoryExchange, flag: int, words: tuple[int, int], tile: int = 3) -> CudaBackend:
-    """Return a rank's backend with a record from its GPU, which says what it waited for, and what it saw of the other
-    rank."""
+    """Return a rank's backend with a record from its GPU, which contains the expired wait, and the values that it read
+    from the other rank."""
     backend = CudaBackend.__new__(CudaBackend)
     backend.rank, backend.size, backend._shm, backend._waits = shm.rank, 2, shm, None
     backend.uploads = cuda.Uploads(torch.device("cpu"))
@@ -613,7 +612,7 @@ def stuck(shm: SharedMemoryExchange, flag: int, words: tuple[int, int], tile: in
 
 
 @pytest.mark.parametrize("rank_1_state", ["waits", "does not"])
-def test_an_expired_wait_says_first_what_other_ranks_wait_in(
+def test_an_expired_wait_first_names_the_calls_of_other_ranks(
     monkeypatch: pytest.MonkeyPatch, rank_1_state: str
 ) -> None:
     monkeypatch.setattr(cuda, "GRACE", 20.0 if rank_1_state == "waits" else 0.1)
@@ -622,7 +621,7 @@ def test_an_expired_wait_says_first_what_other_ranks_wait_in(
         if shm.rank and rank_1_state != "waits":
             return ""
         backend = stuck(shm, EXPIRED, (9, 8))
-        for _ in range(2):  # every later check says the same
+        for _ in range(2):  # every later check raises the same error
             with pytest.raises(Timeout) as raised:
                 backend.check()
         return str(raised.value)

@@ -57,8 +57,8 @@ def test_a_partition_covers_the_waves(groups: list[int], waves: int) -> None:
 
 def test_partitions() -> None:
     assert partition((), 1) == (1,) and partition((), 3) == (1, 1, 1) and partition((), 10) == (3, 3, 3, 1)
-    assert partition((1, 2), 9) == (1, 8), "what is left joins the last group"
-    assert partition((2, 2, 2), 3) == (2, 1), "groups beyond the last wave"
+    assert partition((1, 2), 9) == (1, 8), "the last group includes the remaining waves"
+    assert partition((2, 2, 2), 3) == (2, 1), "groups beyond the last wave are cut off"
 
 
 @settings(deadline=None)
@@ -67,8 +67,8 @@ def test_partitions() -> None:
     groups=st.lists(st.integers(1, 4), max_size=4), unit=st.integers(1, 12),
 )  # fmt: skip
 def test_a_schedule(owners: int, tiles_per_owner: int, programs: int, groups: list[int], unit: int) -> None:
-    """Slots are a permutation within each group, ordered by owner; every program signals each of its groups once,
-    with its last tile in that group."""
+    """Tile positions are a permutation within each group, ordered by owner; every program signals each of its groups
+    once, with its last tile in that group."""
     tiles = owners * tiles_per_owner
     tile_schedule = schedule(tiles, programs, groups, owners, unit)
     assert tile_schedule.bounds[0] == 0 and tile_schedule.bounds[-1] == tiles
@@ -84,7 +84,7 @@ def test_a_schedule(owners: int, tiles_per_owner: int, programs: int, groups: li
             assert lo <= slots[t] < hi and (slots[t] - lo) // share == t % owners
         owner_slots = [slots[t] - lo for t in range(lo, hi) if t % owners == 0]
         assert owner_slots == list(range(share)), "an owner's tiles keep their order"
-        workers = {t % programs: t for t in range(lo, hi)}  # with their last tiles
+        workers = {t % programs: t for t in range(lo, hi)}  # each program's last tile of the group
         assert {
             p: entry.last_tile for p in range(programs) for entry in tile_schedule.program_groups[p] if entry.group == g
         } == workers
@@ -93,7 +93,7 @@ def test_a_schedule(owners: int, tiles_per_owner: int, programs: int, groups: li
 
 
 def slots_of(tile_schedule: Schedule, owners: int) -> list[int]:
-    """Return where signaled_gemm stores each tile when it walks a program's entries."""
+    """Return the place where signaled_gemm stores each tile when it processes a program's entries."""
     slots = [-1] * tile_schedule.bounds[-1]
     for p, entries in enumerate(tile_schedule.program_groups):
         left = list(entries)
@@ -137,9 +137,13 @@ PLANS: list[str | Plan] = [
 ]
 
 
+def plans_of(op: str) -> list[str | Plan]:
+    """Return the plans that the op has: with copy engines, only a reduce-scatter's groups are moved."""
+    return [plan for plan in PLANS if op == "matmul_reduce_scatter" or not getattr(plan, "copies", False)]
+
+
 @pytest.mark.parametrize("ranks", some([2, 4]))
-@pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
-@pytest.mark.parametrize("op", REDUCING)
+@pytest.mark.parametrize(("op", "plan"), [(op, plan) for op in REDUCING for plan in plans_of(op)])
 def test_against_torch(op: str, plan: str | Plan, ranks: int) -> None:
     for i, rows in enumerate(([16] * ranks, [40] * ranks, [64] * ranks, balanced_rows(13 * ranks + 1, ranks))):
         compare(op, rows, 72, 64, plan, run=i, calls=2)
@@ -155,7 +159,7 @@ def test_in_a_loop_over_tiles_as_before_hopper(op: str, seed: int) -> None:
         world.backend.capability = AMPERE
         return case(world, op, rows, 72, 40, plan, calls=3, bias=bias)
 
-    for plan in PLANS[1:]:
+    for plan in plans_of(op)[1:]:
         assert isinstance(plan, Plan)
         for rows, bias in ([40, 40], False), ([33, 32], True):
             assert max(emulate(lambda w, p=plan, r=rows, b=bias: main(w, r, p, b), 2, seed, preempt=0.2)) < 5e-3
@@ -165,7 +169,7 @@ def test_in_a_loop_over_tiles_as_before_hopper(op: str, seed: int) -> None:
 @pytest.mark.parametrize("m", [0, 1, 2, 3])
 def test_fewer_rows_than_ranks(op: str, m: int) -> None:
     for ranks in (2, 4):
-        for plan in ("signaled", replace(S, copies=True)):
+        for plan in ("signaled", replace(S, copies=op == "matmul_reduce_scatter")):
             compare(op, balanced_rows(m, ranks), 16, 40, plan, calls=3)
 
 
@@ -176,7 +180,7 @@ def test_rows_of_the_callers_choice(rows: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("op", REDUCING)
 def test_float16_views_and_out(op: str) -> None:
-    for plan in ("signaled", replace(S, copies=True)):
+    for plan in ("signaled", replace(S, copies=op == "matmul_reduce_scatter")):
         for rows in (17, 48):
             compare(op, [rows] * 2, 40, 40, plan, dtype=torch.float16, bias=True, calls=2)
             compare(op, [rows] * 2, 40, 40, plan, views=True, into=True, calls=2)
@@ -191,37 +195,42 @@ def test_float16_views_and_out(op: str) -> None:
 def test_random_shapes(
     op: str, rows: list[int], n: int, k: int, groups: list[int], ctas: int, copies: bool, bias: bool, run: int
 ) -> None:
+    copies = copies and op == "matmul_reduce_scatter"
     plan = replace(S, groups=tuple(groups), ctas=ctas, copies=copies)
-    if copies:  # what copy engines move
-        n, rows = n // 8 * 8, [rows[0] // 16 * 16] * len(rows) if op == "matmul_reduce_scatter" else rows
+    if copies:  # copy engines need whole words and tiles
+        n, rows = n // 8 * 8, [rows[0] // 16 * 16] * len(rows)
     compare(op, rows, n, 8 * k, plan, run, bias=bias, seed=run, calls=2)
 
 
 def test_unsupported_copies_are_sequential(caplog: Any) -> None:
-    """Reduce-scatter needs equal shards of whole tiles, and both ops need rows of whole 16-byte words. The reason is
-    logged once, and is the same on every rank."""
+    """Reduce-scatter needs equal shards of whole tiles, and rows that are a multiple of 16 bytes. The reason is logged
+    once, and is the same on every rank."""
     plan = replace(S, copies=True)
 
-    def main(world: weft.World, op: str, rows: list[int], n: int) -> tuple[float, bool]:
-        return case(world, op, rows, n, 24, plan, calls=2), bool({"staging", "partials"} & set(world._buffers))
+    def main(world: weft.World, rows: list[int], n: int) -> tuple[float, bool]:
+        return case(world, "matmul_reduce_scatter", rows, n, 24, plan, calls=2), "staging" in world._buffers
 
-    for op, rows, n, moved in (
-        ("matmul_reduce_scatter", [32, 32], 40, True), ("matmul_all_reduce", [17, 16], 40, True),
-        ("matmul_reduce_scatter", [33, 32], 40, False), ("matmul_reduce_scatter", [24, 24], 40, False),
-        ("matmul_reduce_scatter", [32, 32], 39, False), ("matmul_all_reduce", [17, 16], 39, False),
-    ):  # fmt: skip
+    for rows, n, moved in (([32, 32], 40, True), ([33, 32], 40, False), ([24, 24], 40, False), ([32, 32], 39, False)):
         caplog.clear()
-        for error, by_copies in emulate(lambda w, a=(op, rows, n): main(w, *a), 2):
+        for error, by_copies in emulate(lambda w, a=(rows, n): main(w, *a), 2):
             assert error < 5e-3 and by_copies == moved
         assert ("sequential instead of signaled" in caplog.text) != moved
 
 
-@pytest.mark.parametrize("copies", [False, True])
-def test_where_one_ranks_output_begins_does_not_divide_the_ranks(copies: bool) -> None:
+def test_an_all_reduce_by_copies_is_refused() -> None:
+    def main(world: weft.World) -> None:
+        x, w = draw(world.rank, 32, 24), draw(50 + world.rank, 40, 24)
+        with pytest.raises(ValueError, match="copies means nothing to this op"):
+            weft.matmul_all_reduce(x, w, world=world, plan=replace(S, copies=True))
+
+    emulate(main, 2)
+
+
+def test_where_one_ranks_output_begins_does_not_divide_the_ranks() -> None:
     def main(world: weft.World) -> float:
         x, w = draw(world.rank, 48, 24), draw(50 + world.rank, 40, 24)
         out = world.empty((48 * 40 + 4,), torch.bfloat16)[4 * world.rank :][: 48 * 40].view(48, 40)
-        actual = weft.matmul_all_reduce(x, w, world=world, plan=replace(S, copies=copies), out=out)
+        actual = weft.matmul_all_reduce(x, w, world=world, plan=S, out=out)
         return distance(actual, weft.matmul_all_reduce(x, w, world=world, plan="sequential"))
 
     assert max(emulate(main, 2)) < 5e-3
@@ -231,7 +240,7 @@ def test_where_one_ranks_output_begins_does_not_divide_the_ranks(copies: bool) -
 @pytest.mark.parametrize("op", REDUCING)
 def test_schedules(op: str, seed: int) -> None:
     """Several calls under frequent preemption report nothing, and the result is right."""
-    for copies, rows in ((False, [30, 29, 29]), (True, [32] * 3)):
+    for copies, rows in ((False, [30, 29, 29]), (op == "matmul_reduce_scatter", [32] * 3)):
         plan = replace(S, groups=((), (1, 1), (2,))[seed % 3], copies=copies)
         rank_errors = emulate(lambda w, p=plan, r=rows: case(w, op, r, 72, 24, p, calls=4), 3, seed, preempt=0.2)
         assert max(rank_errors) < 5e-3
@@ -245,7 +254,8 @@ def test_shapes_kinds_and_streams_in_turn(seed: int) -> None:
             for name in ("main", "second"):
                 with on_stream(world, name):
                     for op in REDUCING:
-                        for plan in ("signaled", replace(S, copies=True), "sequential", "decomposed", "fused"):
+                        by_copies = replace(S, copies=op == "matmul_reduce_scatter")
+                        for plan in ("signaled", by_copies, "sequential", "decomposed", "fused"):
                             worst = max(worst, case(world, op, [32] * world.size, 40, 32, plan, seed=i))
         return worst
 
@@ -270,7 +280,7 @@ def test_same_inputs_same_bits(op: str) -> None:
         assert all(torch.equal(runs[0][0][0], runs[0][rank][0]) for rank in range(3))
 
 
-# -- schedules that are wrong ------------------------------------------------------------------------------------------
+# -- wrong schedules ---------------------------------------------------------------------------------------------------
 
 
 def changed_entry(tile_schedule: Schedule, p: int, i: int, **new: int) -> Schedule:
@@ -281,7 +291,7 @@ def changed_entry(tile_schedule: Schedule, p: int, i: int, **new: int) -> Schedu
 
 
 def early(tile_schedule: Schedule) -> Schedule:
-    """A program signals a group one tile before its last tile of it."""
+    """A program signals a group when it has yet to compute its last tile of the group."""
     p, i = next(
         (p, i)
         for p, entries in enumerate(tile_schedule.program_groups)
@@ -292,18 +302,18 @@ def early(tile_schedule: Schedule) -> Schedule:
 
 
 def twice(tile_schedule: Schedule) -> Schedule:
-    """Two tiles of a group share a slot, and another slot stays empty."""
+    """Two tiles of a group are stored in one position, and another position stays empty."""
     return changed_entry(tile_schedule, 1, 0, tiles_per_owner=tile_schedule.program_groups[1][0].tiles_per_owner - 1)
 
 
 def swapped(tile_schedule: Schedule) -> Schedule:
-    """A program's tiles of two groups are exchanged."""
+    """A program computes each of two groups' tiles in place of the other's."""
     first_tiles = [entry.first_tile for entry in tile_schedule.program_groups[0]]
     return changed_entry(changed_entry(tile_schedule, 0, 0, first_tile=first_tiles[1]), 0, 1, first_tile=first_tiles[0])
 
 
 def short(tile_schedule: Schedule) -> Schedule:
-    """A wait is short by one program."""
+    """A collective waits for one program too few."""
     return replace(tile_schedule, arrivals=(tile_schedule.arrivals[0] - 1, *tile_schedule.arrivals[1:]))
 
 
@@ -317,7 +327,7 @@ def wrong_group(tile_schedule: Schedule) -> Schedule:
 
 
 def cut(tile_schedule: Schedule) -> Schedule:
-    """The first group's collective includes a tile too many."""
+    """The first group's collective includes one tile too many."""
     step = tile_schedule.bounds[-1] // 2 if len(tile_schedule.bounds) == 2 else 6
     return replace(tile_schedule, bounds=(0, tile_schedule.bounds[1] + step, *tile_schedule.bounds[2:]))
 
@@ -332,7 +342,7 @@ SCATTER = "matmul_reduce_scatter"
         *itertools.product(REDUCING, BROKEN),
         (SCATTER, twice),
         (SCATTER, swapped),
-    ],  # alone, an owner's slots are its tiles
+    ],  # with one owner, positions equal tile numbers
     ids=lambda f: getattr(f, "__name__", f),
 )
 def test_a_broken_schedule_is_caught(broken: Callable[[Schedule], Schedule], op: str, monkeypatch: Any) -> None:
@@ -360,8 +370,8 @@ def test_a_broken_schedule_is_caught(broken: Callable[[Schedule], Schedule], op:
 
 @pytest.mark.parametrize("op", REDUCING)
 @pytest.mark.parametrize("shape", [(40, 72, 24), (33, 16, 40), (7, 100, 8), (96, 64, 16)])
-def test_tiles_are_left_to_what_follows(op: str, shape: tuple[int, int, int]) -> None:
-    """The Remap gives the place of each element; RMSNorm and residual add read through it."""
+def test_a_later_op_restores_the_order_of_tiles(op: str, shape: tuple[int, int, int]) -> None:
+    """The Remap maps each element to its position; RMSNorm and the residual add read through it."""
     m, n, k = shape
 
     def main(world: weft.World) -> None:
@@ -374,8 +384,8 @@ def test_tiles_are_left_to_what_follows(op: str, shape: tuple[int, int, int]) ->
 
 
 @pytest.mark.parametrize("n", [16, 13])
-def test_out_where_no_bulk_store_gets(n: int) -> None:
-    """On one rank alone, bulk stores cannot reach `out`; this must not change how the ranks communicate."""
+def test_out_that_bulk_stores_cannot_reach(n: int) -> None:
+    """On one rank alone, bulk stores cannot reach `out`; this must not change the ranks' communication."""
 
     def main(world: weft.World) -> float:
         x, w = draw(world.rank, 8, 16), draw(5, n, 16) * 0.1
@@ -388,7 +398,7 @@ def test_out_where_no_bulk_store_gets(n: int) -> None:
 
 
 def test_an_eager_call_prepares_captures_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where "auto" stands for a signaled plan only in graphs, a result in tiles has a different layout in a graph."""
+    """If "auto" chooses a signaled plan only in graphs, a result in tiles has a different layout in a graph."""
     chosen = dict(graph=S, eager=Sequential())
     monkeypatch.setattr(MatmulAllReduce, "auto", lambda op, world, call, mode: chosen[mode])
 
@@ -416,10 +426,10 @@ def test_rms_norm_of_nothing_and_of_float16() -> None:
     emulate(main, 1)
 
 
-# -- what does not fit -------------------------------------------------------------------------------------------------
+# -- unsupported calls -------------------------------------------------------------------------------------------------
 
 
-def test_errors_quote_what_was_given() -> None:
+def test_errors_quote_the_arguments() -> None:
     def main(world: weft.World) -> None:
         x, w = draw(0, 20, 24), draw(1, 40, 24)
         tiles, remap = weft.matmul_all_reduce_tiles(x, w, world=world, plan="signaled")
@@ -464,7 +474,7 @@ def test_a_plan_is_text_and_back() -> None:
         Plan.from_json('{"kind": "signaled", "groups": 3}')
 
 
-# -- rows to ranks of their own ----------------------------------------------------------------------------------------
+# -- all-to-all --------------------------------------------------------------------------------------------------------
 
 
 TO_ALL: list[str | Plan] = [
@@ -485,7 +495,7 @@ def test_all_to_all(ranks: int, plan: str | Plan) -> None:
             rank_errors = emulate(lambda w, to=to, i=i: all_to_all_case(w, to, 72, 24, plan, seed=i), ranks, i)
             assert max(rank_errors) < 5e-3
     to = drawn(9, ranks, [37] * ranks)
-    for n in (40, 39):  # 39: sequential
+    for n in (40, 39):  # 39 columns need the sequential plan
         rank_errors = emulate(
             lambda w, n=n: all_to_all_case(w, to, n, 40, plan, bias=True, dtype=torch.float16, into=True), ranks, 1
         )
@@ -494,7 +504,8 @@ def test_all_to_all(ranks: int, plan: str | Plan) -> None:
 
 @pytest.mark.parametrize("seed", some(range(10)))
 def test_all_to_all_under_many_schedules(seed: int) -> None:
-    """Ranks have more or fewer waves, and several routings alternate, some of them reused; ops overlap, as on a GPU."""
+    """Ranks have different numbers of waves, and several routings alternate, some of them reused; ops overlap, as on a
+    GPU."""
 
     def main(world: weft.World) -> float:
         worst = 0.0
@@ -531,7 +542,7 @@ def test_all_to_all_of_any_shape(rows: list[int], n: int, k: int, groups: list[i
 
 
 def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
-    """The capture runs another plan, which needs tables and symmetric memory, and exchanges nothing between hosts."""
+    """The capture runs a different plan, which needs tables and symmetric memory, without an exchange between hosts."""
 
     def main(world: weft.World) -> bool:
         backend: Any = world.backend
@@ -539,7 +550,7 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
         x, w, bias = draw(world.rank, 40, 24), draw(50 + world.rank, 72, 24), draw(9, 72)
         routing = weft.route([i % 2 for i in range(40)], world=world)
         expected = weft.matmul_all_to_all(x, w, destinations=routing, world=world).clone()
-        alone = bias if world.rank else None  # a bias is each rank's own
+        alone = bias if world.rank else None  # a rank may have a bias that others lack
         weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world)
         added = weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world).clone()
         world.exchange(None)
@@ -587,7 +598,7 @@ def test_all_to_all_errors() -> None:
 
 
 def shifted(tables: GroupTables) -> GroupTables:
-    """A row is stored in the place after its own."""
+    """A row is stored at the next row's position."""
     tables.row_map[1] += 1
     return tables
 
@@ -601,14 +612,16 @@ def exchanged(tables: GroupTables) -> GroupTables:
 def mistaken(tables: GroupTables) -> GroupTables:
     """A group's rows begin one row too early, over the last row of another group."""
     sender = 1 - tables.signals.ch.state[0].item()
-    tables.receive_offsets[1][sender] -= 1
+    rows = tables.received[1][sender]
+    tables.received[1][sender] = slice(rows.start - 1, rows.stop - 1)
     return tables
 
 
 def pulled_early(tables: GroupTables) -> GroupTables:
-    """Rows of another group are pulled from a peer's pool."""
+    """Rows of another group are pulled from a peer's buffer."""
     sender = 1 - tables.signals.ch.state[0].item()
-    tables.source_offsets[0][sender] += tables.receive_counts[0][sender]
+    rows = tables.pulled[0][sender]
+    tables.pulled[0][sender] = slice(rows.stop, 2 * rows.stop - rows.start)
     return tables
 
 

@@ -1,5 +1,5 @@
 """Plan "two_level": ops over emulated nodes against float64, under several schedules; the limits of a node; the choice
-of the plan; and a gate that removes every event of its host code once.
+of the plan; and a gate that removes each event and barrier of its host code once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from weft.ops.all_reduce import two_level as of_sums
 from weft.ops.matmul_all_to_all import two_level as of_exchanges
 from weft.ops.matmul_reduce import two_level as of_products
 from weft.plans import Decomposed, Plan, Sequential, TwoLevel
-from weft.prepared import CallDecision
+from weft.prepared import Prepared
 from weft.timing import CallTime
 from weft.torch_library import plan_of, text_of
 from weft.transport.two_level import BETWEEN
 
 BOUND = 5e-3
-NODES = [(2, 4), (2, 8), (3, 6)]  # and ranks
+NODES = [(2, 4), (2, 8), (3, 6)]  # nodes and ranks
 
 
 def over_nodes(fn: Callable[[World], Any], nodes: Any = 2, ranks: int = 4, seed: int = 0, **options: Any) -> list[Any]:
@@ -48,8 +48,8 @@ def over_nodes(fn: Callable[[World], Any], nodes: Any = 2, ranks: int = 4, seed:
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
-@covered("2-8-(1|3)", covering=r"[2-4-\1]")  # more ranks of a node
-@covered("3-6-1", covering="[3-6-3]")  # one piece is tried on four ranks
+@covered("2-8-(1|3)", covering=r"[2-4-\1]")  # more ranks per node
+@covered("3-6-1", covering="[3-6-3]")  # four ranks test the case of one piece
 @pytest.mark.parametrize("piece_count", [1, 3])
 @pytest.mark.parametrize(("nodes", "ranks"), NODES)
 def test_gemms(nodes: int, ranks: int, piece_count: int) -> None:
@@ -67,9 +67,9 @@ def test_gemms(nodes: int, ranks: int, piece_count: int) -> None:
 
 
 def test_sent_tensors_are_kept_until_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's allocator reuses the memory of a released tensor for the next one of the same stream, whatever another
-    stream still reads."""
-    sent: list[list[weakref.ref[torch.Tensor]]] = [[] for _ in range(6)]  # by rank
+    """A GPU's allocator gives the memory of a released tensor to the stream's next tensor, even if another stream still
+    reads the memory."""
+    sent: list[list[weakref.ref[torch.Tensor]]] = [[] for _ in range(6)]  # sent tensors, for each rank
 
     def send(world: World, part: torch.Tensor, to: int, into: torch.Tensor, source: int, stream: Any) -> None:
         sent[world.rank].append(weakref.ref(part))
@@ -128,7 +128,8 @@ def test_sums(nodes: int, ranks: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks"), NODES)
 def test_all_to_all(nodes: int, ranks: int) -> None:
-    """Destinations are even, skewed, or leave ranks without rows to send or receive; rows may not be whole words."""
+    """Destinations are even, skewed, or leave ranks without rows to send or receive; rows need not be a multiple of 16
+    bytes."""
     sizes = [3 + 5 * (r % 2) for r in range(ranks)]
     all_rows = [
         drawn(1, ranks, sizes),
@@ -167,7 +168,7 @@ def test_out_may_hold_an_operand() -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks"), NODES[::2])
 def test_gradients(nodes: int, ranks: int) -> None:
-    """The operators of a backward pass use "auto", which stands for two levels on emulated nodes."""
+    """The operators of a backward pass use "auto", which chooses two levels on emulated nodes."""
     rows = [7, 5] * (ranks // 2)
     used: list[str] = []
 
@@ -188,8 +189,8 @@ def test_gradients(nodes: int, ranks: int) -> None:
 
 
 def test_the_same_bits() -> None:
-    """Results have the same bits in every call and under any schedule, and the result of an all-reduce has the same
-    bits on every rank."""
+    """Results have the same bits in every call and under any schedule; an all-reduce's result has the same bits on
+    every rank."""
 
     def main(world: World) -> list[torch.Tensor]:
         x, w, shard = draw(world.rank, 10, 32), draw(9, 32, 32), draw(50 + world.rank, 6, 32)
@@ -229,7 +230,7 @@ def test_compiled() -> None:
 # -- what overlaps -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", OPS)
 def test_transfers_run_under_the_gemm(op: str) -> None:
-    """On each rank a transfer between nodes and a program of the node's kernel run at the same time."""
+    """On each rank, a transfer between nodes runs at the same time as a program of the node's kernel."""
 
     def main(backend: Any) -> None:
         assert case(World(backend), op, [16] * 4, 32, 64, TwoLevel(2)) < BOUND
@@ -250,7 +251,7 @@ def test_levels() -> None:
         assert (levels.node.size, levels.node.rank, levels.node.multi_node_unsupported) == (2, world.rank % 2, None)
         assert levels.across.exchange(world.rank) == [world.rank % 2, world.rank % 2 + 2, world.rank % 2 + 4]
         assert levels.across.rank == world.node and levels.across.backend.symmetric_unsupported is not None
-        assert levels.node.sm_count < world.sm_count, "SMs are left to transfers"
+        assert levels.node.sm_count < world.sm_count, "the node's kernels must leave SMs to transfers"
         with pytest.raises(Unsupported, match="no two levels: its ranks are on one node"):
             _ = levels.node.levels
 
@@ -264,7 +265,7 @@ def test_a_timeout_on_one_node_is_raised_by_all_ranks() -> None:
             for check in (world.check, world.synchronize):
                 with pytest.raises(weft.Timeout, match=f"node {world.node}, whose ranks count from 0: rank 1: a wait"):
                     check()
-        with pytest.raises(weft.Timeout, match="unusable"):  # the ranks went apart
+        with pytest.raises(weft.Timeout, match="unusable"):  # the ranks' states differ
             world.check()
         world.close()
         with pytest.raises(weft.WeftError, match="closed"):
@@ -306,10 +307,10 @@ def test_interleaved_nodes_have_no_levels() -> None:
     )
 
 
-# -- the choice --------------------------------------------------------------------------------------------------------
-def test_what_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
-    """A plan for a single node runs as sequential here, and so does "auto" where nothing was timed and ranks have many
-    programs; a plan that a trial chose is kept. Ops without two levels say so."""
+# -- the choice of the plan --------------------------------------------------------------------------------------------
+def test_the_chosen_plans(caplog: pytest.LogCaptureFixture) -> None:
+    """A plan for a single node runs as sequential here, and so does "auto" if nothing was timed and ranks have many
+    programs; a plan that a trial chose is kept. Ops without two levels raise an error that says so."""
 
     def main(world: World) -> None:
         op = REGISTRY["all_gather_matmul"]
@@ -374,8 +375,7 @@ def test_auto_chooses_the_plan_measured_faster(us: float, plan: Plan, monkeypatc
 
     def main(world: World) -> set[Plan]:
         assert case(world, "matmul_reduce_scatter", [4] * 4, 32, 32, "auto", calls=2) < BOUND
-        decisions = [decision for decision in world.decided.values() if isinstance(decision, CallDecision)]
-        return {decision.eager.plan for decision in decisions if decision.eager is not None}
+        return {call.plan for call in world.decided.values() if isinstance(call, Prepared)}
 
     assert over_nodes(main, sm_count=32) == [{plan}] * 4
 
@@ -422,8 +422,8 @@ def test_memory_of_another_node_is_out_of_reach(how: str) -> None:
 
 
 def test_collectives_between_nodes_are_events() -> None:
-    """A rank's data may be read once the transfer has ended, and nothing else orders the read: a rank that does not
-    wait for the transfer is detected."""
+    """A rank may read the data once the transfer has ended, and nothing else orders the read: the emulator detects a
+    rank that does not wait for the transfer."""
 
     def main(world: World, wait: bool) -> None:
         across, stream, side = world.levels.across, world.current_stream(), world.side_stream("side")
@@ -454,7 +454,7 @@ BARRIERS = [
 
 
 def everything(world: World) -> None:
-    """Call every op that has its own barriers several times over the same memory, with ranks that continue at once."""
+    """Call every op with barriers of its own several times over the same memory, on ranks that continue at once."""
     caller = Caller(world)
     for i in range(3):
         caller.reduce(i, 9, 16, 32, TwoLevel(2), True)
@@ -465,7 +465,7 @@ def everything(world: World) -> None:
 
 
 def without_barrier(place: tuple[str, int] | None, seed: int) -> None:
-    """Run `everything` without the barrier in that line of a file."""
+    """Run `everything` without the barrier in a given line of a file."""
 
     def main(world: World) -> None:
         node = world.levels.node
@@ -486,7 +486,7 @@ def without_barrier(place: tuple[str, int] | None, seed: int) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("place", [None, *BARRIERS])
 def test_every_barrier_is_needed(place: tuple[str, int] | None) -> None:
-    """With all barriers in place the whole run ends well."""
+    """With all barriers in place, the whole run succeeds."""
     if place is None:
         assert len(BARRIERS) == 5
         for seed in range(4):

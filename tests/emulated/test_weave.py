@@ -1,6 +1,4 @@
-"""Weaving itself: which calls overlap, where a batch is split, and which plan `auto` chooses from the measured
-table.
-"""
+"""Weaving: which calls overlap, where a batch is split, and which plan "auto" chooses from the measured table."""
 
 from __future__ import annotations
 
@@ -90,12 +88,12 @@ def test_the_model_of_waves() -> None:
     assert p.attention == (10, 10, 10, 10, 20, 20, 20, 20)
     assert p.mlp == (4, 4, 7, 7, 3 * 3 + 2, 3 * 3 + 2, 4 * 3 + 2, 4 * 3 + 2)
     assert p.layer(128, 129) == 10 + 10 + 4 + 4
-    assert p.layer(128, 2048) == 10 + 40 + 4 + 28, "past the end in proportion"
+    assert p.layer(128, 2048) == 10 + 40 + 4 + 28, "times past the table's end must grow in proportion"
 
 
 def test_the_smart_split_adds_no_waves() -> None:
-    """Ten row tiles of one column on four programs take 3 waves as a whole, 2 + 2 waves if they are split evenly, and 2
-    + 1 waves if they are split after 4 or 8 row tiles."""
+    """Ten row tiles of one column take four programs 3 waves if they are not split, 2 + 2 waves if they are split
+    evenly, and 2 + 1 waves if they are split after 4 or 8 row tiles."""
     p = LayerTimes.of_tiles([(256, 1)], [(256, 1)], tile=(128, 256), time=waves(4), rows=1280)
     assert p.layer(640, 640) == 2 * (2 + 2)
     assert p.split(1280) in (512, 768)
@@ -126,11 +124,11 @@ def test_no_split_at_whole_steps_is_better(tokens: int, n: int, programs: int, n
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_auto_takes() -> None:
+def test_the_plan_of_auto() -> None:
     def rank(world: weft.World) -> None:
         model = Llama(TINY, world=world)
         name = weave.name_of(world, 64, 96)
-        assert model.plan("auto", 5000) == LayerPlan("plain"), "nothing was measured"
+        assert model.plan("auto", 5000) == LayerPlan("plain"), "without measurements, the plan must be plain"
         table = Table(
             ((16, LayerPlan("fused")), (256, LayerPlan("woven")), (512, LayerPlan("woven", sms=100)), (4096, LayerPlan("sequence"))),
             LayerTimes(128, (1, 2, 9, 10), (1, 2, 9, 10)),
@@ -142,10 +140,10 @@ def test_what_auto_takes() -> None:
             assert model.plan("auto", 15) == LayerPlan("plain")
             assert model.plan("auto", 16) == model.plan("auto", 255) == LayerPlan("fused")
             assert model.plan("auto", 512).sms == 100
-            assert model.plan("auto", 300) == LayerPlan("woven", 128), "the steps of the GEMMs' profile"
+            assert model.plan("auto", 300) == LayerPlan("woven", 128), "split at a step of the GEMMs' profile"
             assert model.plan("auto", 4097) == LayerPlan("sequence")
             eager = [model.plan("auto", tokens, "eager").kind for tokens in (512, 4097)]
-            assert eager == ["plain", "fused"], "launches by the host were measured for themselves"
+            assert eager == ["plain", "fused"], "eager launches have measurements of their own"
         finally:
             del weave._learned[name]
 
@@ -155,9 +153,11 @@ def test_what_auto_takes() -> None:
 def test_a_woven_plan_gets_a_split() -> None:
     def rank(world: weft.World) -> None:
         model = Llama(TINY, world=world)
-        assert model.plan("woven", 100) == LayerPlan("woven", 50), "nothing was measured: in the middle"
+        assert model.plan("woven", 100) == LayerPlan("woven", 50), (
+            "without measurements, the split must be in the middle"
+        )
         assert model.plan(LayerPlan("woven", 7), 100).split == 7
-        assert model.plan("woven", 1) == LayerPlan("fused"), "nothing to split"
+        assert model.plan("woven", 1) == LayerPlan("fused"), "a single token cannot be split"
         tiles = model.plan(LayerPlan("woven", sms=2), 100)
         assert tiles.split % 16 == 0 and tiles.sms == 2
         attention, mlp = model.gemms()
@@ -166,7 +166,7 @@ def test_a_woven_plan_gets_a_split() -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
-def test_what_is_no_plan() -> None:
+def test_invalid_plans_are_refused() -> None:
     with pytest.raises(ValueError, match=r"kind 'knitted' is not one of \['plain', 'fused', 'woven', 'sequence'\]"):
         LayerPlan("knitted")
     for kind, options in (("fused", dict(split=3)), ("sequence", dict(sms=4)), ("sequence", dict(norm="one_shot"))):
@@ -201,7 +201,7 @@ def test_a_split_keeps_every_token(data: Any, count: int) -> None:
     assert prefix.tokens == split and tokens(prefix) + tokens(suffix) == tokens(batch)
 
 
-def test_what_is_no_batch() -> None:
+def test_invalid_batches_are_refused() -> None:
     for lengths, starts, slots in (
         ((1, 2), (0,), (0, 1)),
         ((0,), (0,), (0,)),
@@ -212,7 +212,7 @@ def test_what_is_no_batch() -> None:
             Batch(lengths, starts, slots)
 
 
-def test_halves_are_whole_tiles_where_there_are_two() -> None:
+def test_halves_are_whole_tiles_if_there_are_two() -> None:
     assert [halves(t) for t in (2, 255, 256, 300, 640, 1664, 2048)] == [1, 127, 128, 128, 256, 768, 1024]
 
 
@@ -220,9 +220,9 @@ RESULTS = Path(__file__).parents[2] / "bench/results"
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_shipped_table_takes_what_was_measured_fastest(world: int) -> None:
-    """For every size and mode, the newest run's plan is within 1% of the fastest method in a graph; for eager passes, a
-    pass without weaving wins if it is within 2%. Woven plans with different SMs or norms count as different methods."""
+def test_the_shipped_table_selects_the_fastest_measured_plan(world: int) -> None:
+    """For every size and mode, the newest run's plan is within 1% of the fastest method in a graph; in eager mode, a
+    pass without weaving is chosen if it is within 2%. Woven plans with different SMs or norms are different methods."""
     table = Table.from_rows(layers("nvidia-h200", world, 8192, 28672))
     rows = [json.loads(line) for line in (RESULTS / f"nvidia-h200-x{world}/decoder.jsonl").read_text().splitlines()]
     runs: dict[tuple[str, int], dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))

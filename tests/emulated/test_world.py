@@ -1,4 +1,4 @@
-"""The World on which ops run: refused input, ranks that disagree, plans as JSON, workspaces, and expired waits."""
+"""The World on which ops run: refused input, disagreeing ranks, plans as JSON, workspaces, and expired waits."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_bad_input_is_refused_and_nothing_is_lost(
             raise exception
 
 
-def test_what_is_no_tensor_is_refused_with_gradients_too() -> None:
+def test_arguments_that_are_not_tensors_are_refused_with_gradients_too() -> None:
     def main(world: weft.World) -> None:
         x, w = draw(0, 8, 16).requires_grad_(), draw(1, 16, 16)
         for op in OPS:
@@ -209,8 +209,8 @@ def test_memory_has_a_shape_and_a_dtype() -> None:
 
 
 def test_a_repeated_name_is_two_tensors() -> None:
-    """Symmetric memory of one name is allocated twice, as docs/writing-kernels.md says; a channel of one name is the
-    same."""
+    """Two allocations of symmetric memory under one name are two tensors, as docs/writing-kernels.md states; two
+    channels of one name are the same channel."""
 
     def main(world: weft.World) -> None:
         a, b = (world.symmetric((4,), torch.float32, "x") for _ in range(2))
@@ -224,7 +224,7 @@ def test_a_repeated_name_is_two_tensors() -> None:
 @pytest.mark.parametrize("rows", [(8,), (8, 8, 8), (7, 9), (16, 0), (8, -8)])
 def test_rows_that_do_not_fit_are_refused(rows: tuple[int, ...]) -> None:
     def main(world: weft.World) -> list[Exception | None]:
-        x = draw(0, 15, 16)  # of reduce-scatter: another sum than any of `rows`
+        x = draw(0, 15, 16)  # none of these `rows` sums to 15
         return [
             caught(lambda: call(world, "all_gather_matmul", draw(0, 8, 16), rows=rows)) if rows != (8, -8) or world.rank else None,
             caught(lambda: call(world, "matmul_reduce_scatter", x, rows=rows)),
@@ -264,8 +264,8 @@ CANNOT = [
 
 @pytest.mark.parametrize(("op", "change"), CANNOT, ids=str)
 def test_plans_that_cannot_run_are_refused(op: str, change: dict[str, int]) -> None:
-    """A plan leaves no program for the GEMM, has no program that pulls, has a chunk that its programs cannot share, or
-    has a block whose size is no power of two."""
+    """A plan leaves no program for the GEMM, has no pull program, has a chunk that its programs cannot share, or has a
+    block whose size is no power of two."""
 
     def main(world: weft.World) -> Exception | None:
         return caught(lambda: call(world, op, plan=changed(SMALL_FUSED[op], **change)))
@@ -289,7 +289,7 @@ def test_one_rank_is_an_ordinary_gemm(op: str, plan: Any, caplog: Any) -> None:
 
     assert emulate(main, 1)[0] < 5e-3
     with caplog.at_level(logging.WARNING, "weft"):
-        assert not caplog.records, "one rank is nothing to warn of"
+        assert not caplog.records, "one rank alone must log no warning"
 
 
 def test_one_rank_gathers_a_copy() -> None:
@@ -339,7 +339,7 @@ DISAGREE: dict[str, Callable[[weft.World, str], Any]] = {
 @pytest.mark.parametrize("difference", DISAGREE)
 @pytest.mark.parametrize("op", OPS)
 def test_a_disagreement_raises_on_every_rank(op: str, difference: str, seed: int) -> None:
-    """The error is raised before anything is launched, and quotes every rank's call; the next call works."""
+    """The error is raised before any launch, and quotes every rank's call; the next call works."""
 
     def main(world: weft.World) -> Exception | None:
         exception = caught(lambda: DISAGREE[difference](world, op))
@@ -359,7 +359,7 @@ def test_a_disagreement_names_what_differs() -> None:
         assert str(exception).endswith("rank 0: all_gather_matmul N=16; rank 1: all_gather_matmul N=24"), exception
 
 
-def test_plans_that_disagree_are_named_by_what_differs() -> None:
+def test_plans_that_disagree_are_named_by_their_differences() -> None:
     def main(world: weft.World) -> list[str]:
         x, w, messages = draw(world.rank, 8, 16), draw(9, 16, 16), []
         for op, operands, plans in (
@@ -383,7 +383,7 @@ def test_plans_that_disagree_are_named_by_what_differs() -> None:
 
 
 def test_ranks_at_different_calls_are_named_in_short() -> None:
-    """Other ranks may name their channel by a plan, route rows, or exchange one of the caller's objects."""
+    """The other rank routes rows, exchanges one of the caller's objects, or runs a plan that names its channel."""
 
     def main(world: weft.World) -> list[str]:
         op = functools.partial(call, world, "all_gather_matmul", plan=SMALL_GATHER)
@@ -401,10 +401,10 @@ def test_ranks_at_different_calls_are_named_in_short() -> None:
         and "rank 0: all_reduce op=all_reduce m=1" in reduce
     )
     assert max(map(len, (route, exchange, reduce))) < 700
-    assert routed == route and exchanged == exchange, "a rank that exchanges gets no call of another rank as an object"
+    assert routed == route and exchanged == exchange, "an exchange must not return another rank's call as an object"
 
 
-def test_a_plan_in_words_is_what_differs_from_its_kind() -> None:
+def test_a_plan_is_described_by_its_differences_from_the_default() -> None:
     assert str(FusedGather()) == "FusedGather()" and str(Dispatched()) == "Dispatched()"
     text = "FusedGather(tile=GemmTile(block_n=128, warps=4), flatten=False)"
     assert str(FusedGather(tile=GemmTile(block_n=128, warps=4), flatten=False)) == text
@@ -445,7 +445,7 @@ def test_agreement_costs_one_exchange_a_shape() -> None:
 # -- fallbacks ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_symmetric_memory_fused_is_sequential_and_says_so_once(caplog: Any) -> None:
+def test_without_symmetric_memory_fused_is_sequential_and_logs_once(caplog: Any) -> None:
     def main(world: weft.World) -> float:
         world.backend.symmetric_unsupported = "GPU 0 has no peer access to GPUs [1]"
         world.backend.symmetric = None  # type: ignore[assignment,method-assign]
@@ -454,7 +454,7 @@ def test_without_symmetric_memory_fused_is_sequential_and_says_so_once(caplog: A
     with caplog.at_level(logging.WARNING, "weft"):
         assert max(emulate(main)) < 5e-3
     messages = sorted(r.getMessage() for r in caplog.records)
-    assert len(messages) == len(OPS), "once an op"
+    assert len(messages) == len(OPS), "each op must log one line"
     assert all("sequential instead of fused: GPU 0 has no peer access to GPUs [1]" in line for line in messages)
 
 
@@ -494,7 +494,7 @@ def test_plan_survives_json(plan: Plan) -> None:
     ["", "{", "null", "[]", "3", '"fused"', "{}", '{"kind": "warped"}', '{"kind": ["fused"]}', '{"kind": "fused", "pullerz": 1}', '{"kind": "fused", "pullers": "x"}',
      '{"kind": "sequential", "groups": [1]}'],
 )  # fmt: skip
-def test_what_is_no_plan_is_refused(text: str) -> None:
+def test_invalid_plans_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a plan"):
         Plan.from_json(text)
 
@@ -547,7 +547,7 @@ def test_no_rows_are_the_librarys_also_where_shapes_were_measured(op: str) -> No
 
 
 def test_a_plan_that_was_learned_later_is_prepared_for_graphs_too() -> None:
-    """Each eager call runs the plan that a capture would run, once."""
+    """Each eager call runs once the plan that a capture would run."""
 
     def main(world: weft.World) -> None:
         backend: Any = world.backend
@@ -564,8 +564,8 @@ def test_a_plan_that_was_learned_later_is_prepared_for_graphs_too() -> None:
 
 
 def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureFixture) -> None:
-    """A capture after one call runs the plan of eager calls, and logs that; a capture after two calls runs the plan of
-    graphs. A rank whose operand has a different layout takes part."""
+    """A capture after one call runs the plan of eager calls, and weft logs this; a capture after two calls runs the
+    plan of graphs. A rank whose operand has a different layout takes part too."""
     ran: dict[int, list[str]] = {0: [], 1: []}
 
     class Noted(type(ALL_GATHER_MATMUL)):  # type: ignore[misc]
@@ -618,8 +618,8 @@ def test_ranks_that_end_without_a_result_are_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_are_given_a_port_that_is_taken_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that was free when the launcher looked may belong to a different program by the time that a rank listens
-    on it."""
+    """A port that was free when the launcher checked it may belong to a different program by the time that a rank
+    listens on it."""
 
     def start(fn: Any, args: Any, **_: Any) -> NoReturn:
         environment = next(value for value in args if isinstance(value, dict) and "MASTER_PORT" in value)
@@ -681,12 +681,12 @@ def test_a_field_that_an_op_could_only_ignore_is_refused(op: str, plan: Plan, fi
         REGISTRY[op].check_plan(plan)
 
 
-def test_the_plan_of_a_layer_takes_a_plan_for_its_norms() -> None:
+def test_the_plan_of_a_layer_accepts_a_plan_for_its_norms() -> None:
     plan = TwoShotPull(programs=16)
     assert LayerPlan("woven", norm=plan).norm_plan == plan == LayerPlan("woven", norm=plan.to_json()).norm_plan
 
 
-OTHERWISE: dict[str, Plan] = {  # fused, but not with the programs that pull by default
+OTHERWISE: dict[str, Plan] = {  # fused plans other than those of pull programs
     OPS[0]: FusedGatherByCopies(tile=SMALL_TILE),
     OPS[1]: replace(SMALL_REDUCE_SCATTER, pull_programs=0, forward_programs=2),
     OPS[2]: replace(SMALL_ALL_REDUCE, pull_programs=0, forward_programs=2),
@@ -699,8 +699,8 @@ OTHERWISE: dict[str, Plan] = {  # fused, but not with the programs that pull by 
 @pytest.mark.parametrize(
     ("op", "plan"), [(op, plan) for op in OPS for plan in ("auto", *KINDS, OTHERWISE[op])], ids=str
 )
-def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -> None:
-    """After a call outside, a capture allocates nothing and exchanges nothing between hosts."""
+def test_first_use_inside_a_capture_raises_with_advice(op: str, plan: str | Plan) -> None:
+    """After a call outside, a capture allocates nothing and makes no exchange between hosts."""
 
     def main(world: weft.World) -> Exception | None:
         backend: Any = world.backend
@@ -739,7 +739,7 @@ def test_growing_batches_share_a_workspace() -> None:
         backend: Any = world.backend
         allocations, symmetric = [], backend.symmetric
         backend.symmetric = lambda nbytes, name: allocations.append((name, nbytes)) or symmetric(nbytes, name)
-        for rows in range(32, 321, 32):  # tiles of 16 rows, on two ranks
+        for rows in range(32, 321, 32):  # in tiles of 16 rows, on two ranks
             for plan in ("decomposed", "fused"):
                 weft.matmul_reduce_scatter(draw(0, rows, 16), draw(1, 64, 16), world=world, plan=plan)
         return allocations
@@ -771,7 +771,7 @@ def test_workspaces_grow_and_are_shared() -> None:
         for name, nbytes in allocations:
             sizes.setdefault(name, []).append(nbytes)
         assert set(sizes) == {"arena", "channels", "shard"}
-        assert all(s == sorted(s) for s in sizes.values()), "only to grow"
+        assert all(s == sorted(s) for s in sizes.values()), "buffers are replaced only to grow"
         assert len(sizes["arena"]) == len(sizes["shard"]) == 2 and len(sizes["channels"]) == 1
         gathered = 2 * 64 * 256 * 2
         assert sizes["arena"][-1] <= 2 * gathered + (1 << 12) and sizes["shard"][-1] == gathered // 2
@@ -800,7 +800,8 @@ def test_symmetric_memory_of_different_sizes_disagrees() -> None:
 
 @pytest.mark.parametrize("name", ["meet", "signal"])
 def test_streams_of_ranks_can_be_ordered(name: str) -> None:
-    """World.barrier orders them, and so do World.signal and World.wait, of which a user's op may consist."""
+    """World.barrier orders the write and the read, and so do World.signal and World.wait; a user's op may use
+    either."""
 
     def main(world: weft.World) -> None:
         box, flag = world.symmetric((4,), torch.float32), world.symmetric((1,), torch.int32)
@@ -848,7 +849,7 @@ def test_repeated_launches_compute_correctly(seed: int) -> None:
         return len(launched) - len(set(launched)), worst
 
     for again, worst in emulate(main, seed=seed):
-        assert again > 20, "few launches came again: the test shows little"
+        assert again > 20, "too few launches were repeated for the test to show anything"
         assert worst < 5e-3
 
 
@@ -877,7 +878,7 @@ def test_an_expired_wait_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
     counter_address, peer, counter_name, peer_name = emulate(main)[0]
     assert counter_name == "channel 5 of matmul_reduce_scatter 64x64x64"
-    assert "channel 7 of matmul_reduce_scatter 64x64x64" in peer_name, "a peer's counter has its name too"
+    assert "channel 7 of matmul_reduce_scatter 64x64x64" in peer_name, "a peer's counter must be named too"
     says = r"rank 1: a wait on channel 5 of matmul_reduce.*, tile 12, expired after 2.5 s: counter stands at 3, needs 8; rank 6 did not"
     with pytest.raises(Timeout, match=says):
         gpu_backend(
@@ -907,7 +908,7 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
         shared_memory_per_multiprocessor=228 << 10, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: props)
-    small: list[Any] = []  # which have all of an SM's memory for sharing, so that the others find a place beside them
+    small: list[Any] = []  # kernels that leave all of an SM's shared memory available to others
     monkeypatch.setattr(_triton, "share_all_memory", small.append)
 
     def compiled_with(shared: int) -> Any:
@@ -919,13 +920,13 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
     launcher.load(kernel, 264, {}, {})
     with pytest.raises(Unsupported, match="emulate: 265 programs are not resident at once on 132 SMs, 2 an SM"):
         launcher.load(kernel, 265, {}, {})
-    launcher.load(kernel, 265, {}, dict(local=True))  # whose programs wait for nobody
+    launcher.load(kernel, 265, {}, dict(local=True))  # programs of a local kernel wait for no other
     large = Kernel(compiled_with(180))
     with pytest.raises(Unsupported, match="133 programs are not resident at once on 132 SMs, 1 an SM"):
         launcher.load(large, 133, {}, {})
     launcher.load(Kernel(compiled_with(46)), 132, {}, dict(co_resident=True))
     assert len(small) == 1
-    launcher.load(large, 132, {}, {})  # 46 and 180 KiB share an SM
+    launcher.load(large, 132, {}, {})  # 46 and 180 KiB fit on one SM
     launcher.load(Kernel(compiled_with(48)), 132, {}, dict(co_resident=True))
     with pytest.raises(Unsupported, match="the pull programs do not fit on an SM together with the computing ones"):
         launcher.load(large, 132, {}, {})
@@ -964,7 +965,7 @@ def test_a_kernel_that_no_sm_can_hold_is_unsupported() -> None:
 
 
 def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread's current device does not matter, and does not change."""
+    """The result does not depend on the thread's current device, and does not change it."""
     current_device, launched = [0], []
 
     @contextmanager
@@ -987,8 +988,8 @@ def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.Monkey
 
 
 def test_a_launch_is_loaded_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread's current device does not matter: a kernel loaded on another GPU would be loaded again while a
-    kernel waits."""
+    """The result does not depend on the thread's current device: a kernel loaded on a different GPU would be loaded
+    again while a kernel waits."""
     current, loaded = [0], []
 
     @contextmanager
@@ -1011,7 +1012,7 @@ def emulated_word(counters): ...  # type: ignore[no-untyped-def]
 
 
 class Kernel:
-    """Stands in for a JITFunction that compiles to `compiled`."""
+    """A stand-in for a JITFunction that compiles to `compiled`."""
 
     def __init__(self, compiled: Any) -> None:
         self.fn, self.params, self.warmup = emulate, [], lambda grid, **values: compiled
@@ -1041,7 +1042,7 @@ def test_a_failing_rank_ends_the_others() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="says what happens without a GPU")
-def test_without_a_gpu_init_says_what_to_use() -> None:
+def test_without_a_gpu_init_names_the_backend_to_use() -> None:
     with pytest.raises(RuntimeError, match='backend="emulated"'):
         weft.init()
     with pytest.raises(ValueError, match="2 ranks need 2 GPUs"):
@@ -1049,14 +1050,13 @@ def test_without_a_gpu_init_says_what_to_use() -> None:
 
 
 def test_symmetric_memory_outlives_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch ends the process if symmetric memory is released during a capture, and garbage collection may release it
-    then."""
+    """torch aborts the process if symmetric memory is released during a capture, which garbage collection might do."""
 
     class Memory:
         pass
 
     def left(capturing: bool) -> bool:
-        """Return whether the memory of a World that ends is still there; the World is in a cycle of references."""
+        """Return whether the memory of a World that ends is still allocated; the World is in a cycle of references."""
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         backend, memory = CudaBackend.__new__(CudaBackend), Memory()
         backend._hold_symmetric_memory()
@@ -1076,7 +1076,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in (*shared_gpu.settings(0), "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)  # and again when the test ends
+        monkeypatch.delenv(name)  # monkeypatch deletes the variable again after the test
     for name, value in dict(RANK="1", WORLD_SIZE="4", WEFT_SHARE_GPU="1").items():
         monkeypatch.setenv(name, value)
     return monkeypatch
@@ -1086,7 +1086,7 @@ def test_ranks_that_share_a_gpu_configure_nccl_before_it_starts(one_gpu: pytest.
     one_gpu.setenv("NCCL_SOCKET_IFNAME", "eth0")
     one_gpu.setenv("LOCAL_RANK", "1")
     shared_gpu.prepare()
-    assert os.environ["LOCAL_RANK"] == "0"  # of its GPU, which is where Transformers loads a model
+    assert os.environ["LOCAL_RANK"] == "0"  # of this rank's GPU; Transformers loads models there
     assert os.environ["NCCL_HOSTID"] == "rank1" and os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
     assert os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 
@@ -1123,8 +1123,8 @@ def test_an_unknown_value_of_weft_share_gpu_is_refused(one_gpu: pytest.MonkeyPat
         shared_gpu.prepare()
 
 
-def test_one_log_line_says_that_ranks_share(caplog: pytest.LogCaptureFixture) -> None:
-    """The line is logged whether or not sharing was requested: ranks that happen to be on one GPU share it too."""
+def test_one_log_line_reports_that_ranks_share(caplog: pytest.LogCaptureFixture) -> None:
+    """weft logs the line whether or not sharing was requested: ranks that happen to be on one GPU share it too."""
     devices = [shared_gpu.RankDevice(HERE, SEEN, rank % 2, None) for rank in range(5)]
     assert shared_gpu.shared_gpus(devices) == 2 and shared_gpu.shared_gpus(devices[:2]) == 0
     shared_gpu.log_shared_gpus.cache_clear()
@@ -1139,7 +1139,7 @@ def test_one_log_line_says_that_ranks_share(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
-    """The error gives advice; processes that weft starts are told to share."""
+    """The error explains how to share GPUs; processes that weft starts need no setting."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WEFT_SHARE_GPU", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -1158,8 +1158,8 @@ def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, gpus: int) -> No
 
 
 def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results are sent only when the GPU is done: an exchange of tensors would send handles to the memory of a
-    different process."""
+    """A rank sends its results only when the GPU has finished: an exchange of tensors would send handles to the memory
+    of a different process."""
     did: list[str] = []
 
     def exchange(sent: bytes) -> list[bytes]:
@@ -1177,7 +1177,7 @@ def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPa
 
 
 def test_worlds_have_the_same_names_in_each_run() -> None:
-    """torch.compile caches by the name of a World, on disk too; Worlds of one run have different names."""
+    """torch.compile caches by a World's name, on disk too; Worlds of one run have different names."""
 
     def names(world: weft.World) -> tuple[str, str]:
         return world.name, world.split(0).name
@@ -1187,7 +1187,7 @@ def test_worlds_have_the_same_names_in_each_run() -> None:
     assert len({*itertools.chain(*of_a_run)}) == 4
 
 
-# -- the processes of a GPU's World, without the GPUs ------------------------------------------------------------------
+# -- the processes of a World of GPUs, without the GPUs ----------------------------------------------------------------
 
 
 def of_group(group: Any) -> Any:
@@ -1195,7 +1195,8 @@ def of_group(group: Any) -> Any:
     backend: Any = CudaBackend.__new__(CudaBackend)
     backend.rank, backend.size = dist.get_rank(group), dist.get_world_size(group)
     if backend.size > 1:
-        backend._connect(dist.distributed_c10d._get_process_group_store(group))
+        backend.group = group
+        backend._connect()
     return backend
 
 
@@ -1223,9 +1224,9 @@ def of_three(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
     pair = dist.new_group([0, 1])
-    dist.new_group([0, 2])  # rank 1 is in fewer groups than rank 0
+    dist.new_group([0, 2])  # rank 1 belongs to fewer groups than rank 0
     if rank < 2:
-        with torch.device("meta"):  # stands for a default device that is a GPU
+        with torch.device("meta"):  # "meta" stands for a default device that is a GPU
             group_backend, again = of_group(pair), of_group(pair)
             assert group_backend.exchange(rank) == [0, 1]
             assert again.exchange({"rank": "x" * 1000 * rank}) == [{"rank": ""}, {"rank": "x" * 1000}]
@@ -1239,7 +1240,9 @@ def of_three(rank: int, port: int) -> None:
         if rank < 2:
             some = CudaBackend(pair)
             assert not some.limits_ctas and some.communicator(8) is None and some.exchange(rank) == [0, 1]
-    assert len(dist.distributed_c10d._world.pg_names) == (3 if rank == 0 else 2), "nothing is left behind in torch"
+    assert len(dist.distributed_c10d._world.pg_names) == (3 if rank == 0 else 2), (
+        "weft must remove its groups from torch"
+    )
     with of_gpus(rank):
         part = whole.split([[1], [0, 2]])
         assert (part.rank, part.size) == ((0, 2), (0, 1), (1, 2))[rank]
@@ -1266,13 +1269,13 @@ def test_ranks_that_are_in_different_numbers_of_groups_find_each_other(monkeypat
 @pytest.mark.parametrize(
     ("env", "started", "bound", "touched", "index"),
     [
-        ({}, False, None, False, 3),  # alone: where the process is
-        ({"LOCAL_RANK": "5"}, False, None, True, 5),  # under torchrun
-        ({"LOCAL_RANK": "5", "RANK": "13"}, True, None, False, 5),  # which has a group and no GPU yet
-        ({"LOCAL_RANK": "5"}, True, None, True, 3),  # and which has chosen one
+        ({}, False, None, False, 3),  # a single process: its current device
+        ({"LOCAL_RANK": "5"}, False, None, True, 5),  # a process that torchrun started
+        ({"LOCAL_RANK": "5", "RANK": "13"}, True, None, False, 5),  # with a group, before it has chosen a GPU
+        ({"LOCAL_RANK": "5"}, True, None, True, 3),  # with a group, after it has chosen a GPU
         ({"RANK": "13"}, False, None, False, 5),
         ({"RANK": "13"}, False, None, True, 3),
-        ({}, True, None, True, 3),  # started by the user: mp.spawn and set_device
+        ({}, True, None, True, 3),  # the user's mp.spawn and set_device
         ({"LOCAL_RANK": "5"}, True, torch.device("cuda", 6), True, 6),
         ({"LOCAL_RANK": "5"}, True, torch.device("cpu"), True, 3),
     ],
@@ -1326,7 +1329,8 @@ def test_why_ranks_cannot_address_each_other(
 
 
 def test_every_rank_exchanges_its_reasons_once() -> None:
-    """All ranks do so even if only one rank has a reason, as with two generations of GPUs in a machine."""
+    """All ranks exchange reasons even if only one rank has one, for instance if a machine has two generations of
+    GPUs."""
     count, barrier, slots, outcomes = 2, threading.Barrier(2, timeout=10), [None, None], {}
 
     def exchange(backend: Any, value: Any) -> list[Any]:
@@ -1364,8 +1368,8 @@ def test_a_bound_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, set
         timeout_seconds()
 
 
-def test_the_record_of_expired_waits_is_the_hosts_whatever_the_default_device() -> None:
-    def zeros(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:  # there is nothing to pin for here
+def test_the_record_of_expired_waits_is_on_the_host_for_any_default_device() -> None:
+    def zeros(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:  # memory cannot be pinned here
         return torch.zeros(*size, **options)
 
     with mock.patch.object(cuda, "torch", SimpleNamespace(zeros=zeros, int64=torch.int64)), torch.device("meta"):
@@ -1373,7 +1377,7 @@ def test_the_record_of_expired_waits_is_the_hosts_whatever_the_default_device() 
     assert record.guard[0] == timeout_seconds() * 1e9 and record.host.device.type == "cpu"
 
 
-# -- what a user's first day runs into ---------------------------------------------------------------------------------
+# -- errors of a user's first day --------------------------------------------------------------------------------------
 def test_no_operator_runs_on_a_world_that_is_closed() -> None:
     def main(world: weft.World) -> None:
         x, w = torch.zeros(4, 32).bfloat16(), torch.zeros(16, 32).bfloat16()
@@ -1426,7 +1430,7 @@ def test_a_notice_comes_once_and_not_once_a_rank(caplog: pytest.LogCaptureFixtur
     assert len(notices) == 1 and "sequential instead of fused" in notices[0], notices
 
 
-def test_help_says_how_the_worlds_methods_are_called() -> None:
+def test_help_shows_the_signatures_of_the_worlds_methods() -> None:
     text = pydoc.render_doc(weft.World, renderer=pydoc.plaintext)
     assert "attrgetter" not in text and ": None\n" not in text
     assert "copy(dst, src, stream): Copy `src` to `dst` by a copy engine" in text
@@ -1446,8 +1450,8 @@ def test_collectives_of_one_rank_ask_no_group(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_symmetric_memory_frees_the_allocators_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's cache may hold all of a GPU's memory though no tensor uses it; after any other error the allocation is
-    not repeated."""
+    """torch's cache may occupy all of a GPU's memory although no tensor uses it. After any other error, weft does not
+    repeat the allocation."""
     from torch.distributed import _symmetric_memory as symm
 
     from weft.backends import cuda

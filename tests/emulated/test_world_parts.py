@@ -1,4 +1,4 @@
-"""Worlds of some of a World's ranks (`World.split`), emulated."""
+"""Emulated Worlds that `World.split` creates from some of a World's ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.lang.channel import BlockChannel
 from weft.lang.primitives import channel_wait
 
 
-def test_parts_by_what_ranks_say() -> None:
+def test_parts_by_the_ranks_arguments() -> None:
     def main(world: weft.World) -> list[object]:
         rows, cols = world.split(world.rank // 2), world.split(f"column {world.rank % 2}")
         alone = world.split(world.rank)
@@ -29,7 +29,7 @@ def test_parts_by_what_ranks_say() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ops_of_several_parts(seed: int) -> None:
-    """Parts, and parts of parts, sum by flags and by NCCL, alternating with sums over all ranks."""
+    """Parts, and parts of parts, sum with flags and with NCCL, alternating with sums over all ranks."""
 
     def main(world: weft.World) -> float:
         pairs, others = world.split(world.rank // 2), world.split(world.rank % 2)
@@ -56,7 +56,7 @@ def waits(ch: BlockChannel):  # type: ignore[no-untyped-def]
     channel_wait(ch, 1, 1, 0, 0)
 
 
-def test_a_part_that_stands_still_names_its_channel() -> None:
+def test_a_part_that_hangs_names_its_channel() -> None:
     def main(world: weft.World) -> None:
         part = world.split(world.rank // 2)
         world.channel("of all", 8, None)

@@ -1,8 +1,8 @@
 """Breaks a protocol on purpose, one call at a time, to test that the emulator or the test's own check notices.
 
-The mutated sites are the ones that a recorded run (`record=True`) reached. In kernels, a mutation removes a wait,
-notify, barrier or signal, doubles a signal, makes a release or acquire relaxed, narrows a scope to one GPU, or lowers a
-wait's target by one arrival. In host code, it drops an event edge, a wait, a signal or a barrier of streams.
+The mutated sites are those that a recorded run (`record=True`) reached. In kernels, a mutation removes a wait, notify,
+barrier or signal, doubles a signal, makes a release or acquire relaxed, narrows a scope to one GPU, or lowers a wait's
+target by one arrival. In host code, it drops an event edge, a wait, a signal or a barrier of streams.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Edit(ast.NodeTransformer):
         return ast.fix_missing_locations(node)
 
 
-# -- finding -----------------------------------------------------------------------------------------------------------
+# -- finding the sites -------------------------------------------------------------------------------------------------
 
 
 def _scope_of(fn: JITFunction) -> dict[str, object]:
@@ -226,8 +226,8 @@ def _weaker(call: ast.Call, mutation: Callable[..., Mutation], report: Report, f
 def sites(
     kernels: Sequence[JITFunction] | None, trace_run: Report | Callable[[], Report], names: Sequence[str] = ()
 ) -> list[Mutation]:
-    """Return every mutation of the calls that a recorded run (`record=True`) reached. trace_run: the run's report, or a
-    function that returns it.
+    """Return every mutation of the calls that a recorded run (`record=True`) reached. `trace_run` is the run's report,
+    or a function that returns it.
 
     kernels: restrict the kernel sites to these kernels and the functions that they call; None: all kernels that ran.
     names: further functions whose calls are removed, in addition to weft.lang's functions that wait, notify or flush

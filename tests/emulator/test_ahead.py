@@ -1,5 +1,5 @@
-"""Hosts run ahead of their streams, as on a GPU (`ahead=True`): torch operations are ordered after the kernels
-before them."""
+"""Hosts run ahead of their streams, as on a GPU (`ahead=True`): torch operations are ordered after earlier kernels on
+their stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.emulated.cases_nn import all_gather_grads
 from weft import World
 from weft.plans import TwoLevel
 
-SEEDS = range(4)  # one of each kind of schedule
+SEEDS = range(4)  # one seed for each scheduling policy
 
 
 @weft.jit
@@ -45,7 +45,7 @@ def test_operators_drain_their_stream_unless_ahead(ahead: bool) -> None:
         weft.all_gather_matmul(x, w, world=world, plan="fused")
         return world.current_stream().idle
 
-    # Rank 0 comes first and rank 1's shard has not arrived, so that the kernel cannot have ended.
+    # Rank 0 runs first and rank 1's shard has not arrived, so the kernel cannot have ended.
     assert weft.spmd(main, 2, backend="emulated", ahead=ahead)[0] is not ahead
 
 
@@ -62,7 +62,7 @@ READS: dict[str, Callable[[torch.Tensor], list[float]]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_torch_sees_the_kernels_before_it(read: str) -> None:
+def test_torch_operations_follow_earlier_kernels(read: str) -> None:
     def main(world: World) -> list[float]:
         return READS[read](doubled(world, torch.ones(16)))
 
@@ -142,7 +142,7 @@ def test_a_read_on_the_host_orders_later_launches() -> None:
 
 
 def test_autograd_counts_a_write_when_it_is_enqueued() -> None:
-    """A result that is a view, such as gathered rows, was not changed in place after it was returned."""
+    """A result that is a view, such as gathered rows, keeps its values after the call has returned."""
 
     def main(world: World) -> float:
         return all_gather_grads(world, (8,) * 4, 16, 16, TwoLevel(), through=True)

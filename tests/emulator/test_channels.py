@@ -1,4 +1,4 @@
-"""Each channel has counters of its own on every rank, whatever was allocated before it."""
+"""On every rank each channel has counters of its own, whatever was allocated before it."""
 
 from __future__ import annotations
 

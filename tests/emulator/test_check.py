@@ -1,4 +1,5 @@
-"""`weft check` loads a file as `python FILE` does, compiles the kernels that ran, and judges their code."""
+"""`weft check` loads a file as `python FILE` does, compiles the kernels that ran, and checks the rules of their
+code."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from weft.errors import WeftError
 
 
 def test_a_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may do so wherever the check is started, and also if its path is relative."""
+    """`weft check` can load the file from any working directory, even by a relative path."""
     kernels_dir, elsewhere = tmp_path / "kernels", tmp_path / "elsewhere"
     kernels_dir.mkdir(), elsewhere.mkdir()
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -42,7 +43,8 @@ def test_a_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_checked_file_hides_no_module_from_others(tmp_path: Path) -> None:
-    """The file's folder is on the path only while the file is loaded and run, so that its main may import too."""
+    """The file's folder is on the path only while the file is loaded and run; its main may import modules from it
+    too."""
     before = list(sys.path)
     (tmp_path / "imported_late.py").write_text("seen = []\n")
     (tmp_path / "copy.py").write_text(
@@ -55,7 +57,7 @@ def test_a_checked_file_hides_no_module_from_others(tmp_path: Path) -> None:
     assert sys.modules.pop("imported_late").seen == [0, 1]
 
 
-# -- what ran is compiled ----------------------------------------------------------------------------------------------
+# -- kernels that ran are compiled -------------------------------------------------------------------------------------
 
 
 def gated(main: Callable[[World], Any], ranks: int = 2) -> list[check.CheckedKernel]:
@@ -80,7 +82,9 @@ def test_each_variant_is_compiled_once_and_told_from_the_others() -> None:
             world.launch(fill, 1, args, dict(num_warps=1, per_sm=2), world.current_stream())
 
     checked = gated(main)
-    assert len({one.compiled.hash for one in checked}) == len(checked) == 8, "per rank, two of the five being one"
+    assert len({one.compiled.hash for one in checked}) == len(checked) == 8, (
+        "per rank, two of five launches share a kernel"
+    )
     names = [one.name for one in checked]
     assert len(set(names)) == 8 and all(name.startswith("fill (") for name in names)
     assert sum("n no multiple of 16" in name for name in names) == 2 and sum("N = 32" in name for name in names) == 2
@@ -113,7 +117,7 @@ def test_targets_that_weft_cannot_compile_for(text: str) -> None:
 
 
 def test_a_refusal_is_a_sentence() -> None:
-    """The error quotes the kernel's own line, in place of ptxas' whole report or the compiler's failure, which name no
+    """The error quotes the kernel's own line instead of ptxas' whole report or the compiler's failure, which name no
     line."""
     first_line = rf"{__file__}:{fill.fn.__code__.co_firstlineno + 1}: "
     log = "Internal error\n`ptxas` stderr:\nptxas x.ptx, line 9; error   : Feature 'a' requires b\nptxas fatal   : Aborted"
@@ -163,7 +167,7 @@ def sums(late: bool, guard: bool) -> Callable[[World], None]:
 
 
 def test_a_wait_inside_a_pipelined_loop_is_found() -> None:
-    """The emulator interprets the source, and finds nothing."""
+    """The emulator interprets the source and finds no bug."""
     (one,) = gated(sums(late=True, guard=False))
     (problem,) = one.problems
     assert re.match(
@@ -174,13 +178,13 @@ def test_a_wait_inside_a_pipelined_loop_is_found() -> None:
 
 
 def test_a_verdict_does_not_depend_on_tritons_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """For the copy, Triton's cache holds the original's code, which names the original's lines."""
+    """Triton's cache returns the original's code for the copy, and that code names the original's lines."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     source = Path(__file__).read_text()
     for name in ("original", "copy"):
         path = tmp_path / f"{name}.py"
         path.write_text(source)
-        for loaded in (path, path):  # the second time from the cache
+        for loaded in (path, path):  # the second load uses the cache
             for kernel in gated(check.load(f"{loaded}:late_sums")):
                 assert [problem.partition(" (")[0].rpartition(":")[0] for problem in kernel.problems] == [
                     f"acquire: may be loaded before the wait: {name}.py"
@@ -279,7 +283,9 @@ def test_a_kernel_without_signals_breaks_no_rule() -> None:
 
     (one,) = gated(main)
     assert one.problems == [] and "brx.idx" in one.compiled.ptx
-    assert any(rule.startswith("release: ") for rule in broken_rules(one.compiled.ptx)), "if its atomics were signals"
+    assert any(rule.startswith("release: ") for rule in broken_rules(one.compiled.ptx)), (
+        "its atomics break a rule if they count as signals"
+    )
 
 
 def test_assembly_that_only_keeps_an_order_is_no_instruction() -> None:
@@ -300,8 +306,8 @@ def test_assembly_that_only_keeps_an_order_is_no_instruction() -> None:
 
 
 def test_one_line_before_and_after_a_wait_is_two_loads() -> None:
-    """Without a separate epoch, only the load that needs the wait is seen to run; the compiled code has a second load,
-    which needs no wait."""
+    """Without a separate epoch, the emulator records only the load that needs the wait; the compiled code has a second
+    load, which needs no wait."""
     place = (__file__, 10)
     lines_and_calls = lambda calls: [(step.line, step.calls) for step in steps_of(calls)]  # noqa: E731
     ptx = """.visible .entry k(
@@ -321,6 +327,6 @@ def test_one_line_before_and_after_a_wait_is_two_loads() -> None:
 """.replace("FILE", Path(__file__).name).replace("TESTS", str(Path(__file__).parent))
     assert lines_and_calls(ptx)[0] == (10, ((Path(__file__).name, 20),))
     assert broken_kernel_rules(ptx, "", [(place, (__file__, 24))]) == []
-    for behind in (20, None):  # the first one too, or it is not known how it came there
+    for behind in (20, None):  # either the first line also comes later, or the load has no known caller
         (wrong,) = broken_kernel_rules(ptx, "", [(place, *([(__file__, behind)] if behind else []))])
         assert wrong.startswith("acquire: may be loaded before the wait"), behind

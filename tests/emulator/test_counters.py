@@ -1,4 +1,4 @@
-"""Counters that only grow pass 2^31 and 2^32, after 37 hours of a busy server. Every op and plan stays correct
+"""Counters that only grow pass 2^31 and 2^32 after 37 hours on a busy server. Every op and plan must stay correct
 there."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from weft.backends.base import SymmetricTensor
 from weft.lang.channel import CALLS
 from weft.lang.intrinsics import NUMBER_BITS
 
-COUNTING = ("epoch", "barrier_arrivals", "targets")  # words beside channels that grow in proportion to the calls
-BEFORE = 2  # calls before the counters are set
+COUNTING = ("epoch", "barrier_arrivals", "targets")  # words outside channels that grow in proportion to the calls
+BEFORE = 2  # the number of calls before the counters are set
 
 
 def grouped(world: World, m: int, plan: str) -> torch.Tensor:
@@ -32,7 +32,7 @@ def grouped(world: World, m: int, plan: str) -> torch.Tensor:
 
 
 def inside(value: Any, name: object = "") -> Iterator[tuple[object, torch.Tensor]]:
-    """Yield the tensors inside what a World keeps, with the names of their containers."""
+    """Yield the tensors inside objects that a World keeps, with the names of their containers."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, SymmetricTensor):
@@ -64,19 +64,19 @@ def age(world: World, calls: int) -> None:
         calls_made = int(state[CALLS.value])
         aged_calls = calls_made * calls // BEFORE
         state[CALLS.value] = wrapped(aged_calls)
-        if name.startswith("calls of "):  # words: a count above a number, of this launch and of the one before
+        if name.startswith("calls of "):  # words with a launch count in the bits above a number
             number = (1 << NUMBER_BITS) - 1
             for i, word in enumerate(counters.tolist()):
                 count = aged_calls - calls_made + (word >> NUMBER_BITS)
                 counters[i] = wrapped((count << NUMBER_BITS) + (word & number))
         else:
             counters.copy_(torch.tensor([wrapped(c * calls // BEFORE) for c in counters.tolist()]))
-    backend.machine.words.clear()  # by which values were reached before
+    backend.machine.words.clear()  # the emulator's record of who released which value
     seen = set()
     for name, word in inside([world._cache, world._arenas]):
         if name in COUNTING and word.dtype == torch.int32 and word.data_ptr() not in seen:
             seen.add(word.data_ptr())
-            first_counts = [c % BEFORE for c in word.tolist()]  # where the first call has the number 1
+            first_counts = [c % BEFORE for c in word.tolist()]  # words that start at 1 in the first call
             aged = [
                 wrapped(one + (c - one) * calls // BEFORE) for c, one in zip(word.tolist(), first_counts, strict=True)
             ]

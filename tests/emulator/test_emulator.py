@@ -1,4 +1,4 @@
-"""The emulator finds what it promises to find: every planted bug on every seed, and no bug in the correct version.
+"""The emulator keeps its promise: it finds every planted bug on every seed, and no bug in the correct version.
 
 Most of the bugs are planted in one small all-gather + row sum: rank r copies its shard to every peer and increments
 their flags, and every rank sums the rows that have arrived. BUG names the planted bug.
@@ -198,7 +198,7 @@ def test_a_spin_by_ordinary_loads_ends_in_a_report() -> None:
         spmd(lambda b: fn(b, False), 1)
     with pytest.raises(Race, match=r"race on flag\[0\]"):
         spmd(lambda b: fn(b, True), 1)
-    spmd(lambda b: fn(b, True), 1, races=False)  # it sleeps, and is woken
+    spmd(lambda b: fn(b, True), 1, races=False)  # the waiting program is woken only by the store
 
 
 @jit
@@ -209,7 +209,7 @@ def read_often(x, out, N: tl.constexpr):
     tl.store(out, total)
 
 
-def test_a_program_that_reads_one_word_often_goes_on() -> None:
+def test_a_program_that_reads_one_word_often_continues() -> None:
     def fn(b: EmulatedBackend) -> float:
         out = b.zeros((1,), torch.float32)
         b.launch(read_often, 1, dict(x=torch.ones(1), out=out, N=3000), {}, b.current_stream())
@@ -254,7 +254,7 @@ def compute_for_ever(x, END: tl.constexpr, STORE: tl.constexpr):
 
 @pytest.mark.parametrize("store", [False, True])
 def test_a_loop_without_an_end_is_a_deadlock(monkeypatch: pytest.MonkeyPatch, store: bool) -> None:
-    """The loop may change memory or not; a nested loop is counted by itself."""
+    """The loop may change memory or not, and a nested loop is counted separately."""
     monkeypatch.setattr(interpret, "TURNS", 100)
 
     def fn(b: EmulatedBackend, end: int) -> int:
@@ -294,10 +294,10 @@ def seen_by(read: Any) -> Any:
 
     def fn(b: EmulatedBackend) -> list[float]:
         x, y = torch.ones(16), b.zeros((16,), torch.float32)
-        with torch.device("cpu"):  # a mode of torch that is entered before the kernel is enqueued and left after it
+        with torch.device("cpu"):  # a torch mode that begins before the kernel is enqueued and ends after it
             b.launch(double, 1, dict(x=x, y=y, N=16), {}, b.current_stream())
         seen = read(y)
-        x.fill_(5.0)  # the kernel has loaded before
+        x.fill_(5.0)  # the kernel has already loaded x
         b.synchronize()
         assert y.tolist() == [2.0] * 16
         assert not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
@@ -587,7 +587,7 @@ def test_finish_orders_nothing(seed: int) -> None:
 
 
 def copy_signal(bug: str) -> Any:
-    """Every rank copies to its neighbour, and a copy engine raises the neighbour's flag."""
+    """Every rank copies to its neighbour, and a copy engine sets the neighbour's flag."""
 
     def fn(b: EmulatedBackend) -> float:
         box = b.symmetric(4 * 64, "box").view(0, (64,), torch.float32)
@@ -641,7 +641,8 @@ def test_collectives(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_collective_may_not_have_ended_on_the_others(seed: int) -> None:
     def fn(b: EmulatedBackend, own_part: bool, with_barrier: bool) -> None:
-        """After an all-gather every rank clears a part of what it (`own_part`) or its neighbour gathered."""
+        """After an all-gather every rank clears a part that it gathered itself (`own_part`) or that its neighbour
+        gathered."""
         full = b.symmetric(4 * 8 * b.size, "full").view(0, (8 * b.size,), torch.float32)
         main = b.current_stream()
         b.all_gather(full.local, torch.ones(8), main)
@@ -660,13 +661,13 @@ def test_a_collective_may_not_have_ended_on_the_others(seed: int) -> None:
 @pytest.mark.parametrize("kind", ["all_reduce", "all_to_all"])
 def test_a_collective_orders_its_receivers(kind: str, seed: int) -> None:
     def fn(b: EmulatedBackend, rows: int) -> None:
-        """Every rank writes to its neighbour's box, which the neighbour reads after the collective."""
+        """Every rank writes to its neighbour's box, and the neighbour reads it after the collective."""
         box = b.symmetric(4 * 8, "box").view(0, (8,), torch.float32)
         main, out, left = b.current_stream(), b.empty((8,), torch.float32), (b.rank - 1) % b.size
         b.copy(box.peers[(b.rank + 1) % b.size], torch.ones(8), main)
         if kind == "all_reduce":
             b.all_reduce(torch.ones(rows), main)
-        else:  # rows come from the left neighbour only
+        else:  # each rank receives rows from its left neighbour only
             outs = [torch.zeros(rows if r == left else 0, 4) for r in range(b.size)]
             parts = [torch.ones(rows if b.rank == (r - 1) % b.size else 0, 4) for r in range(b.size)]
             b.all_to_all(outs, parts, main)
@@ -796,7 +797,7 @@ def test_kernels_of_two_streams_share_the_slots(seed: int) -> None:
         b.finish(b.current_stream())
 
     spmd(lambda b: fn(b, 3), 1, seed=seed, sm_count=4)
-    if seed % 4 == 0:  # the order of virtual time: the spinning kernel comes first
+    if seed % 4 == 0:  # with virtual time, the spinning kernel starts first
         with pytest.raises(Deadlock, match="not resident"):
             spmd(lambda b: fn(b, 4), 1, seed=seed, sm_count=4)
 
@@ -804,7 +805,7 @@ def test_kernels_of_two_streams_share_the_slots(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["call", "all_reduce"])
 def test_library_work_needs_an_sm(kind: str, seed: int) -> None:
-    """A kernel waits for a flag that is raised after library work: it must leave an SM for that work."""
+    """A kernel waits for a flag that is set after work of cuBLAS or NCCL, and must leave an SM for that work."""
 
     def fn(b: EmulatedBackend, programs: int) -> None:
         counter, x, one = b.zeros((1,), torch.int32), b.zeros((4,), torch.float32), b.tensor([1], torch.int32)
@@ -818,7 +819,7 @@ def test_library_work_needs_an_sm(kind: str, seed: int) -> None:
         b.finish(main)
 
     spmd(lambda b: fn(b, 3), 2, seed=seed, sm_count=4)
-    if seed % 4 == 0:  # the spinning kernel comes first
+    if seed % 4 == 0:  # the spinning kernel starts first
         with pytest.raises(Deadlock, match="waits for an SM for .*: all 4 SMs of the rank are held by rank . spin"):
             spmd(lambda b: fn(b, 4), 2, seed=seed, sm_count=4)
 
@@ -826,7 +827,7 @@ def test_library_work_needs_an_sm(kind: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_collectives_of_one_communicator_go_one_after_another(seed: int) -> None:
     def fn(b: EmulatedBackend, on: Any, early: bool) -> None:
-        """The first kernel waits for a flag that is raised after (or before) the second one."""
+        """The first kernel waits for a flag that is set after (or before) the second one."""
         flag, one = b.zeros((1,), torch.int32), b.tensor([1], torch.int32)
         first_stream, second_stream = b.side_stream("first"), b.side_stream("second")
         b.wait(flag, one, first_stream)
@@ -889,13 +890,13 @@ def take_in(x, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int16, torch.bfloat16])
 def test_no_number_that_host_code_writes_looks_unwritten(dtype: torch.dtype) -> None:
-    """Neither one number in every element nor all numbers in turn look unwritten; the elements beside them remain
-    unwritten."""
+    """Neither one value in every element nor all values in turn are mistaken for unwritten memory; the elements beside
+    them remain unwritten."""
     same_size = torch.uint8 if dtype.itemsize == 1 else torch.int16
     every = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32).to(same_size)
 
     def fn(b: EmulatedBackend, filled: int) -> None:
-        unlike_others = every if dtype.itemsize == 1 else every[0x7F80:0x8000]  # those that are NaN in bf16
+        unlike_others = every if dtype.itemsize == 1 else every[0x7F80:0x8000]  # the values that are NaN in bf16
         contents = [number.expand(64) for number in unlike_others] + [every, every.flip(0)]
         for content in contents:
             x = b.empty((content.numel(),), dtype)
@@ -951,7 +952,7 @@ def rows(b: EmulatedBackend) -> torch.Tensor:
         (rows, lambda t: t[1], -16, "[-16]"),
         (lambda b: b.zeros((3, 16), torch.float32), lambda t: t[1], 16, "[16]"),
         (lambda b: b.symmetric(192, "box").view(0, (3, 16), torch.float32).local, lambda t: t[:2], 24, "[2, 0]"),
-        (rows, lambda t: t[:, :8], 0, "[0, 8]"),  # between the rows
+        (rows, lambda t: t[:, :8], 0, "[0, 8]"),  # beyond the first columns
         (rows, lambda t: t[:, ::2], 0, "[0, 0] + 4 bytes"),
     ],
 )
@@ -1181,7 +1182,7 @@ def test_memory_used_again_has_no_past(seed: int) -> None:
         for i in range(6):
             x = torch.from_numpy(buffers[0]).fill_(i)
             y = torch.from_numpy(buffers[1]) if again else y
-            stream = b.side_stream(f"s{i % 3}")  # unordered with one another
+            stream = b.side_stream(f"s{i % 3}")  # the streams are not ordered
             b.copy(y, x, stream)
             b.finish(stream)
             assert y[5].item() == i
@@ -1416,7 +1417,7 @@ def handed(how: str, between: str) -> Any:
 
 
 @pytest.mark.parametrize("how", MOVES)
-def test_a_load_of_what_another_thread_has_stored_is_a_race(how: str) -> None:
+def test_a_load_of_another_threads_store_is_a_race(how: str) -> None:
     with pytest.raises(Race, match=r"race on x\[\d+, \d+\] of rank 0: read after write by another thread") as caught:
         spmd(handed(how, ""), 1)
     assert len(set(re.findall(r"hand_over\[0\] at .*test_emulator\.py:(\d+) \(hand_over\)", str(caught.value)))) == 2
@@ -1480,7 +1481,7 @@ def test_timeline() -> None:
     assert all(">= 1" in s.detail and s.end > s.start for s in waits)
     programs = {(rank, f"take:{index}") for rank in (0, 1) for index in (0, 1)}
     assert programs <= {(s.rank, s.track) for s in spans if s.kind == "compute"}
-    for s in waits:  # a wait ends no earlier than the releaser's work began
+    for s in waits:  # a wait cannot end before the releaser's work began
         begun = min(t.start for t in spans if (t.rank, t.track) == s.releaser)
         assert s.end >= begun
     tracks: dict[tuple[int, str], list[tuple[float, float]]] = {}
@@ -1510,7 +1511,7 @@ def test_the_same_process_compiles_afterwards() -> None:
     assert max(spmd(gather(), 2)[0]) < 1e-4
 
 
-# -- what a report says ------------------------------------------------------------------------------------------------
+# -- the contents of a report ------------------------------------------------------------------------------------------
 
 
 def line_of(text: str) -> int:
@@ -1562,7 +1563,7 @@ def test_a_race_names_the_statements_that_made_it(late: bool) -> None:
 
 @jit
 def exchanged(x, boxes, own_boxes, out, epoch, ch, half, N: tl.constexpr, HALVES: tl.constexpr, COUNTED: tl.constexpr):
-    """Program p sends x [N] to rank p and reads what rank p sent."""
+    """Program p sends x [N] to rank p and reads the data that rank p sent."""
     me, p, offsets = wl.rank_of(ch), tl.program_id(0), tl.arange(0, N)
     base = tl.load(epoch) % HALVES * half
     wl.tile_push_data(boxes, p, base + me * N + offsets, tl.load(x + offsets), offsets < N)
@@ -1600,7 +1601,8 @@ EARLY = r"a write after a read of an earlier call: rank (\d) reads in launch (\d
 @pytest.mark.parametrize("bug", ["halves", "epoch"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_reuse_of_memory_that_a_peer_reads_is_reported_as_reuse(bug: str, seed: int) -> None:
-    """The cause is one buffer in place of two, or an epoch word that starts again; either access may come first."""
+    """The cause is either one buffer in place of two, or an epoch word that starts again; either access may come
+    first."""
     weft.spmd(three_calls(""), 2, backend="emulated", seed=seed)
     with pytest.raises(Race, match=EARLY) as caught:
         weft.spmd(three_calls(bug), 2, backend="emulated", seed=seed)
@@ -1622,8 +1624,8 @@ def test_an_uncounted_call_is_reported(bug: str, why: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_copy_into_memory_that_a_peers_kernel_still_reads(seed: int) -> None:
-    """On each rank the copies of the second call follow the first launch; what precedes the launch belongs to the
-    first call."""
+    """On each rank the copies of the second call follow the first launch; earlier operations belong to the first
+    call."""
 
     def main(world: weft.World, calls: int, wait: bool) -> None:
         box, out = world.symmetric((16,), torch.float32, "box"), world.empty((16,), torch.float32)
@@ -1677,8 +1679,8 @@ def test_a_world_is_of_no_use_after_its_run() -> None:
 
 @jit
 def own_row(x, out, epoch, ch, N: tl.constexpr, DOES: tl.constexpr):
-    """Each program computes one row. DOES says whether the first program notifies, and whether all programs wait for
-    it."""
+    """DOES selects whether the first program notifies, and whether all programs wait for it. Each program computes one
+    row."""
     p, offsets = tl.program_id(0), tl.arange(0, N)
     tl.store(out + p * N + offsets, tl.load(x + offsets))
     if DOES != "nothing" and p == 0:
@@ -1690,7 +1692,8 @@ def own_row(x, out, epoch, ch, N: tl.constexpr, DOES: tl.constexpr):
 
 @pytest.mark.parametrize("does", ["nothing", "notifies", "waits"])
 def test_a_grid_that_is_not_resident_is_reported_where_it_signals(does: str) -> None:
-    """The first program notifies, so that every schedule ends; on a GPU that depends on which program starts first."""
+    """The first program notifies, so that the test ends under every schedule; on a GPU the end depends on which program
+    starts first."""
 
     def main(world: weft.World, programs: int) -> None:
         out, epoch = world.empty((programs, 16), torch.float32), world.zeros((1,), torch.int32)
@@ -1788,7 +1791,7 @@ def test_a_thread_raises_when_another_rank_fails(monkeypatch: pytest.MonkeyPatch
                 messages.append(str(error))
 
         threading.Thread(target=fail).start()
-        done.get()  # of the thread, which has failed
+        done.get()  # wait for the thread, which has failed
 
     with pytest.raises(ValueError, match="rank 1 gives up"):
         weft.spmd(main, 2, backend="emulated")

@@ -1,6 +1,5 @@
-"""Tests of what a kernel author relies on: launches that agree on every rank, counted signals, errors that name the
-mistake, and scans in bf16.
-"""
+"""Tests for kernel authors: launches that agree on every rank, counted signals, errors that name the mistake, and scans
+in bf16."""
 
 from __future__ import annotations
 
@@ -99,7 +98,8 @@ def test_a_channel_number_past_the_end_is_a_fault(wait: bool, says: str) -> None
 
 @weft.jit
 def ask(ch, epoch, END: tl.constexpr):
-    """Rank 0 answers the other rank; the last of the two programs does not end the call, or neither does."""
+    """Rank 0 answers the other rank; either the last of its two programs does not end the call, or neither program
+    does."""
     me, p = wl.rank_of(ch), tl.program_id(0)
     if p == 0:
         wl.peer_tile_notify(ch, 0, 1 - me, False)
@@ -223,7 +223,7 @@ def test_an_unused_argument_is_named(wrong: dict[str, Any], error: type[Exceptio
 def no_kernel(x: Any) -> None: ...
 
 
-def test_what_is_launched_in_another_way_is_refused() -> None:
+def test_launches_outside_the_world_are_refused() -> None:
     def main(world: weft.World) -> None:
         stream, ch = world.current_stream(), world.channel("c", 1, None)
         with pytest.raises(TypeError, match="no_kernel is not a kernel: decorate it with @weft.jit"):
@@ -264,7 +264,7 @@ def test_a_kernel_without_epoch_compiles() -> None:
     assert "acq_rel" in compile_kernel(ring, dict(ch=ch, epoch=None, extra=0), dict(num_warps=1)).ptx
 
 
-def test_an_error_in_a_kernel_says_what_it_was_launched_with() -> None:
+def test_an_error_in_a_kernel_quotes_its_arguments() -> None:
     def main(world: weft.World) -> None:
         args = dict(ch=world.channel("c", 1, None), epoch=None, out=world.zeros((1,), torch.int32))
         world.launch(reads_epoch, 1, args, {}, world.current_stream())
@@ -386,7 +386,7 @@ def test_ranks_that_make_different_channels_or_memory_disagree() -> None:
             world.symmetric((4,), [torch.float32, torch.int32][me], "x")
         with pytest.raises(weft.Mismatch, match=r"shape=\(4, 2\); rank 1: symmetric 'x' shape=\(2, 4\)"):
             world.symmetric([(4, 2), (2, 4)][me], torch.float32, "x")
-        assert world.channel("a", 1, None, me).counters.numel() == 1  # arrivals are the rank's own
+        assert world.channel("a", 1, None, me).counters.numel() == 1  # only this rank increments the arrivals
 
     weft.spmd(main, 2, backend="emulated")
 
@@ -511,7 +511,7 @@ def test_an_unknown_mode_of_a_notify_is_refused() -> None:
 
 
 def test_a_notify_of_a_tile_in_two_channels_is_refused() -> None:
-    """The notify would raise only the first channel."""
+    """The notify would increment only the first channel."""
 
     def main(world: weft.World, rows: int) -> None:
         mapping = wl.StaticMapping.over(32, 2, tile_rows=rows, channel_rows=8, arrivals=1)
@@ -525,6 +525,6 @@ def test_a_notify_of_a_tile_in_two_channels_is_refused() -> None:
 
 
 def test_every_signal_and_wait_has_a_form_in_stock_triton() -> None:
-    """Only functions that order bulk accesses or use multicast addresses lack such a form."""
+    """Only functions that order bulk accesses or use multicast addresses have no such form."""
     missing = {name for name in intrinsics.Intrinsic.emulated if not hasattr(stock, name)}
     assert missing == {"flush_stores", "window_fence", "window_store", "window_sum"}

@@ -1,4 +1,4 @@
-"""Every public function of Triton's language in the emulator either computes what numpy and torch do, or is refused
+"""Every public function of Triton's language in the emulator either gives the results of numpy and torch, or is refused
 in a sentence that names it."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return by_torch(lambda t: torch.softmax(t, 0), x)
 
 
-# By function: statements whose last is an expression (of N elements, or one), and its value.
+# For each function: statements, the last of which is an expression (of N elements, or one), and its value.
 CASES: dict[str, tuple[str, Any]] = {
     "inline_asm_elementwise": (
         "tl.inline_asm_elementwise('add.s32 $0, $1, $1;', '=r, r', [(x * 10).to(tl.int32)], tl.int32, is_pure=True, pack=1)",
@@ -229,7 +229,7 @@ CASES |= {
 }
 CASES["atomic_cas"] = ("a = tl.atomic_cas(ks + at, k * 0 + 3, k * 0 + 50)\ntl.load(ks + at)", np.where(K == 3, 50, K))
 DESC = "d = tl.make_tensor_descriptor(ms, [N, N], [N, 1], {block})\n"
-# By method of a tensor or descriptor that is no function of the language, and by operator.
+# For each method of a tensor or descriptor that is not a function of the language, and for each operator.
 OTHERS: dict[str, tuple[str, Any]] = {
     "item": ("tl.sum(x, 0).item() + x", X.sum() + X),
     "extra.cuda.gdc_wait": ("cuda.gdc_wait()\nx", X),
@@ -288,7 +288,7 @@ OTHERS: dict[str, tuple[str, Any]] = {
     "imported expm1": ("imported_expm1(x)", np.expm1(X)),
 }
 METHODS = ["item", "to", "logical_and", "logical_or"]
-# Public names of the language that are no functions of a kernel.
+# Public names of the language that are not functions for kernels.
 NO_FUNCTIONS = {
     "PropagateNan", "block_type", "const", "constexpr", "constexpr_type", "dtype", "pointer_type", "slice", "str_to_ty",
     "tensor", "tensor_descriptor", "tensor_descriptor_type", "tuple", "tuple_type",
@@ -314,7 +314,8 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def kernel_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """Return a kernel that stores the value of the statements; a module is written to hold it."""
+    """Return a kernel that stores the value of the statements. The function writes a module that contains the
+    kernel."""
     folder, numbers = tmp_path_factory.mktemp("language"), itertools.count()
 
     def write(statements: str) -> Any:
@@ -359,7 +360,7 @@ def dtype_of(value: Any) -> torch.dtype:
 
 
 @pytest.mark.parametrize("name", [*CASES, *OTHERS])
-def test_a_function_computes_what_numpy_and_torch_do(kernel_of: Callable[[str], Any], name: str) -> None:
+def test_a_function_gives_the_results_of_numpy_and_torch(kernel_of: Callable[[str], Any], name: str) -> None:
     statements, expected = (CASES | OTHERS)[name]
     compare(computed(kernel_of(statements), dtype_of(expected)), expected)
 
@@ -442,11 +443,11 @@ def value_of_8_bits(bits: int, exponent_bits: int, mantissa_bits: int) -> float:
 @pytest.mark.parametrize("dtype", FLOAT8)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_cast_to_8_bits_is_that_of_the_hardware(source: torch.dtype, dtype: torch.dtype) -> None:
-    """For all 16-bit numbers the cast equals `cvt.rn.satfinite`, which rounds to the nearest number of the format, ties
-    to even. The test finds that number by a search."""
+    """For all 16-bit numbers, the cast equals `cvt.rn.satfinite`, which rounds to the nearest number of the format,
+    ties to even. The test finds that number by a search."""
     kind, exponent_bits, mantissa_bits, largest = FLOAT8[dtype]
     x = torch.from_numpy(ALL_16).view(torch.float16 if source == torch.float32 else source)
-    if source == torch.float32:  # beside and between numbers of 16 bits
+    if source == torch.float32:  # numbers of 16 bits, and numbers beside and between them
         x = (x.float() * 1.001).contiguous()
     wide = x.double().numpy()
     values = [value_of_8_bits(bits, exponent_bits, mantissa_bits) for bits in range(128)]
@@ -477,8 +478,8 @@ def test_a_truncating_cast_to_8_bits_is_that_of_the_hardware() -> None:
 @pytest.mark.parametrize("dtype", FLOAT8)
 @pytest.mark.parametrize("to", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_cast_from_8_bits_is_that_of_the_hardware(to: torch.dtype, dtype: torch.dtype) -> None:
-    """The cast is exact, but Triton converts e5m2 to bf16 by a shift and a product, which make infinity 2^16, and
-    NaN a larger number."""
+    """The cast is exact, but Triton converts e5m2 to bf16 by a shift and a product, which turn infinity into 2^16, and
+    NaN into a larger number."""
     x = torch.arange(256, dtype=torch.uint8).view(dtype)
     out = torch.from_numpy(cast(x, getattr(tl, str(to).removeprefix("torch.")))).view(to)
     expected = x.double()
@@ -490,7 +491,7 @@ def test_a_cast_from_8_bits_is_that_of_the_hardware(to: torch.dtype, dtype: torc
 
 
 @pytest.mark.parametrize("statements", ["m8 + m8", "m8 > m8", "-m8"])
-def test_what_gpus_do_not_compute_in_8_bits_is_refused(kernel_of: Callable[[str], Any], statements: str) -> None:
+def test_operations_without_8_bits_on_gpus_are_refused(kernel_of: Callable[[str], Any], statements: str) -> None:
     with pytest.raises(NotImplementedError, match="GPUs compute no 8-bit floats: cast them first"):
         computed(kernel_of(f"m8 = x.to(tl.float8e5)\na = {statements}\nx"), torch.float32)
 
@@ -512,7 +513,7 @@ def test_every_function_is_run_or_refused() -> None:
 
 mp = mpmath.mp
 HALF = mp.mpf(0.5)
-# By function: the value of real arguments, and the ranges that they are from; computed in 30 digits.
+# For each function: its value for real arguments, computed to 30 digits, and the ranges from which these are drawn.
 REAL: dict[str, tuple[Callable[..., Any], tuple[tuple[float, float], ...]]] = {
     "sqrt": (mp.sqrt, ((0, 9),)),
     "rsqrt": (lambda x: 1 / mp.sqrt(x), ((0.1, 9),)),
@@ -569,7 +570,7 @@ REAL: dict[str, tuple[Callable[..., Any], tuple[tuple[float, float], ...]]] = {
     "fast_dividef": (lambda x, y: x / y, ((-9, 9), (0.1, 9))),
 }
 REAL |= {f"fast_{name}f": REAL[name] for name in ("sin", "cos", "tan", "exp", "exp10", "log", "log2", "log10", "pow")}
-# By function: the value of numbers of the dtype itself, equal to the last bit.
+# For each function: its value for numbers of the dtype itself, equal to the last bit.
 EXACT: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "floor": np.floor,
@@ -616,7 +617,7 @@ def of_24_bits(x: int) -> int:
     return (unsigned(x, 24) ^ 1 << 23) - (1 << 23)
 
 
-# By function: the value of integers of so many bits, modulo their number.
+# For each function: its value for integers of a number of bits, modulo their range.
 INTEGER: dict[str, Callable[..., int]] = {
     "abs": lambda bits, x: abs(x),
     "clz": lambda bits, x: bits - unsigned(x, bits).bit_length(),

@@ -1,8 +1,8 @@
-"""The emulator's model of a GPU, rule by rule: what orders two accesses and what does not, which effects others may see
-half done, which task runs when, and what Triton's language computes.
+"""The emulator's model of a GPU, rule by rule: which operations order two accesses, which effects others may see half
+done, when each task runs, and the results of Triton's language.
 
-Each small program has a correct twin: a rule that is too weak finds nothing in the wrong one, and a rule that is too
-strong finds a fault in the right one.
+Each small program has a correct twin: a rule that is too weak finds no fault in the wrong program, and a rule that is
+too strong finds one in the correct twin.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from weft.lang.intrinsics import (
 )
 from weft.lang.jit import jit
 
-SEEDS = range(8)  # two of each way to schedule
-CLOCK, RANDOM, STARVE, BURST = range(4)  # seeds: a seed's remainder by four says the way
+SEEDS = range(8)  # two for each scheduling policy
+CLOCK, RANDOM, STARVE, BURST = range(4)  # a seed's remainder by four selects the policy
 N = 16
 
 
@@ -71,7 +71,7 @@ def two_parts(data, flag, gate, guard, out, TARGET: tl.constexpr, N: tl.constexp
         tl.store(out + offsets, tl.load(data + offsets) + tl.load(data + N + offsets))
 
 
-def test_a_wait_acquires_what_first_reached_its_target() -> None:
+def test_a_wait_acquires_the_release_that_first_reached_its_target() -> None:
     """A target that is too low by one causes a race even if all arrivals precede the wait."""
 
     def fn(b: EmulatedBackend, target: int) -> None:
@@ -124,12 +124,12 @@ def test_an_ordinary_access_and_an_unordered_atomic_one_are_a_race(first_access:
         passes(lambda b, own_access=own_access, peer_access=peer_access: fn(b, own_access, peer_access))
 
 
-# -- what orders ranks -------------------------------------------------------------------------------------------------
+# -- the order between ranks -------------------------------------------------------------------------------------------
 
 
-def test_an_exchange_orders_what_each_rank_did_before_and_does_after() -> None:
-    """Every rank reads every other rank's box: both what the last rank to arrive wrote, and what the waiting ranks
-    wrote."""
+def test_an_exchange_orders_the_accesses_before_and_after_it() -> None:
+    """Every rank reads every other rank's box: both the data of the last rank to arrive, and the data of the waiting
+    ranks."""
 
     def fn(b: EmulatedBackend, exchange: bool) -> None:
         box, main = b.symmetric(4 * N, "box").view(0, (N,), torch.float32), b.current_stream()
@@ -147,7 +147,7 @@ def test_an_exchange_orders_what_each_rank_did_before_and_does_after() -> None:
     races(lambda b: fn(b, False), "box", 3)
 
 
-# -- what a counter carries --------------------------------------------------------------------------------------------
+# -- accesses that a counter releases ----------------------------------------------------------------------------------
 
 
 @jit
@@ -172,7 +172,7 @@ def test_a_copy_engines_store_ends_a_release_sequence() -> None:
         kernel, engine, reader = b.current_stream(), b.side_stream("engine"), b.side_stream("reader")
         one, two, number = (b.tensor([value], torch.int32) for value in (1, 2, target))
         b.launch(release, 1, dict(data=data, flag=flag.local, gate=gate.local, N=N), {}, kernel)
-        b.wait(gate.local, one, engine)  # after the kernel, and in no order with it
+        b.wait(gate.local, one, engine)  # after the kernel, but not ordered with it
         b.signal(flag.local, two, engine)
         b.wait(flag.local, number, reader)
         b.copy(out, data, reader)
@@ -233,7 +233,7 @@ def fenced(data, flag, N: tl.constexpr, FENCE: tl.constexpr, SCOPE: tl.constexpr
     [("gpu", "sys", "before"), ("sys", "gpu", "before"), ("sys", "sys", ""), ("sys", "sys", "after")],
 )
 def test_a_fence_releases_earlier_stores_in_its_own_scope(fence: str, scope: str, flushed_at: str) -> None:
-    """The notify after the fence is relaxed; a rank reads what its neighbour wrote."""
+    """The notify after the fence is relaxed; a rank reads the data that its neighbour wrote."""
 
     def fn(b: EmulatedBackend, fence: str, scope: str, flushed_at: str) -> None:
         box, flag, to = b.symmetric(4 * N, "box").view(0, (N,), torch.float32), words(b, "flag"), (b.rank + 1) % b.size
@@ -245,7 +245,7 @@ def test_a_fence_releases_earlier_stores_in_its_own_scope(fence: str, scope: str
         b.finish(main)
 
     passes(lambda b: fn(b, "sys", "sys", "before"), 2)
-    passes(lambda b: fn(b, "gpu", "gpu", "before"))  # within one rank
+    passes(lambda b: fn(b, "gpu", "gpu", "before"))  # on a single rank
     races(lambda b: fn(b, fence, scope, flushed_at), "flag" if scope == "gpu" else "(box|data)", 2)
 
 
@@ -292,8 +292,8 @@ def raise_flag(flag):
 
 
 def test_an_sm_is_free_when_all_its_programs_have_ended() -> None:
-    """It is not free when only the first of them has ended: otherwise a program that waits for room would run here,
-    and not on a GPU."""
+    """An SM is not free when only the first of its programs has ended: otherwise a program that waits for room would
+    run here, but not on a GPU."""
 
     def fn(b: EmulatedBackend) -> None:
         gate, flag, side = b.zeros((1,), torch.int32), b.zeros((1,), torch.int32), b.side_stream("late")
@@ -308,7 +308,7 @@ def test_an_sm_is_free_when_all_its_programs_have_ended() -> None:
             spmd(fn, 1, seed=seed, sm_count=1)
 
 
-# -- programs that look again and again --------------------------------------------------------------------------------
+# -- programs that poll ------------------------------------------------------------------------------------------------
 
 
 @jit
@@ -327,7 +327,7 @@ def poll(word, words, tries, guard, HOW: tl.constexpr, TRIES: tl.constexpr):
 
 
 @pytest.mark.parametrize("how", ["atomic", "volatile", "posted"])
-def test_a_program_that_polls_what_never_changes_sleeps(how: str) -> None:
+def test_a_program_that_polls_an_unchanging_word_sleeps(how: str) -> None:
     """A lost signal is thus a deadlock, not an endless run."""
 
     def fn(b: EmulatedBackend) -> None:
@@ -342,7 +342,7 @@ def test_a_program_that_polls_what_never_changes_sleeps(how: str) -> None:
             spmd(fn, 1, seed=seed)
 
 
-# -- what others may see half done -------------------------------------------------------------------------------------
+# -- effects that others may see half done -----------------------------------------------------------------------------
 
 
 def test_a_copy_may_be_seen_half_done() -> None:
@@ -361,7 +361,7 @@ def test_a_copy_may_be_seen_half_done() -> None:
 
 @jit
 def post_rows(words, counts, ROWS: tl.constexpr, LOOKS: tl.constexpr):
-    """Program 0 stores 16 bytes to each row at once, program 1 counts the words that it sees."""
+    """Program 0 stores 16 bytes to each row at once, and program 1 counts the words that it sees."""
     if tl.program_id(0) == 0:
         one = tl.full((ROWS,), 1, tl.int32)
         post(words + 4 * tl.arange(0, ROWS), one, one, one, one, one > 0)
@@ -371,7 +371,7 @@ def post_rows(words, counts, ROWS: tl.constexpr, LOOKS: tl.constexpr):
 
 
 def test_posted_words_may_be_seen_before_others_of_the_same_post() -> None:
-    """A reader therefore has to check each word."""
+    """A reader therefore has to check every word."""
 
     def fn(b: EmulatedBackend) -> list[int]:
         posted_words, counts = b.zeros((8, 4), torch.int32), b.zeros((6,), torch.int32)
@@ -388,7 +388,7 @@ def test_posted_words_may_be_seen_before_others_of_the_same_post() -> None:
 
 @jit
 def draw_tickets(ticket, owners, DRAWS: tl.constexpr):
-    """Record which program ran when: a different program may be picked at every draw."""
+    """Record which program runs when: at every draw, a different program may be chosen."""
     for _ in range(DRAWS):
         tl.store(owners + tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu"), tl.program_id(0))
 
@@ -404,12 +404,12 @@ def draw_order(seed: int, programs: int = 4, draws: int = 150, **options: Any) -
 
 
 def stays(order: list[int]) -> float:
-    """Return how often the running program goes on."""
+    """Return how often the running program continues."""
     return sum(a == b for a, b in zip(order, order[1:], strict=False)) / len(order)
 
 
 def longest_rest(order: list[int], programs: int = 4) -> int:
-    """Return the most turns that other programs have before a program goes on."""
+    """Return the most turns that other programs have before a program continues."""
     draws_by_program = [[i for i, who in enumerate(order) if who == p] for p in range(programs)]
     return max(b - a for draws in draws_by_program for a, b in zip([0, *draws], draws, strict=False))
 
@@ -427,7 +427,7 @@ def test_ways_to_schedule() -> None:
 
 @jit
 def add_up(x, TIMES: tl.constexpr):
-    """Add without atomics, which loses what a second program adds between this program's load and store."""
+    """Add without atomics, which loses another program's addition between this program's load and store."""
     for _ in range(TIMES):
         tl.store(x, tl.load(x) + 1)
 
@@ -442,7 +442,7 @@ def test_programs_are_preempted_between_ordinary_accesses() -> None:
         return int(x)
 
     assert [spmd(fn, 1, seed=seed, races=False, preempt=0.0)[0] for seed in range(4)] == [[200]] * 4
-    assert any(spmd(fn, 1, seed=seed, races=False)[0][0] < 200 for seed in range(4)), "without being asked for"
+    assert any(spmd(fn, 1, seed=seed, races=False)[0][0] < 200 for seed in range(4)), "preemption must be on by default"
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ def test_programs_are_preempted_between_ordinary_accesses() -> None:
 @pytest.mark.parametrize("call", ["all_gather", "reduce_scatter", "copy"])
 @pytest.mark.parametrize("wrong", ["rows", "columns", "dtype"])
 def test_sizes_of_collectives_and_copies_must_fit(call: str, wrong: str) -> None:
-    """A call is refused if it does not fit; NCCL would write past the end."""
+    """The emulator refuses a call with too little memory; NCCL would write past the end."""
 
     def fn(b: EmulatedBackend) -> None:
         small, large = (2, 3), (2, 3) if call == "copy" else (2 * b.size, 3)
@@ -498,7 +498,7 @@ def test_parts_of_an_all_to_all_must_fit_where_they_go() -> None:
     """A rank expects too few rows or too many."""
 
     def fn(b: EmulatedBackend, expected: int) -> None:
-        parts = [torch.full((1 + to, 2), float(b.rank)) for to in range(b.size)]  # to + 1 rows go to rank `to`
+        parts = [torch.full((1 + to, 2), float(b.rank)) for to in range(b.size)]  # rank `to` receives to + 1 rows
         outs = [torch.zeros(b.rank + (expected if b.rank == 1 else 1), 2) for _ in range(b.size)]
         b.all_to_all(outs, parts, b.current_stream())
         b.finish(b.current_stream())
@@ -549,7 +549,7 @@ def numbers(x, y, low, high, i, u, shifted, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_extremes_ignore_nan_and_signed_shifts_keep_the_sign(dtype: torch.dtype) -> None:
-    """They follow the GPU, and not numpy's maximum."""
+    """Maximum, minimum and shifts give the GPU's results, not numpy's."""
     nan = float("nan")
     x, y = torch.tensor([1, nan, nan, -2] * 4).to(dtype), torch.tensor([nan, 3, nan, 5] * 4).to(dtype)
     i = torch.tensor([-9, 9, -(2**31), 2**31 - 1] * 4, dtype=torch.int32)
@@ -573,7 +573,7 @@ def sum_of_all(row, out, H: tl.constexpr):
 
 
 def test_a_multicast_window_ends_where_its_memory_does() -> None:
-    """A different rank's copy follows the memory: an address beyond the end would reach that copy."""
+    """A different rank's copy is next in memory: an address past the end would reach that copy."""
 
     def fn(b: EmulatedBackend, past: bool) -> None:
         box = b.symmetric(2 * N, "box").view(0, (N,), torch.bfloat16)

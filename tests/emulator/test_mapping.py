@@ -56,7 +56,7 @@ def test_static_every_row_has_one_tile_and_its_channels(case: tuple[StaticMappin
         lo, hi = static_rows.fn(m, tile)
         seen.update(range(lo, hi))
         assert 0 <= static_rank.fn(m, tile) < world
-        assert static_rank.fn(m, tile) == lo // m.rank_rows, "the rank that holds the tile's first row"
+        assert static_rank.fn(m, tile) == lo // m.rank_rows, "the rank must hold the tile's first row"
         first_channel, channels_end = static_channels.fn(m, tile)
         assert set(range(first_channel, channels_end)) == {row // m.channel_rows for row in range(lo, hi)}
         if m.single:
@@ -68,7 +68,7 @@ def test_static_every_row_has_one_tile_and_its_channels(case: tuple[StaticMappin
 
 
 @given(static_mappings(single=True))
-def test_static_producer_counts_are_what_consumers_wait_for(case: tuple[StaticMapping, int]) -> None:
+def test_consumers_wait_for_the_static_producer_counts(case: tuple[StaticMapping, int]) -> None:
     m, _ = case
     arrived: Counter[int] = Counter()
     for tile in tiles_of(m):
@@ -124,14 +124,16 @@ def test_tables_every_row_has_one_tile_rank_and_channel(rows: list[int], tile: i
     assert t["channel_base"] == [0, *accumulate(-(-r // channel) for r in rows)]
     owner = [r for r, n in enumerate(rows) for _ in range(n)]
     channel_of = [t["channel_base"][r] + i // channel for r, n in enumerate(rows) for i in range(n)]
-    assert sorted(set(channel_of)) == list(range(t["channel_base"][world])), "no channel without rows"
+    assert sorted(set(channel_of)) == list(range(t["channel_base"][world])), "every channel must have rows"
     seen: Counter[int] = Counter()
     for tile_at, (lo, hi) in enumerate(zip(t["row_lo"], t["row_hi"], strict=True)):
         assert hi > lo and hi - lo <= tile
         seen.update(range(lo, hi))
         assert t["rank"][tile_at] == owner[lo]
         channels = range(t["channel_lo"][tile_at], t["channel_hi"][tile_at])
-        assert set(channels) == {channel_of[row] for row in range(lo, hi)}, "exactly the channels its rows lie in"
+        assert set(channels) == {channel_of[row] for row in range(lo, hi)}, (
+            "the channels must be those of the tile's rows"
+        )
     assert seen == Counter(range(m))
 
 
@@ -174,7 +176,7 @@ def test_reduce_order_interleaves_owners_and_tickets_follow_it(
             tm, tn = grouped_tile.fn(t, world * tiles_m, tiles_n, group)
             by_owner[(tm + me + 1) % world].append((tm // world, tn))
             longest, shortest = max(map(len, by_owner.values())), min(map(len, by_owner.values()))
-            assert longest - shortest <= 1, "no owner runs ahead"
+            assert longest - shortest <= 1, "owners' numbers of tiles may differ by one"
         tickets = [grouped_tile.fn(s, tiles_m, tiles_n, group // world) for s in range(tiles_m * tiles_n)]
         assert all(tiles == tickets for tiles in by_owner.values())
 
@@ -204,14 +206,14 @@ def test_group_steps_reach_every_peer_once_in_contiguous_runs(size: int) -> None
     for plan in plans:
         steps = group_steps(plan, size)
         assert [s for group in steps for s in group] == list(range(size))
-        assert steps[0][0] == 0, "the own shard first"
+        assert steps[0][0] == 0, "this rank's shard must come first"
         for rank in range(size):
             peers = [[peer_at(s, rank, size) for s in group] for group in steps]
             assert sorted(p for group in peers for p in group) == list(range(size))
             assert peers[0][0] == rank
             for group in peers:
                 assert sorted(group) == list(range(min(group), min(group) + len(group)))
-        for s in range(size):  # no two ranks read the same peer in one step
+        for s in range(size):  # no two ranks read from the same peer in one step
             assert sorted(peer_at(s, rank, size) for rank in range(size)) == list(range(size))
 
 

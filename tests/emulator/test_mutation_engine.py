@@ -94,7 +94,7 @@ def test_sites(mutations: list[Mutation]) -> None:
         (line(exchange, "wait_event"), "drop wait_event"),
         (line(exchange, "b.stream_barrier"), "drop stream_barrier"),
         (line(exchange, "b.stream_barrier", 1), "drop stream_barrier"),
-    }, "lines that were not reached (TWICE) are no sites"
+    }, "unreached lines (TWICE) must not be sites"
     assert any(str(m).endswith(f"test_mutation_engine.py:{wait} remove wait_until(...)") for m in mutations)
     assert {m.function for m in sites([receive], spmd(exchange, 2, record=True)[1])} == {"receive", ""}
 

@@ -1,6 +1,6 @@
-"""A new number of rows compiles nothing: Triton's key of a compiled kernel does not depend on it. The launches are
-recorded on an emulated World, where nothing runs, and are bound as for an H200. Exceptions are listed: a constant that
-depends on the rows has a few values, each for a reason.
+"""A new number of rows compiles nothing: Triton's key of a compiled kernel does not depend on it. The test records the
+launches on an emulated World, where nothing runs, and binds them as for an H200. The exceptions are listed: a constant
+that depends on the rows has few values, each for a reason.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def norm(plan: Plan, full: bool = False) -> Run:
 
 
 def rows_alone(world: World, m: int) -> None:
-    """Call the row-wise ops that stand between the GEMMs, in order and over tiles."""
+    """Call the row-wise ops that run between the GEMMs, on ordinary rows and on tiles."""
     weight, residual = torch.zeros(N, dtype=BF), torch.zeros(m, N, dtype=BF)
     for remap in (None, Remap(m, N, -(-m // 128), 128, 256, 8)):
         x = residual if remap is None else torch.zeros(remap.shape, dtype=BF)
@@ -93,7 +93,6 @@ CASES: dict[str, tuple[Run, tuple[int, str]]] = {
     "all-reduce, one shot": (gemm(AR, OneShot()), ONE),
     "all-reduce, two shots": (gemm(AR, TwoShotLowLatency()), ONE),
     "all-reduce, signaled": (gemm(AR, Signaled()), ONE),
-    "all-reduce, signaled, copies": (gemm(AR, Signaled(copies=True)), ONE),
     "all-to-all, signaled": (gemm(A2A, Signaled()), ONE),
     "rows alone": (rows_alone, (2, "with a residual and without")),
 }

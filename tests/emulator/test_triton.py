@@ -1,4 +1,4 @@
-"""Versions of Triton: which of them weft supports, how it refuses others, and what it passes to their launcher."""
+"""Tests of Triton's versions: those that weft supports, the refusal of others, and the arguments of their launchers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_another_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> No
 
 
 def test_an_untried_triton_is_refused_before_private_names_are_read() -> None:
-    """A separate process tries this: a newer Triton may lack any private name, such as its whole interpreter."""
+    """A separate process runs this test: a newer Triton may lack any private name, such as its whole interpreter."""
     script = f"""
 import sys, triton
 triton.__version__, sys.modules["triton.runtime.interpreter"] = "{NEWER}", None
@@ -68,7 +68,7 @@ def test_commands_print_errors_in_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     assert result.exit_code == 1 and re.fullmatch(REFUSED, result.output.strip())
 
 
-def test_doctor_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_the_tested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["doctor", "--quick"], terminal_width=300)
     assert re.search(
         rf"triton +{re.escape(triton.__version__)} \(tried: 3\.6 to 3\.9; on GPUs: 3\.6 and 3\.9\)", result.output
@@ -78,7 +78,7 @@ def test_doctor_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0 and re.search(f"weft will use +nothing: {REFUSED}", " ".join(result.output.split()))
 
 
-def test_the_package_asks_for_what_was_tried() -> None:
+def test_the_package_requires_tested_versions() -> None:
     wanted = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     (oldest, past) = re.findall(r'"triton>=3\.(\d+),<3\.(\d+);', wanted)[0]
     assert _triton.TRIED == tuple((3, minor) for minor in range(int(oldest), int(past)))
@@ -149,7 +149,7 @@ def interpreted(kernel: Any, **args: Any) -> list[int]:
     return weft.spmd(main, 1, backend="emulated")[0]
 
 
-@pytest.mark.filterwarnings("error:Conversion of an array:DeprecationWarning")  # an error itself since numpy 2.4
+@pytest.mark.filterwarnings("error:Conversion of an array:DeprecationWarning")  # numpy 2.4 raises an error itself
 def test_a_scalar_is_a_number_to_python() -> None:
     assert interpreted(picked, LIST=(4, 5)) == [4, 5]
 
@@ -197,7 +197,8 @@ class RecordedDriver(OfflineDriver):
             build_signature_metadata=tuple,
             launch=lambda *args: self.launched.append(args),
         )
-        # Before 3.7 a launcher was made for each signature, and since then there is one, with annotations made in C.
+        # Triton before 3.7 creates a launcher for each signature; later versions have one launcher, with annotations
+        # made in C.
         source_module = SimpleNamespace(launch=self.utils.launch)
         monkeypatch.setattr(driver, "compile_module_from_src", lambda **how: source_module, raising=False)
         monkeypatch.setattr(driver, "library_dirs", lambda: [])
@@ -212,7 +213,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedDriver]:
     yield driver
     for kernel in (everything, added):
         for compiled in kernel.device_caches[0][0].values():
-            compiled.module = None  # nothing that a driver could unload
+            compiled.module = None  # leaves no module for a driver to unload
         kernel.device_caches.clear()
     triton.runtime.driver.set_active(OfflineDriver())
 
@@ -224,8 +225,7 @@ def arguments() -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return the arguments as the launcher in C reads them; hooks that call nothing, and their arguments, count as
-    none."""
+    """Return the arguments as the launcher in C reads them, without hooks that call nothing and their arguments."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     if isinstance(value, tuple | list):
@@ -291,8 +291,8 @@ def test_a_repeated_launch_holds_no_tensor_of_a_tuple(recorded: RecordedDriver) 
 
 
 def test_a_repeated_launch_passes_other_descriptors_and_tuples(recorded: RecordedDriver) -> None:
-    """The launch passes what Triton itself would pass for the new arguments, and then again for the first ones; an
-    encoded descriptor is reused."""
+    """The launch passes the arguments that Triton itself would pass, for the new arguments and then again for the first
+    ones; an encoded descriptor is reused."""
     first_args, second_args = arguments(), arguments()
     for args in (first_args, second_args):
         everything[(5,)](**args, **_triton.options({}))
@@ -326,7 +326,7 @@ def prepared_launch(launcher: Launcher, **fixed: Any) -> weft.Launch:
 
 
 def test_a_launch_passes_the_tensors_of_each_call(recorded: RecordedDriver, launched_here: Launcher) -> None:
-    """Triton itself passes the same pointers, matrix views, and tensors of a NamedTuple."""
+    """Triton itself passes the same pointers, matrix views and tensors of a NamedTuple."""
     matrix, stream = weft.Matrix(64, 64, (32, 64)), SimpleNamespace(cuda_stream=0)
     launch = prepared_launch(launched_here, x_desc=matrix, out_desc=matrix)
     assert launch.moving == ("x_desc", "out", "pair", "out_desc")
@@ -369,7 +369,7 @@ def test_a_launch_moves_exactly_the_tensors(launched_here: Launcher) -> None:
         launch(stream, scale=0.5)
 
 
-def test_what_is_prepared_depends_on_no_tensor() -> None:
+def test_a_prepared_launch_depends_on_no_tensor() -> None:
     @prepared
     def prepared_sizes(world: weft.World, n: int, operand: Any) -> list[int]:
         return [n]
@@ -384,13 +384,15 @@ def test_what_is_prepared_depends_on_no_tensor() -> None:
             prepared_sizes(world, 1, (torch.ones(1), 2))
         kept = prepared_sizes(world, 1, None)
         world.buffer("grows", 1 << 10)
-        assert prepared_sizes(world, 1, None) is not kept, "memory that calls share is elsewhere now"
+        assert prepared_sizes(world, 1, None) is not kept, "the shared memory has moved"
 
     weft.spmd(main, 1, backend="emulated")
 
 
 @pytest.mark.parametrize("reason", ["a hook", "scratch memory", "no TMA descriptor"])
-def test_what_is_left_to_triton(recorded: RecordedDriver, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+def test_launches_that_weft_leaves_to_triton(
+    recorded: RecordedDriver, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
     args = arguments()
     compiled = everything[(5,)](**args, **_triton.options({}))
     if reason == "a hook":

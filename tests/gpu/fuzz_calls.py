@@ -42,7 +42,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Call:
-    """`offset` is where the call's inputs begin in the pools. `late` is the rank that starts late, by `cycles`; -1
+    """`offset` is the start of the call's inputs in the pools. `late` is the rank that starts late, by `cycles`; -1
     stands for no rank."""
 
     offset: int
@@ -54,10 +54,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Round:
-    """`world` selects the World, and `rows` are the numbers of rows of all ranks. With `whole` the call also asks for
-    what few callers want: the gathered activation, a full residual, tiles in the plan's order, the limits of an MoE
-    layer, or dispatch and combine without the layer. `form` selects one of an op's forms. `replays` is the number of
-    replays of a graph of the calls, or 0 without a graph."""
+    """`world` selects the World, and `rows` are the numbers of rows of all ranks. With `whole` the call also uses rare
+    options: the gathered activation, a full residual, tiles in the plan's order, the limits of an MoE layer, or
+    dispatch and combine without the layer. `form` selects one of an op's forms. `replays` is the number of replays of a
+    graph of the calls, or 0 without a graph."""
 
     index: int
     kind: Kind
@@ -79,7 +79,7 @@ class Round:
 
 class Layer:
     """The weights and inputs of all ranks, and the rounding error of the results. x [W, pool, K] is the input of GEMMs,
-    y [W, pool, N] that of sums, and noise [W, ..] that of backward passes."""
+    y [W, pool, N] the input of sums, and noise [W, ..] the input of backward passes."""
 
     def __init__(self, world: weft.World, seed: int, n: int, k: int, dtype: torch.dtype, bias: bool, pool: int) -> None:
         def drawn(seed_offset: int, *shape: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ class Layer:
         self.residual, self.scale, self.shift = drawn(5, pool, n), 1 + 0.1 * drawn(6, n), drawn(7, n) if bias else None
         self.norm = "layer" if bias else "rms"
         self.wide_biases = biases.float() if bias else torch.zeros_like(biases, dtype=torch.float32)
-        # A result is off by its own rounding and those of the partial sums, each half an eps of what is about as large.
+        # A result may deviate by the rounding of the result and of the partial sums, each half an eps of their size.
         self.bound = 8 * torch.finfo(dtype).eps
 
     def __repr__(self) -> str:
@@ -107,8 +107,8 @@ class Layer:
 
 
 class Experts:
-    """The experts of all ranks in a layer with H = K and I = N, two per rank, and two routes for each token of the
-    pool, in every kind of routing."""
+    """The experts of all ranks in a layer with H = K and I = N, two per rank. For every kind of routing, each token of
+    the pool has two routes."""
 
     K = 2
 
@@ -138,7 +138,7 @@ class Experts:
         logits = (4 * drawn).view(-1, e).to(device)
         routed, weighed = moe.gate(logits, self.K, world=world, scoring=scoring)
         self.ids["router"], self.router_weights = routed.view(shape), weighed.view(shape)
-        self.factors = 1 + torch.arange(e, device=device) % 5 / 4  # exact
+        self.factors = 1 + torch.arange(e, device=device) % 5 / 4  # these sums are exact
 
     def routes(self, rank: int, routing: str) -> Result:
         """Return the ids and weights of the pool's tokens."""
@@ -150,7 +150,7 @@ class Experts:
         return self.columns(self.world.size, 1, self.layer.n, (self.w13, self.w2))
 
     def columns(self, groups: int, tp_size: int, inner: int, whole: Tensors) -> Result:
-        """Return this rank's part of all experts' matrices where `tp_size` ranks share the same experts and each has
+        """Return this rank's part of all experts' matrices. `tp_size` ranks share the same experts, and each has
         `inner` columns of them."""
         group, part = divmod(self.world.rank, tp_size)
         local = len(whole[0]) // groups
@@ -171,8 +171,8 @@ def of_experts(
 
 
 class Heads:
-    """The queries, keys and values of all ranks in one pool, [W, pool, heads, D]; the number of key heads is one that
-    the ranks divide."""
+    """The queries, keys and values of all ranks in one pool, [W, pool, heads, D]; the number of key heads is divisible
+    by the number of ranks."""
 
     FORMS: Sequence[dict[str, Any]] = (
         dict(),
@@ -192,7 +192,7 @@ class Heads:
         self.sinks = draw(seed + 14, 2 * self.kv, dtype=torch.float32).to(world.device)
 
     def shape(self, rows: tuple[int, ...], form: int) -> Shape:
-        """Return a shape; rows that are no zigzag split are consecutive."""
+        """Return a shape. Rows that do not form a zigzag split are consecutive."""
         options = self.FORMS[form % len(self.FORMS)]
         if "layout" in options and rows != tuple(weft.zigzag_rows(sum(rows), len(rows))):
             options = dict(causal=True)
@@ -201,12 +201,12 @@ class Heads:
 
 @functools.lru_cache(maxsize=256)
 def sees(shape: Shape, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return which keys this rank's queries see, and the positions of every rank's keys."""
+    """Return which keys this rank's queries attend to, and the positions of every rank's keys."""
     return shape.sees(rank).to(device), *(shape.positions(r).to(device) for r in range(len(shape.rows)))
 
 
 class Part:
-    """Everything that is drawn once for a World."""
+    """All values that are drawn once for a World."""
 
     def __init__(self, world: weft.World, seed: int, scale: Any) -> None:
         self.world = world
@@ -227,9 +227,9 @@ class Part:
 
 
 def shapes(rng: random.Random, size: int, scale: Any) -> list[tuple[int, ...]]:
-    """Return the numbers of rows of every rank: none, one in all, one on each, whole tiles, all rows on one rank, and
-    random even, balanced and uneven numbers. Triton compiles separately for one row and for multiples of 16, so few
-    sums are 1 or such a multiple."""
+    """Return the numbers of rows of every rank: none, a single row, one row per rank, whole tiles, all rows on one
+    rank, and random even, balanced and uneven numbers. Few sums are 1 or a multiple of 16, since Triton compiles
+    separately for these."""
     one_row = (1,) + (0,) * (size - 1) if rng.random() < 0.5 else (1,) * size
     all_rows = [(0,) * size, one_row, (scale.tile,) * size, (0,) * (size - 1) + (scale.tile + 3,)]
     while len(all_rows) < scale.shapes:
@@ -248,11 +248,11 @@ def shapes(rng: random.Random, size: int, scale: Any) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Calls:
-    """inputs_of(rank, offset) returns a rank's inputs, of which the floating-point ones may require gradients.
-    `own_weights` are this rank's weights, which may require gradients too. run(inputs, weights, out) calls the op.
-    `whole` are the weights of all ranks, and `own_gradients` extracts this rank's gradients from theirs. expected(rank,
-    inputs of all ranks, whole) returns a rank's results, all in float32. With `everywhere`, all ranks have the same
-    results, which count once."""
+    """inputs_of(rank, offset) returns a rank's inputs; floating-point inputs may require gradients. `own_weights` are
+    this rank's weights, which may require gradients too. run(inputs, weights, out) calls the op. `whole` are the
+    weights of all ranks, and `own_gradients` extracts this rank's part of their gradients. expected(rank, inputs of all
+    ranks, whole) returns a rank's results, all in float32. With `everywhere`, all ranks have the same results, which
+    count once."""
 
     inputs_of: Callable[[int, int], Result]
     run: Callable[[Tensors, Tensors, torch.Tensor | None], Result]
@@ -291,7 +291,7 @@ def gather_calls(p: Part, r: Round) -> Calls:
 
 
 def reduce_calls(p: Part, r: Round) -> Calls:
-    """Return calls of a sum, some of which leave tiles in a plan's order for the residual add and the norm to read."""
+    """Return calls of a sum; some return tiles in a plan's order, which the residual add and the norm read."""
     world, layer, m, scatter = p.world, p.layers[r.layer], sum(r.rows), r.kind.op == SCATTER
     op: Any = getattr(weft, r.kind.op)
     given_rows = scatter and list(r.rows) != balanced_rows(m, world.size)
@@ -397,8 +397,8 @@ def routed(p: Part, r: Round) -> Callable[[int, int], Result]:
 
 
 def moe_calls(p: Part, r: Round) -> Calls:
-    """Return calls in which every rank's number of tokens is known, or, with `whole`, is not: these allow up to the
-    most tokens of any round, and have room for this round's rows."""
+    """Return calls in which every rank's number of tokens is known or, with `whole`, unknown: the latter allow up to
+    the most tokens of any round, and have room for this round's rows."""
     world, experts = p.world, p.experts[r.layer]
     limits: dict[str, Any] = dict(rows=r.rows)
     if r.whole:
@@ -418,7 +418,7 @@ def moe_calls(p: Part, r: Round) -> Calls:
 
 
 def tensor_calls(p: Part, r: Round) -> Calls:
-    """Return calls whose experts are split by columns over all ranks, some, or none."""
+    """Return calls whose experts are split by columns over all ranks, some ranks, or none."""
     world, experts, n = p.world, p.experts[r.layer], p.layers[r.layer].n
     divisors = [s for s in range(1, world.size + 1) if world.size % s == 0 and n >= 8 * s]
     tp_size = divisors[r.form % len(divisors)]
@@ -496,17 +496,16 @@ CALLS: dict[str, Callable[[Part, Round], Calls]] = {
     GATHER: gather_calls, SCATTER: reduce_calls, ALL: reduce_calls, TO_ALL: to_all_calls, NORM: norm_calls, SUM: sum_calls,
     MOE: moe_calls, TENSOR: tensor_calls, EXCHANGE: exchange_calls, ATTENTION: attention_calls,
 }  # fmt: skip
-TRAINED = (GATHER, SCATTER, ALL, MOE, TENSOR, EXCHANGE, ATTENTION)  # that have gradients
+TRAINED = (GATHER, SCATTER, ALL, MOE, TENSOR, EXCHANGE, ATTENTION)  # the operands with gradients
 
 
 class Checked:
-    """The calls of a round as they are made and compared: the calls of an op, and with gradients also its backward
-    passes."""
+    """The calls of a round as they are made and compared: an op's calls and, with gradients, their backward passes."""
 
     def __init__(self, p: Part, r: Round) -> None:
         self.part, self.round, self.calls = p, r, CALLS[r.kind.op](p, r)
         self.layer = p.layers[r.layer]
-        self.bound = self.layer.bound * (1 + r.kind.gradients)  # of a gradient also what it is a product of was rounded
+        self.bound = self.layer.bound * (1 + r.kind.gradients)  # the factors of a gradient's products were rounded too
 
     def inputs_of(self, offset: int) -> Result:
         return self.calls.inputs_of(self.part.world.rank, offset)
@@ -525,7 +524,7 @@ class Checked:
 
     def error(self, actual: Tensors, expected: Tensors) -> torch.Tensor | None:
         """Return the largest error of an element, relative to the element's size and its tensor's, divided by the
-        bound; NaN where an element is NaN; None if there is no element. The error of a gradient whose terms cancel
+        bound; NaN where an element is NaN; None if there is no element. If the terms of a gradient cancel, its error
         comes from the rounding of those terms: for a routing weight the terms are products of rows, and for other
         gradients they are about as large as the largest tensor, in float32."""
         sizes = [t.square().mean().sqrt() if t.numel() else t.new_zeros(()) for t in expected]
@@ -535,7 +534,7 @@ class Checked:
         worst = []
         for g, w, size, floor in zip(actual, expected, sizes, least, strict=True):
             fits = g.shape == w.shape and g.dtype in (self.layer.dtype, torch.float32)
-            assert fits, f"{list(g.shape)} {g.dtype}, not {list(w.shape)}"
+            assert fits, f"{list(g.shape)} {g.dtype}, expected {list(w.shape)}"
             if w.numel():
                 worst.append(((w - g).abs() / (w.abs() + size + floor)).max())
         return torch.stack(worst).max() / self.bound if worst else None

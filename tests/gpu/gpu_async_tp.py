@@ -1,5 +1,5 @@
 """The GPU checks of torch's fused operators served by weft, which gpu_main.py runs: `checks` yields a name, a bound and
-a function for each. The error of a check is infinite where weft served nothing.
+a function for each. If weft served no call, the error of a check is infinite.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def passed_on(world: weft.World) -> float:
 
 
 def compiled(world: weft.World, dim: int) -> float:
-    """Compare a sequence-parallel MLP of DTensors under torch.compile, forward and backward, with the same MLP in
-    eager mode. weft serves both joints of the forward pass; torch decides how many the backward pass has."""
+    """Compare a sequence-parallel MLP of DTensors under torch.compile, forward and backward, with the same MLP in eager
+    mode. weft serves both fused operators of the forward pass; torch determines their number in the backward pass."""
     torch.manual_seed(0)  # the same weights on every rank
     layers = torch.nn.Linear(256, 512, bias=False), torch.nn.SiLU(), torch.nn.Linear(512, 256, bias=False)
     mlp = torch.nn.Sequential(*layers).to(world.device, torch.bfloat16)

@@ -16,7 +16,7 @@ from tests.emulated.cases import distance
 from tests.emulated.cases_attention import Inputs, Shape, attention_case, gradients_case
 from weft.plans import HeadParallel, Plan, Segmented
 
-BOUND = 8e-3  # of 16-bit results; of one pass some 3e-3, a merge adds as much at most
+BOUND = 8e-3  # 16-bit results: one pass has an error of about 3e-3, and a merge adds at most as much
 GRADIENTS = 1.5e-2
 PLANS: dict[str, str | Plan] = {
     "sequential": "sequential",
@@ -120,7 +120,7 @@ def compiled(world: weft.World, shape: Shape) -> float:
 
 def trained_in_a_graph(world: weft.World, shape: Shape) -> float:
     """Capture the forward and backward passes, replay them with different operands, and compare them with eager calls.
-    Libraries sum in no fixed order."""
+    cuDNN and FlashAttention do not sum in a fixed order."""
     held, options = [t.requires_grad_() for t in Inputs(world, shape, 0).local_qkv()], Inputs(world, shape, 0).options()
 
     def trained() -> list[torch.Tensor]:

@@ -1,11 +1,11 @@
-"""Ranks make different calls, all of which every rank knows: torchrun --nproc-per-node 2 -m tests.gpu.gpu_disagree
---out DIR
+"""Ranks make different calls, each of which every rank has made before: torchrun --nproc-per-node 2 -m
+tests.gpu.gpu_disagree --out DIR
 
-Each plan whose kernels compare calls runs in a World of its own: calls of 64 and of 72 rows, then one of 64 on the
-first rank and of 72 on the others, eager and as replays of two graphs. Every rank raises Mismatch, long before a wait
-expires. Plans by libraries do the same with `check=True`. In a fused plan whose channels belong to one call, waits
-expire, and the Timeout first says which call each rank is in. The program prints a line for each case, exits with 1
-where one fails, and writes DIR/stalled_disagree<N>-<RANK>.json.
+Each plan whose kernels compare calls runs in a World of its own: calls of 64 and of 72 rows, then a call of 64 rows on
+the first rank and 72 on the others, eagerly and as replays of two graphs. Every rank raises Mismatch, long before a
+wait expires. Plans that use cuBLAS and NCCL do the same with `check=True`. In a fused plan whose channels belong to one
+call, waits expire, and the Timeout first names each rank's current call. The program prints a line for each case, exits
+with 1 if one fails, and writes DIR/stalled_disagree<N>-<RANK>.json.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def captured(call: Call) -> Call:
 
 
 def disagree(op: str, plan: str, graphs: bool, check: bool) -> tuple[str, float]:
-    """Return the error that this rank raised, and after how many seconds it did."""
+    """Return the error that this rank raised, and the seconds until then."""
     world = weft.init(check=check)
     pair: list[Any] = calls(world, op, plan)
     for _ in range(3):

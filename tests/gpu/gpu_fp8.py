@@ -47,7 +47,7 @@ def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
         for plan in WIDE if fast else PROMOTED:
             own_error = distance(weft.matmul(*operands, plan=plan, use_fast_accum=fast, world=world).double(), expected)
             out = torch.empty(m, n, device=world.device, dtype=torch.bfloat16)
-            torch_scaling = "row" if m < 128 else scaling  # by tensor cuBLAS splits K of few rows, and so rounds less
+            torch_scaling = "row" if m < 128 else scaling  # else cuBLAS splits K of few rows, and rounds less
             if torch_scaling != scaling:
                 xs, ws = xs.expand(m).contiguous(), ws.expand(n).contiguous()
             scaled = ScaledTensor(x, xs, torch_scaling), ScaledTensor(w, ws, torch_scaling)
@@ -63,8 +63,8 @@ def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
 
 
 def libraries(world: weft.World, scaling: str) -> float:
-    """Every installed library's product must equal that of weft's own kernel; a library that fails must raise, and is
-    then not chosen."""
+    """Every installed library's product must equal that of weft's own kernel. A library that fails must raise an error,
+    and is not chosen."""
     x, w, xs, ws = factors(1, 512, 1024, 2048, scaling, world.device)
     expected, errors = wanted(x, w, xs, ws, scaling), [0.0]
     for name, run in library_gemm.scaled_products(Scaling(scaling)).items():

@@ -3,11 +3,11 @@
     torchrun --nproc-per-node N -m tests.gpu.gpu_fuzz --out DIR [--seconds S] [--calls C]
 
 A round draws a kind: an op, a plan, whether to compute gradients, and whether to use a second World (`World.split`). It
-also draws every rank's number of rows, a layer (N, K, dtype, and whether it has a bias), and a routing for experts. It
-makes a few such calls, each with different inputs, on a stream, with or without `out`, and with one rank late; or it
-captures them in a CUDA graph that is replayed with new inputs. Only the library orders calls of one round on several
-streams; rounds run one after another, as different ops on two streams and ops of several Worlds must. Results are
-compared with a float32 reference on the device, and the comparisons are read once in a while.
+also draws every rank's number of rows, a layer (N, K, dtype, and whether it has a bias), and a routing for experts. The
+round makes a few such calls, each with different inputs, on a stream, with or without `out`, and with one rank late; or
+it captures them in a CUDA graph and replays the graph with new inputs. Only weft orders calls of one round on several
+streams; rounds run one after another, as different ops on two streams and ops of several Worlds must. The device
+compares results with a float32 reference, and the host reads the comparisons once in a while.
 
 The kinds with the fewest recorded calls on the same number of ranks (tests/gpu_record.json) are drawn most often. Every
 rank draws the same values from (seed, index of the round, kind), so `--seed S --only I --kind KIND` repeats round I
@@ -69,15 +69,15 @@ from weft.plans import (
 
 OPS = tuple(CALLS)
 STREAMS = ("fuzz a", "fuzz b")
-BATCH = 200  # calls between two looks at the results
-ROUNDS_A_LOOK = 8  # at the clock, for which all ranks meet on the host
-SPECIAL_SHAPES = 4  # the first ones, for which Triton compiles kernels of their own (fuzz_calls.shapes)
-FIRST = -1  # the round that compiles a kind
-NAMED = 20  # wrong calls that are written out
-EVEN = 100  # calls on record below which kinds come about equally often
+BATCH = 200  # calls between two checks of the results
+ROUNDS_A_LOOK = 8  # rounds between two checks of the clock, for which all ranks meet on the host
+SPECIAL_SHAPES = 4  # the first shapes, for which Triton compiles special kernels (fuzz_calls.shapes)
+FIRST = -1  # the index of a round that compiles a kind
+NAMED = 20  # the number of wrong calls that are printed
+EVEN = 100  # kinds with fewer recorded calls than this are drawn about equally often
 RECORD = Path(__file__).parents[1] / "gpu_record.json"
-REGISTERED = {TENSOR: "all_gather_grouped_matmul"}  # where the op that has the plans is not called so
-TRAINED_BY = {MOE: ("sequential", "dispatched")}  # others by all of their plans
+REGISTERED = {TENSOR: "all_gather_grouped_matmul"}  # the registered name of the op that has the plans, if it differs
+TRAINED_BY = {MOE: ("sequential", "dispatched")}  # all plans of the other ops have gradients
 
 
 @dataclass(frozen=True)
@@ -117,17 +117,17 @@ class Fuzz:
         self.counts = counts or {}
         self.errors = torch.zeros(
             2 * BATCH + 64 * 3, device=world.device
-        )  # over its bound, of calls since the last look
-        self.pending: list[tuple[Round, int]] = []  # the round that made each, and which of its calls it is
+        )  # errors over their bounds, one per call since the last check
+        self.pending: list[tuple[Round, int]] = []  # for each of these calls, its round and its index in the round
         self.held: list[Any] = []  # graphs that may still run
 
     def order(self) -> list[Kind]:
-        """Return all kinds, those with the fewest calls on record first."""
+        """Return all kinds, starting with those that have the fewest recorded calls."""
         draw = random.Random(f"{self.seed} order")
         return sorted(self.kinds, key=lambda kind: (self.counts.get(str(kind), 0), draw.random()))
 
     def compile(self, kind: Kind) -> None:
-        """Make a call of a kind, and replay a graph of it where the kind may be captured."""
+        """Make a call of a kind, and replay a graph of it if the kind may be captured."""
         r = self.draw(FIRST, kind)
         self.run(replace(r, calls=r.calls[:1], replays=0))
         if self.replayable(r):
@@ -141,16 +141,16 @@ class Fuzz:
         world = of_kind.randrange(1, len(self.parts)) if kind.parts else 0
         part = self.parts[world]
         layer, shape = of_kind.randrange(len(part.layers)), of_kind.randrange(len(part.shapes))
-        if shape >= SPECIAL_SHAPES and kind.plan != "auto":  # which times its plans for every number of rows
+        if shape >= SPECIAL_SHAPES and kind.plan != "auto":  # "auto" would time its plans for each number of rows
             shape = rng.randrange(SPECIAL_SHAPES, len(part.shapes))
         if kind.op in (NORM, ATTENTION) and not sum(part.shapes[shape]):
-            shape = 1  # one row
+            shape = 1  # the shape with one row
         rows, plan = part.shapes[shape], self.plans[kind.op][kind.plan]
         whole, form, routing = of_kind.random() < 0.3, of_kind.randrange(60), rng.choice(ROUTINGS)
         r = Round(index, kind, world, plan, layer, shape, rows, whole, routing, form, (), 0)
         replays = rng.choice([3, 8]) if rng.random() < 0.1 and self.replayable(r) else 0
         calls = []
-        offsets = [rng.randrange(self.scale.pool - sum(rows)) for _ in range(3)]  # few: launches are kept by address
+        offsets = [rng.randrange(self.scale.pool - sum(rows)) for _ in range(3)]  # few addresses for few launches
         for _ in range(rng.randrange(1, 4) if replays or kind.gradients else rng.randrange(1, 9)):
             late = rng.randrange(part.world.size) if rng.random() < 0.3 else -1
             stream = "" if replays or rng.random() < 0.5 else rng.choice(STREAMS)
@@ -206,7 +206,7 @@ class Fuzz:
                 self.compare(checked, actual, checked.expected(start))
 
     def join(self) -> None:
-        """Order all work on every stream before what follows."""
+        """Order all work on every stream before later work."""
         main = self.world.current_stream()
         others = [stream_of(part.world, name) for part in self.parts for name in STREAMS]
         for stream in others:
@@ -215,7 +215,7 @@ class Fuzz:
             self.world.wait_event(stream, self.world.record(main))
 
     def out(self, checked: Checked, expected: Result, c: Call) -> torch.Tensor | None:
-        """Return memory full of NaN for the result, or None where the call chooses its own."""
+        """Return memory full of NaN for the result, or None if the call allocates its own."""
         r = checked.round
         tiles = r.whole and r.kind.op in (SCATTER, ALL)
         if not c.into or tiles or r.kind.gradients:
@@ -246,8 +246,8 @@ class Fuzz:
 
 
 def worlds_of(world: weft.World) -> list[weft.World]:
-    """Return the World of all ranks, a second one, and, if the number of ranks is even, a World of each half of
-    neighbours and of each half of alternate ranks."""
+    """Return the World of all ranks, a second one, and, for an even number of ranks, Worlds of each half: neighbouring
+    ranks and alternate ranks."""
     worlds = [world, world.split(0)]
     if world.size % 2 == 0:
         worlds.append(world.split(world.rank // (world.size // 2)))
@@ -284,8 +284,8 @@ def captured(world: weft.World, fn: Callable[[], list[Result]]) -> tuple[list[Re
 
 
 def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Plan]:
-    """Return plans by kind, including "auto"; some kinds have several forms, of which one is drawn. Multicast needs an
-    address that stands for all GPUs."""
+    """Return plans by kind, including "auto"; some kinds have several forms, one of which is drawn. Multicast needs an
+    address that maps to all GPUs."""
     plans_by_kind: dict[str, str | Plan] = {"auto": "auto"}
     for kind in REGISTRY[op].kinds:
         forms: list[str | Plan] = [kind]
@@ -304,7 +304,7 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
         elif kind == "segmented":
             forms += [Segmented(calls=1), Segmented(calls=3)]
         if kind != "multicast":
-            plans_by_kind[kind] = rng.choice(forms)
+            plans_by_kind[kind] = rng.choice([form for form in forms if form == kind or REGISTRY[op].has(form)])
     return plans_by_kind
 
 
@@ -314,8 +314,8 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
 @dataclass(frozen=True)
 class Rounds:
     """With `only`, run these rounds and write nothing; otherwise run from round 0 until the number of calls or of
-    seconds is reached. `kind` is the kind of all rounds; if it is "", kinds are drawn by `counts`, the recorded calls,
-    from the kinds that a run had `compiled`, or from all kinds."""
+    seconds is reached. `kind` is the kind of all rounds. If it is "", each round draws a kind according to `counts`,
+    the recorded calls, from the kinds in `compiled`, by default all."""
 
     seconds: float = 1000
     calls: int = 1_000_000
@@ -346,7 +346,7 @@ class Run:
                                             failed=[], drawn_by=self.counts, compiling=0.0)  # fmt: skip
 
     def run(self) -> dict[str, Any]:
-        self.write("not finished")  # a run that is killed stays at this
+        self.write("not finished")  # the results of a run that is killed
         try:
             if self.rounds.compiled:
                 self.fuzz.kinds = [self.by_name[name] for name in self.rounds.compiled]
@@ -369,7 +369,7 @@ class Run:
         order = [chosen] if chosen else self.fuzz.order()
         compiled = []
         for kind in order:
-            self.kind = kind  # which an error names
+            self.kind = kind  # error messages name this kind
             self.fuzz.compile(kind)
             compiled.append(kind)
             if len(self.fuzz.pending) >= BATCH:
@@ -424,7 +424,7 @@ class Run:
 
 def counts_in(path: Path, ranks: int) -> dict[str, int]:
     """Return how often each kind was called on `ranks` ranks, summed over all versions in a record (gpu_record.json).
-    From a run's results (fuzz<N>.json), return the counts that the run used to draw its calls, so that the run can be
+    For a run's results (fuzz<N>.json), return the counts with which the run drew its calls, so that it can be
     repeated."""
     known = json.loads(path.read_text()) if path.exists() else {}
     if "drawn_by" in known:

@@ -43,7 +43,7 @@ def loaded(world: weft.World, kind: str) -> Any:
     cls = getattr(transformers, f"{kind}ForCausalLM")
     with_ep = dict(ep_size=world.size) if hasattr(DistributedConfig, "ep_size") else dict(enable_expert_parallel=True)
     split = DistributedConfig(tp_size=world.size, **with_ep)
-    transformers.logging.set_verbosity_error()  # all that is missing from an empty checkpoint
+    transformers.logging.set_verbosity_error()  # an empty checkpoint lacks only this
     transformers.logging.disable_progress_bar()
     model = cls.from_pretrained(None, config=config, state_dict={}, dtype=BF, distributed_config=split)
     return model.to(world.device).eval()
@@ -51,7 +51,7 @@ def loaded(world: weft.World, kind: str) -> Any:
 
 @torch.no_grad()
 def forward(world: weft.World, kind: str, two_parts: int | None = None) -> float:
-    """Run few tokens, which all ranks have, and many tokens, sharded unevenly or in two parts. Compare each token's
+    """Run few tokens, which all ranks have, and many tokens, unevenly sharded or in two parts. Compare each token's
     logits with those of the original model for the experts that the woven model used, and check that rounding explains
     the choice of experts."""
     model, worst = loaded(world, kind), 0.0

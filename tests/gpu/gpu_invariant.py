@@ -1,9 +1,9 @@
 """Follow one row through random batches of a batch-invariant World: torchrun --nproc-per-node N -m
 tests.gpu.gpu_invariant [CALLS]
 
-Each call of an op has a new number of rows, a new place for the row, new rows around it, and one of the plans that keep
-the promise; every tenth call runs as a CUDA graph. The program prints a line for each op, and exits with 1 if the row's
-bits ever differed.
+Each call of an op has a new number of rows, a new place for the row, new rows around it, and one of the batch-invariant
+plans; every tenth call runs as a CUDA graph. The program prints a line for each op, and exits with 1 if the row's bits
+ever differed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.op import REGISTRY
 from weft.plans import Decomposed, FusedGatherByCopies
 
 Call = Callable[[str | weft.Plan, torch.Tensor, torch.Tensor], torch.Tensor]
-EVEN = Decomposed, FusedGatherByCopies  # plans of shards of one length
+EVEN = Decomposed, FusedGatherByCopies  # plans that need equal shards
 
 
 def own_rows(x: torch.Tensor, world: weft.World) -> torch.Tensor:
@@ -30,15 +30,15 @@ def own_rows(x: torch.Tensor, world: weft.World) -> torch.Tensor:
 
 
 def ops(world: weft.World) -> dict[str, Call]:
-    """Return, for each op, a function that calls it by a plan with the whole x and weight, and returns this rank's rows
-    of the result."""
+    """Return, for each op, a function that calls it with a plan and the unsharded x and weight, and returns this rank's
+    rows of the result."""
 
     def gather(plan: str | weft.Plan, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         shards = balanced_rows(len(x), world.size)
         return weft.all_gather_matmul(own_rows(x, world), w, world=world, plan=plan, rows=shards)
 
     def norm(plan: str | weft.Plan, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        weight = torch.linspace(-3, 3, x.shape[1], device=x.device).bfloat16()  # the same on all ranks, as the residual
+        weight = torch.linspace(-3, 3, x.shape[1], device=x.device).bfloat16()  # equal on all ranks, like the residual
         residual = own_rows(weight.expand_as(x), world)
         return weft.all_reduce_rms_norm(x, residual, weight, world=world, plan=plan)[0]
 
@@ -68,7 +68,7 @@ def follow(world: weft.World, op: str, calls: int, most_rows: int, n: int, k: in
     """Return the number of calls, the same on all ranks, in which the row's bits differed from those of the first
     call."""
     rng, device = random.Random(op), world.device
-    shared = op == "all_gather_matmul"  # whose whole x is the same on all ranks
+    shared = op == "all_gather_matmul"  # the op whose whole x is the same on all ranks
     generator = torch.Generator(device).manual_seed(0 if shared else world.rank)
     draw = partial(torch.randn, device=device, generator=generator)
     row, w = draw(k).bfloat16(), draw(n, k).bfloat16()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-BOUND, GRACE = 5, 120  # seconds: of every wait; for starting, compiling and ending
+BOUND, GRACE = 5, 120  # seconds: the bound of every wait; the time to start, compile and end
 
 
 def rank_main() -> int:
@@ -28,7 +28,7 @@ def rank_main() -> int:
     world.synchronize()
     world.exchange("ready")
     if world.rank == world.size - 1:
-        time.sleep(1)  # the others have heard it, and wait on the GPU
+        time.sleep(1)  # by then the other ranks wait on the GPU
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.time()
     try:
@@ -36,7 +36,7 @@ def rank_main() -> int:
         world.synchronize()
     except weft.Timeout as e:
         print(f"{time.time() - start:.1f} s: {e}", flush=True)
-        os._exit(0)  # nobody is left to say goodbye to
+        os._exit(0)  # no peer is left for the World's farewell
     print("no Timeout", flush=True)
     os._exit(1)
 

@@ -1,5 +1,5 @@
-"""Check on GPUs what is kept between launches: arguments whose addresses change, and memory that must not be allocated
-in the pools of CUDA graphs.
+"""Check on GPUs the state kept between launches: arguments whose addresses change, and memory that must not be
+allocated in the pools of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def variants(world: weft.World) -> int:
 
 def moving(world: weft.World, op: Op, reference: Op, make: Callable[[int], Tensors]) -> float:
     """Make calls of one size, each with tensors at new addresses and with new values, while earlier tensors are alive:
-    every result must be that of its own call, and no launch may be prepared after the first calls. The same must hold
+    every result must belong to its own call, and weft may prepare no launch after the first calls. The same must hold
     on a side stream and in a graph."""
     held, results = [], []
     for i in range(CALLS):
@@ -105,8 +105,8 @@ def gathered(world: weft.World, plan: Plan) -> float:
 
 @torch.no_grad()
 def pools(world: weft.World, plan: Plan) -> float:
-    """Capture several graphs in one memory pool, each warmed up in that pool, as engines do: what weft keeps for a
-    size must not be in memory that an earlier graph writes when it is replayed."""
+    """Capture several graphs in one memory pool, each warmed up in that pool, as engines do: weft's memory for a size
+    must not be memory that a replay of an earlier graph writes."""
     stream, pool, worst = torch.cuda.Stream(), torch.cuda.MemPool(), 0.0
     captured: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, Tensors]] = []
     for m in (56, 88, 24):
@@ -116,7 +116,7 @@ def pools(world: weft.World, plan: Plan) -> float:
 
         def run(inputs: Tensors = inputs) -> torch.Tensor:
             y: torch.Tensor = normed(world, plan, *inputs)
-            behind = [torch.full((64 + i,), -1, device=world.device) for i in range(256)]  # numbers that are no address
+            behind = [torch.full((64 + i,), -1, device=world.device) for i in range(256)]  # no valid addresses
             return y + 0 * behind[-1].sum()
 
         with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
@@ -137,7 +137,8 @@ def pools(world: weft.World, plan: Plan) -> float:
 
 @torch.no_grad()
 def flat(world: weft.World, call: Callable[[], object]) -> float:
-    """Return by how many MiB GPU memory grows over 50 eager calls after the first ones, each with its own tensors."""
+    """Return the growth of GPU memory in MiB over 50 eager calls after the first ones; each call has its own
+    tensors."""
     for _ in range(4):
         call()
     torch.cuda.synchronize()
@@ -189,14 +190,13 @@ def memory_cases(world: weft.World) -> Iterator[tuple[str, Callable[[], object]]
     yield "gathered_attention, segmented", attention
 
 
-ASLEEP = 400_000_000  # clocks for which the GPU is busy, a fifth of a second
+ASLEEP = 400_000_000  # the clocks for which the GPU is kept busy, a fifth of a second
 
 
 @torch.no_grad()
 def first_call_of_a_size(world: weft.World, kind: str) -> float:
-    """Return the error of the first call of a size, which is enqueued on a busy stream without the host waiting, and of
-    the same call on a second stream, which finds the tables of the first. torch raises an error where the host
-    waits."""
+    """Return the error of the first call of a size, which the host enqueues on a busy stream without waiting, and of
+    the same call on a second stream, which uses the first call's tables. torch raises an error if the host waits."""
     gather = kind in ("fused", "one_shot")
     op = weft.all_gather_matmul if gather else weft.matmul_reduce_scatter
     weight = draw(9, 256, 512).to(world.device)

@@ -1,11 +1,11 @@
 """Run every GPU check of one world: torchrun --nproc-per-node N -m tests.gpu.gpu_main [--out DIR] [--seconds S] [--only
 NAMES]
 
-More ranks than GPUs share them where WEFT_SHARE_GPU=1 is set. For every check, rank 0 writes a row to DIR/rows.jsonl
+With WEFT_SHARE_GPU=1, more ranks than GPUs share them. For every check, rank 0 writes a row to DIR/rows.jsonl
 (gpu_queue.py): the largest error over ranks, the bound and whether the check passed. Checks that tests/gpu_record.json
-lists as passed with this version of weft are not run again. After a failing check the ranks continue with a new World,
-since the counters of the old one may disagree from then on; if they cannot, the run ends. `--stalled-peer OP`: the last
-rank never joins an op, and the others must raise weft.Timeout within its bound. gpu/run.sh starts all this.
+lists as passed with this version of weft are not run again. After a failed check the ranks continue with a new World,
+since the old World's counters may disagree from then on; if they cannot, the run ends. With `--stalled-peer OP` the
+last rank never joins the op, and the others must raise weft.Timeout within its bound. gpu/run.sh starts these runs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ from weft.timing import cuda_clock
 
 BF16 = 5e-3
 GATHER, SCATTER, ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-SECOND = {  # fused ways other than the default: a copy engine pulls; other programs do
+SECOND = {  # fused plans other than the default: a copy engine pulls, or other numbers of programs do
     GATHER: FusedGatherByCopies(),
     SCATTER: FusedReduceScatter(pull_programs=64, forward_programs=2),
     ALL: FusedAllReduce(pull_programs=32, forward_programs=4, lag=3),
@@ -87,7 +87,7 @@ SECOND = {  # fused ways other than the default: a copy engine pulls; other prog
 
 STALLED = (GATHER, "flag_gated", "one_shot", "moe_exchange")
 HALF = {op: with_shape_tiles(FUSED[op], [512, 512], 256 * 24, 132) for op in (GATHER, SCATTER, ALL)}
-FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShotLowLatency()}  # of low-latency rows
+FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShotLowLatency()}  # plans of low-latency rows
 
 
 def operands(world: weft.World, op: str, m: int, n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,7 +185,7 @@ def unmeasured(world: weft.World, op: str, m: int, n: int, k: int) -> float:
 
 def timed(world: weft.World, op: str, case: Callable[[], float]) -> float:
     """Check that plan="auto" gives right results for an op whose plans are timed at the first call (unless ranks share
-    a GPU), and that all ranks time and choose the same plans."""
+    a GPU), and that all ranks time the same plans and choose the same one."""
     before = {*world.choices.trials}
     with mock.patch.object(world.choices, "clock", cuda_clock), mock.patch.object(world.backend, "clock", cuda_clock):
         error = case()
@@ -245,7 +245,7 @@ def streams(world: weft.World) -> float:
 
 
 def cold_capture(world: weft.World) -> float:
-    """Check that a first use inside a capture raises an error with advice, and that the next use outside works."""
+    """Check that a first call inside a capture raises an error with advice, and that the next call works outside."""
     x, w = operands(world, GATHER, 8 * 37 * world.size, 136, 72)
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -260,7 +260,7 @@ def cold_capture(world: weft.World) -> float:
 
 
 def far_rows(world: weft.World) -> float:
-    """Use arenas with more rows than 24 bits can count, in both halves."""
+    """Use arenas in both halves with more rows than 24 bits can count."""
     m, wide, worst = 1 << 16, 66 * 256, 0.0
     for op, n, k in ((SCATTER, wide, 64), (GATHER, 64, wide)):
         torch.manual_seed(world.rank)
@@ -285,8 +285,8 @@ def disagree(world: weft.World) -> float:
 
 
 def groups_by_libraries(world: weft.World) -> float:
-    """Check every form of quack's grouped GEMM, with groups that end within tiles, an empty one, and rows after the
-    last."""
+    """Check every form of quack's grouped GEMM with groups that end within tiles, an empty group, and rows after the
+    last group."""
     rows = [300, 0, 1, 127, 640]
     x, w = (draw(i, *shape).to(world.device) for i, shape in ((1, (1200, 264)), (2, (len(rows), 520, 264))))
     starts = torch.tensor([0, *rows], device=world.device).cumsum(0).int()
@@ -301,8 +301,8 @@ def groups_by_libraries(world: weft.World) -> float:
 
 
 def shared_tiles(world: weft.World, replays: int) -> float:
-    """Run weft's own GEMM with its last tiles in two to six parts, whose helpers have one tile or up to three; the
-    bits must be the same every time."""
+    """Run weft's own GEMM with its last tiles in two to six parts, where helpers compute one to three tiles; the bits
+    must be the same every time."""
     worst = 0.0
     for i, (m, n, k, programs, gated) in enumerate(
         [
@@ -388,7 +388,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         partial(all_gather_case, world, even, 520, 264, "sequential", views=True, calls=3),
     )
     if size > 1:
-        for tokens in (9, 41):  # sizes that no other check has
+        for tokens in (9, 41):  # sizes that only this check uses
             layer = Layer(tokens, 8 * size, 4, 512, 256, torch.bfloat16)
             case = partial(gpu_moe.against, world, "auto", layer, [tokens])
             yield f"moe by trial, {tokens} tokens", gpu_moe.BOUND, partial(timed, world, "moe", case)
@@ -455,7 +455,7 @@ def wanted(name: str, only: Sequence[str], without: Sequence[str]) -> bool:
 
 @contextmanager
 def launched() -> Iterator[dict[str, str]]:
-    """Return the parts of weft whose kernels are launched in this block, and git's names for their contents."""
+    """Return the parts of weft whose kernels are launched in this block, with git's names for their contents."""
     parts: dict[str, str] = {}
     launch, prepared = GpuBackend.launch, weft.Launch.__call__
 
@@ -489,7 +489,7 @@ def outcome_of(name: str, check: Callable[[], float], world: weft.World) -> tupl
             error, message = float("inf"), f"rank {world.rank}: {e!r}"[:600]
             print(f"{name}: {message}", flush=True)
     if world.device.type == "cuda":
-        torch.cuda.empty_cache()  # ranks that share a GPU share its memory
+        torch.cuda.empty_cache()  # ranks on one GPU share its memory
     return error if error == error else float("inf"), message, parts
 
 
@@ -503,8 +503,8 @@ def run(
     checks_of: Callable[[weft.World], Iterator[tuple[str, float, Callable[[], float]]]] | None = None,
 ) -> bool:
     """Run checks from the queue until it is empty or the time is up; write each outcome as a line of JSON to `rows`.
-    Return whether the ranks could meet after every check. `again` makes a new World after a failed check, since the
-    counters of the old one may disagree. `checks_of` returns the checks to run in place of this file's."""
+    Return whether the ranks could synchronise after every check. `again` creates a new World after a failed check,
+    since the old World's counters may disagree. `checks_of` returns the checks, by default this file's."""
     start, who = time.time(), rows.stem
     todo = {name: (bound, check) for name, bound, check in (checks_of or checks)(world)}
     while name := world.exchange(queue.take(who) if world.rank == 0 and time.time() - start < seconds else None)[0]:
@@ -542,7 +542,7 @@ def run(
 
 
 def stalled_peer(world: weft.World, op: str) -> bool:
-    """Check that WEFT_TIMEOUT bounds the wait, and that the error names the peer and the memory for which the kernel
+    """Check that WEFT_TIMEOUT bounds the wait, and that the error names the peer and the memory on which the kernel
     waited."""
     x, w = operands(world, GATHER, 256 * world.size, 256, 128)
     calls = {
@@ -571,7 +571,7 @@ def stalled_peer(world: weft.World, op: str) -> bool:
         "one_shot": [
             "OneShot",
             "calls of low-latency rows",
-        ],  # rows, or the number of the call, whichever expires first
+        ],  # the wait on the rows or on the call's number, whichever expires first
         "moe_exchange": ["calls of routes"],
     }[op]
     ok = 0 < took < 10 and any(name in message for name in named) and f"rank {world.size - 1}" in message
@@ -603,7 +603,7 @@ def main() -> None:
     else:
         gpus = len(set(world.exchange(str(torch.cuda.get_device_properties(world.device).uuid))))
         queue = Queue(a.queue or a.out / f"queue-{a.name}.json")
-        names = todo_of(world, gpus, a.only, a.without)  # on every rank: what makes checks may be collective
+        names = todo_of(world, gpus, a.only, a.without)  # on every rank, as this may be collective
         if world.rank == 0:
             if a.queue is None:
                 queue.path.unlink(missing_ok=True)
@@ -611,7 +611,7 @@ def main() -> None:
         ok = run(world, a.out / f"{a.name}.jsonl", queue, a.seconds, gpus=gpus)
     sys.stdout.flush()
     if a.stalled_peer or not ok:
-        os._exit(0 if ok else 1)  # a peer that has stalled says no goodbye
+        os._exit(0 if ok else 1)  # a stalled peer does not take part in the farewell
     dist.destroy_process_group()
 
 

@@ -109,7 +109,7 @@ def gate_case(world: weft.World) -> float:
     ids, weights = moe.gate(logits, 8, world=world)
     top = logits.float().softmax(-1).topk(8)
     same = (ids.sort(1).values == top.indices.sort(1).values).all(1)
-    if same.float().mean() < 0.98:  # equal logits may be taken in another order by topk
+    if same.float().mean() < 0.98:  # topk may order equal logits differently
         return float("inf")
     expected = top.values / top.values.sum(1, keepdim=True)
     return distance(weights[same], expected[same])
@@ -131,8 +131,8 @@ def over_groups(world: weft.World) -> float:
 
 
 def of_any_length(world: weft.World, plan: str) -> float:
-    """Make calls that all have one max_tokens: no rank knows how many tokens the others have, nor allocates anything
-    after the first call."""
+    """Make calls that all have one max_tokens: no rank knows the other ranks' numbers of tokens, and none allocates
+    memory after the first call."""
     layer = Layer(300, 8 * world.size, 4, 256, 128, BF)
     model, kept, sizes = Model(world, layer, False), [], set()
     for call, tokens in enumerate((300, 0, 7, 299, 1, 128)):
@@ -146,9 +146,9 @@ def of_any_length(world: weft.World, plan: str) -> float:
 
 
 def left_out(world: weft.World) -> float:
-    """In a graph, route all tokens of all ranks to rank 0's second expert, where the rank has room for 128 rows and one
-    tile per expert. The drops are counted and raised once, and the order of source ranks determines them; then a
-    routing that fits follows."""
+    """In a graph, route all tokens of all ranks to rank 0's second expert, for which the rank has room for 128 rows and
+    one tile. The drops raise one error, and the order of source ranks determines the dropped routes. A call without
+    drops follows."""
     layer = Layer(800, 4 * world.size, 1, 256, 128, BF)
     model, received = Model(world, layer, False), torch.zeros(4, dtype=torch.int32, device=world.device)
     x, ids, weights = routed(world, layer, 800, 0)
@@ -184,7 +184,7 @@ def left_out(world: weft.World) -> float:
     expected[room if world.rank == 0 else 0 :] = 0
     wrong = distance(out.cpu(), expected) if world.rank == 0 else float(out.abs().max())
     world.exchange("looked")
-    ids.copy_(torch.arange(800, device=world.device)[:, None] % (64 * layer.experts))  # few are experts
+    ids.copy_(torch.arange(800, device=world.device)[:, None] % (64 * layer.experts))  # few of these ids are experts
     graph.replay()
     world.synchronize()
     wrong = max(wrong, distance(out.cpu(), model(x.cpu(), ids.cpu(), weights.cpu())))
@@ -192,10 +192,10 @@ def left_out(world: weft.World) -> float:
 
 
 def before_the_experts(world: weft.World) -> float:
-    """Run router, limit and replicas in a graph; the bits must equal those of eager calls, and the counts must add
-    up."""
+    """Run router, limit and replicas in a graph; the bits must equal those of eager calls, and the counts must have the
+    right sum."""
     e = 4 * world.size
-    table = torch.arange(2 * e, dtype=torch.int32).view(2, e).t().contiguous()  # two replicas of each
+    table = torch.arange(2 * e, dtype=torch.int32).view(2, e).t().contiguous()  # two replicas of each expert
     layer = moe.MoE(
         256, 128, e, 2, world=world, capacity_factor=0.8, drop="probability", placement=table, count_received=True
     )

@@ -1,4 +1,4 @@
-"""The GPU checks of dispatch and combine by themselves, which gpu_main.py runs: each check is a name, a bound and a
+"""The GPU checks of dispatch and combine without the layer, which gpu_main.py runs: each check is a name, a bound and a
 function.
 """
 
@@ -27,7 +27,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def scaled(world: weft.World, layer: Layer, rows: torch.Tensor, handle: moe.Handle) -> torch.Tensor:
-    """Return rows times 2^(expert mod 5), as the cases' experts compute them, without using the host."""
+    """Return rows times 2^(expert mod 5), as the cases' experts compute them, without the host."""
     flat, local = rows.view(-1, rows.shape[-1]), layer.experts // world.size
     row = torch.arange(flat.shape[0], device=rows.device, dtype=torch.int32)
     expert = torch.searchsorted(handle.offsets[1:], row, right=True).clamp(max=local - 1)
@@ -63,8 +63,8 @@ def against(world: weft.World, tokens: list[int], ids_of: Callable, options: dic
 
 
 def as_the_layer(world: weft.World, options: dict[str, Any]) -> float:
-    """Compare with a layer whose experts scale their rows likewise: its matrices are multiples of the identity, and for
-    large x the GELU of x is x."""
+    """Compare with a layer whose experts scale their rows by the same factors: its matrices are multiples of the
+    identity, and for large x the GELU of x is x."""
     layer = Layer(200, 4 * world.size, 4, 256, 256, BF, "gelu")
     x, ids, weights = routed(world, layer, 200, 3)
     x = (x.abs() + 16).to(BF)
@@ -163,7 +163,7 @@ def grouped_gemm(world: weft.World, alignment: int) -> float:
 
 
 def dropped(world: weft.World) -> float:
-    """Send all routes to one expert on rank 0, where those past max_m are dropped. The drops are reported once, on rank
+    """Send all routes to one expert on rank 0, which drops the routes past max_m. The drops are reported once, on rank
     0 and on the ranks of the dropped tokens, after these ranks' sums."""
     layer = Layer(64, world.size, 1, 256, 8, BF)
     x, ids, weights = routed(world, layer, 64, 0)

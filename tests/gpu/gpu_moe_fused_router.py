@@ -122,7 +122,7 @@ def graph_replays(world: weft.World, plan: FusedMoe) -> float:
 
 
 def kernels_beyond_one(world: weft.World) -> float:
-    """Return how many kernels, copies and fills the GPU runs in a call, less one."""
+    """Return the number of kernels, copies and fills that the GPU runs in a call, minus one."""
     layers = Layers(world)
     out = torch.empty_like(layers.xs[0])
     return float(abs(kernels_of(lambda: layers.run(layers.xs[0], ROUTED, out)) - 1))

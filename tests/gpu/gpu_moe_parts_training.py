@@ -27,8 +27,7 @@ from weft.ops.moe.call import Layer
 
 
 def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biases: bool = False) -> float:
-    """Make calls that differ in the tensors that they save, without synchronising between them; the reference runs on
-    the host."""
+    """Make calls that save different tensors, without synchronising between them; the reference runs on the host."""
     sizes = dict(
         experts=layer.experts,
         k=layer.k,
@@ -52,7 +51,7 @@ def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biase
 
 def graph_replays(world: weft.World, plan: str, keep: str) -> float:
     """Capture the forward and backward passes in a CUDA graph, and replay it with new tokens and routings: the bits
-    must equal those of eager calls; a plan by cuBLAS agrees to rounding."""
+    must equal those of eager calls; a plan that uses cuBLAS agrees to rounding."""
     layer = Layer(256, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
     w13, w2 = (t.requires_grad_() for t in model.local_weights[:2])
@@ -75,7 +74,7 @@ def graph_replays(world: weft.World, plan: str, keep: str) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Repeat the same call for every choice of saved tensors, with random late ranks."""
+    """Repeat one call for every choice of saved tensors, with random late ranks."""
     layer = Layer(300, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, True, tp_size=world.size)
     inputs = routed(0, world.rank, 300, layer, world.size, some_nowhere)
@@ -136,7 +135,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         BOUND,
         partial(against, world, "sequential", odd, [100], True),
     )
-    # As in gpu_moe_training.py: libraries round before a bias is added.
+    # cuBLAS rounds before a bias is added, as in gpu_moe_training.py.
     yield "moe parts gradients, sequential, gpt_oss", BOUND, partial(against, world, "sequential", clamped, [100])
     yield "moe parts gradients in a graph, sequential", 1e-2, partial(graph_replays, world, "sequential", "rows")
     for keep in ("activation", "nothing"):

@@ -28,8 +28,7 @@ from weft.ops.moe.call import Layer
 
 
 def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biases: bool = False) -> float:
-    """Make calls that differ in the tensors that they save, without synchronising between them; the reference runs on
-    the host."""
+    """Make calls that save different tensors, without synchronising between them; the reference runs on the host."""
     sizes = dict(experts=layer.experts, k=layer.k, hidden=layer.hidden, inner=layer.inner, activation=layer.activation)
     errors = training_case(
         world, whole_experts, tokens=tokens, biases=biases, ids_of=some_nowhere, plan=plan, dtype=layer.dtype, **sizes
@@ -81,7 +80,7 @@ def graph_replays(world: weft.World, keep: str) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Repeat the same call for every choice of saved tensors, with random late ranks."""
+    """Repeat one call for every choice of saved tensors, with random late ranks."""
     layer = Layer(300, 16, 4, 512, 256, BF)
     model = Model(world, layer, True)
     inputs = routed(0, world.rank, 300, layer, world.size, at_random)
@@ -139,7 +138,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     for plan in ("sequential", "dispatched"):
         yield f"moe gradients, {plan}", BOUND, partial(against, world, plan, plain, [300, 0, 1, 37])
         yield f"moe gradients, {plan}, gelu, odd sizes", BOUND, partial(against, world, plan, odd, [100], True)
-        # Libraries round before a bias is added, so that other elements lie beyond a clamp's end than of the reference.
+        # cuBLAS rounds before a bias is added, so a clamp limits different elements than in the reference.
         biases = plan == "dispatched"
         yield f"moe gradients, {plan}, gpt_oss", BOUND, partial(against, world, plan, clamped, [100], biases)
     for keep in moe.KEEPS:

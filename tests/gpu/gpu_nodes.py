@@ -8,10 +8,10 @@ if one fails; no check begins after S seconds.
 python -m tests.gpu.gpu_nodes --away peer|node|killed --ranks N [--out FILE]
 
 Plain processes run without a launcher that would end the others. The last rank, or the whole second node, does not join
-an op that all ranks have called before, or is killed. Every other rank must end by itself within LIMIT seconds, with
-weft.Timeout or with torch's own error: NCCL waits for the other node, and its process group bounds that wait (four
-times WEFT_TIMEOUT). The program prints which error each rank raised. Where one peer stays away, the ranks that do not
-wait for it in NCCL raise Timeout.
+an op that all ranks have called before, or the last rank is killed. Every other rank must end by itself within LIMIT
+seconds, with weft.Timeout or with torch's own error: NCCL waits for the other node, and its process group bounds that
+wait (four times WEFT_TIMEOUT). The program prints which error each rank raised. If a single peer does not join, the
+ranks that do not wait for it in NCCL raise Timeout.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from tests.emulated.cases_matmul_all_to_all import all_to_all_case, drawn
 from tests.emulated.cases_nn import all_gather_grads, reduce_grads
 from tests.emulated.cases_ops import OPS, case, shared_case
 from weft.plans import Plan, Sequential, TwoLevel
-from weft.prepared import CallDecision
+from weft.prepared import Prepared
 
 BF16 = 5e-3
-WAIT, LIMIT = 5, 150  # seconds: of weft's waits; for starting, compiling, both bounds, and torch's own farewell
+WAIT, LIMIT = 5, 150  # seconds: the bound of weft's waits; the time to start, compile, reach both bounds and end torch
 TORCHS = r"Watchdog caught collective operation timeout|DistBackendError|NCCL error|ncclRemoteError|Timeout\(ms\)"
 
 
@@ -64,8 +64,8 @@ def calls_of(world: weft.World, op: str, plan: str | Plan) -> tuple[torch.Tensor
 
 
 def replayed(world: weft.World, op: str, plan: Plan, replays: int = 8) -> float:
-    """Replay a graph of two calls with new inputs: the bits must be the same twice, and must equal those of eager calls
-    in between to rounding, since "auto" may choose different plans for a node inside a graph."""
+    """Replay a graph of two calls with new inputs. Both replays must give the same bits, and must equal eager calls in
+    between to rounding, since "auto" may choose a different plan for a node inside a graph."""
     x, fn = calls_of(world, op, plan)
     for _ in range(2):
         fn()
@@ -111,11 +111,11 @@ def chosen(world: weft.World) -> float:
     assert (levels.node.size, levels.across.size) == (world.size // 2, 2)
     assert levels.node.sm_count == world.sm_count - 8
     _, fn = calls_of(world, "all_gather_matmul", "auto")
-    y = [fn() for _ in range(2)][-1]  # the first is not remembered
+    y = [fn() for _ in range(2)][-1]  # weft does not store the first call's decision
     key = next(key for key in world.decided if isinstance(key, tuple) and key[:2] == ("all_gather_matmul", "auto"))
-    decision = world.decided[key]
-    assert isinstance(decision, CallDecision) and decision.eager is not None
-    assert not world.backend.shares_gpu or decision.eager.plan == Sequential(), decision.eager.plan
+    decided = world.decided[key]
+    assert isinstance(decided, Prepared)
+    assert not world.backend.shares_gpu or decided.plan == Sequential(), decided.plan
     return distance(y.float(), calls_of(world, "all_gather_matmul", TwoLevel())[1]().float())
 
 
@@ -158,7 +158,7 @@ def run(seconds: float, out: Path | None) -> int:
             error = check()
         except Exception as e:
             print(f"rank {world.rank}: {name}: FAILED: {e!r}"[:1000], flush=True)
-            os._exit(1)  # the launcher ends the others, whose World can no longer be used
+            os._exit(1)  # the World is unusable, and the launcher ends the other ranks
         torch.cuda.empty_cache()
         worst = max(world.exchange(error if error == error else float("inf")))
         failed += worst > limit
@@ -177,7 +177,7 @@ def run(seconds: float, out: Path | None) -> int:
     return 1 if failed or left else 0
 
 
-# -- who stays away ----------------------------------------------------------------------------------------------------
+# -- ranks that do not join --------------------------------------------------------------------------------------------
 def gone(kind: str, ranks: int) -> set[int]:
     return {ranks - 1} if kind == "peer" else set(range(ranks // 2, ranks))
 
@@ -196,7 +196,7 @@ def rank_main(kind: str) -> None:
     try:
         fn()
         world.synchronize()
-        time.sleep(2 * LIMIT)  # until torch ends the process, as it does where a collective was given up
+        time.sleep(2 * LIMIT)  # torch ends the process when it gives up a collective
     except weft.Timeout as e:
         print(f"weft.Timeout after {time.time() - start:.1f} s: {e}", flush=True)
         os._exit(0)
@@ -206,7 +206,7 @@ def rank_main(kind: str) -> None:
 
 
 def said_of(code: int, text: str) -> str:
-    """Return how a rank has ended: "weft.Timeout", "torch's error", or a sentence about what was wrong."""
+    """Return how a rank ended: "weft.Timeout", "torch's error", or a sentence about the failure."""
     if code == 0 and "weft.Timeout after" in text:
         return "weft.Timeout"
     return "torch's error" if code != 0 and re.search(TORCHS, text) else f"exit {code}: {text.strip()[-400:]}"
@@ -235,7 +235,7 @@ def stay_away(kind: str, ranks: int, out: Path | None) -> int:
         except subprocess.TimeoutExpired:
             process.kill()
             ways[rank] = f"no end after {LIMIT} s: {process.communicate()[0].strip()[-400:]}"
-        in_nccl = kind != "peer" or rank == ranks // 2 - 1  # the one with the missing peer's place
+        in_nccl = kind != "peer" or rank == ranks // 2 - 1  # the rank whose NCCL group includes the missing peer
         ok &= ways[rank] == "weft.Timeout" or (in_nccl and ways[rank] == "torch's error")
     for rank in away:
         running[rank].kill()

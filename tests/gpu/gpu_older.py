@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 1 -m tests.gpu.gpu_older --out DIR --gpu sm_80 --speed
 
 A call that falls back to the sequential plan fails its check. tests/gpu/gpu_record.py reads DIR/results.json, where the
-rows of each switch have a separate name. --speed times the signaled GEMM beside the same loop without signals and
-beside a plain GEMM through pointers with one tile per program, all compiled alike, and writes DIR/speed.json; nothing
-else may run on the GPU.
+rows of each switch have a separate name. --speed times the signaled GEMM, the same loop without signals, and a plain
+GEMM through pointers with one tile per program, all compiled alike, and writes DIR/speed.json; the GPU must be
+otherwise idle.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Check = tuple[str, float, Callable[[], float]]
 OPS = GATHER, SCATTER, ALL
 SMALL = Signaled(groups=(1, 1, 1), tile=GemmTile(block_m=64, block_n=64, warps=4))
 FORMS = (128, 256, 64, 8, 3), (128, 128, 32, 4, 4), (128, 256, 32, 8, 3), (128, 128, 64, 8, 3), (64, 256, 32, 4, 4)
-SHAPES = [(4096, 8192, 1024), (4096, 8192, 2048), (4096, 8192, 8192), (8192, 8192, 4096)]  # M, N, K of --speed
+SHAPES = [(4096, 8192, 1024), (4096, 8192, 2048), (4096, 8192, 8192), (8192, 8192, 4096)]  # M, N and K for --speed
 
 
 def gemm_case(world: weft.World, op: str, rows: int, n: int, k: int, plan: Plan | str, **options: Any) -> float:
@@ -118,8 +118,7 @@ def counted(world: weft.World) -> Iterator[Check]:
         for name, plan in (("fused", FUSED[op]), ("fused, second", SECOND[op])):
             yield from of_plan(world, op, name, with_architecture_tiles(plan, world.backend.capability))
         yield f"{op} fused by name", BF16, partial(gemm_case, world, op, 256, 1024, 512, "fused", calls=2)
-    for op in (SCATTER, ALL):
-        yield from of_plan(world, op, "signaled by copies", replace(SMALL, ctas=4, copies=True))
+    yield from of_plan(world, SCATTER, "signaled by copies", replace(SMALL, ctas=4, copies=True))
     for name, plan in {
         "two shots": TwoShotPush(),
         "two shots, spread": TwoShotPush(warps=8, spread=True),
@@ -144,7 +143,7 @@ def checks(world: weft.World) -> Iterator[Check]:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Record what weft logs in this block about plans that it did not run."""
+    """Record weft's log messages in this block about plans that it did not run."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage()) if "instead of" in record.getMessage() else None  # type: ignore[assignment,method-assign]  # fmt: skip
@@ -183,7 +182,7 @@ def no_signals(
 def of_pointers(
     x, w, out, tiles_m, tiles_n, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr
 ):
-    """Compute one tile per program, through pointers without bounds, as a GEMM in Triton is usually written: the tiles
+    """Compute one tile per program, through pointers without bounds, as Triton GEMMs are usually written: the tiles
     must divide the sizes."""
     tm, tn = grouped_tile(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
     rows, cols, ks = tm * BM + tl.arange(0, BM), tn * BN + tl.arange(0, BN), tl.arange(0, BK)
@@ -213,9 +212,9 @@ def us(runs: dict[str, Callable[[], object]], rounds: int = 15, calls: int = 5) 
 
 
 def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> dict[str, Callable[[], None]]:
-    """Return the ways to compute x @ w.T: the signaled GEMM, to rows in order and to tiles, in groups of one wave and
-    in a single group; and the same loop without signals; all of these on all SMs but one. Also return a GEMM through
-    pointers, with several tile sizes."""
+    """Return ways to compute x @ w.T on all SMs but one: the signaled GEMM, with ordinary rows and with tiles, with
+    groups of one wave and with a single group; and the same loop without signals. Also return a GEMM through pointers,
+    with several tile sizes."""
     (m, k), n, stream, programs = x.shape, len(w), world.current_stream(), world.sm_count - 1
     call = ReduceCall((m,), n, k, x.dtype, bias=False, m=m, everywhere=True, reorder=True)
 
@@ -227,13 +226,13 @@ def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
 
         def run_way() -> None:
             gemm(stream)
-            signals.waits[-1](stream)  # a small kernel, which ends the call; the other groups need not be waited for
+            signals.waits[-1](stream)  # a small kernel that ends the call; nothing waits for the other groups
 
         return run_way
 
     plan = with_architecture_tiles(
         Signaled(ctas=1, copies=True), world.backend.capability
-    )  # the number of CTAs is that of idle SMs
+    )  # ctas equals the number of idle SMs
     runs: dict[str, Callable[[], None]] = {}
     for groups, grouping in ((1,) * 64, "a wave a group"), ((64,), "one group"):
         for in_order, where in (True, "rows"), (False, "tiles"):
@@ -249,10 +248,10 @@ def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
     runs["no signals"] = partial(loop, stream, x_desc=x, w_desc=w, out_desc=out)
     for form in FORMS:
         bm, bn, bk, warps, stages = form
-        if world.backend.capability == 80 or form != FORMS[0]:  # which needs more shared memory than the others have
+        if world.backend.capability == 80 or form != FORMS[0]:  # it needs more shared memory than older GPUs have
             grid, options = m // bm * (n // bn), dict(num_warps=warps, num_stages=stages)
             sizes = dict(tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=8)
-            if world.device.type == "cuda":  # by Triton itself: more programs than are resident, which wait for nothing
+            if world.device.type == "cuda":  # Triton launches it: its programs do not wait, so all need not be resident
                 runs[f"pointers {form}"] = partial(of_pointers[(grid,)], x, w, out, **sizes, **options)
             else:
                 pointers = Launch(world, of_pointers, grid, options, **sizes)
@@ -261,7 +260,7 @@ def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
 
 
 def speed(world: weft.World, m: int, n: int, k: int) -> dict[str, float]:
-    """Return the times of `ways`, and of cuBLAS, which runs the GPU's own code and not that of sm_80."""
+    """Return the times of `ways`, and the time of cuBLAS, which runs the GPU's own code instead of code for sm_80."""
     x, w = draw(1, m, k).to(world.device), (draw(2, n, k) * 0.1).to(world.device)
     out, expected = world.empty((m, n), x.dtype), x.float() @ w.float().t()
     runs = ways(world, x, w, out)

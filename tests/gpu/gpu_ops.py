@@ -32,15 +32,15 @@ REDUCING = ("matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def few_programs(op: str) -> Plan:
-    """Return the default plan of an all-gather, or a plan of a sum with few and small programs."""
+    """Return the default plan of an all-gather, or a plan of a sum with few, small programs."""
     if op == "all_gather_matmul":
         return FUSED[op]
     return changed(FUSED[op], pull_programs=6, forward_programs=2, pull_rows=16, pull_stages=2)
 
 
 def again(world: weft.World, calls: list[tuple[Callable[[], Any], Any]], count: int, seed: int) -> float:
-    """Repeat these calls, which are drawn alike on every rank, with some ranks late; return infinity unless each call
-    gives the same bits as at first."""
+    """Repeat these calls, which every rank draws alike, with some ranks late; return infinity unless each call gives
+    the same bits as the first time."""
     same, late, wrong = (
         random.Random(seed),
         random.Random(world.rank),
@@ -84,8 +84,8 @@ def low_latency(world: weft.World) -> float:
 
 
 def every_kind(world: weft.World, op: str) -> float:
-    """Run whole and partial tiles, uneven ranks, a bias, and float16; return the largest error, divided by 1.5 times
-    that of sequential."""
+    """Run whole and partial tiles, uneven ranks, a bias, and float16; return the largest error divided by 1.5 times the
+    error of sequential."""
     worst: dict[str, float] = {}
     size, gather = world.size, op == OPS[0]
     second = FusedGatherByCopies() if gather else changed(few_programs(op), pull_programs=2)
@@ -119,8 +119,8 @@ def many_calls(world: weft.World) -> float:
 
 
 def norms(world: weft.World) -> float:
-    """Draw shapes and plans, with late ranks: the results must agree with torch's, and a repetition must give the same
-    bits."""
+    """Draw shapes and plans, with late ranks: the results must agree with torch's, and repeated calls must give the
+    same bits."""
     plans = [OneShot(programs=8), TwoShotLowLatency(programs=8), TwoShotPush(programs=8), Decomposed()]
     rng, worst, calls = random.Random(3), 0.0, []
     for i in range(40):

@@ -1,10 +1,9 @@
-"""The order of GPU checks: those that have not passed with this version of weft, shared between the runs that make
-them.
+"""The order of GPU checks. Checks that have not passed with this version of weft are shared between the runs.
 
 A row records one check: check, ranks, gpus (ranks share these if they are fewer), outcome, date, seconds, parts (the
-files and folders of weft whose kernels the check launched, with git's names for their contents), and why and where it
-failed. A checkout of weft is identified by git's name for the content of src/weft, which is computed here: the GPU
-machine has no git.
+files and folders of weft whose kernels the check launched, with git's names for their contents), and the reason and
+place of a failure. A checkout of weft is identified by git's name for the content of src/weft, which is computed here:
+the GPU machine has no git.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 WEFT = Path(__file__).resolve().parents[2] / "src" / "weft"
 RECORD = Path(__file__).parents[1] / "gpu_record.json"
-TRITON = "3.6.0"  # that weft is developed with
+TRITON = "3.6.0"  # the version with which weft is developed
 Row = dict[str, Any]
 
 
@@ -50,7 +49,7 @@ def _tree(folder: Path) -> bytes:
 
 
 def part_of(module: str) -> str:
-    """Return the file or folder of weft that a module belongs to: "ops/moe", "compute"."""
+    """Return the file or folder of weft to which a module belongs: "ops/moe", "compute"."""
     names = module.removeprefix("weft.").split(".")
     part = "/".join(names[: 2 if names[0] == "ops" else 1])
     return part if (WEFT / part).is_dir() else f"{part}.py"
@@ -68,8 +67,8 @@ def placed(ranks: int, gpus: int, triton: str = TRITON) -> str:
 
 
 def ordered(names: Sequence[str], rows: Mapping[str, Row], tree: str) -> list[str]:
-    """Return the checks without those that passed on this tree: first those that failed, then new ones and those that
-    launch kernels of a part that has changed since, then the rest, the oldest first."""
+    """Return the checks that have not passed on this tree: first failed ones, then new ones and those whose kernels are
+    in a part that has changed since, then the rest, the oldest first."""
 
     def rank(name: str) -> tuple[int, str]:
         row = rows.get(name)
@@ -86,7 +85,7 @@ def passed(row: Row | None, tree: str) -> bool:
 
 
 def recorded(ranks: int, gpus: int) -> dict[str, Row]:
-    """Return the record's checks on this number of ranks and GPUs, by name."""
+    """Return the recorded checks for this number of ranks and GPUs, by name."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     place = placed(ranks, gpus, metadata.version("triton"))
     rows: dict[str, Row] = record.get("checks", {}).get(place, {})
@@ -111,7 +110,7 @@ class Queue:
             file.write(json.dumps(state))
 
     def fill(self, names: list[str]) -> None:
-        """Fill the queue, which only the first process does."""
+        """Fill the queue; only the first process does so."""
         with self._state() as state:
             if "todo" not in state:
                 state.update(todo=names, running={})
@@ -134,6 +133,6 @@ class Queue:
             return state.get("running", {}).get(who)
 
     def left(self) -> int | None:
-        """Return how many names no process has taken, or None before the queue is filled."""
+        """Return the number of names that no process has taken, or None before the queue is filled."""
         with self._state() as state:
             return len(state["todo"]) if "todo" in state else None

@@ -1,11 +1,12 @@
 """Add the results of gpu/run.sh to tests/gpu_record.json: python -m tests.gpu.gpu_record RESULTS.json ...
 
-Under "checks", by ranks and GPUs ("4 ranks on 1 GPU": they share it), the newest row of every check: outcome, of which version of weft
-(git's name for the content of src/weft), date, machine, seconds, the parts of weft whose kernels it launched, error and bound, and why it
-failed. A check that failed and passed in one run has failed. Under "fuzz" random calls are added up over all runs, by version, ranks
-and kind; a run of them counts once. Under "runs" are the newest, with the versions of torch, Triton, CUDA and NCCL; "tree" is the
-newest run's version of weft. The minutes of every part go to tests/trends.csv. tests/gpu_record-2026-11.json is the record from before
-ranks shared GPUs as processes.
+"checks" contains, for each number of ranks and GPUs ("4 ranks on 1 GPU": they share it), the newest row of every check:
+outcome, version of weft (git's name for the content of src/weft), date, machine, seconds, the parts of weft whose
+kernels it launched, error and bound, and the reason of a failure. A check that both failed and passed in one run has
+failed. "fuzz" contains the sums of random calls over all runs, by version, ranks and kind; each run counts once. "runs"
+contains the newest runs, with the versions of torch, Triton, CUDA and NCCL, and "tree" the newest run's version of
+weft. The minutes of every part are added to tests/trends.csv. tests/gpu_record-2026-11.json is an older record, from
+before ranks shared GPUs as processes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any
 from tests.gpu.gpu_queue import RECORD, Row, placed
 from tests.tooling.trends import note
 
-KEPT = 12  # runs
+KEPT = 12  # the number of runs on record
 FIELDS = ("outcome", "date", "seconds", "parts", "error", "bound", "why")
 
 
 def fuzzed(runs: list[dict[str, Any]], tree: str, gpus: int, old: dict[str, Any]) -> dict[str, Any]:
-    """Return the random calls of these runs, added to all earlier ones. A run that did not end properly has made a
+    """Return the random calls of these runs, added to all earlier ones. A run that did not end properly counts as one
     wrong call."""
     trees = {name: dict(counts) for name, counts in old.get("trees", {}).items()}
     for run in runs:
@@ -70,7 +71,7 @@ def with_results(results: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]
 
 
 def is_known(results: dict[str, Any], record: dict[str, Any]) -> bool:
-    """Return whether the record already has these results."""
+    """Return whether the record already contains these results."""
     run = {key: results[key] for key in ("date", "tree", "machine", "minutes")}
     return any(run == {key: old.get(key) for key in run} for old in record.get("runs", []))
 

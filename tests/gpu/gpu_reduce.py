@@ -53,7 +53,7 @@ def delays(world: weft.World, plan: Plan, m: int) -> float:
             torch.cuda._sleep(rng.randrange(1000, 600000))
         for actual, first_result in zip(run(), expected, strict=True):
             wrong += (actual != first_result).any()
-            if rng.random() < 0.2:  # a slow reader of what a peer's next call will write
+            if rng.random() < 0.2:  # a slow reader of memory that a peer's next call will write
                 torch.cuda._sleep(rng.randrange(1000, 200000))
                 wrong += (actual != first_result).any()
     world.synchronize()
@@ -99,9 +99,9 @@ def replay(world: weft.World, plan: Plan, replays: int) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Every plan must give the same bits on every rank. All plans give the same sums, which add in rank order; in
-    the norm, the compiler rounds different products of the sum of squares in different kernels, so plans are
-    compared within rounding."""
+    """Every plan must give the same bits on every rank. All plans add in rank order and so give the same sums. In the
+    norm, the compiler rounds the products of the sum of squares differently in different kernels, so plans are compared
+    within rounding."""
     checksums, sums, norms = [], [], []
     for plan in PLANS.values():
         _, run = calls(world, 100, 2048, plan)

@@ -1,9 +1,9 @@
 """Run two operators on two streams, each of which needs all SMs and waits for the other ranks: torchrun
 --nproc-per-node 2 -m tests.gpu.gpu_residency
 
-Every rank makes the calls in the same order, but rank 0's GPU begins with the first call and the other ranks' GPUs with
-the second, because a sleep precedes the remaining call. The World makes the second call start after the first, so both
-end, eagerly and in a graph. At the end the World is kept from ordering them: then both calls wait for room until
+Every rank makes the calls in the same order. A sleep precedes one of them, so that rank 0's GPU begins with the first
+call and the other ranks' GPUs with the second. The World makes the second call start after the first, so both end,
+eagerly and in a graph. At the end the program stops the World from ordering them: then both calls wait for room until
 `weft.Timeout`, within seconds. The program prints a line for each case, and exits with 1 if one fails.
 """
 
@@ -85,9 +85,9 @@ def main() -> None:
         if expected == "Timeout":
             weft.World.order_residents = lambda *_: None  # type: ignore[method-assign]
         outcomes = [""] * world.size
-        rounds = 3 if expected == "ended" else 30  # where other processes share the GPUs, not every round hangs
+        rounds = 3 if expected == "ended" else 30  # if other processes share the GPUs, not every round hangs
         dist.all_gather_object(outcomes, outcome(world, by_name[name_a], by_name[name_b], rounds))
-        actual = "Timeout" if "Timeout" in outcomes else "ended"  # an expired wait lets those of other ranks end
+        actual = "Timeout" if "Timeout" in outcomes else "ended"  # an expired wait lets other ranks' waits end
         failed |= actual != expected
         verdict = "ok" if actual == expected else "FAILED"
         print(f"{name_a} beside {name_b}, rank {world.rank}: {actual}, {verdict}", flush=True)

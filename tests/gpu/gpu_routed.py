@@ -21,7 +21,7 @@ from weft.plans import FusedAllToAll, GemmTile, Plan
 BF, BOUND = torch.bfloat16, 5e-3
 TILES = FusedAllToAll(tile=GemmTile(block_n=128, warps=4, stages=4))
 HALF_TILES = FusedAllToAll(tile=GemmTile(block_m=64, warps=4, stages=4))
-Operands = list[torch.Tensor]  # x, weight, bias, destinations, the gradient of the result
+Operands = list[torch.Tensor]  # x, weight, bias, destinations, and the gradient of the result
 
 
 def operands(world: weft.World, call: int, m: int, n: int, k: int) -> Operands:
@@ -51,8 +51,8 @@ def graph_replays(world: weft.World, plan: str) -> float:
 
 
 def many_replays(world: weft.World, replays: int) -> float:
-    """Replay a graph of two calls with random late ranks, without synchronising: destinations come from a table on the
-    device, where the results are also summed. Return how many elements are wrong."""
+    """Replay a graph of two calls with random late ranks, without synchronising. Destinations come from a table on the
+    device, and the device also sums the results. Return the number of wrong elements."""
     m, n, k = 300, 256, 128
     drawn = [operands(world, call, m, n, k) for call in range(5)]
     wanted = [weft.matmul_all_to_all_routed(*o[:3], destinations=o[3], world=world, plan="fused") for o in drawn]
@@ -90,7 +90,7 @@ def same_bits(world: weft.World) -> float:
 
 
 def nothing_is_read(world: weft.World, plan: str) -> float:
-    """Check that the host waits for nothing in a known step: torch raises an error where one of its functions would
+    """Check that the host does not wait in a repeated step: torch raises an error if one of its functions would
     wait."""
     inputs = operands(world, 0, 400, 256, 128)
     for _ in range(2):

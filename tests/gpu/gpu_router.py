@@ -26,7 +26,7 @@ SIZES = ((64, 8, 128), (1000, 3, 60), (4096, 8, 512), (5, 2, 1), (0, 2, 4))  # t
 
 
 def capacities(world: weft.World) -> float:
-    """Return how many results differ from torch's, for random routes and for all routes to one expert."""
+    """Return the number of results that differ from torch's, for random routes and for all routes to one expert."""
     wrong = 0
     for seed, (tokens, k, experts) in enumerate(SIZES):
         weights = some_weights(tokens, k, seed).to(world.device)
@@ -52,8 +52,8 @@ def placements(world: weft.World) -> float:
 
 
 def losses(world: weft.World) -> float:
-    """Return the largest relative error of the losses and their gradients, or infinity where a second call gives
-    different bits."""
+    """Return the largest relative error of the losses and their gradients, or infinity if a second call gives different
+    bits."""
     worst = 0.0
     for seed, (tokens, k, experts) in enumerate(SIZES[:4]):
         g = torch.Generator().manual_seed(seed)
@@ -72,12 +72,12 @@ def losses(world: weft.World) -> float:
 
 
 def kernels_of(call: Callable[[], object]) -> int:
-    """Return how many kernels, copies and fills the GPU runs in a known call."""
+    """Return the number of kernels, copies and fills that the GPU runs in a repeated call."""
     return len(events_on_gpu(call))
 
 
 def one_launch_each(world: weft.World) -> float:
-    """Return how many of the calls are more than a single kernel on the GPU."""
+    """Return the number of calls that need more than a single kernel on the GPU."""
     ids, weights = some_ids(512, 8, 128, 0).to(world.device), some_weights(512, 8, 0).to(world.device)
     logits = torch.randn(512, 128, device=world.device)
     table = torch.arange(128, dtype=torch.int32, device=world.device)

@@ -1,15 +1,17 @@
-"""What gpu/run.sh starts: the GPU checks that have not passed with this version of weft, on as many GPUs as there are, in a given time.
+"""Run the GPU checks that have not passed with this version of weft, on the GPUs of this machine, in a given time.
+gpu/run.sh starts this.
 
     python -m tests.gpu.gpu_run --out DIR [--minutes 9.5] [--parts checks peers users fuzz] [--ranks 2 4 8]
 
-On G GPUs, R ranks have min(R, G) of them, and share them where that is fewer. Several groups of processes run at once, as many ranks as
-the machine has cores: the most of a check is compiling and waiting. `checks` are those of gpu_main.py, which groups of equally
-many ranks share by a queue; `peers` those that are killed, stall or come late; `users` what users start; `fuzz` random calls. A check
-that needs the GPU's memory runs at the end, beside nothing else. A group that dies, or stands still, is a failure of the check that it
-was at, and another group goes on with the rest. Nothing outlasts the time: what is left is the next call's.
+R ranks run on min(R, G) of the machine's G GPUs, which they share if R > G. Several groups of processes run at once,
+with as many ranks as the machine has cores, since checks mostly compile and wait. The parts are: `checks`, the checks
+of gpu_main.py, which groups of equally many ranks take from a shared queue; `peers`, with ranks that are killed, stall
+or are late; `users`, commands that users run; and `fuzz`, random calls. A check that needs the GPU's memory runs alone
+at the end. If a group dies or hangs, its current check has failed, and a new group continues with the rest. All groups
+end in time; the next call runs the remaining checks.
 
-DIR gets results.json (which tests/gpu/gpu_record.py adds to the record, and the next call begins with what that does not have), written
-again whenever there is news, and log.txt, the end of what every group has printed.
+The program writes DIR/results.json whenever a result is new, and DIR/log.txt, the end of every group's output.
+tests/gpu/gpu_record.py adds the results to the record; the next call also starts from results not yet on record.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ from tests.gpu.gpu_queue import WEFT, Queue, Row, ordered, passed, placed, recor
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 ALONE, ALONE_GIB = "rows beyond 24 bits", 16  # of a rank
-STILL = 150  # seconds that a group may be at one check
-STARTS = 3  # groups of a queue that may die before they are at a check
-ENDING = 15  # seconds at the end, for groups to end by themselves
-SHOWN = 100_000  # characters of a group's output that are kept
+STILL = 150  # the longest time in seconds that a group may spend on one check
+STARTS = 3  # the number of groups of a queue that may die before they reach a check
+ENDING = 15  # seconds at the end in which groups may end by themselves
+SHOWN = 100_000  # the number of characters kept of a group's output
 QUACK = importlib.util.find_spec("quack") is not None
-AWAY = ("peer", "node", "killed")  # gpu_nodes.py
+AWAY = ("peer", "node", "killed")  # kinds of gpu_nodes.py
 STALLED = ("all_gather_matmul", "one_shot", "moe_exchange", *(("flag_gated",) if QUACK else ()))
 EXAMPLES = ("all_gather_rowwise", "all_to_all_table", "context_parallel", "gemm_ring_reduce_scatter", "moe_own_experts", "own_op",
             "torch_async_tp", "tp_mlp", "train_moe")  # fmt: skip
@@ -54,7 +56,7 @@ class Command:
     ranks: int
     words: tuple[str, ...]
     limit: float
-    timeout: int = 20  # of weft's waits, seconds
+    timeout: int = 20  # the bound of weft's waits, in seconds
 
     @property
     def key(self) -> str:
@@ -63,8 +65,8 @@ class Command:
 
 @dataclass
 class Group:
-    """Processes that run: a torchrun, or a command that starts some. `queue` supplies the group's checks. `running` is
-    the current check, and the time since which it has run."""
+    """Running processes: a torchrun, or a command that starts several. `queue` supplies the group's checks. `running`
+    is the current check, and the time at which it started."""
 
     command: Command
     process: subprocess.Popen[bytes]
@@ -74,7 +76,7 @@ class Group:
     running: tuple[str | None, float] = (None, 0.0)
 
     def end(self) -> None:
-        """End the group's processes with everything that they have started, including torchrun's ranks, which are in
+        """End the group's processes and all processes that they started, including torchrun's ranks, which are in
         sessions of their own."""
         for pid in (self.process.pid, *descendants(self.process.pid)):
             with contextlib.suppress(ProcessLookupError):
@@ -85,7 +87,7 @@ class Group:
 def descendants(pid: int) -> list[int]:
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
     pids = [pid]
     for one in pids:
@@ -100,7 +102,7 @@ def torchrun(ranks: int, *words: str) -> tuple[str, ...]:
 def commands(
     parts: Sequence[str], ranks: Sequence[int], seconds: int, calls: int, seed: int | None
 ) -> Iterator[Command]:
-    """Return the commands besides gpu_main.py."""
+    """Return the commands other than gpu_main.py."""
     for n in ranks:
         if "peers" in parts:
             yield Command(
@@ -146,16 +148,16 @@ class Run:
         self.until = self.began + 60 * minutes
         self.tree = tree_of(WEFT)
         self.groups: list[Group] = []
-        self.rows: list[Row] = []  # of commands, and of what groups died at
-        self.used: dict[str, float] = {}  # minutes of groups, by part
+        self.rows: list[Row] = []  # rows of commands, and of checks at which groups died
+        self.used: dict[str, float] = {}  # minutes of the groups of each part
         self.logs: dict[str, Path] = {}
         self.died: dict[Path, int] = {}
-        self.trouble: list[str] = []  # groups that died, and not in a check
+        self.trouble: list[str] = []  # groups that died outside a check
         self.devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
 
     # -- groups --------------------------------------------------------------------------------------------------------
     def gpus_of(self, ranks: int) -> list[str]:
-        """Return the next GPUs in turn, for ranks each of which gets one GPU."""
+        """Return the next GPUs in turn, for a group of ranks that have a GPU each."""
         if ranks >= self.gpus:
             return self.devices
         first_device = sum(g.command.ranks for g in self.groups if g.command.ranks < self.gpus)
@@ -170,7 +172,7 @@ class Run:
         if queue is not None or command.part == "fuzz":
             words += ["--out", str(self.work / (f"fuzz{number}" if queue is None else "."))]
         log = self.logs[f"{number} {command.key}"] = self.work / f"{number}.log"
-        # torch.compile would start as many processes as there are cores for each rank.
+        # otherwise torch.compile starts one process per core for each rank
         env = dict(
             {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ,
             CUDA_VISIBLE_DEVICES=",".join(self.gpus_of(command.ranks)), WEFT_SHARE_GPU="1", WEFT_TIMEOUT=str(command.timeout),
@@ -189,8 +191,8 @@ class Run:
         return min(ranks, self.gpus)
 
     def free(self) -> int:
-        """Return how many more ranks may run: fewer beside checks with absent peers, whose waits are so short that
-        compiling beside them could make a rank late."""
+        """Return how many more ranks may run. The number is smaller beside checks with absent peers: their waits are so
+        short that compiling beside them could make a rank late."""
         quiet = any(g.command.part == "peers" for g in self.groups)
         return (max(8, self.room * 2 // 3) if quiet else self.room) - sum(g.command.ranks for g in self.groups)
 
@@ -277,12 +279,11 @@ def lines(path: Path) -> list[Row]:
 ENDED = (
     "torch/distributed/elastic/multiprocessing/api.py",
     "torch/multiprocessing/spawn.py",
-)  # who says that a rank has ended
+)  # files that report the end of a rank
 
 
 def last_output(path: Path, characters: int = 600) -> str:
-    """Return the end of what the ranks themselves printed, without the launcher's report, which fills a screen of
-    its own."""
+    """Return the end of the ranks' own output, without the launcher's report, which fills a screen."""
     lines = tail(path, SHOWN).splitlines()
     launcher_line = next((i for i, line in enumerate(lines) if any(name in line for name in ENDED)), len(lines))
     return "\n".join(lines[:launcher_line] or lines)[-characters:]
@@ -309,7 +310,7 @@ def checks_of(ranks: int, only: Sequence[str], alone: bool) -> Command:
 
 
 def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[str], machine: dict[str, Any]) -> bool:
-    """Run until nothing is left or the time is over; return whether anything is left."""
+    """Run until no check is left or the time is over; return whether any check is left."""
     queues = {n: Queue(run.work / f"queue{n}.json") for n in ranks}
     alone = [n for n in sorted(ranks) if not only and n / run.gpus_used(n) * ALONE_GIB <= run.gib]
     alone = [n for n in alone if not passed(recorded(n, run.gpus_used(n)).get(ALONE), run.tree)]
@@ -320,7 +321,7 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
         return sum(g.queue is queues[n] for g in run.groups)
 
     def usable(n: int) -> bool:
-        """Return whether a group may still start for this queue: checks are left, or their number is unknown, and
+        """Return whether another group may start for this queue: checks are left, or their number is unknown, and
         groups do not die before they start one."""
         return queues[n].left() != 0 and run.died.get(queues[n].path, 0) < STARTS
 
@@ -345,7 +346,7 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
         if command_of("peers") or command_of("users"):
             return True
         without_group = [n for n in sorted(queues, reverse=True) if usable(n) and not groups_of(n)]
-        if without_group:  # the largest, for which there would be no room later
+        if without_group:  # start the largest first, as later it would find no room
             return group_of_checks(without_group[0])
         if any(c.part != "fuzz" for c in waiting):
             return False
@@ -378,7 +379,8 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
 
 
 def machine_of() -> dict[str, Any]:
-    """Return the machine's description, which a separate process determines, so that this one holds no GPU memory."""
+    """Return the machine's description, which a separate process determines so that this one allocates no GPU
+    memory."""
     asked = """if True:
         import json, torch, triton
         p = torch.cuda.get_device_properties(0)

@@ -32,7 +32,7 @@ PLANS = {
 }
 
 
-SMALL = Signaled(groups=(1, 1, 1), tile=GemmTile(block_m=64, block_n=64, warps=4))  # several waves of small shapes
+SMALL = Signaled(groups=(1, 1, 1), tile=GemmTile(block_m=64, block_n=64, warps=4))  # small shapes have several waves
 COPIES = replace(SMALL, ctas=4, copies=True)
 
 
@@ -42,17 +42,17 @@ def random_shapes(world: weft.World, count: int) -> float:
         m, n, k = rng.randrange(1, 3000), rng.randrange(1, 1500), 8 * rng.randrange(1, 60)
         dtype = rng.choice([torch.bfloat16, torch.float16])
         plan = Signaled(groups=tuple(rng.randrange(1, 4) for _ in range(rng.randrange(4))), ctas=rng.choice([4, 8]))
-        plan = replace(plan, copies=rng.random() < 0.5)
         op, bias = rng.choice([SCATTER, ALL]), rng.random() < 0.5
+        plan = replace(plan, copies=op == SCATTER and rng.random() < 0.5)
         if plan.copies:
             n = -(-n // 8) * 8
-            m = -(-m // (128 * world.size)) * 128 * world.size if op == SCATTER else m
+            m = -(-m // (128 * world.size)) * 128 * world.size
         worst = max(worst, reduce_case(world, m, n, k, plan, bias, op == ALL, dtype, seed=i))
     return worst
 
 
 def replay_to_ranks(world: weft.World, plan: Signaled, replays: int) -> float:
-    """Replay a graph of two calls by two routings with new inputs, alternating with eager calls: the bits must be the
+    """Replay a graph of two calls with two routings and new inputs, alternating with eager calls: the bits must be the
     same."""
     rng, n, k, m = random.Random(3), 512, 256, 1000 + 100 * world.rank
     routings = [weft.route([rng.randrange(world.size) for _ in range(m)], world=world) for _ in range(2)]
@@ -91,7 +91,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
 
     size = world.size
     for op in (ALL, SCATTER):
-        for name, plan in PLANS.items():
+        for name, plan in ((name, plan) for name, plan in PLANS.items() if op == SCATTER or not plan.copies):
             yield (
                 f"{op} signaled{name}",
                 BF16,
@@ -103,7 +103,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             partial(reduce_case, world, 1003, 519, 264, Signaled(), True, op == ALL, calls=2),
         )
         yield f"{op} signaled, tiles", BF16, partial(tiles_case, world, op, 1000, 1032, 264, Signaled(groups=(1, 1)))
-        for name, plan in (("", SMALL), (" by copies", COPIES)):
+        for name, plan in (("", SMALL), *([(" by copies", COPIES)] if op == SCATTER else [])):
             yield f"{op} signaled{name} delays", 0.0, partial(delays, world, op, plan)
             yield f"{op} signaled{name} replay x100", 0.0, partial(replay, world, op, plan, 100)
     to_even, to_odd = (
@@ -117,7 +117,6 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     for name, plan in (("", SMALL), (" by copies", COPIES)):
         yield f"all-to-all signaled{name} replay x100", 0.0, partial(replay_to_ranks, world, plan, 100)
     yield "signaled streams", 0.0, partial(streams, world, Signaled(groups=(1,)))
-    yield "signaled by copies, streams", 0.0, partial(streams, world, Signaled(groups=(1,), ctas=4, copies=True))
     yield "signaled, random shapes", BF16, partial(random_shapes, world, 8)
     chosen = [1000, 0, *[1] * (size - 2)][:size]
     yield (
@@ -125,12 +124,11 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         BF16,
         partial(reduce_case, world, sum(chosen), 520, 264, Signaled(), rows=chosen),
     )
-    for name, plan in (("", Signaled()), (" by copies", Signaled(ctas=8, copies=True))):
-        yield (
-            f"large GEMM + all-reduce, signaled{name}",
-            BF16,
-            partial(reduce_case, world, 8192, 8192, 1024, plan, everywhere=True, calls=2),
-        )
+    yield (
+        "large GEMM + all-reduce, signaled",
+        BF16,
+        partial(reduce_case, world, 8192, 8192, 1024, Signaled(), everywhere=True, calls=2),
+    )
     yield (
         "uneven GEMM + reduce-scatter, signaled",
         BF16,

@@ -1,20 +1,20 @@
-"""Run torch's own tests of its fused operators by torch alone and with weft in torch's place.
+"""Run torch's own tests of its fused operators with torch alone and with weft in its place.
 
     torchrun --nproc-per-node N -m tests.gpu.gpu_torch_suites FOLDER --out DIR    on N GPUs, N of 2 and 4
-    python -m tests.gpu.gpu_torch_suites FOLDER --out DIR                         on one GPU: what has a fake process group
+    python -m tests.gpu.gpu_torch_suites FOLDER --out DIR                         on one GPU: fake process groups
 
 FOLDER contains test_symmetric_memory.py and test_micro_pipeline_tp.py from torch's repository (test/distributed, and
 tensor/parallel in it), at the installed version, and also expecttest if that is not installed. The program appends a
 line to DIR/torch_suites.jsonl for each test and each way to run it:
 
-    torch     as they are
-    weft      as they are, with weft.torch.async_tp() in place
-    bfloat16  the same in bfloat16 and, where torch has a fake group and its test mode, with a group of GPUs and without the
-              mode. float32 goes on to torch, so only here is anything served. Results may differ as torch.testing lets them
-              in bfloat16.
+    torch     unchanged
+    weft      unchanged, with weft.torch.async_tp()
+    bfloat16  the same in bfloat16 and, for tests with torch's fake group and test mode, on a group of GPUs without that
+              mode. weft leaves float32 to torch, so it serves calls only here. Results may differ within the bfloat16
+              tolerances of torch.testing.
 
-A rank takes the part of a worker process of torch's runner: it makes the test's object and calls the test. A test
-passes if it passes on every rank. Tests that ask for NVLink multicast are not run.
+A rank does the work of a worker process of torch's runner: it creates the test's object and calls the test. A test
+passes if it passes on every rank. Tests that need NVLink multicast are not run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ EAGER, COMPILED, COMPILED_4 = "AsyncTPTest", "MicroPipelineTPTest", "MicroPipeli
 MODULES = {EAGER: "test_symmetric_memory", COMPILED: "test_micro_pipeline_tp", COMPILED_4: "test_micro_pipeline_tp"}
 WAYS = ("torch", "weft", "bfloat16")
 NEVER = "multimem|multicast"
-NOT_IN_BFLOAT16 = "scaled|native|layout"  # fp8, or bfloat16 as it is, or nothing of a GPU
+NOT_IN_BFLOAT16 = "scaled|native|layout"  # tests of fp8, tests already in bfloat16, and tests without GPUs
 
 ALLCLOSE = torch.allclose
 
@@ -55,7 +55,7 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def suites(world: int) -> list[tuple[str, str]]:
-    """Return (suite, way) pairs: those with real groups, or, for one process, those with fake groups."""
+    """Return (suite, way) pairs: suites with real groups or, for one process, with fake groups."""
     if world == 1:
         return [(suite, way) for way in ("torch", "weft") for suite in (COMPILED, COMPILED_4)]
     compiled = {2: COMPILED, 4: COMPILED_4}.get(world)
@@ -102,12 +102,12 @@ def called(test: unittest.TestCase, fake: bool) -> None:
 
 
 def outcome(test: unittest.TestCase, fake: bool) -> tuple[str, str]:
-    """Return whether the test passed, was skipped or failed, and why."""
+    """Return whether the test passed, was skipped or failed, and the reason."""
     try:
         called(test, fake)
     except unittest.SkipTest as skip:
         return "skipped", str(skip)
-    except SystemExit as left:  # so a worker process says that it skips
+    except SystemExit as left:  # a worker process reports a skip by this exit code
         from torch.testing._internal.common_distributed import TEST_SKIPS
 
         why = [skip.message for skip in TEST_SKIPS.values() if skip.exit_code == left.code]
@@ -141,8 +141,8 @@ def ran(module: ModuleType, suite: str, name: str, way: str, fake: bool) -> dict
 
 
 def imported(suite: str) -> ModuleType:
-    """Import a suite. torch's helpers would compile C++ to find out whether CPU tests can run, and no test here is
-    one."""
+    """Import a suite. To decide whether CPU tests can run, torch's helpers would compile C++; no test here runs on a
+    CPU."""
     with mock.patch("torch._inductor.codecache.CppCodeCache.load", side_effect=OSError("not asked")):
         return importlib.import_module(MODULES[suite])
 

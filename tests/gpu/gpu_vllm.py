@@ -1,10 +1,10 @@
 """The plugin in vLLM on a GPU: `gpu/vllm.sh run`. torchrun starts one rank, on which the plugin must serve nothing, or
 several ranks that share the GPU. These first run without the plugin (WEFT_VLLM=0); then ranks with the plugin compare
-their answers with those. The twin runs all passes, in each of its forms, since nothing can be timed there. Requests are
-cut into chunks, share prefixes, and are preempted, since the cache is too small for all of them; one is aborted. The
-error of the probabilities of given tokens, against the model in float32, may be at most 1.5 times that of vLLM's own.
-The kinds LlamaFP8 (which needs compressed_tensors) and LlamaFP8Block, which KINDS may name, have FP8 linears, whose
-GEMMs weft must serve.
+their answers with the first ones. The twin runs all passes, in each of its forms, since nothing can be timed there.
+Requests are split into chunks, share prefixes, and are preempted, since the cache is too small for all of them; one is
+aborted. The error of given tokens' probabilities, compared with the model in float32, may be at most 1.5 times vLLM's
+own. The kinds LlamaFP8 (which needs compressed_tensors) and LlamaFP8Block, which KINDS may name, have FP8 linears,
+whose GEMMs weft must serve.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ import torch
 
 from tests.integrations.engines.run_engine import PROMPTS, QUANTIZED, checkpoint, exact
 
-TOKENS, ROUNDING = 24, 0.1  # of an answer; in the logarithm of a probability, of bfloat16
-ROUNDING_OF_FP8 = (
-    1.0  # the same of FP8 linears, before any run on a GPU: an engine's on CPU ranks differed by up to 0.5
-)
-BLOCKS = 24  # of 16 tokens, in the cache: fewer than CROWD takes
+TOKENS, ROUNDING = 24, 0.1  # tokens of an answer; bfloat16's rounding of a log probability
+ROUNDING_OF_FP8 = 1.0  # for FP8 linears; not yet run on a GPU, but an engine on CPU ranks differed by up to 0.5
+BLOCKS = 24  # blocks of 16 tokens in the cache, fewer than CROWD needs
 CROWD = [[i, *range(40)] for i in range(8)]
-FURTHER = 1.5  # than vLLM's own probabilities are from float32's
+FURTHER = 1.5  # the largest allowed ratio of weft's error of the probabilities to vLLM's
 PASS_FORMS = ("sequential", "own_rows", "sequence_parallel", "woven", "woven_layers")
 MODES = {"eager": dict(enforce_eager=True), "graphs": dict(enforce_eager=False)}
 
@@ -46,8 +44,8 @@ def engine(folder: str, ranks: int, mode: str) -> Any:
         dtype="bfloat16",
         max_model_len=128,
         max_num_seqs=8,
-        max_num_batched_tokens=64,  # so that prompts are cut, too
-        gpu_memory_utilization=0.05,  # engines of one process follow each other, and leave some of theirs
+        max_num_batched_tokens=64,  # splits prompts into chunks too
+        gpu_memory_utilization=0.05,  # successive engines in one process do not free all their memory
         kv_cache_memory_bytes=1 << 30,
         num_gpu_blocks_override=BLOCKS,
         enable_prefix_caching=True,
@@ -61,7 +59,7 @@ def engine(folder: str, ranks: int, mode: str) -> Any:
 
 @contextmanager
 def forced(form: str) -> Iterator[None]:
-    """Make the twin run all passes, in one form."""
+    """Make the twin run all passes in one form."""
     from weft.integrations.vllm import plugin
     from weft.integrations.vllm.row_norm_column import PASS_FORMS
 
@@ -72,8 +70,8 @@ def forced(form: str) -> Iterator[None]:
 
 @contextmanager
 def woven(llm: Any, form: str) -> Iterator[list[int]]:
-    """Return the numbers of tokens of the passes that ran in two parts over whole layers, after a start in which
-    nothing was timed."""
+    """Return the numbers of tokens of the passes that ran in two parts over whole layers, after a start that timed
+    nothing."""
     from weft.integrations.vllm.served import models
     from weft.integrations.vllm.woven import WovenPass
 
@@ -91,7 +89,7 @@ def woven(llm: Any, form: str) -> Iterator[list[int]]:
 
 
 def answers(llm: Any) -> list[list[tuple[int, float, float]]]:
-    """Return the tokens, the logarithm of each token's probability, and its lead over the second best."""
+    """Return the tokens, the log probability of each token, and its lead over the second best."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
@@ -104,8 +102,8 @@ def answers(llm: Any) -> list[list[tuple[int, float, float]]]:
 
 
 def crowded(llm: Any) -> tuple[list[list[int]], int]:
-    """Return the answers to more requests than the cache has room for, while one more is aborted, and how many were
-    preempted."""
+    """Return the answers to more requests than fit in the cache, while one more is aborted, and the number of preempted
+    requests."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
@@ -127,7 +125,7 @@ def crowded(llm: Any) -> tuple[list[list[int]], int]:
 
 
 def forced_logprobs(llm: Any) -> list[float]:
-    """Return the logarithm of the probability of each token of CROWD, given the tokens before it."""
+    """Return the log probability of each token of CROWD, given the tokens before it."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, prompt_logprobs=0)
@@ -140,7 +138,7 @@ def forced_logprobs(llm: Any) -> list[float]:
 
 
 def float32_logprobs(folder: str) -> list[float]:
-    """Return the same logarithms as Transformers computes them in float32."""
+    """Return the same log probabilities, computed by Transformers in float32."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -155,9 +153,9 @@ def distance(logprobs: list[float], reference: list[float]) -> float:
 
 
 def compare(actual: list[Any], expected: list[Any], rounding: float) -> dict[str, Any]:
-    """Return how many tokens equal vLLM's own, up to the first difference in each answer, and the largest difference
-    between the logarithms of the probabilities. Raise AssertionError where an answer differs at a token that led by
-    more than rounding."""
+    """Return the number of tokens that equal vLLM's own, up to the first difference in each answer, and the largest
+    difference between log probabilities. Raise AssertionError if an answer differs at a token whose lead exceeds
+    rounding."""
     same, furthest = 0, 0.0
     for own_answer, expected_answer in zip(actual, expected, strict=True):
         for (token, logprob, _), (expected_token, its, ahead) in zip(own_answer, expected_answer, strict=True):
@@ -183,7 +181,7 @@ def main() -> None:
     rounding = ROUNDING_OF_FP8 if args.kind in QUANTIZED else ROUNDING
     if args.kind in QUANTIZED:
         os.environ["WEFT_VLLM_FP8"] = "1"
-        os.environ["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # with it vLLM rounds scales to powers of two, and weft serves none
+        os.environ["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # else scales are powers of two, unsupported by weft
     off, rank = os.environ.get("WEFT_VLLM") != "1", int(os.environ.get("RANK", "0"))
     known = json.loads(args.out.read_text()) if args.out.exists() and not off else {}
     with tempfile.TemporaryDirectory(prefix=f"rank{rank}-") as folder:
@@ -196,7 +194,7 @@ def main() -> None:
                 with woven(llm, form):
                     actual, forced_now = answers(llm), forced_logprobs(llm)
                     (crowd, preempted), again = crowded(llm), answers(llm)
-            compare(again, actual, rounding)  # prompts whose prefixes are in the cache
+            compare(again, actual, rounding)  # prompts with prefixes that are in the cache
             error = distance(forced_now, reference)
             if off:
                 known[job] = dict(answers=actual, crowd=crowd, error=error)

@@ -1,10 +1,12 @@
 """Switches that tests set for the rest of a process: they treat this GPU as an older one, and the link between ranks as
-one that can do less.
+a less capable one.
 
-as_gpu(80)           kernels are compiled for sm_80 (mma.sync, cp.async, no TMA), their PTX assembled for the GPU at hand: PTX runs on
-                     every newer GPU. A program has the shared memory that it would have there. Before the first World.
-without("peers")     no rank can address a peer's memory, as on GPUs over PCIe without peer access: asking for symmetric memory fails
-without("atomics")   peers' memory can be stored to and read, but not counted in, as over PCIe
+as_gpu(80)           kernels are compiled for sm_80 (mma.sync, cp.async, no TMA), and their PTX is assembled for this
+                     machine's GPU, since newer GPUs can run it. A program has as much shared memory as on sm_80. Call
+                     this before the first World.
+without("peers")     no rank can address a peer's memory, as over PCIe without peer access: an allocation of symmetric
+                     memory fails
+without("atomics")   ranks can load from and store to peers' memory, but cannot use atomics on it, as over PCIe
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from weft.backends.cuda import CudaBackend
 
 
 def as_gpu(capability: int, target: int | None = None) -> None:
-    """`target` is the capability of the GPU at hand, by default the one that torch reports."""
+    """`target` is the capability of this machine's GPU, by default the one that torch reports."""
     if target is None:
         major, minor = torch.cuda.get_device_capability()
         target = 10 * major + minor
@@ -32,7 +34,7 @@ def as_gpu(capability: int, target: int | None = None) -> None:
         driver.get_current_target = lambda: GPUTarget("cuda", capability, 32)
         compiler.max_shared_mem = lambda device: architectures.FEATURES[capability].shared_kib << 10
         architectures.device_capability = lambda device=None: capability
-    # By its key such a kernel is one for the older GPU, which could not run it.
+    # Such kernels need a separate cache: their key names the older GPU, which could not run them.
     folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
     triton.knobs.cache.dir = str(folder / f"sm_{capability}_on_sm_{target}")
     assemble = CUDABackend.make_cubin

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 
 def first_uses(world: weft.World) -> torch.Tensor:
-    """Do what a rank does first while its kernel waits for the last rank's kernel; this must not delay the last
+    """Run a rank's first operations while its kernel waits for the last rank's kernel; they must not delay the last
     rank."""
     y = torch.ones(3, 1024, device=world.device)
     weft.all_reduce(y, world=world, plan=OneShot(programs=3))

@@ -1,5 +1,5 @@
-"""The random calls of tests/gpu/gpu_fuzz.py on emulated ranks: all are right, and a wrong one is named and can be
-repeated."""
+"""The random calls of tests/gpu/gpu_fuzz.py on emulated ranks: all are right, and the report of a wrong call names it
+and can be used to repeat it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def of_every_kind(world: weft.World) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.gate)])
 def test_every_kind_over_gloo(ranks: int) -> None:
-    """Only sequential plans run, so this checks what is drawn, passed and compared."""
+    """Only sequential plans run, so this test checks the drawn calls, their arguments and the comparison."""
     assert weft.spmd(of_every_kind, ranks, backend="gloo") == [[]] * ranks
 
 
@@ -74,11 +74,11 @@ def rounds(seed: int, count: int, kind: Kind | None = None, counts: dict[str, in
         return [drawn.draw(i, kind) for i in range(count)]
 
     first_rank, second_rank = weft.spmd(main, 2, backend="emulated")
-    assert first_rank == second_rank, "every rank draws the same"
+    assert first_rank == second_rank, "every rank must draw the same calls"
     return first_rank
 
 
-def test_what_is_drawn() -> None:
+def test_the_drawn_calls() -> None:
     drawn = rounds(5, 1000)
     assert drawn == rounds(5, 1000) and drawn != rounds(6, 1000)
     assert {r.kind.op for r in drawn} == OPS and {r.kind.op for r in drawn if r.kind.gradients} == set(TRAINED)
@@ -96,15 +96,15 @@ def test_what_is_drawn() -> None:
 
 
 def test_kinds_with_few_recorded_calls_are_drawn_most() -> None:
-    """A run's own results draw its kinds again."""
+    """Kinds can be drawn again from a run's own results."""
     many = {str(Kind(op, "auto")): 100_000 for op in OPS if op != SUM}
     drawn = [str(r.kind) for r in rounds(5, 1000, counts=many)]
     assert not set(drawn) & set(many) and drawn.count(f"{SUM} auto") > 2
 
 
 def test_only_compiled_kinds_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that compile a kind are compared, but not counted. The clock ends this part at half of the time, and the
-    whole run when the time is up."""
+    """Calls that compile a kind are compared, but not counted. Compiling ends after half of the time, and the run when
+    the time is up."""
     run, rounds_run = gpu_fuzz.Fuzz.run, []
 
     def noted(self: gpu_fuzz.Fuzz, r: Round) -> int:
@@ -141,7 +141,7 @@ def test_a_round_of_a_kind_does_not_depend_on_the_record() -> None:
 
 
 def test_a_wrong_call_is_named_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One element of one rank's result is slightly wrong in calls with `out` alone."""
+    """One element of one rank's result is slightly wrong, only in calls with `out`."""
     kind = Kind(SUM, "sequential")
     bad = next(r for r in rounds(3, 200, kind) if sum(r.rows) and not r.replays and r.calls[-1].into)
     right = weft.all_reduce
@@ -157,7 +157,7 @@ def test_a_wrong_call_is_named_and_found_again(tmp_path: Path, monkeypatch: pyte
     assert results["wrong"] == sum(c.into for c in bad.calls)
     description = f"call {len(bad.calls) - 1} of seed 3, round {bad.index} --kind 'all_reduce sequential': "
     assert description in results["failed"][-1]
-    assert not list(tmp_path.iterdir()), "rounds that are repeated are no run"
+    assert not list(tmp_path.iterdir()), "repeated rounds must write no results"
     with pytest.raises(ValueError, match="no kind 'all_reduce quick'; there are all_gather_matmul auto, "):
         fuzz(tmp_path, 3, [1], kind="all_reduce quick")
 
@@ -180,7 +180,7 @@ def test_a_wrong_gradient_is_noticed(leaf: int, tmp_path: Path, monkeypatch: pyt
     assert fuzz(tmp_path, 3, [index], kind=str(kind))["wrong"]
 
 
-def test_a_run_that_ends_early_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_run_that_ends_early_names_its_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     calls = 0
 
     def stays_away(self: gpu_fuzz.Fuzz, r: Round) -> int:
@@ -197,9 +197,9 @@ def test_a_run_that_ends_early_says_where(tmp_path: Path, monkeypatch: pytest.Mo
     assert "seed 1, round 2 --kind '" in capfd.readouterr().out
 
 
-def test_what_is_on_record(tmp_path: Path) -> None:
-    """Calls are counted by the number of ranks, however many GPUs these had, over all versions; or the counts are those
-    by which a run has drawn."""
+def test_the_recorded_calls(tmp_path: Path) -> None:
+    """A record's calls are counted for each number of ranks, over all numbers of GPUs and all versions. A run's results
+    contain the counts with which it drew its calls."""
 
     def ran(world: int, seed: int, **kinds: int) -> dict[str, Any]:
         calls = sum(kinds.values())

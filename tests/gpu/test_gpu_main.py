@@ -1,4 +1,4 @@
-"""The driver of the GPU checks itself, on invented checks."""
+"""Tests of the driver of the GPU checks, with invented checks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_checks(
     world: Any = None,
     seconds: float = 100,
 ) -> tuple[bool, dict[str, dict[str, Any]]]:
-    """Return whether the ranks could meet to the end, and the rows by check."""
+    """Return whether the ranks could synchronise to the end, and each check's row."""
     world = world or Alone()
     monkeypatch.setattr(gpu_main, "checks", checks)
     monkeypatch.setattr(gpu_queue, "RECORD", tmp_path / "none")
@@ -138,7 +138,7 @@ def test_a_row_names_the_parts_whose_kernels_were_launched(tmp_path: Path, monke
 
 
 def test_uploads_are_waited_for_until_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams are ordered after a copy while it is under way; in a capture the host waits for the copy."""
+    """A stream is ordered after a copy in flight; in a capture the host waits for the copy."""
 
     class Copied:
         ended = False

@@ -1,4 +1,4 @@
-"""The switches that make this GPU an older one, and the checks that use them."""
+"""The switches that make this GPU behave as an older one, and the checks that use them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 from tests.emulated.cases import distance, draw
@@ -20,7 +21,6 @@ from tests.gpu.gpu_record import with_results
 from weft.backends.cuda import CudaBackend
 from weft.check.offline import OfflineDriver, standing_in
 from weft.lang.descriptors import for_gpu, tiles_of
-from weft.transport.memory import descriptor
 
 
 @weft.jit
@@ -32,22 +32,24 @@ def twice(x_desc, y_desc):
 
 def test_code_for_an_older_gpu_is_assembled_for_the_one_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(CUDABackend, "make_cubin", CUDABackend.make_cubin)
-    # In the dictionary: an attribute would be set to its old value at the end, and hide the environment from then on.
+    # This replaces the dictionary's entry: at the end, monkeypatch would set an attribute to its old value, which would
+    # hide the environment from then on.
     monkeypatch.setitem(vars(triton.knobs.cache), "dir", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     older.as_gpu(80, 90)
     assert triton.knobs.cache.dir == str(tmp_path / "sm_80_on_sm_90")
     x = torch.zeros(16, 64, dtype=torch.bfloat16)
-    args = for_gpu(dict(x_desc=descriptor(x, 16, 64, (16, 64)), y_desc=descriptor(x, 16, 64, (16, 64))), 80)
+    tile = TensorDescriptor.from_tensor(x, [16, 64])
+    args = for_gpu(dict(x_desc=tile, y_desc=tile), 80)
     with standing_in(OfflineDriver(80)):
         compiled = twice.warmup(**args, num_warps=4, grid=(1,))
     assert ".target sm_80" in compiled.asm["ptx"] and "cp.async.bulk" not in compiled.asm["ptx"]
     assert "ld.global.v4" in compiled.asm["ptx"] or "cp.async.cg.shared.global" in compiled.asm["ptx"], (
-        "whole 16-byte words"
+        "loads must have 16 bytes"
     )
     assert compiled.asm["cubin"][:4] == b"\x7fELF"
     flags = struct.unpack_from("<I", compiled.asm["cubin"], 48)[0]
-    assert 90 in (flags & 0xFF, flags >> 8 & 0xFF), hex(flags)  # where ELF's version has the architecture
+    assert 90 in (flags & 0xFF, flags >> 8 & 0xFF), hex(flags)  # the field depends on ELF's version
 
 
 def test_without_peer_access_there_is_no_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +110,8 @@ def test_rows_of_a_switch_have_a_place_of_their_own() -> None:
     assert list(with_results(results, {})["checks"]) == ["4 ranks on 1 GPU, compiled for sm_80"]
 
 
-def test_what_is_timed_multiplies() -> None:
-    """Each way is checked twice."""
+def test_the_timed_ways_multiply() -> None:
+    """Every way to multiply is checked twice."""
 
     def main(world: weft.World) -> dict[str, float]:
         x, w = draw(1, 256, 128), draw(2, 512, 128)

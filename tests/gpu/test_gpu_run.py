@@ -1,5 +1,5 @@
-"""gpu_run.py starts the GPU checks, gpu_queue.py shares them between processes, and gpu_record.py keeps their
-results; here with stand-ins for the checks."""
+"""gpu_run.py starts the GPU checks, gpu_queue.py shares them between processes, and gpu_record.py keeps their results;
+here they run stand-ins for the checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tooling import trends
 ROOT = Path(__file__).parents[2]
 MACHINE: dict[str, Any] = dict(machine="1 x GPU", versions=dict(triton="3.6.0"), date="2026-11-23 18:00")
 
-# Of N ranks; a check is called by what it does.
+# Checks for N ranks, each named after its behaviour.
 CHECKS = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -47,7 +47,7 @@ queue.release(who)
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run on a machine with one GPU, whose groups have two seconds for a check."""
+    """Run on a machine with one GPU, whose groups may spend two seconds on a check."""
     monkeypatch.setattr(gpu_run, "STILL", 2)
     monkeypatch.setattr(gpu_run, "ENDING", 0.1)
     monkeypatch.setattr(gpu_queue, "RECORD", tmp_path / "record.json")
@@ -98,7 +98,7 @@ def test_unreached_measurements_are_left_for_the_next_call(run: Run, monkeypatch
     assert [row["check"] for row in results(run)["rows"]] == ["a"]
     time.sleep(0.5)
     left = subprocess.run(["pgrep", "-f", str(run.out / "checks.py")], capture_output=True, text=True).stdout
-    assert not left, "its processes are ended"
+    assert not left, "the group's processes must be ended"
 
 
 def test_commands_pass_by_their_exit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +123,8 @@ def test_commands_pass_by_their_exit(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert [f["calls"] for f in results(run)["fuzz"]] == [10]
 
 
-def test_why_a_check_failed_is_what_its_ranks_printed(tmp_path: Path) -> None:
-    """The launcher's page about it is left out."""
+def test_the_reason_of_a_failure_is_its_ranks_output(tmp_path: Path) -> None:
+    """The launcher's own report is left out."""
     log = tmp_path / "log"
     log.write_text(
         "W1123 torch/distributed/run.py:766] x\nrank 0: wrong by 3\nE1123 20:00 torch/distributed/elastic/multiprocessing/api.py:986] failed\n"
@@ -132,13 +132,14 @@ def test_why_a_check_failed_is_what_its_ranks_printed(tmp_path: Path) -> None:
     )
     assert gpu_run.last_output(log).endswith("x\nrank 0: wrong by 3")
     log.write_text("W1123 torch/multiprocessing/spawn.py:165] x\nSignal 15")
-    assert gpu_run.last_output(log).endswith("Signal 15"), "where the ranks printed nothing, all of it"
+    assert gpu_run.last_output(log).endswith("Signal 15"), "without output of ranks, all lines are shown"
 
 
 def test_smaller_groups_leave_room_for_the_largest(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that need the whole time of a call come first; more groups, and random calls, start when nothing waits."""
+    """Checks that need the whole time of a call come first; more groups, and random calls, start when no check
+    waits."""
     stand_in(run, monkeypatch, [f"check {i}" for i in range(3)])
     users = [
         Command("users", f"user {i}", 2, (sys.executable, "-c", "import time; time.sleep(1)"), 30) for i in range(2)
@@ -161,7 +162,7 @@ def test_no_more_ranks_run_than_there_is_room_for(run: Run) -> None:
     assert run.free() == 2
     run.room = 12
     run.start(Command("peers", "x", 2, (sys.executable, "-c", ""), 5))
-    assert run.free() == 2, "fewer beside peers that stay away"
+    assert run.free() == 2, "fewer ranks run beside absent peers"
     for group in run.groups:
         group.end()
 
@@ -237,7 +238,7 @@ def test_every_name_is_taken_once(tmp_path: Path) -> None:
         thread.join()
     assert sorted(took) == sorted(names) and queue.left() == 0
     queue.fill(["again"])
-    assert queue.take("late") is None, "it is filled once"
+    assert queue.take("late") is None, "the queue is filled only once"
 
 
 # -- the record ----------------------------------------------------------------------------------------------------------
@@ -255,7 +256,8 @@ def ran(check: str, outcome: str, ranks: int = 4, gpus: int = 1) -> Row:
 
 
 def test_the_next_run_continues_where_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record decides: what passed on this tree, on as many ranks and GPUs and with this Triton, is not repeated."""
+    """The record decides: checks that passed on this tree, on as many ranks and GPUs and with this Triton, are not
+    repeated."""
     this_tree, monkeypatched = "c" * 40, tmp_path / "record.json"
     monkeypatch.setattr(gpu_queue, "RECORD", monkeypatched)
     monkeypatch.setattr(gpu_queue.metadata, "version", lambda package: "3.6.0")
@@ -269,7 +271,7 @@ def test_the_next_run_continues_where_one_ended(tmp_path: Path, monkeypatch: pyt
     assert json.loads(monkeypatched.read_text()) == record
     assert set(record["checks"]) == {"4 ranks on 1 GPU", "4 ranks on 4 GPUs", "4 ranks on 1 GPU, Triton 3.9.0"}
     assert ordered(["a", "b", "c", "d"], gpu_queue.recorded(4, 1), this_tree) == ["b", "c", "d"], (
-        "what failed once has failed"
+        "a check that failed once counts as failed"
     )
     known = record["checks"]["4 ranks on 1 GPU"]["a"]
     assert (known["tree"], known["date"], known["machine"]) == (this_tree[:12], "2026-11-23", "1 x GPU")
@@ -308,7 +310,7 @@ def test_random_calls_are_summed_once_for_each_run() -> None:
     fuzz_record = gpu_record.with_results(
         run_results("new", fuzz=(calls(4, 8, 10, ended="not finished"), calls(4, 9, 1))), record
     )["fuzz"]
-    assert (fuzz_record["calls"], fuzz_record["wrong"]) == (166, 2), "a run that did not end has a wrong call"
+    assert (fuzz_record["calls"], fuzz_record["wrong"]) == (166, 2), "an unfinished run counts as a wrong call"
     assert fuzz_record["trees"]["new"]["kinds"] == {"4 ranks on 1 GPU": {"moe fused": 11}}
     assert fuzz_record["trees"]["new"]["failed"] == ["4 ranks on 1 GPU, seed 8: not finished"]
 
@@ -333,7 +335,9 @@ def test_trends_keep_a_line_a_day_and_the_newest_days(tmp_path: Path, monkeypatc
         and lines[0].split(",")[1] == "make gates"
     )
     monkeypatch.setattr(sys, "argv", ["trends.py", "make lint", sys.executable, "-c", "raise SystemExit(3)"])
-    assert trends.main() == 3 and "lint" not in (tmp_path / "trends.csv").read_text(), "what failed says nothing"
+    assert trends.main() == 3 and "lint" not in (tmp_path / "trends.csv").read_text(), (
+        "a failed command must not be recorded"
+    )
 
 
 def test_every_example_that_needs_no_model_and_one_launch_runs() -> None:

@@ -1,5 +1,5 @@
 """Run the scripts in gpu/ with a torchrun that only records its command line: every step starts once with arguments
-that its program accepts, and the next call repeats the steps that were cut short or failed.
+that its program accepts, and the next call repeats the steps that failed or were interrupted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.gpu import gpu_main, gpu_run
 from weft import launch
 
 ROOT = Path(__file__).parents[2]
-# Both write down their arguments; a torchrun of a module that $ENDS names says or does what stands there.
+# Both scripts record their arguments. For the module named in $ENDS, torchrun evaluates the command after the name.
 TORCHRUN = """#!/bin/sh
 shift 2
 echo "$@" >> "$ASKED"
@@ -46,8 +46,8 @@ esac
 
 
 def run(tree: Path, out: Path, script: str = "measure.sh", **variables: str) -> tuple[int, str, list[list[str]]]:
-    """Return the exit status, the script's output and the command lines that it started, in a separate tree, since the
-    script puts the profile into src."""
+    """Run a script in a separate tree, since it writes the profile to src. Return the exit status, the output, and the
+    command lines that the script started."""
     programs = {"nvidia-smi": "#!/bin/sh\necho GPU 0\necho GPU 1\n", "python3": PYTHON, "torchrun": TORCHRUN}
     (tree / "bin").mkdir(parents=True, exist_ok=True)
     for name, text in programs.items():
@@ -68,7 +68,7 @@ def run(tree: Path, out: Path, script: str = "measure.sh", **variables: str) -> 
 
 
 class Parsed(Exception):
-    """Raised when a program has read its arguments."""
+    """Raised when a program has parsed its arguments."""
 
 
 def is_parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -94,7 +94,9 @@ def is_parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 def test_every_step_is_taken_by_its_program_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = dict(PARTS="profile ops norm decoder signaled moe attention columns transformers fp8 vllm", MINUTES="30")
+    parts = dict(
+        PARTS="profile ops norm eager decoder signaled moe attention columns transformers fp8 vllm", MINUTES="30"
+    )
     code, printed, asked = run(tmp_path / "tree", tmp_path / "out", **parts)
     assert code == 0 and "left" not in printed, printed
     for words in asked:
@@ -129,8 +131,8 @@ def test_interrupted_steps_continue_and_failed_ones_come_last(tmp_path: Path) ->
     assert code == 0 and [words[1] for words in asked] == ["bench.measure.moe_tensor"]
 
 
-def test_what_is_one_run_begins_again(tmp_path: Path) -> None:
-    """The decoder's table has sizes that a single run has measured."""
+def test_steps_that_are_one_run_begin_again(tmp_path: Path) -> None:
+    """The table for the decoder has sizes that only one run has measured."""
     kept = tmp_path / "out/decoder"
     kept.mkdir(parents=True)
     run(tmp_path / "tree", tmp_path / "out", PARTS="decoder")
@@ -138,7 +140,7 @@ def test_what_is_one_run_begins_again(tmp_path: Path) -> None:
 
 
 def test_eight_checks_first_and_continues(tmp_path: Path) -> None:
-    """One call runs everything on two GPUs; the next call finds the checks' results in the record, and has nothing left
+    """One call runs all steps on two GPUs. The next call finds the checks' results in the record, and has no step left
     to run."""
     tree, out = tmp_path / "tree", tmp_path / "out"
     code, printed, asked = run(tree, out, "eight.sh", MINUTES="30")
@@ -172,7 +174,7 @@ def has_options(words: list[str]) -> None:
 
 
 def test_checks_start_with_options_that_they_have(tmp_path: Path) -> None:
-    """The driver accepts what run.sh passes to it, and the other checks what the driver passes on."""
+    """The driver accepts run.sh's arguments, and the other checks accept the driver's arguments."""
     asked = dict(RANKS="2 8", ONLY="moe attention", MINUTES="3", FUZZ_SECONDS="5", FUZZ_CALLS="99", SEED="7")
     code, printed, (words,) = run(tmp_path / "tree", tmp_path / "out", "run.sh", PARTS="checks fuzz", **asked)
     assert code == 0, printed
@@ -191,8 +193,8 @@ def test_checks_start_with_options_that_they_have(tmp_path: Path) -> None:
 
 
 def test_every_check_is_made_by_one_kind_of_group() -> None:
-    """Some groups run the checks that need the GPU's memory alone, and others run the checks that can run beside each
-    other."""
+    """Some groups run alone the checks that need the GPU's memory, and other groups run the checks that can run beside
+    each other."""
     commands = [gpu_run.checks_of(2, [], alone).words for alone in (False, True)]
     asked = [(after(list(words), "--only") or [""], after(list(words), "--without")) for words in commands]
     for name in weft.spmd(names_of_checks, 2, backend="emulated")[0]:
@@ -200,7 +202,7 @@ def test_every_check_is_made_by_one_kind_of_group() -> None:
 
 
 def after(words: list[str], option: str) -> list[str]:
-    """Return what follows an option, up to the next one."""
+    """Return an option's arguments, up to the next option."""
     rest = words[words.index(option) + 1 :] if option in words else []
     return list(itertools.takewhile(lambda word: not word.startswith("--"), rest))
 
@@ -212,12 +214,12 @@ def names_of_checks(world: weft.World) -> list[str]:
 def test_results_and_tuning_are_kept_apart(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(tmp_path / "tree", out, PARTS="ops")
-    assert [p.name for p in (out / "results").iterdir()] == ["matmul_all_reduce.jsonl"]  # what the report reads
+    assert [p.name for p in (out / "results").iterdir()] == ["matmul_all_reduce.jsonl"]  # the report reads these files
     assert [p.name for p in (out / "tuning").iterdir()] == ["sweep.jsonl"]
 
 
 def test_the_profile_is_used_while_the_rest_is_measured(tmp_path: Path) -> None:
-    """src stays as it was, since its content names the version that was checked."""
+    """src does not change, since its content names the version that was checked."""
     out, profiles = tmp_path / "out", tmp_path / "tree/src/weft/planner/profiles"
     run(
         tmp_path / "tree",
@@ -243,7 +245,7 @@ def test_a_profile_in_part_replaces_none(tmp_path: Path) -> None:
 
 
 def test_only_experts_see_the_libraries_beside_them(tmp_path: Path) -> None:
-    """vLLM's folder contains much besides vLLM."""
+    """vLLM's folder contains other packages too."""
     for part, module in (("moe", "moe_stragglers"), ("norm", "norm")):
         ends = f'bench.measure.{module} echo "$PYTHONPATH" > "$OUT/{part}"'
         run(tmp_path / "tree", tmp_path / "out", PARTS=part, ENDS=ends, AT_VLLM="/there/vllm", AT_QUACK="/there/quack")

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 import weft
 from weft import hf
-from weft.integrations.transformers.moe import replicated, router_of
+from weft.integrations.transformers.moe import router_of
+from weft.integrations.transformers.parameters import local_of
 
 
 class Routed(NamedTuple):
@@ -88,7 +89,7 @@ def unexplained(router: Any, x: torch.Tensor, ids: torch.Tensor) -> tuple[float,
     deviations.
     """
     weight, bias = (
-        None if t is None else replicated(t).float() for t in (router.weight, getattr(router, "bias", None))
+        None if t is None else local_of(t).detach().float() for t in (router.weight, getattr(router, "bias", None))
     )
     assert weight is not None
     logits = F.linear(x.float(), weight, bias)

@@ -137,12 +137,18 @@ def test_dense_architectures_are_taken(seams: ModuleType, caplog: pytest.LogCapt
 def test_sglang_starts_without_the_plugin(
     seams: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the plugin disabled, a function with other parameters, or no such module, SGLang's permissions stay as
-    they were."""
+    """With the plugin disabled, a torch without the operators, a function with other parameters, or no such module,
+    SGLang's permissions stay as they were."""
     before = seams.SP_SUPPORTED_ARCHITECTURES
-    monkeypatch.setenv(sglang.WEFT_SGLANG, "0")
-    sglang.register()
+    for value in ("0", "off"):
+        monkeypatch.setenv(sglang.WEFT_SGLANG, value)
+        sglang.register()
+        assert not sglang._served
     monkeypatch.delenv(sglang.WEFT_SGLANG)
+    with monkeypatch.context() as patch:
+        patch.delattr(sglang, "async_tp")
+        sglang.register()
+    assert "serves nothing: NameError" in caplog.text
     monkeypatch.setattr(seams, "row_parallel_gbar_matmul", lambda linear, x: None)
     sglang.register()
     assert "row_parallel_gbar_matmul takes linear, x, not linear, input_, bias" in caplog.text

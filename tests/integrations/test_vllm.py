@@ -22,7 +22,7 @@ from tests.integrations import vllm_standin as standin
 from tests.integrations.vllm_standin import DecoderLayer, Gemma2Layer, H, Model, ScaledLayer, SparseMlp
 from weft.integrations import vllm
 from weft.integrations.vllm import interface, plugin
-from weft.integrations.vllm.row_norm_column import PASS_FORMS, row_norm_column
+from weft.integrations.vllm.row_norm_column import PASS_FORMS, ROW_NORM_COLUMN, LayerTensors
 
 IDS = torch.randint(0, 32, (24,), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.arange(24)
@@ -233,7 +233,7 @@ def test_a_forward_that_cannot_be_traced_is_served_layer_by_layer(modules: Any) 
     [
         (dict(lora_config=object()), "LoRA"),
         (dict(speculative_config=object()), "speculative decoding"),
-        (dict(parallel_config=SimpleNamespace(enable_dbo=True)), "enable_dbo"),
+        (dict(parallel_config=SimpleNamespace(enable_dbo=False, use_ubatching=True)), "ubatch_size"),
         (dict(model_config=SimpleNamespace(enable_sleep_mode=True)), "sleep mode"),
         (dict(compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=True))), "enable_sp"),
         (dict(parallel_config=SimpleNamespace(pipeline_parallel_size=2)), "pipeline parallelism"),
@@ -501,10 +501,9 @@ def test_every_form_gives_the_same(plan: str, ranks: int) -> None:
 
     def main(world: weft.World) -> list[torch.Tensor]:
         t = operands(world.rank, ranks)
-        x, residual, norm = t.pop("x"), t.pop("residual"), t.pop("norm")
-        y, kept = row_norm_column(x, residual, norm, 1e-6, **t, world=world, plan=plan)
-        row = dict(row=t["row"], row_bias=t["row_bias"])
-        last, _ = row_norm_column(x, kept, norm, 1e-6, **row, world=world, plan=plan)
+        y, kept = ROW_NORM_COLUMN(world, plan, LayerTensors(**t), (1e-6,))
+        again = LayerTensors(t["x"], kept, t["norm"], t["row"], t["row_bias"])
+        last, _ = ROW_NORM_COLUMN(world, plan, again, (1e-6,))
         world.synchronize()
         return [y, last]
 
@@ -531,11 +530,11 @@ def test_residuals_are_held_by_rows(plan: str) -> None:
 
     def main(world: weft.World, tokens: int) -> torch.Tensor:
         t = operands(world.rank)
-        x, residual, norm = t.pop("x")[:tokens], t.pop("residual")[:tokens].clone(), t.pop("norm")
+        x, residual = t.pop("x")[:tokens], t.pop("residual")[:tokens].clone()
         row_counts = weft.lang.balanced_rows(tokens, world.size)
         first_row = sum(row_counts[: world.rank])
         residual[:first_row], residual[first_row + row_counts[world.rank] :] = float("nan"), float("nan")
-        return row_norm_column(x, residual, norm, 1e-6, **t, world=world, plan=plan)[0]
+        return ROW_NORM_COLUMN(world, plan, LayerTensors(x, residual, **t), (1e-6,))[0]
 
     assert all(y.isfinite().all() for y in standin.run(lambda world: main(world, 24)))
 

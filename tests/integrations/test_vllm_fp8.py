@@ -24,7 +24,7 @@ from tests.integrations.vllm_standin import (
     ScaledLayer,
 )
 from weft.integrations.vllm import fp8, plugin, row_all_reduce
-from weft.integrations.vllm.row_norm_column import RowNormColumn, ShardedTokens, row_norm_column
+from weft.integrations.vllm.row_norm_column import ROW_NORM_COLUMN, LayerTensors, RowNormColumn, ShardedTokens
 from weft.plans import Sequential
 
 IDS = torch.randint(0, 32, (24,), generator=torch.Generator().manual_seed(0))
@@ -352,8 +352,8 @@ def test_every_form_gives_the_same(plan: str, recipe: str) -> None:
     def main(world: weft.World) -> torch.Tensor:
         (row, row_scale), (column, column_scale) = rows[world.rank], columns[world.rank]
         scales = dict(row_scale=row_scale, column_scale=column_scale)
-        x = xs[world.rank]
-        y, _ = row_norm_column(x, residual, norm, 1e-6, row=row, column=column, **scales, world=world, plan=plan)
+        operands = LayerTensors(xs[world.rank], residual, norm, row=row, column=column, **scales)
+        y, _ = ROW_NORM_COLUMN(world, plan, operands, (1e-6,))
         world.synchronize()
         return y
 
@@ -383,9 +383,9 @@ def test_wrong_scales_are_refused() -> None:
         elements, scale = weight(0, N, K, "row")
         x, norm = drawn(1, M, K), drawn(2, N)
         with pytest.raises(ValueError, match="row_scale .* must be \\[256\\]"):
-            row_norm_column(x, None, norm, 1e-6, row=elements, row_scale=scale[1:], world=world)
+            ROW_NORM_COLUMN(world, "auto", LayerTensors(x, None, norm, elements, row_scale=scale[1:]), (1e-6,))
         with pytest.raises(TypeError, match="row .* must be torch.float8_e4m3fn"):
-            row_norm_column(x, None, norm, 1e-6, row=elements.to(BF), row_scale=scale, world=world)
+            ROW_NORM_COLUMN(world, "auto", LayerTensors(x, None, norm, elements.to(BF), row_scale=scale), (1e-6,))
         with pytest.raises(ValueError, match="weight_scale .* must be \\[256\\]"):
             row_all_reduce.ROW_ALL_REDUCE(world, "auto", (x, elements, None, scale[1:]))
 

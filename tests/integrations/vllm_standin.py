@@ -18,7 +18,7 @@ from torch import nn
 
 import weft
 from tests.emulated.cases_fp8 import dequantized, scaled
-from weft.integrations.vllm import compare, interface, plugin, served, start
+from weft.integrations.vllm import compare, flashinfer, fp8, interface, plugin, served, start, twin
 
 BF = torch.bfloat16
 H, INNER, HEADS, EXPERTS = 64, 96, 64, 4
@@ -507,7 +507,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
 @contextmanager
 def served_by_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """Install the modules as in vLLM 0.32, for a plugin whose ranks are emulated."""
-    for module in (plugin, start):
+    for module in (flashinfer, fp8, plugin, start, twin):
         monkeypatch.setattr(module, "gather_objects", lambda value, group: group.world.exchange(value))
     loaded: list[served.ServedModel] = []
     for module in (plugin, start, served):

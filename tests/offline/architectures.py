@@ -1,10 +1,10 @@
-"""Compile kernels for GPUs other than Hopper, without such a GPU, and check the rules for what the ops launch there.
+"""Compile the kernels that the ops launch on GPUs other than Hopper, without such a GPU, and check their rules.
 
     python -m tests.offline.architectures [--targets sm_80 sm_89 ..] [--only NAMES] [--write]        (make architectures)
 
-All cases of test_offline.py whose plans such a GPU runs, in tiles that fit it. It ends with 1 if any breaks a rule. --write: what came
-out, with the date and versions, to tests/architectures.json, from which docs/hardware.md has its table (make pages).
-test_offline_architectures.py, in `make gates`, has a chosen part.
+The cases are those of test_offline.py whose plans such a GPU supports, with tiles that fit it. The program exits with 1
+if a kernel breaks a rule. --write stores the results, with the date and versions, in tests/architectures.json, from
+which `make pages` makes the table of docs/hardware.md. test_offline_architectures.py, in `make gates`, runs a selection.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Case:
 
 
 def cases(capability: int) -> Iterator[tuple[str, Case]]:
-    """Return, by name, the launches of an op on such a GPU: plans with the GPU's own tiles, and the plans of CASES that
-    need no tiles."""
+    """Return, by name, the launches of an op on such a GPU: plans with the GPU's own tiles, and the plans of CASES
+    without tiles."""
     fit = functools.partial(with_architecture_tiles, capability=capability)
     sizes: dict[str, dict[str, Any]] = {
         "": {}, ", bias float16": dict(bias=True, dtype=torch.float16), ", one row": dict(m=1),
@@ -76,11 +76,12 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
             plans = {"decomposed": Decomposed(), "low latency": TwoShotLowLatency() if op == AR else OneShot()}
             if op != OPS[0]:
                 plans |= {"signaled": fit(Signaled()), "signaled, 16 CTAs": changed(fit(Signaled()), block_n=128)}
+            if op == OPS[1]:
                 plans |= {"signaled by copies": replace(fit(Signaled()), ctas=4, copies=True)}
             if features(capability).nvlink:
                 plans |= {"fused": fit(FUSED[op]), "fused, second": fit(SECOND[op])}
             for kind, plan in plans.items():
-                if kind != "signaled by copies" or name in ("", ", bias float16"):  # of whole tiles
+                if kind != "signaled by copies" or name in ("", ", bias float16"):  # copy engines move whole tiles
                     yield f"{op} {kind}{name}", Case(call(op, plan, **options), 8)
     for op in OPS if features(capability).nvlink else ():
         yield f"{op} fused, transposed weight", Case(call(op, fit(FUSED[op]), transposed=True), 2)
@@ -104,7 +105,7 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
 def outcome(launch: Launch, k: Compiled, capability: int) -> list[str]:
     """Return the rules that the kernel breaks."""
     gpu = features(capability)
-    kib, threads = gpu.shared_kib + 1, gpu.threads  # CUDA takes a KiB of each program
+    kib, threads = gpu.shared_kib + 1, gpu.threads  # CUDA reserves a KiB for each program
     programs, warps = -(-launch.grid // 132), launch.options["num_warps"]
     registers = -(-k.registers // 8) * 8
     gemm = (launch.kernel.__name__ in GEMMS and computes(launch)) or launch.kernel.__name__ in ALONE
@@ -136,7 +137,7 @@ def compiled(capability: int, case: Case) -> list[tuple[Launch, Compiled]]:
 
 
 def over_sm_limits(kernels: list[tuple[Launch, Compiled]], capability: int) -> list[str]:
-    """Return whether pulling programs and the GEMM's, which share an SM, exceed its limits."""
+    """Return whether pull programs and GEMM programs, which share an SM, exceed its limits."""
     small = [pair for pair in kernels if pair[0].options.get("co_resident")]
     pairs = [(a, b) for a in small for b in kernels if b not in small and b[0].kernel is a[0].kernel]
     shared = [a[1].shared + b[1].shared + 2048 for a, b in pairs]
@@ -165,8 +166,8 @@ def judged(target: str, name: str) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return for each target the number of cases and of different launches, the most registers and shared memory, and
-    the faults."""
+    """Return for each target its number of cases, its number of different launches, the most registers and shared
+    memory, and the faults."""
     out: dict[str, Any] = {}
     for target in sorted({row["target"] for row in rows}, key=lambda t: int(re.sub(r"\D", "", t))):
         of_target = [row for row in rows if row["target"] == target]

@@ -1,6 +1,6 @@
-"""Loops with waits that Triton pipelines or flattens (lang/guarded_loads.py): the gate refuses the kernels that
-Triton alone compiles, and accepts those of `weft.jit`. The emulator, which interprets the source, gets the same
-results from either."""
+"""Loops with waits that Triton pipelines or flattens (lang/guarded_loads.py): the gate refuses the kernels as Triton
+alone compiles them, and accepts them as `weft.jit` compiles them. The emulator, which interprets the source, gets the
+same results from both."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EARLY = "acquire: may be loaded before the wait"
 
 
 def compiled(main: Callable[[World], Any]) -> check.CheckedKernel:
-    """Return the kernel of `main`, which two schedules in the emulator have found clean."""
+    """Return the kernel of `main` after two schedules in the emulator have found it clean."""
     exploration = check.search(main, 2, range(2))
     assert not exploration.findings, exploration.findings
     (one,), refused = check.compile_and_check(exploration.ran, 90)
@@ -58,11 +58,11 @@ def loads_ahead(one: check.CheckedKernel) -> int:
 
 
 def missing_waits(one: check.CheckedKernel) -> int:
-    """Return how many waits are missing at most before the loads so far, where each part of the sum has one wait and
-    two loads. Every loop is entered once, and every `if` taken: the loads of the first iterations of a pipelined loop
+    """Return the largest number of waits that are missing before the loads so far; each part of the sum has one wait
+    and two loads. Every loop is entered once, and every `if` is taken: in a pipelined loop, the first iterations' loads
     precede the loop."""
     blocks = blocks_of(one.compiled.ptx)
-    counts: dict[str, tuple[int, int]] = {}  # of waits and loads, before each block
+    counts: dict[str, tuple[int, int]] = {}  # the numbers of waits and loads before each block
     missing = 0
     for name in forward(blocks):
         waits, loads = counts.get(name, (0, 0))
@@ -78,14 +78,15 @@ def missing_waits(one: check.CheckedKernel) -> int:
 
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Use a separate cache for the test: Triton's cache is keyed by the source, and not by a test's substitute for the
+    """Use a separate cache for the test: Triton's cache depends on the source, but not on a test's substitute for the
     rewriting."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
 @pytest.mark.parametrize("form", some(FORMS))
 def test_loads_stay_behind_their_waits_and_are_pipelined(form: str, own_cache: None) -> None:
-    """The gate requires some wait before a load, so it accepts a loop that waits for its first iteration before it."""
+    """The gate requires some wait before a load. It therefore accepts a loop whose first iteration's wait precedes the
+    loop."""
     alone, guarded = (compiled(summing(form, guard)) for guard in (False, True))
     assert missing_waits(alone) > 0 and missing_waits(guarded) == 0
     assert guarded.problems == []
@@ -150,7 +151,7 @@ def test_the_call_number_that_a_wait_reads_costs_no_depth(
 
 
 def instructions_of_a_step(ptx: str) -> int:
-    """Return how many instructions the shortest loop with tensor-core instructions has in the GPU's own code."""
+    """Return the number of instructions of the shortest loop with tensor-core instructions in the GPU's own code."""
     with tempfile.TemporaryDirectory() as folder:
         source, code = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
@@ -188,7 +189,7 @@ def product_at_full_size(form: str, guard: bool) -> Compiled:
 @pytest.mark.parametrize(
     ("form", "most"), [("step_by_step", 2), ("step_by_step_with_pointers", 29), ("by_segments", 0)]
 )
-def test_what_a_guard_costs(form: str, most: int, own_cache: None) -> None:
+def test_the_instructions_of_a_guard(form: str, most: int, own_cache: None) -> None:
     """Without a guard, a step of K has 163, 158 and 109 instructions in Triton 3.6."""
     alone, guarded = (product_at_full_size(form, guard) for guard in (False, True))
     assert instructions_of_a_step(guarded.ptx) - instructions_of_a_step(alone.ptx) <= most
@@ -203,15 +204,15 @@ def test_products_of_awaited_rows(form: str, own_cache: None) -> None:
     assert guarded.problems == [] and loads_ahead(guarded) == loads_ahead(alone)
 
 
-# -- loops in which a tile waits for the notify of the tile before -----------------------------------------------------
+# -- loops in which a tile waits for the previous tile's notify --------------------------------------------------------
 
 
 def waits_run_ahead(ptx: str) -> bool:
-    """Return whether a path leads from one wait to the next without a notify between them."""
+    """Return whether a path leads from one wait to the next one without a notify."""
     blocks = blocks_of(ptx)
     is_wait = lambda step: "ld.acquire" in step.text  # noqa: E731
     is_notify = lambda step: re.search(r"(?:atom|red)\.global\S*release", step.text)  # noqa: E731
-    waiting: set[str] = set()  # blocks that are entered after a wait and before a notify
+    waiting: set[str] = set()  # blocks that a path enters between a wait and a notify
     queue: list[tuple[str, bool]] = [(name, False) for name in blocks]
     while queue:
         name, awaited = queue.pop()
@@ -230,8 +231,8 @@ def waits_run_ahead(ptx: str) -> bool:
 
 @pytest.mark.parametrize("form", some(CHAINS))
 def test_waits_and_notifies_stay_in_order(form: str, own_cache: None) -> None:
-    """A flattened loop would wait for the next tile before it notifies this one, which never ends here. The other
-    loop would load too early."""
+    """A flattened loop would wait for the next tile before it notifies this one, which never ends here. The other loop
+    would load too early."""
     alone, guarded = (compiled(chained(form, guard)) for guard in (False, True))
     assert waits_run_ahead(alone.compiled.ptx) == (form == "tiles_of_a_gemm")
     assert not waits_run_ahead(guarded.compiled.ptx) and guarded.problems == []
@@ -243,7 +244,7 @@ def test_a_loop_with_signals_that_stays_flattened_is_found(own_cache: None, monk
     assert waits_run_ahead(compiled(chained("tiles_of_a_gemm", True)).compiled.ptx)
 
 
-# -- the text of the IR ------------------------------------------------------------------------------------------------
+# -- tests of the text of the IR ---------------------------------------------------------------------------------------
 
 TEXT = """module {
   tt.func public @k(%x: !tt.ptr<f32> loc("x"(#loc))) attributes {noinline = false} {
@@ -293,7 +294,7 @@ module {
 
 @pytest.mark.parametrize("order", ["acquire", "acq_rel"])
 def test_loads_stay_behind_a_wait_by_atomics(order: str) -> None:
-    """Loads cannot be made to depend on such a wait, so the loop is not pipelined."""
+    """Loads cannot be made to depend on such a wait, so Triton does not pipeline the loop."""
     guarded = guarded_loads.guard_loads(SPIN.replace("ORDER", order))
     assert guarded == SPIN.replace("ORDER", order).replace("tt.num_stages = 3", "tt.num_stages = 1")
     cas = SPIN.replace("atomic_rmw add, ORDER", f"atomic_cas {order}").replace(
@@ -307,7 +308,7 @@ def test_atomics_that_acquire_nothing_are_no_waits(order: str) -> None:
     assert guarded_loads.guard_loads(SPIN.replace("ORDER", order)) is None
 
 
-def test_a_kernel_without_waits_in_loops_is_left_alone() -> None:
+def test_a_kernel_without_waits_in_loops_does_not_change() -> None:
     assert guarded_loads.guard_loads(TEXT) is None
 
 
@@ -348,4 +349,4 @@ def test_the_rules_count_acquiring_atomics_as_waits(atomic: str, waits: bool) ->
     broken = [rule for rule in broken_rules(ptx, is_load, no_instruction) if rule.startswith(EARLY)]
     assert bool(broken) is not waits
     unshared = broken_rules(ptx.replace("    bar.sync 0;\n", ""), is_load, no_instruction)
-    assert any(rule.startswith(EARLY) for rule in unshared), "other threads than the one that polls load too"
+    assert any(rule.startswith(EARLY) for rule in unshared), "threads other than the polling one load too"

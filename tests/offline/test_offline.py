@@ -1,9 +1,9 @@
 """Offline gate: every kernel, as the ops launch it, compiles for sm_90a without a GPU and keeps to the protocol's rules.
 
-The arguments are those that an op hands to `World.launch` on an emulated world of 2, 4 or 8 ranks with as many SMs as
-an H200; nothing runs. Read from PTX (weft.check.ptx has the rules that follow paths): no spills, kernels that fit on an
-SM, tensor cores in the GEMMs, the depth of the pulling pipelines, and the order of stores and releases and of acquires
-and loads. All ranks must launch the same kernel.
+The arguments are those that an op passes to `World.launch` on an emulated World of 2, 4 or 8 ranks with as many SMs as
+an H200; nothing runs. The gate checks in the PTX (weft.check.ptx has the rules that follow paths) that kernels have no
+spills and fit on an SM, that GEMMs use tensor cores, the depth of the pulling pipelines, and the order of stores and
+releases and of acquires and loads. All ranks must launch the same kernel.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from weft.ops.all_reduce.kernels import (
 from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_latency
 from weft.ops.matmul import INVARIANT_TILES, multiply_with_tile
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
-from weft.ops.moe.routing.route_tables import build_tables, share
+from weft.ops.moe.routing.route_tables import TableSizes, builder_of, run_builder, share_routes
 from weft.ops.moe.routing.router import gate
 from weft.ops.rotary import rotary
 from weft.ops.scaled_gemm import PROMOTED, WIDE
@@ -91,7 +91,7 @@ SMS = 132
 BF, HALF = torch.bfloat16, torch.float16
 
 
-# -- what the ops launch -----------------------------------------------------------------------------------------------
+# -- the launches of the ops -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -166,7 +166,7 @@ for op in OPS:
     for i, plan in enumerate(sorted(PLANS[op], key=str)):
         for ranks in (2, 4, 8) if plan == FUSED[op] else (8,):
             CASES[f"{op} x{ranks} plan {i}"] = call(op, plan), ranks
-            if isinstance(plan, FusedGather):  # copy engines move even shards only
+            if isinstance(plan, FusedGather):  # copy engines move only even shards
                 CASES[f"{op} x{ranks} plan {i} uneven"] = call(op, plan, uneven=True), ranks
         CASES[f"{op} x8 plan {i} bias float16"] = call(op, plan, bias=True, dtype=HALF), 8
         CASES[f"{op} x8 plan {i} odd sizes"] = call(op, plan, 33, 1032, 520, bias=True), 8
@@ -176,16 +176,16 @@ CASES[f"{AG} x8 short rows"] = call(AG, F, k=264, n=264), 8
 CASES[f"{AG} x8 gated"] = call(AG, F, gated=512), 8
 CASES[f"{AG} x8 gated, uneven"] = call(AG, F, 100, gated=512), 8
 CASES[f"{AG} x8 gated by half tiles"] = call(AG, changed(F, block_n=128), gated=512), 8
-for op in (AG, RS):  # of gradients
+for op in (AG, RS):  # for the gradients
     for i, plan in enumerate(sorted(PLANS[op], key=str)):
         CASES[f"{op} x2 plan {i} turned"] = call(op, plan, transposed=True), 2
         CASES[f"{op} x8 plan {i} turned, odd sizes"] = call(op, plan, 33, 1032, 520, dtype=HALF, transposed=True), 8
-HALVED = [96], 256 * 80  # rows of a rank, and columns, for which tiles of 64 rows suit
+HALVED = [96], 256 * 80  # the number of rows of a rank and of columns, for which tiles of 64 rows are faster
 for op in OPS:
-    signaled = [] if op == AG else [Signaled(), Signaled(ctas=4, copies=True)]
+    signaled = {AG: [], RS: [Signaled(), Signaled(ctas=4, copies=True)], AR: [Signaled()]}[op]
     for i, plan in enumerate((*REGISTRY[op].variants[: 3 if op == AG else 1], *signaled)):
         half = with_shape_tiles(plan, HALVED[0] * 2, HALVED[1], SMS)
-        m = 64 if plan == Signaled(ctas=4, copies=True) else 33  # which moves whole tiles
+        m = 64 if plan == Signaled(ctas=4, copies=True) else 33  # this plan moves whole tiles
         CASES[f"{op} x2 half tiles {i}"] = call(op, half), 2
         CASES[f"{op} x2 half tiles {i}, turned"] = call(op, half, 64, transposed=True), 2
         CASES[f"{op} x2 half tiles {i}, odd sizes"] = call(op, half, m, 1032, 520, bias=True, dtype=HALF), 2
@@ -293,18 +293,14 @@ for i, plan in enumerate(
     CASES[f"to ranks x8 signaled {i}"] = to_ranks(plan), 8
     CASES[f"to ranks x2 signaled {i} bias float16"] = to_ranks(plan, 1032, 520, True, HALF), 2
 for op in (RS, AR):
-    for i, plan in enumerate(
-        (Signaled(), Signaled(tile=GemmTile(block_n=128, warps=4, stages=4)), Signaled(ctas=4, copies=True))
-    ):
+    by_copies = [Signaled(ctas=4, copies=True)] if op == RS else []
+    for i, plan in enumerate((Signaled(), Signaled(tile=GemmTile(block_n=128, warps=4, stages=4)), *by_copies)):
         for ranks in (2, 8) if i == 0 else (8,):
             CASES[f"{op} x{ranks} signaled {i}"] = call(op, plan), ranks
         CASES[f"{op} x8 signaled {i} bias float16"] = call(op, plan, bias=True, dtype=HALF), 8
-        if not plan.copies:  # which take no such sizes
+        if not plan.copies:  # copy engines cannot move these sizes
             CASES[f"{op} x8 signaled {i} odd sizes"] = call(op, plan, 33, 1031, 520, bias=True), 8
     CASES[f"{op} x8 signaled, one row"] = call(op, Signaled(), 1), 8
-for rows in (1200, 13):  # the most programs an SM; and fewer rows than a tile has, not as many for every rank
-    plan = Signaled(ctas=4, copies=True)
-    CASES[f"{AR} x8 signaled by copies, {rows} rows"] = call(AR, plan, rows, uneven=rows == 13), 8
 
 
 def silu(world: World) -> None:
@@ -328,12 +324,11 @@ def wait_word(world: World) -> None:
     from weft.backends.cuda import GpuBackend
 
     word = world.zeros((1,), torch.int32)
-    world.backend._wait_word = None  # type: ignore[attr-defined]  # as a GPU's backend has it before the first wait
-    GpuBackend.wait(world.backend, word, word, None)  # type: ignore[arg-type]
+    GpuBackend._wait_word.func(world.backend)(None, word=word, value=word)  # type: ignore[attr-defined]
 
 
 def rows(world: World) -> None:
-    """Launch RMSNorm and residual add, over rows in order and over tiles."""
+    """Launch RMSNorm and residual add, on ordinary rows and on tiles."""
     for m, n in ((128, 8192), (64, 16384), (17, 520), (1, 1)):
         weight, residual = torch.zeros(n, dtype=BF), torch.zeros(m, n, dtype=BF)
         for remap in (None, weft.Remap(m, n, -(-m // 128), 128, 256, 8)):
@@ -354,7 +349,7 @@ def invariant(fn: Callable[[World], Any]) -> Callable[[World], None]:
 
 
 def products(tile: GemmTile) -> Callable[[World], None]:
-    """Launch products whose bits are the same with every tile, also for a weight stored as [K, N]."""
+    """Launch products whose bits do not depend on the tile, also for a weight stored as [K, N]."""
 
     def fn(world: World) -> None:
         for n, k in ((1024, 512), (520, 264)):
@@ -413,16 +408,17 @@ def around_the_gate(world: World, logits: torch.Tensor, ids: torch.Tensor, weigh
 
 
 def routes(tokens: int, k: int, experts: int, block_m: int = 128) -> Callable[[World], None]:
-    """Launch the kernels around the rows of an MoE layer: the router, routes to all ranks, and the tables for that many
-    experts per rank."""
+    """Launch the kernels around the rows of an MoE layer: the router, routes to all ranks, and the tables for a number
+    of experts per rank."""
 
     def fn(world: World) -> None:
         logits = torch.zeros(tokens, min(512, experts * world.size))
         ids, weights = gate(logits, k, world=world, bias=logits[0], groups=2, top_groups=2, scoring="sigmoid")
         gate(logits.bfloat16(), k, world=world)
         around_the_gate(world, logits, ids, weights)
-        ids_all, _ = share(world, ids, weights, tokens)
-        build_tables(world, ids_all, experts, tokens, block_m)
+        builder, tables = builder_of(world, k, TableSizes(experts, tokens, block_m))
+        share_routes(world, builder.routes, ids, weights)
+        run_builder(world, builder, tables, builder.routes.shared_weights.local)
 
     return fn
 
@@ -480,7 +476,7 @@ CASES["8-bit by block, columns, bias"] = (
 )
 
 
-@functools.lru_cache(maxsize=2)  # what is launched holds symmetric memory, of all cases together too much of it
+@functools.lru_cache(maxsize=2)  # the launches hold symmetric memory, too much for all cases together
 def launched(name: str) -> list[list[Launch]]:
     return launches(*CASES[name])
 
@@ -491,7 +487,7 @@ def compiled(name: str) -> list[tuple[Launch, Compiled]]:
     return [(launch, compile_kernel(launch.kernel, launch.args, launch.options)) for launch in launched(name)[0]]
 
 
-# -- what came out -----------------------------------------------------------------------------------------------------
+# -- the compiled kernels ----------------------------------------------------------------------------------------------
 
 PEERS = {
     "all_gather_gemm": (pull_chunks, gemm_tile, scaled_gemm_tile, add_step),
@@ -502,18 +498,18 @@ PEERS = {
 GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
 GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__)
 POSTED = (gather_low_latency, scatter_low_latency, one_shot, two_shot_low_latency)
-ALONE = (matmul.__name__, whole_matmul.__name__, scaled_matmul.__name__)  # waits for no other rank
+ALONE = (matmul.__name__, whole_matmul.__name__, scaled_matmul.__name__)  # these wait for no other rank
 
 
 def private(launch: Launch, k: Compiled) -> list[str]:
-    """Return the registers of the descriptors of the caller's own tensors, which no other rank writes."""
+    """Return the registers that hold descriptors of the caller's own tensors, which no other rank writes."""
     names = [n for n in launch.kernel.arg_names if isinstance(launch.args[n], TensorDescriptor)]
     registers_of = dict(zip(names, descriptors(k.ptx), strict=True))
     return [register for name in ("x_desc", "w_desc") for register in registers_of.get(name, ())]
 
 
 def awaited(launch: Launch, k: Compiled) -> Which:
-    """Return a function that finds the asynchronous loads of data that other programs or ranks write."""
+    """Return a predicate for asynchronous loads of data that other programs or ranks write."""
     functions, own_registers = PEERS.get(launch.kernel.__name__, ()), private(launch, k)
 
     def waits(step: Instruction) -> bool:
@@ -524,7 +520,7 @@ def awaited(launch: Launch, k: Compiled) -> Which:
 
 
 def broken_rules(launch: Launch, k: Compiled, text: str | None = None) -> list[str]:
-    """Return the rules that the compiled kernel, or its text with a change, breaks."""
+    """Return the rules that the compiled kernel breaks, or that its text breaks after a change."""
     return ptx.broken_rules(text or k.ptx, awaited(launch, k))
 
 
@@ -547,12 +543,12 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
         tensor_cores = gemm and computes(launch) or launch.kernel.__name__ in ALONE
         assert ("wgmma.mma_async" in k.ptx) == tensor_cores
         assert "ttg.warp_specialize" not in k.ttgir and not re.search(r"atom\S*\.cas", k.ptx), (
-            "no lock, no warps of two kinds"
+            "kernels must use no lock and no warp specialisation"
         )
         assert broken_rules(launch, k) == []
         assert signals_not_by_thread_zero(k.ptx) == []
         assert signals_outside_first_warp(k.ptx) == []
-        assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
+        assert "fence.proxy.async;" not in k.ptx, "a proxy fence must name global memory"
         if launch.kernel in POSTED:
             assert (
                 "st.relaxed.sys.global.v4.b32" in k.ptx and "ld.volatile.global" in k.ptx and "sys.relaxed" not in k.ptx
@@ -566,17 +562,16 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
         every_rank_launches_the_same_kernel(name)
     pulling = [(a, k) for a, k in kernels if a.options.get("co_resident")]
     for small, large in zip(pulling, [pair for pair in kernels if pair not in pulling], strict=bool(pulling)):
-        assert small[1].shared + large[1].shared + 2048 <= 228 << 10, "beside each other on one SM"
+        assert small[1].shared + large[1].shared + 2048 <= 228 << 10, "both kernels must fit on one SM"
         assert sum(k.registers * 32 * a.options["num_warps"] for a, k in (small, large)) <= 65536
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "multicast" in n])
 def test_the_switch_receives_whole_vectors(name: str) -> None:
-    """Sums are in fp32; stores through a multicast address are fenced from ordinary addresses before they are
-    released."""
+    """Sums are in fp32. Stores through a multicast address are fenced from ordinary addresses before their release."""
     for launch, k in compiled(name):
         if launch.kernel is not multicast_shot:
-            assert "float32" in name or "fp8" in name, "sequential: not of 16 bits"
+            assert "float32" in name or "fp8" in name, "only rows of other than 16 bits run as sequential"
             continue
         kind = "f16x2" if launch.args["norm"].DTYPE.value == triton.language.float16 else "bf16x2"
         lines = k.ptx.splitlines()
@@ -600,7 +595,7 @@ def test_the_switch_receives_whole_vectors(name: str) -> None:
 
 
 def test_tiles_are_read_in_whole_vectors() -> None:
-    """The rows consist of whole 16-byte words."""
+    """The rows consist of 16-byte words."""
     tile_kernels = [(a, k) for a, k in compiled("rms_norm and residual_add") if a.args["N"] % 8 == 0]
     assert sum(a.args["layout"].TILED.value for a, _ in tile_kernels) == 9
     for launch, k in tile_kernels:
@@ -609,10 +604,10 @@ def test_tiles_are_read_in_whole_vectors() -> None:
 
 
 def fits(launch: Launch, k: Compiled) -> None:
-    assert k.spills == 0, f"spills {k.spills} bytes"
+    assert k.spills == 0, f"the kernel spills {k.spills} bytes"
     assert k.warnings == ()
     assert k.registers <= 255 and k.shared <= 227 << 10, f"{k.registers} registers, {k.shared} bytes shared"
-    programs = -(-launch.grid // SMS)  # all resident at once
+    programs = -(-launch.grid // SMS)  # all programs must be resident at once
     if k.shared:
         assert programs * (k.shared + 1024) <= 228 << 10, f"{programs} programs an SM, {k.shared} bytes each"
     threads = 32 * launch.options["num_warps"]
@@ -623,8 +618,8 @@ def fits(launch: Launch, k: Compiled) -> None:
 
 
 def polls_have_the_scope_of_who_counts(launch: Launch, k: Compiled) -> None:
-    """Computing programs wait for counts of this GPU (of chunks; in a sum they do not wait), pulling programs for
-    counts of peers, and forwarding programs for this GPU's tiles."""
+    """Computing programs wait for this GPU's counts of chunks (in a sum they do not wait), pull programs for peers'
+    counts, and forwarding programs for this GPU's tiles."""
     scopes = [set(re.findall(r"ld\.acquire\.(\w+)", s.text)) for s in steps_of(k.ptx) if "ld.acquire" in s.text]
     assert all(scope in ({"sys"}, {"gpu"}) for scope in scopes)
     assert ({"sys"} in scopes) == communicates(launch)
@@ -635,17 +630,17 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
     args, steps = launch.args, steps_of(k.ptx)
     tiles = sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps)
     blocks = sum("cp.async.bulk.tensor.3d.shared" in s.text for s in steps)
-    loops = 2 if launch.kernel.__name__ in GATHERS else 1  # an all-gather's own tiles, then the others
+    loops = 2 if launch.kernel.__name__ in GATHERS else 1  # own tiles, then the other ranks'
     gather = args["how"].product if launch.kernel is all_gather_gemm else args.get("product")
     promotes = (args["tile"] if gather is None else gather.tile).PROMOTE.value
-    planned = loops * (3 if promotes else 2) * launch.options["num_stages"]  # of x upper and lower rows apart
+    planned = loops * (3 if promotes else 2) * launch.options["num_stages"]  # separate loads for x's halves
     assert tiles == (planned if computes(launch) else 0), "loads of the GEMM's tiles"
     if not communicates(launch):
         assert blocks == 0
         return
     if launch.kernel is gemm_reduce:
         stages, pipelines = args["how"].STAGES.value, 2 if args["how"].ALL.value else 1
-        assert blocks == stages * pipelines, "a pipeline that sums, and one that gathers sums"
+        assert blocks == stages * pipelines, "one pipeline sums, and one gathers sums"
         return
     pull = args["how"].pull
     stages = pull.STAGES.value
@@ -660,8 +655,8 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
 
 
 def rows_are_under_way(launch: Launch, k: Compiled) -> None:
-    """Check that each pipeline has as many stages as planned, that with AHEAD a stage of a sum contains the rows of all
-    sources, in whole 16-byte words, and that results are stored in such words too."""
+    """Check that each pipeline has as many stages as planned, that with AHEAD a stage of a sum contains all sources'
+    rows, in 16-byte words, and that results are stored in such words too."""
     norm, shots, threads = launch.args["norm"], launch.args["shots"], launch.options["num_warps"] * 32
     size = norm.DTYPE.value.primitive_bitwidth // 8
     copies = [s for s in steps_of(k.ptx) if "cp.async.cg.shared" in s.text]
@@ -698,24 +693,27 @@ def integers(value: Any, path: str) -> list[tuple[str, int]]:
     return [(path, int(value))] if isinstance(value, (int, bool)) else []
 
 
-LOCAL = "to ranks"  # sizes differ by rank, and no program waits for a rank
+LOCAL = "to ranks"  # sizes differ between ranks, and no program waits for a rank
 
 
 def every_rank_launches_the_same_kernel(name: str) -> None:
-    """The rank is read from memory: no integer differs, so none can be specialised on one rank alone (rule 8)."""
+    """Kernels read the rank from memory. No integer argument differs between ranks, so Triton cannot specialise one on
+    one rank alone (rule 8)."""
     first_rank = launched(name)[0]
     for rank, others in enumerate(launched(name)):
         assert len(others) == len(first_rank)
         for a, b in zip(first_rank, others, strict=True):
             for key in a.args:
-                assert integers(a.args[key], key) == integers(b.args[key], key), f"rank {rank}"
+                assert integers(a.args[key], key) == integers(b.args[key], key), (
+                    f"rank {rank} launches different kernels"
+                )
             if a.kernel.__name__ in (*GEMMS, "barrier", "two_shot", *(kernel.__name__ for kernel in POSTED)):
                 assert specialised(a) == specialised(b), f"rank {rank}: {a.kernel.__name__}"
 
 
 # -- the rules themselves ----------------------------------------------------------------------------------------------
 
-BREAKS = [  # newer Tritons wait for bulk stores, and put a barrier before an atomic, of their own
+BREAKS = [  # newer Tritons themselves wait for bulk stores, and insert a barrier before an atomic
     (r"cp\.async\.bulk\.wait_group\s+0;", "", "release: a bulk store"),
     (r"(wait_group 0;) fence\.proxy\.async\.global;", r"\1", "release: a bulk store"),
     (r"(fence\.proxy\.async\.global;) bar\.sync 0;([^@]*?)(bar\.sync\s+0;|(?=@))", r"\1\2", "release: "),
@@ -727,8 +725,8 @@ BREAKS = [  # newer Tritons wait for bulk stores, and put a barrier before an at
 
 
 @pytest.mark.parametrize(("old", "new", "says"), BREAKS)
-def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
-    """Each edit of the all-reduce kernels' own PTX is found."""
+def test_broken_rules_are_found(old: str, new: str, says: str) -> None:
+    """The rules find each edit of the all-reduce kernels' own PTX."""
     broken = []
     for launch, k in compiled(f"{AR} x8 plan 0 one row"):
         changed = re.sub(old, new, k.ptx)
@@ -737,7 +735,7 @@ def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
 
 
 def test_a_wait_after_the_first_load_is_found() -> None:
-    """The loads of the first stages are issued before any wait."""
+    """The first stages' loads are issued before any wait."""
     ((launch, k),) = compiled(f"{AG} x8 gated")
     lines = k.ptx.splitlines()
     load = next(i for i, line in enumerate(lines) if "cp.async.bulk.tensor.3d.shared" in line)

@@ -1,5 +1,5 @@
-"""Offline gate for the other GPUs: a selection of the cases of tests/offline/architectures.py, each for every kind of
-GPU, and the protocol's rules for acquires in code without bulk copies.
+"""Offline gate for the other GPUs: a selection of the cases of tests/offline/architectures.py, for every kind of GPU,
+and the protocol's rules for acquires in code without bulk copies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_kernels_compile_for_other_gpus_and_keep_the_rules(target: str, name: st
 @pytest.mark.gate
 @pytest.mark.parametrize("target", [80, 89])
 def test_waits_stand_before_their_loads_without_bulk_copies(target: int) -> None:
-    """The run in the emulator shows which loads need a wait."""
+    """The emulator's run determines the loads that need a wait."""
 
     def main(world: weft.World) -> None:
         x, w = torch.ones(32, 32).bfloat16(), torch.ones(64, 32).bfloat16()
@@ -59,7 +59,7 @@ def test_waits_stand_before_their_loads_without_bulk_copies(target: int) -> None
         "one_shot",
     }
     assert {one.name: one.problems for one in checked if one.problems} == {}
-    assert ran.awaited, "loads that need a wait"
+    assert ran.awaited, "some loads must need a wait"
 
 
 def test_a_rule_that_is_broken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

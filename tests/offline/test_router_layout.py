@@ -1,5 +1,5 @@
-"""A router in an MoE layer's launch and the router's own launch sum a row's scores in one order, whatever the number
-of warps: every sum has the same layout along a row."""
+"""The router in an MoE layer's launch and in its own launch sum a row's scores in one order, whatever the number of
+warps: every sum has the same layout along a row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS = {
     "groups": RoutedLayer(160, 6, 512, 256, (40,), groups=8, top_groups=3, scale=2.5),
     "after the choice": RoutedLayer(32, 4, 512, 256, (40,), scoring="softmax_after"),
 }
-PLANS = FusedMoe(route=True), FusedMoe(tile=GemmTile(), per_sm=1, route=True)  # of 4 warps and of 8
+PLANS = FusedMoe(route=True), FusedMoe(tile=GemmTile(), per_sm=1, route=True)  # layouts for 4 warps and for 8
 SUM = re.compile(r'%(?:w|total)\w* = "tt\.reduce"\(%\w+\)[\s\S]*?\(tensor<\d+x(\d+)xf32, (#\w+)>\)')
 ALONG_A_ROW = re.compile(r"(sizePerThread|threadsPerWarp|warpsPerCTA) = \[\d+, (\d+)\]")
 
@@ -39,7 +39,7 @@ def compiled(sizes: RoutedLayer, plan: FusedMoe) -> dict[str, Compiled]:
 
 
 def sums_of(kernel: Compiled) -> list[tuple[str, ...]]:
-    """Return the columns of each sum over a row's experts, and its layout along the row."""
+    """Return, for each sum over a row's experts, the number of columns and the layout along the row."""
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", kernel.ttgir, re.MULTILINE))
     return [
         (columns, *(number for _, number in ALONG_A_ROW.findall(layouts[name])))
@@ -59,7 +59,7 @@ def test_the_order_of_a_rows_sums_does_not_depend_on_the_warps(name: str) -> Non
 
 @pytest.mark.gate
 def test_ids_and_weights_are_stored_one_by_one() -> None:
-    """No store may use the hint about the order of addresses, which promises more than is true."""
+    """No store may use the hint about the order of addresses, which does not always hold."""
     ptx = compiled(LAYERS["60 experts"], PLANS[0])["choose"].ptx
     stores = re.findall(r"st\.global\S*", ptx)
     assert stores and set(stores) == {"st.global.b32"}

@@ -1,5 +1,5 @@
 """weft's kernels in stock Triton (`make newest` runs this file with WEFT_STOCK_TRITON=1): no memory access remains in
-assembly, and GSan instruments the accesses that replace it.
+inline assembly, and GSan instruments the accesses that replace it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.gate,
     pytest.mark.skipif(not stock.IN_USE, reason="for WEFT_STOCK_TRITON=1, with Triton 3.9"),
 ]
-ORDERS = (  # the fence, and what `flush_stores` does with and without bulk stores
+ORDERS = (  # the fence, and `flush_stores` with and without bulk stores
     "fence.proxy.async.global; mov.b32 $0, 0;",
     "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.sync 0; mov.b32 $0, 0;",
     "bar.sync 0; mov.b32 $0, 0;",
@@ -45,7 +45,7 @@ def test_assembly_only_orders_bulk_accesses(name: str) -> None:
 def test_gsan_instruments_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 227 * 1024})
     monkeypatch.setattr(offline.OfflineDriver, "utils", utils, raising=False)
-    monkeypatch.setattr(offline, "names_own_files", lambda kernel, ptx: True)  # GSan's own files are there too
+    monkeypatch.setattr(offline, "names_own_files", lambda kernel, ptx: True)  # the PTX names GSan's own files too
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.instrumentation_mode = "gsan"
         (launch,) = launches_of("wait_word")

@@ -1,6 +1,6 @@
-"""The chooser's plan for every shape whose plans were timed and stored (bench/results), against its former plan: no
-choice may be more than 1% slower, except for four shapes. Timings are replayed: a candidate takes its stored time, and
-a plan without a stored time is no candidate.
+"""For every shape with stored times of its plans (bench/results), the chooser's plan may be at most 1% slower than its
+former plan, except for four shapes. The test replays timings: a candidate has its stored time, and a plan without a
+stored time is not a candidate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.timing import CallTime
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 GPU = "nvidia-h200"
-FAR = 3.0  # doublings
+FAR = 3.0  # the distance of a far shape, in doublings
 
 
 class Sweep(NamedTuple):
@@ -57,7 +57,7 @@ def sweeps() -> Iterator[Sweep]:
                 try:
                     plan = Plan.from_json(text)
                     times[Decomposed() if plan == Decomposed((1,) * row["world"]) else plan] = us
-                except ValueError:  # a plan of an earlier version
+                except ValueError:  # the row names a plan of an earlier version
                     continue
             sweep = Sweep(row["op"], row["world"], row["M"], row["N"], row["K"], row["mode"], times)
             newest[sweep.shape] = sweep
@@ -101,7 +101,8 @@ def expected(sweep: Sweep) -> Plan:
 
 
 def chosen(sweep: Sweep, unknown: bool) -> Plan:
-    """Return the plan that the chooser picks by timing the op's candidates, and the one for a shape without any row."""
+    """Return the plan that the chooser selects by timing the op's candidates, and the plan for a shape without any
+    row."""
     op = REGISTRY[sweep.op]
     kinds = [kind() for kind in (Decomposed, OneShot) if kind in op.runs] if op.collective else []
     named = [*op.autotune_plans, *(op.variants if unknown else ()), *(kinds if unknown else ())]
@@ -127,8 +128,8 @@ def nearest(sweep: Sweep, rows: list[table.Measured]) -> Plan:
     return best.plan if REGISTRY[sweep.op].movable(best.plan, sweep.m, sweep.world) else Sequential()
 
 
-def test_every_stored_shape_is_served_as_fast_as_before() -> None:
-    """The plan is that of the shape's own row, as before, or a plan that was timed faster."""
+def test_the_choice_for_every_stored_shape_is_as_fast_as_before() -> None:
+    """The plan is either that of the shape's own row, as before, or a plan with a shorter measured time."""
     compared = 0
     for sweep in sweeps():
         before = table.exact(GPU, *sweep.shape)
@@ -140,8 +141,8 @@ def test_every_stored_shape_is_served_as_fast_as_before() -> None:
 
 
 def test_a_shape_without_a_row_is_as_fast_as_by_the_nearest_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stored shape is treated as unmeasured where the nearest row used to decide: on machines without a profile,
-    and for the op without a model."""
+    """Each stored shape is treated as unmeasured in the cases that the nearest row used to decide: on machines without
+    a profile, and for the op without a model."""
     slower, compared, gained = [], 0, []
     for sweep in sweeps():
         if sweep.world != 8 and sweep.op != "all_reduce_rms_norm":
@@ -158,13 +159,13 @@ def test_a_shape_without_a_row_is_as_fast_as_by_the_nearest_row(monkeypatch: pyt
         gained.append(sweep.times[before] / chosen_us)
         if chosen_us > 1.01 * sweep.times[before]:
             slower.append((sweep.shape, chosen_us / sweep.times[before]))
-    # Four shapes lose up to 2.15%: 2 and 4 forward programs are no candidates, since they gained 3% for no shape.
+    # Four shapes lose up to 2.15%: 2 and 4 forward programs are not candidates, since they gained 3% for no shape.
     assert len(slower) <= 4 and all(factor < 1.022 for _, factor in slower), slower
     assert compared > 20 and math.prod(gained) > 1
 
 
 def test_an_expected_moe_plan_is_the_fastest_that_was_timed() -> None:
-    """The plan of few tokens is compared with that of four launches, where one run timed both."""
+    """The plan for few tokens is compared with the plan of four launches where one run timed both."""
     runs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in map(json.loads, (RESULTS / f"{GPU}-x2" / "moe.jsonl").read_text().splitlines()):
         runs.setdefault((row["name"], row["commit"]), {})[row["method"]] = row

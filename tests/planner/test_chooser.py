@@ -1,4 +1,4 @@
-"""The chooser, and plan="auto" by timing, with invented times, and a library that only some ranks may have.
+"""The chooser, and plan="auto" by timing, with invented times, and a library that only some ranks may have installed.
 tests/gpu/gpu_main.py runs it on GPUs.
 """
 
@@ -55,7 +55,8 @@ N, K = 16, 24
 @pytest.fixture
 def us(monkeypatch: pytest.MonkeyPatch) -> dict[Plan, tuple[float, float]]:
     """Set up ranks that have a library, whose last form is wrong, on machines with as many programs as a GPU. Return
-    us of GPU and host by plan; rank 1 takes 1 us longer. Timed and agreed plans are appended to `noted`."""
+    each plan's time in us on the GPU and the host; rank 1 needs 1 us longer. Timed and agreed plans are appended to
+    `noted`."""
     took: dict[Plan, tuple[float, float]] = {Sequential(): (100.0, 50.0), FIRST: (90.0, 80.0), SECOND: (80.0, 80.0)}
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> CallTime:
@@ -82,7 +83,7 @@ def noted(world: weft.World) -> list[Any]:
 
 
 def emulate(fn: Callable[[weft.World], Any], ranks: int = 2) -> Any:
-    """Return the result of every rank, which must be the same."""
+    """Return the ranks' common result."""
     results = weft.spmd(fn, ranks, backend="emulated", sm_count=32)
     assert all(result == results[0] for result in results)
     return results[0]
@@ -102,7 +103,7 @@ def taken(world: weft.World, rows: int, **options: Any) -> list[Plan]:
 
 
 def test_auto_chooses_the_fastest_of_a_trial(us: dict) -> None:
-    """An eager call waits for a slow host, and a call in a graph does not."""
+    """An eager call waits for a slow host, but a call in a graph does not."""
 
     def rank(world: weft.World) -> list[Any]:
         before = taken(world, 64)
@@ -117,7 +118,7 @@ def test_auto_chooses_the_fastest_of_a_trial(us: dict) -> None:
 
 
 def test_a_plan_must_beat_the_measured_or_predicted_time(us: dict) -> None:
-    """Each mode has its own bound."""
+    """Eager calls and graphs have separate bounds."""
     us[Decomposed()] = (70.0, 95.0)
 
     def rank(world: weft.World) -> list[Plan]:
@@ -132,7 +133,7 @@ def test_a_plan_must_beat_the_measured_or_predicted_time(us: dict) -> None:
 
 @pytest.mark.parametrize(("gpu", "timing"), [(14999.0, (2, 50.0)), (29.0, (10, 250.0))], ids=["long", "short"])
 def test_the_gpu_sleeps_until_the_host_is_ahead(gpu: float, timing: tuple[int, float], us: dict) -> None:
-    """It sleeps for the first call, and for as long as each further call takes longer on the host than on the GPU."""
+    """The GPU sleeps for the first call, and for the additional time that each further call takes on the host."""
     us[Sequential()] = (gpu, 50.0)
 
     def rank(world: weft.World) -> list[Any]:
@@ -150,11 +151,13 @@ def test_no_plan_always_comes_behind_the_same(us: dict) -> None:
     plans = emulate(rank)
     rounds = [plans[i : i + 3] for i in range(0, len(plans), 3)]
     assert len(rounds) == chooser.ROUNDS and all(len({*plans_of_round}) == 3 for plans_of_round in rounds)
-    assert len({(a, b) for a, b in itertools.pairwise(plans)}) > 3, "a round like the one before has 3 such pairs"
+    assert len({(a, b) for a, b in itertools.pairwise(plans)}) > 3, (
+        "if all rounds were alike, there would be 3 such pairs"
+    )
 
 
 def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
-    """Rows are rounded as for cuBLAS's GEMM. Sizes that the library cannot serve keep their former plan."""
+    """Rows are rounded as for cuBLAS's GEMM. Sizes that the library does not support keep their former plan."""
 
     def rank(world: weft.World) -> list[Any]:
         for rows in (544, 576, 560, 544, 552, 576):
@@ -169,7 +172,7 @@ def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
 
 @pytest.mark.parametrize("lacking", [{0}, {1}, {0, 1}], ids=str)
 def test_a_rank_without_the_library_leaves_all_without_a_trial(lacking: set[int], us: dict, monkeypatch: Any) -> None:
-    """The ranks exchange only once which libraries they have."""
+    """The ranks exchange only once which libraries they have installed."""
     ranks: dict[int, int] = {}
     monkeypatch.setattr(quack, "lacks", lambda: "no" if ranks[threading.get_ident()] in lacking else None)
     monkeypatch.setattr(quack, "waits", lambda *args: pytest.fail("compiled"))
@@ -203,7 +206,7 @@ def test_nothing_is_tried_in_a_capture(us: dict, monkeypatch: Any) -> None:
     assert emulate(rank) == [None, Sequential(), Sequential(), None, [SECOND] * 2]
 
 
-def test_explain_says_what_was_timed(us: dict) -> None:
+def test_explain_reports_the_trial(us: dict) -> None:
     def rank(world: weft.World) -> str:
         auto(world, 64)
         trial = world.choices.last(OP.name, (64, N, K))
@@ -225,7 +228,7 @@ def test_explain_of_a_world(us: dict) -> None:
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
 def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every candidate that can run there is timed; a GPU of another generation, or one with rows, keeps its plan."""
+    """Every candidate that this GPU can run is timed; a GPU of another generation, or one with rows, keeps its plan."""
     is_hopper, known = [True], [False]
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: is_hopper[0])
     monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
@@ -262,7 +265,8 @@ def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatc
 
 
 def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: list[Any]) -> None:
-    """Make candidates take the time that `us` has for their class, or else 100 us; record them, and run none."""
+    """Make each candidate take the time in `us` for its class, by default 100 us; record the candidates without running
+    them."""
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
         ran.append(plan)
@@ -272,8 +276,8 @@ def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: 
 
 
 def test_an_moe_layer_is_timed_with_max_tokens_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size of the first call does not matter. Routes are random, or evenly distributed where random ones might not
-    fit."""
+    """The size of the first call does not affect the choice. Routes are random; if random routes might not fit, they
+    are evenly distributed."""
     ran: list[Plan] = []
     replayed(monkeypatch, {LowLatency: 50.0}, ran)
 
@@ -296,7 +300,7 @@ def test_an_moe_layer_is_timed_with_max_tokens_per_rank(monkeypatch: pytest.Monk
             choices.append((timed.own_tokens, MOE.choose(world, call, "auto", True).kind))
             world.choices.trial(MOE.choice(world, call, operands))
             choices.append(MOE.choose(world, call, "auto", True).kind)
-            trained = MOE.check(world, operands, (*options, True))  # which not all of the timed plans serve
+            trained = MOE.check(world, operands, (*options, True))  # only some of the timed plans support this
             assert MOE.choose(world, trained, "auto", True) == Dispatched() and not MOE.candidates(world, trained)
         return choices
 
@@ -335,7 +339,7 @@ def test_an_moe_layer_far_from_where_plans_change_is_not_timed(tokens: int, plan
 
 
 def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`explain` reports the trial for an op of which the planner has no model."""
+    """`explain` reports the trial for an op without a model."""
     replayed(monkeypatch, {TwoShotLowLatency: 60.0}, [])
 
     def main(world: weft.World) -> Any:
@@ -369,7 +373,8 @@ def test_sums_with_a_norm_are_timed_as_their_memory_allows(monkeypatch: pytest.M
 
 
 def test_attention_uses_the_fastest_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It chooses among the libraries with right results, at the first call of a size, and never in a capture."""
+    """At the first call of a size, and never in a capture, the chooser selects the fastest library with right
+    results."""
     slow, fast = (libraries.REFERENCE, replace(libraries.REFERENCE, name="fast"))
     took = {slow: 100.0, fast: 50.0}
     ran: list[str] = []

@@ -1,6 +1,4 @@
-"""The planner's choice for a decoder's layers, compared with every measured method, on GPUs whose profile is
-shipped.
-"""
+"""The planner's choice for a decoder's layers, compared with every measured method, on GPUs whose profile weft ships."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from weft.planner.search import Planner, near
 from weft.plans import Plan
 
 RESULTS = Path(__file__).parents[2] / "bench/results"
-FITTED = "70B"  # the constants of planner/layers.py are of these sizes
+FITTED = "70B"  # the sizes to which planner/layers.py's constants were fitted
 GPUS = {world: f"nvidia-h200-x{world}" for world in (2, 4)}
 
 
@@ -50,7 +48,7 @@ class Case(NamedTuple):
     mode: str
     tokens: int
     sizes: DecoderSizes
-    us: dict[Way, float]  # the fastest of every kind, SMs and norm
+    us: dict[Way, float]  # the fastest time of every kind, SMs and norm
 
 
 @functools.cache
@@ -64,7 +62,7 @@ def cases() -> list[Case]:
             r = json.loads(line)
             if r["plan"] is None or r["method"].endswith(
                 "cuBLAS"
-            ):  # mixes of requests; SMs that cuBLAS was asked to leave
+            ):  # leaves out mixes of requests, and limits on cuBLAS's SMs
                 continue
             shape = r["N"], r["K"], r.get("heads", 64), r.get("kv_heads", 8), r.get("head_dim", 128), world
             key = r["name"], r["mode"], r["M"], sizes(*shape)
@@ -79,7 +77,7 @@ def cases() -> list[Case]:
 
 
 def chosen(case: Case) -> float | None:
-    """Return the time of the method that is predicted to be fastest, or None if it was not timed."""
+    """Return the measured time of the method that is predicted to be fastest, or None if it was not timed."""
     p = planner(case.world)
     return case.us.get(LayerPredictor(p, case.sizes).best(near(case.tokens, p.predictor.world), case.mode))
 
@@ -120,7 +118,7 @@ def test_predicted_gains() -> None:
     assert len(off) > 80 and statistics.median(off) < 0.04, statistics.median(off)
 
 
-# -- what decides -------------------------------------------------------------------------------------------------------
+# -- what the choice depends on -----------------------------------------------------------------------------------------
 LLAMA_8B = sizes(4096, 14336, 32, 8, 128, 4)
 
 
@@ -147,7 +145,7 @@ def test_a_slow_host_keeps_eager_passes_plain() -> None:
     ]
     usual, slower = (LayerPredictor(Planner(Predictor(p)), LLAMA_8B) for p in (profile, profile + slow))
     assert usual.best(32768, "eager") != slower.best(32768, "eager") == Way("plain")
-    assert usual.best(32768) == slower.best(32768) != Way("plain"), "in a graph the host does not matter"
+    assert usual.best(32768) == slower.best(32768) != Way("plain"), "in a graph, the host's speed must not matter"
 
 
 def test_wefts_gemm_needs_whole_words() -> None:
@@ -157,7 +155,7 @@ def test_wefts_gemm_needs_whole_words() -> None:
 
 
 class Machine:
-    """The part of a World that the prediction reads."""
+    """The part of a World that the prediction uses."""
 
     def __init__(self, planner: Planner | None, reason: str | None = None) -> None:
         self.kept: dict[Any, Any] = {"planner": planner}

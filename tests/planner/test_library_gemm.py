@@ -1,6 +1,4 @@
-"""The choice of a library's GEMM: the rule, with invented libraries and times. tests/gpu/gpu_main.py runs it on
-GPUs.
-"""
+"""The choice of a GEMM library: the rule, with invented libraries and times. tests/gpu/gpu_main.py runs it on GPUs."""
 
 from __future__ import annotations
 
@@ -102,7 +100,7 @@ def test_a_size_is_measured_once_and_never_in_a_capture(monkeypatch: Any) -> Non
         monkeypatch.setattr(Chooser.alone, "capturing", lambda: capturing)
 
     def candidates(library: Any, operands: Any) -> list[Any]:
-        assert not Chooser.alone.capturing(), "a look at the numbers, which no capture allows"
+        assert not Chooser.alone.capturing(), "candidates read values on the host, which no capture allows"
         return [library, right]
 
     monkeypatch.setattr(library_gemm, "correct_products", candidates)
@@ -115,7 +113,9 @@ def test_a_size_is_measured_once_and_never_in_a_capture(monkeypatch: Any) -> Non
     timed = len(counted)
     captures(True)
     assert library_gemm.fastest(library_gemm.cublas, x, w, out) is right and len(counted) == timed
-    assert library_gemm.fastest(library_gemm.cublas, x[:, :4], w[:, :4], out) is library_gemm.cublas, "not contiguous"
+    assert library_gemm.fastest(library_gemm.cublas, x[:, :4], w[:, :4], out) is library_gemm.cublas, (
+        "operands that are not contiguous run with cuBLAS"
+    )
     assert library_gemm.fastest(library_gemm.cublas, x[:0], w, out[:0]) is library_gemm.cublas
 
 
@@ -132,7 +132,7 @@ def test_an_engine_makes_one_trial_an_octave(monkeypatch: pytest.MonkeyPatch) ->
     assert all(m <= library_gemm.stepped(m) < 2 * m for m in range(1, 4097))
 
 
-STARTS = torch.tensor([0, 5, 5, 12], dtype=torch.int32)  # three groups, one of them empty, and four rows behind them
+STARTS = torch.tensor([0, 5, 5, 12], dtype=torch.int32)  # three groups, one of them empty, and four rows after them
 
 
 def of_groups(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -177,11 +177,11 @@ def test_groups_by_the_faster_library(us: float, library: str, monkeypatch: Any)
         assert torch.equal(y[:12], of_groups(x, w)[:12])
         assert ran[-1] == ("torch" if lacks else library)
     library_gemm.multiply_groups(x, w.transpose(1, 2).contiguous().transpose(1, 2), STARTS)
-    assert ran[-1] == "torch", "weights that are not contiguous"
+    assert ran[-1] == "torch", "weights that are not contiguous run with torch"
 
 
 def test_the_fastest_scaled_product_that_is_right(monkeypatch: Any) -> None:
-    """The first product is trusted: it runs unless a different product is right and faster."""
+    """The first product runs without a check, unless a different product is right and faster."""
 
     def way(name: str, value: float) -> Any:
         def run() -> None:
@@ -217,8 +217,8 @@ def test_a_dequantized_product_is_that_of_the_values() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten._scaled_mm_v2, "out"), reason="an older torch")
-def test_torch_takes_the_arguments_of_a_product_by_block() -> None:
-    """CPUs have no product of this recipe: torch reads all arguments, and its error says so."""
+def test_torch_accepts_the_arguments_of_a_product_by_block() -> None:
+    """CPUs support no product with this recipe. torch receives all arguments, and its error says so."""
     x, weight = (
         ScaledTensor(torch.zeros(rows, 640).to(E4M3), torch.ones(scales, 5), "block")
         for rows, scales in ((64, 64), (256, 2))

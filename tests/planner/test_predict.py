@@ -1,5 +1,5 @@
 """The planner: profiles that keep only right values, predictions that follow their rules, choices of the plan with the
-best prediction, and an "auto" that falls back and logs it.
+best prediction, and "auto", which falls back and logs this.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from weft.backends.emulated import EmulatedBackend
 from weft.cost.decomposed import Chunking, divisions
 from weft.cost.fused import Pulling
 from weft.cost.model import ITEM, Occupancy, filled
-from weft.cost.queues import Work, side_by_side
-from weft.cost.signaled import LARGE_COPY, SIGNAL_COST, Moving, Signaling, groupings
+from weft.cost.queues import Step, Work, side_by_side
+from weft.cost.signaled import SIGNAL_COST, Moving, Signaling, groupings
 from weft.errors import WeftError
 from weft.op import REGISTRY
 from weft.planner import auto as weft_auto
@@ -96,7 +96,7 @@ def moved_us(operation: str, nbytes: int, ctas: int = 0) -> float:
 
 
 def made_up_profile(ran: Sequence[TimedCall] = (), machine: Hardware = MACHINE) -> Profile:
-    """Return a profile of a machine with simple laws."""
+    """Return a profile of a machine that follows simple laws."""
     grid = itertools.product((64, 256, 1024, 2048, 4096, 8192, 16384), (1024, 2048, 4096, 8192), (1024, 4096, 8192))
     waves = [
         Wave(128, bn, 64, warps, 3, per_sm, 132 * per_sm, tiles * per_sm, k, 6 + math.ceil(tiles / 132) * (1.5 + 0.0114 * k))
@@ -115,7 +115,7 @@ def made_up_profile(ran: Sequence[TimedCall] = (), machine: Hardware = MACHINE) 
 
 
 def with_fused() -> Profile:
-    """Return the profile with calls of one fused variant, whose times follow REACHED."""
+    """Return the profile with calls of one fused variant, whose times follow from REACHED."""
     p, rows = Predictor(made_up_profile()), []
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         for m, n, k in (
@@ -140,7 +140,7 @@ def with_fused() -> Profile:
 
 
 def fused_us(p: Predictor, op: str, plan: Fused, size: tuple[int, int, int], pull: Pulling) -> float:
-    """Return the time in us of a call by a fused plan, whose programs pull as `pull` says."""
+    """Return a fused plan's time in us for a call, whose pull programs follow `pull`."""
     return p.cost(op, plan).us(p, REGISTRY[op].gemm_call(*size), plan, pull)
 
 
@@ -150,7 +150,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     profile.write(p, tmp_path / "deep" / "p.json")
     again = profile.read(tmp_path / "deep" / "p.json")
     assert again == p and again.digest == p.digest
-    assert [f.name for f in (tmp_path / "deep").iterdir()] == ["p.json"]  # no half of one is left
+    assert [f.name for f in (tmp_path / "deep").iterdir()] == ["p.json"]  # no incomplete file is left
     assert (p + [Gemm(1, 1, 1, 5.0)]).digest != p.digest
 
 
@@ -167,7 +167,7 @@ def wrong(op: str, plan: Plan, *size: int, mode: str = "graph") -> TimedCall:
     return TimedCall(op, plan.to_json(), *size, mode, 10.0)
 
 
-WRONG: dict[str, tuple[Any, str]] = {  # rows of the right types that nothing measures
+WRONG: dict[str, tuple[Any, str]] = {  # rows of the right types that no probe measures
     "a GEMM of no rows": (Gemm(0, 64, 64, 10.0), "m = 0"),
     "a negative size": (Gemm(64, -5, 64, 10.0), "n = -5"),
     "waves of no program": (Wave(128, 256, 64, 8, 3, 1, 0, 132, 1024, 10.0), "programs = 0"),
@@ -175,7 +175,8 @@ WRONG: dict[str, tuple[Any, str]] = {  # rows of the right types that nothing me
     "a call of no K": (wrong("matmul_all_reduce", Sequential(), 64, 64, 0), "k = 0"),
     "an op of another version": (wrong("matmul_broadcast", Sequential(), 64, 64, 64), "of no op and mode"),
     "another way to launch": (wrong("matmul_all_reduce", Sequential(), 64, 64, 64, mode="fast"), "of no op and mode"),
-    "a plan of another op": (wrong("matmul_all_reduce", FusedGather(), 64, 64, 64), "matmul_all_reduce does not have"),
+    "a plan of another op": (wrong("matmul_all_reduce", FusedGather(), 64, 64, 64), "FusedGather() is not one of"),
+    "a field of another op": (wrong("matmul_all_reduce", Signaled(copies=True), 64, 64, 64), "copies means nothing"),
     "a plan of too many CTAs": (wrong("matmul_all_reduce", Signaled(ctas=200), 64, 64, 64), "leaves nothing of 132"),
     "a plan of too many programs": (
         wrong("all_gather_matmul", FusedGather(pull_programs=132), 64, 64, 64),
@@ -337,15 +338,15 @@ def test_shipped_profiles_can_be_used() -> None:
         assert Planner(Predictor(p)).decide("matmul_reduce_scatter", 8192, 4096, 1376).sequential
 
 
-# -- numbers between numbers -----------------------------------------------------------------------------------------
-def test_a_curve_passes_through_what_was_measured_and_keeps_latency() -> None:
+# -- interpolation ---------------------------------------------------------------------------------------------------
+def test_a_curve_passes_through_measurements_and_keeps_latency() -> None:
     c = Curve([(1 << 20, 20.0), (1 << 16, 12.0), (1 << 22, 50.0)])
     assert [c(1 << 16), c(1 << 20), c(1 << 22)] == [12.0, 20.0, 50.0]
-    assert c(1) == 12.0  # latency, and not bandwidth times nothing
+    assert c(1) == 12.0  # the latency, not zero bytes over the bandwidth
     assert c(3 << 19) == pytest.approx(25.0)
     assert c(1 << 24) == pytest.approx(50 + 12 * (1 << 20) * 30 / (3 << 20))
     assert Curve([(0, 7.0)])(1 << 30) == 7.0
-    assert Curve([(1 << 16, 12.0), (1 << 20, 10.0)])(1 << 30) == 10.0  # and not less than no time
+    assert Curve([(1 << 16, 12.0), (1 << 20, 10.0)])(1 << 30) == 10.0  # a falling curve does not fall further
 
 
 @given(st.lists(st.tuples(st.floats(0, 8), st.floats(0, 8)), min_size=3, max_size=20, unique=True), st.data())
@@ -390,7 +391,7 @@ def test_gemm_times_pass_through_measured_ones_and_go_on_sensibly() -> None:
 
 
 def test_gemm_times_respect_waves() -> None:
-    """Each measured GEMM is predicted from all others, far better than by an interpolation without tiles."""
+    """Each measured GEMM is predicted from all others, with far smaller errors than by interpolation without tiles."""
     times: dict[tuple[int, int, int], list[float]] = {}
     for r in stored.rows("nvidia-h200-x8"):
         if r.gemm and r.call.mode == "graph":
@@ -422,16 +423,13 @@ def test_sequential_is_the_sum_of_its_parts() -> None:
     )
 
 
-def test_a_slower_clock_slows_gemms_and_not_transfers() -> None:
-    shape = (8192, 4096, 4096)
-    once, twice = (
-        Predictor(made_up_profile(), clock).time("all_gather_matmul", Sequential(), *shape) for clock in (1, 2)
-    )
-    assert twice - once == pytest.approx(gemm_us(*shape))
+def steps_of(p: Predictor, op: str, plan: Plan, m: int, n: int, k: int) -> list[Step]:
+    """Return the start and end of each step of a call."""
+    return p.cost(op, plan).steps(p, REGISTRY[op].gemm_call(m, n, k), plan, p.parameters(op, plan))
 
 
 def test_signaled_follows_the_accumulate_rule() -> None:
-    """The test computes the expected time again, group by group."""
+    """The test computes the expected time independently, group by group."""
     m, n, k = 8192, 8192, 4096
     p, plan = Predictor(made_up_profile()), Signaled(groups=(2, 3, 5, 7), ctas=8)
     tiles, programs = 64 * 32, 132 - 8
@@ -441,20 +439,20 @@ def test_signaled_follows_the_accumulate_rule() -> None:
     signaling, gemm = p.parameters("matmul_all_reduce", plan), alone * (2 + 15 * 1.06)
     assert isinstance(signaling, Signaling)
     done, gemm_end = -signaling.gap, 0.0
-    ends = [0, 192, 576, 1152, tiles]  # 248, 620, 1240 in whole groups of 3 rows of 32 tiles
+    ends = [0, 192, 576, 1152, tiles]  # 248, 620 and 1240, rounded down to whole groups of 3 rows of 32 tiles
     for i, g in enumerate((2, 3, 5, 7)):
         gemm_end += g * alone * (1.06 if i else 1.0)
         count = ends[i + 1] - ends[i]
         us = moved_us("all_reduce", count * 128 * 256 * 2, 8)
         begin = max(gemm_end + signaling.signal, done + signaling.gap)
-        under = min(max(gemm - begin, 0.0), us * 1.1)  # slowed for as long as the GEMM runs
+        under = min(max(gemm - begin, 0.0), us * 1.1)  # the transfer is slower while the GEMM runs
         done = begin + under + us - under / 1.1
     assert p.time("matmul_all_reduce", plan, m, n, k) == pytest.approx(done)
-    steps = p.steps("matmul_all_reduce", plan, m, n, k)
+    steps = steps_of(p, "matmul_all_reduce", plan, m, n, k)
     for queue in ("gemm", "comm"):
         queue_steps = [s for s in steps if s.queue == queue]
         assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(queue_steps)), (
-            "a queue runs one thing at a time"
+            "a queue runs one operation at a time"
         )
 
 
@@ -466,7 +464,7 @@ def test_groups_are_those_of_the_ops_schedule(op: str, shape: tuple[int, int, in
     m, n, _ = shape
     owners = 8 if op == "matmul_reduce_scatter" else 1
     tiles = owners * math.ceil(math.ceil(m / owners) / 128) * math.ceil(n / 256)
-    rows = max(1, min(8, 124 // math.ceil(n / 256)))  # of tiles, that stay together where the sum is in place
+    rows = max(1, min(8, 124 // math.ceil(n / 256)))  # rows of tiles in a group, which an in-place sum does not split
     unit = 1 if op == "matmul_reduce_scatter" else rows * math.ceil(n / 256)
     for groups in ((1,) * part.waves, (), (2, 3)):
         made_there = schedule(tiles, 124, groups, owners, unit)
@@ -507,7 +505,7 @@ def test_all_to_all_waits_for_the_busiest_rank() -> None:
 def test_decomposed_chunks_wait_for_their_shards() -> None:
     p = Predictor(made_up_profile())
     for groups in ((1,) * 8, (1, 1, 2, 4), (8,)):
-        steps = p.steps("all_gather_matmul", Decomposed(groups), 8192, 4096, 8192)
+        steps = steps_of(p, "all_gather_matmul", Decomposed(groups), 8192, 4096, 8192)
         gemms = [s for s in steps if s.name.startswith("gemm")]
         copies = [s for s in steps if s.name == "copy"]
         assert len(gemms) == len(groups) and len(copies) == len(groups) - (groups[0] == 1)
@@ -515,7 +513,7 @@ def test_decomposed_chunks_wait_for_their_shards() -> None:
             assert g.start >= c.end - 1e-9
         assert sum(g.end - g.start for g in gemms) >= sum(gemm_us(g * 1024, 4096, 8192) for g in groups) * 0.99
         for passes in (1, 2):
-            pushed = p.steps("matmul_reduce_scatter", Decomposed(groups, passes), 8192, 8192, 4096)
+            pushed = steps_of(p, "matmul_reduce_scatter", Decomposed(groups, passes), 8192, 8192, 4096)
             times = passes if groups == (1,) * 8 else 1
             assert [s.name for s in pushed].count("sum") == times and pushed[-1].name == "sum"
             assert [s.name for s in pushed if s.name.startswith("gemm")] == [
@@ -524,12 +522,12 @@ def test_decomposed_chunks_wait_for_their_shards() -> None:
             for queue in ("gemm", "comm", "sum"):
                 queue_steps = [s for s in pushed if s.queue == queue]
                 assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(queue_steps)), (
-                    "a queue runs one thing at a time"
+                    "a queue runs one operation at a time"
                 )
 
 
 def test_a_copy_engine_pulls_whole_shards() -> None:
-    """The last shard decides if links are slow: its arrival, and then the wave of its rows."""
+    """If links are slow, the last shard determines the end: its arrival, and then the wave of its rows."""
     plan, pull = COPIED, Pulling(fixed=10.0, slow=1.0)
     m, n, k = 8192, 4096, 4096
     size = m // 8 * k * 2
@@ -549,8 +547,8 @@ def test_a_copy_engine_pulls_whole_shards() -> None:
 def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
     p, k, drain = Predictor(made_up_profile()), 4096, 100.0
     plan = FusedReduceScatter()
-    pull = Pulling(fixed=0.0, rate=1e6, drain=drain, slow=1.0)  # nothing else keeps the programs that pull
-    for columns in (17, 32):  # 8 ranks' row of tiles each: 136 tiles, four in a second wave, and 256, 124 there
+    pull = Pulling(fixed=0.0, rate=1e6, drain=drain, slow=1.0)  # nothing else delays the pull programs
+    for columns in (17, 32):  # a row of tiles for each of 8 ranks: 136 tiles, 4 in a second wave; 256 tiles, 124 in it
         tiles, n = 8 * columns, plan.tile.block_n * columns
         after = fused_us(p, "matmul_reduce_scatter", plan, (1024, n, k), pull) - p.tiles(
             Occupancy(plan.tile), p.sms, tiles, 1024, n, k
@@ -559,15 +557,15 @@ def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
 
 
 def test_an_all_gather_waits_for_whole_waves() -> None:
-    """Tiles that wait for a shard occupy their programs: the GEMM ends as many waves after the shard's arrival as these
-    tiles then need."""
+    """Tiles that wait for a shard occupy their programs: after the shard's arrival, the GEMM needs as many waves as
+    these tiles have."""
     plan, pull = COPIED, Pulling(fixed=10.0, slow=1.0)
     p = Predictor(made_up_profile())
     n, k = 4096, 8192
     us = lambda m: fused_us(p, "all_gather_matmul", plan, (m, n, k), pull)  # noqa: E731
     all_staged = 2 + 8.0 + p.chunking.gap
     wave = 1.5 + 0.0114 * k
-    # 128 tiles in one wave, which waits for the last shard; 256 in two, whose first waits for the third
+    # 128 tiles are one wave, which waits for the last shard; 256 are two waves, the first of which waits for the third
     assert us(1024) == pytest.approx(
         10 + all_staged + 128 * k * 2 / 1.7e6 + 7 * (6 + 128 * k * 2 / 376e3) + wave, rel=0.1
     )
@@ -580,13 +578,13 @@ def test_side_by_side_both_are_slowed_until_the_shorter_ends() -> None:
     while_copying = Slowdown("copy", 0, 2.0, 1.5)
     ends = lambda *works, slowdown=while_copying: [s.end for s in side_by_side(works, slowdown)]  # noqa: E731
     assert ends(Work("gemm", "", 100.0)) == [100.0]
-    # the copy takes 60, in which the GEMM does 30
+    # the copy takes 60, during which the GEMM does 30
     assert ends(Work("gemm", "", 100.0), Work("comm", "", 40.0)) == pytest.approx([130.0, 60.0])
     assert Predictor(made_up_profile()).slowdown("all_gather", 0) == Slowdown("all_gather", 0, 1.0, 1.0)  # not measured
 
 
 def test_gemms_on_two_streams_share_the_sms() -> None:
-    """Two GEMMs of equal length thus end when the second one on a single stream would."""
+    """Two GEMMs of equal length then end when the second one would end on a single stream."""
     alone = Slowdown("copy", 0, 1.0, 1.0)
     gemm_1, gemm_2, gemm_3 = Work("gemm", "", 30.0), Work("gemm 2", "", 30.0), Work("gemm", "", 10.0)
     copy = Work("comm", "", 5.0, gemm_1)
@@ -594,11 +592,11 @@ def test_gemms_on_two_streams_share_the_sms() -> None:
     assert [(s.start, s.end) for s in steps] == [(0, 60), (0, 60), (60, 70), (60, 65)]
     late = Work("gemm 2", "", 30.0, Work("comm", "", 20.0))
     steps = side_by_side([Work("gemm", "", 40.0), late.after, late], alone)
-    assert [s.end for s in steps] == [60, 20, 70]  # 20 of the first alone, then both at half speed
+    assert [s.end for s in steps] == [60, 20, 70]  # the first runs alone for 20, then both run at half speed
 
 
-def test_what_decomposed_calls_cost_is_fitted_to_them() -> None:
-    """On this machine, copies are faster in a call than in a chain."""
+def test_the_cost_of_decomposed_calls_is_fitted_to_them() -> None:
+    """On this machine, copies are faster in a call than in a chain of copies."""
     predictor = Predictor(made_up_profile())
     predictor.chunking = Chunking(copy=0.8)
     shapes = ((8192, 2048, 4096), (8192, 8192, 2048), (2048, 4096, 8192), (1024, 4096, 8192), (16384, 2048, 2048))
@@ -610,8 +608,8 @@ def test_what_decomposed_calls_cost_is_fitted_to_them() -> None:
     assert Predictor(made_up_profile()).chunking == Chunking()
 
 
-@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_all_to_all"])
-def test_one_group_that_copies_move_takes_the_sum_of_its_steps(op: str) -> None:
+def test_one_group_by_copies_takes_the_sum_of_its_steps() -> None:
+    op = "matmul_all_to_all"
     p, plan, (m, n, k) = Predictor(made_up_profile()), Signaled(ctas=4, copies=True, groups=(99,)), (8192, 4096, 2048)
     part, barrier = m * n * 2 * 7 / 8, p.latency("barrier") + Moving().gap
     expected = (
@@ -620,18 +618,16 @@ def test_one_group_that_copies_move_takes_the_sum_of_its_steps(op: str) -> None:
         + 2 * barrier
         + p.latency("copy", part) * Moving().copy
     )
-    if op == "matmul_all_reduce":
-        expected += part * p.latency("copy", LARGE_COPY) / LARGE_COPY
     assert p.model(op, plan, m, n, k) == pytest.approx(expected)
-    several = p.steps(op, replace(plan, groups=(2, 2, 2, 2)), m, n, k)
+    several = steps_of(p, op, replace(plan, groups=(2, 2, 2, 2)), m, n, k)
     gemms = [s for s in several if s.name.startswith("group")]
-    assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(gemms)), "the GEMM goes on"
+    assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(gemms)), "the GEMMs must follow one another"
     for gemm, copy in zip(gemms, [s for s in several if s.name == "copy"], strict=True):
-        assert copy.start >= gemm.end + barrier - 1e-9, "every rank has the group"
+        assert copy.start >= gemm.end + barrier - 1e-9, "a copy must wait until every rank has the group"
 
 
-@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_all_to_all"])
-def test_what_copied_groups_cost_is_fitted_to_their_calls(op: str) -> None:
+def test_the_cost_of_copied_groups_is_fitted_to_their_calls() -> None:
+    op = "matmul_all_to_all"
     predictor, kind = Predictor(made_up_profile()), Signaled(ctas=4, copies=True)
     predictor._parameters[op, kind.family] = Moving(gap=20.0)
     shapes = ((8192, 2048, 4096), (8192, 8192, 2048), (2048, 4096, 8192), (1024, 4096, 2048), (16384, 2048, 2048))
@@ -654,7 +650,7 @@ def test_a_fused_variant_is_fitted_to_its_calls() -> None:
         p.time("matmul_all_reduce", FusedAllReduce(pull_programs=77), 8192, 4096, 2048)
 
 
-def test_what_ran_corrects_what_is_predicted_near_it() -> None:
+def test_measured_calls_correct_predictions_near_them() -> None:
     plan, shape = Sequential().to_json(), (8192, 4096, 4096)
     bare = Predictor(made_up_profile()).time("matmul_all_reduce", Sequential(), *shape)
     p = Predictor(made_up_profile([TimedCall("matmul_all_reduce", plan, *shape, "graph", bare * 1.2)]))
@@ -664,17 +660,21 @@ def test_what_ran_corrects_what_is_predicted_near_it() -> None:
 
 
 def test_a_slow_host_chooses_other_plans_for_eager_calls() -> None:
-    """With 2 or 10 us a launch in the profile, eager calls have fewer parts, or none, and a graph's calls are
-    unchanged."""
+    """If the profile has 2 or 10 us per launch, eager calls have fewer parts, or none; calls in graphs do not
+    change."""
     op, shapes = "all_gather_matmul", [(8192, 2816, 1024), (8192, 4096, 1024)]
     fast, slow = (Planner(Predictor(made_up_profile() + [Latency("launch", 0, 0, us)])) for us in (2.0, 10.0))
     for shape in shapes:
         assert fast.decide(op, *shape, "graph").plan == slow.decide(op, *shape, "graph").plan
         plans = [planner.decide(op, *shape, "eager").plan for planner in (fast, slow)]
         assert isinstance(plans[0], Decomposed)
-        many_operations, few_operations = (fast.predictor.operations(op, plan) for plan in plans)
+        many_operations, few_operations = (operations(fast.predictor, op, plan) for plan in plans)
         assert many_operations > few_operations
     assert plans[1] != plans[0] and slow.decide(op, *shapes[0], "eager").plan == Sequential()
+
+
+def operations(predictor: Predictor, op: str, plan: Plan) -> int:
+    return predictor.cost(op, plan).operations(plan, predictor.world)
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
@@ -698,19 +698,19 @@ def test_operations_of_decomposed_plans_are_those_that_a_call_gives_to_streams(o
         return operation_counts
 
     for counts in weft.spmd(main, 4, backend="emulated"):
-        assert counts == [predictor.operations(op, plan) for plan in plans]
+        assert counts == [operations(predictor, op, plan) for plan in plans]
 
 
-def test_the_host_as_it_is_now_is_what_counts() -> None:
-    """The host's speed at the time of the profile does not count, and a measured bound of the host's time is scaled."""
+def test_the_hosts_present_speed_counts() -> None:
+    """The host's speed during profiling does not affect the prediction, and a measured bound of the host's time is
+    scaled."""
     op, plan, shape = "matmul_all_reduce", Decomposed(), (128, 256, 256)
     known = made_up_profile([TimedCall(op, plan.to_json(), *shape, "eager", 300.0)]) + [Latency("launch", 0, 0, 4.0)]
     as_profiled, on_slower_host = Predictor(known), Predictor(known, launch=8.0)
     assert as_profiled.time(op, plan, *shape, "eager") == pytest.approx(300.0)
     assert on_slower_host.time(op, plan, *shape, "eager") == pytest.approx(600.0)
-    assert Predictor(made_up_profile(), launch=50.0).time(op, plan, *shape, "eager") == 50.0 * as_profiled.operations(
-        op, plan
-    )
+    many_us = Predictor(made_up_profile(), launch=50.0).time(op, plan, *shape, "eager")
+    assert many_us == 50.0 * operations(as_profiled, op, plan)
 
 
 def test_ranks_take_the_slowest_host() -> None:
@@ -730,7 +730,7 @@ def test_eager_calls_take_the_hosts_time_at_least() -> None:
     assert p.time("matmul_all_reduce", Sequential(), 8192, 4096, 4096, "eager") == pytest.approx(1000.0, rel=0.01)
 
 
-def test_what_was_not_measured_is_named() -> None:
+def test_missing_measurements_are_named() -> None:
     p = Predictor(replace(made_up_profile(), latencies=()))
     with pytest.raises(NotMeasured, match="all_reduce was not measured on nvidia-h200-x8"):
         p.time("matmul_all_reduce", Sequential(), 8192, 4096, 4096)
@@ -744,7 +744,7 @@ def test_what_was_not_measured_is_named() -> None:
 
 # -- the search ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_divisions_are_all_that_the_op_takes(size: int) -> None:
+def test_divisions_are_all_that_the_op_accepts(size: int) -> None:
     all_divisions = set(divisions(size))
     for count in range(2, size + 1):
         for groups in itertools.product((1, 2, 4, 8), repeat=count):
@@ -804,10 +804,11 @@ def steps_of_python(count: int = 100_000) -> int:
 
 
 def test_a_decision_takes_as_long_as_170_thousand_steps_of_python() -> None:
-    """That is about 10 ms of an idle core; it is counted in steps, since a core's other thread slows both."""
+    """These steps take about 10 ms on an idle core. The test counts steps, since another thread on the core would slow
+    both."""
     profile = with_fused() + [TimedCall(op, changed(VARIANTS[op], pull_programs=p).to_json(), *shape, "graph", 900.0) for op, *_ in SHAPES[::9] for p in range(17, 21) for shape in ((8192, 4096, 4096), (2048, 8192, 4096))]  # fmt: skip
     took: list[tuple[float, float]] = []
-    for _ in range(5):  # each time by a planner that knows nothing yet
+    for _ in range(5):  # each planner is new and has stored no decision
         planner = Planner(Predictor(profile))
         planner.decide("matmul_all_reduce", 1024, 1024, 1024)
         for shape in SHAPES:
@@ -868,7 +869,7 @@ def test_serving_decides_for_the_nearest_of_few_token_counts() -> None:
 
 
 def just_over() -> list[tuple[str, int, int, int]]:
-    """Return shapes whose rows fill a few tiles and a small part of one more, so that they need an extra wave."""
+    """Return shapes that need an extra wave: their rows fill a few tiles and a small part of one more."""
     ops = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     return [
         (op, tiles * 128 + rows, n, k)
@@ -887,12 +888,12 @@ def test_another_ms_plan_is_chosen_only_if_it_is_faster_here() -> None:
     assert kept > len(just_over()) / 2
     planner.decide = lambda *a, **options: replace(p_slow, op=a[0])  # type: ignore[assignment]
     p_slow = search.Decision("", 1, 1, 1, 4, "graph", Decomposed((1,) * 4), "")
-    assert planner.nearest("matmul_all_reduce", 33, 256, 256, "graph") == Sequential(), "slower at this M"
+    assert planner.nearest("matmul_all_reduce", 33, 256, 256, "graph") == Sequential(), "the plan is slower at this M"
 
 
 def few_rows() -> Profile:
-    """Return measurements in which one shot is fastest up to 2 MiB, and two shots beyond; all-gathers and
-    reduce-scatters are alike; more than 8 MiB was not measured."""
+    """Return measurements in which one shot is fastest up to 2 MiB, and two shots above; all-gathers and
+    reduce-scatters behave alike; sizes above 8 MiB were not measured."""
     sizes = [1 << i for i in range(16, 24)]
     rows = [
         Latency(f"one_shot {operation}", 0, s, 3 + s / 3e5)
@@ -912,8 +913,12 @@ def test_posted_rows_are_predicted_where_they_were_measured() -> None:
         with pytest.raises(NotMeasured):
             p.time(op, TwoShotLowLatency(), 128, 4096, 8192)
         assert [q for q in candidates(p, op, 128, 4096, 8192) if q.kind in ("one_shot", "two_shot")] == [OneShot()]
-        assert not [q for q in candidates(p, op, 4, 4096, 8192) if q.kind == "one_shot"], "fewer rows than ranks"
-        assert not [q for q in candidates(p, op, 2048, 4096, 8192) if q.kind == "one_shot"], "more than was measured"
+        assert not [q for q in candidates(p, op, 4, 4096, 8192) if q.kind == "one_shot"], (
+            "there are fewer rows than ranks"
+        )
+        assert not [q for q in candidates(p, op, 2048, 4096, 8192) if q.kind == "one_shot"], (
+            "the size exceeds the measured ones"
+        )
     planner = Planner(p)
     assert planner.decide("matmul_all_reduce", 128, 4096, 8192).plan == OneShot()
     assert planner.decide("matmul_all_reduce", 512, 4096, 8192).plan == TwoShotLowLatency()
@@ -927,7 +932,7 @@ def test_posted_rows_are_predicted_where_they_were_measured() -> None:
 
 def test_a_sum_alone_is_chosen_by_measurements(find_returns: Callable[[Any], None]) -> None:
     find_returns(few_rows())
-    sizes = [1 << 16, 1 << 20, 6 << 20, 16 << 20]  # elements are of 2 bytes
+    sizes = [1 << 16, 1 << 20, 6 << 20, 16 << 20]  # an element has 2 bytes
     plans = [auto(Stub(), "all_reduce", (1, nbytes // 2, 1)) for nbytes in sizes]
     assert plans == [OneShot(), OneShot(), TwoShotLowLatency(), Sequential()]
     find_returns(made_up_profile())
@@ -937,7 +942,7 @@ def test_a_sum_alone_is_chosen_by_measurements(find_returns: Callable[[Any], Non
 
 
 def test_tiles_of_few_rows_take_as_long_as_the_weight_is_read() -> None:
-    """A wave of tiles does not determine the time to read memory: no plan's GEMM reads the weight faster than
+    """The time to read memory does not depend on a wave of tiles: no plan's GEMM reads the weight faster than
     cuBLAS."""
     p = Predictor(made_up_profile() + [Gemm(64, 65536, 8192, 400.0), Gemm(16, 32768, 8192, 210.0)])
     rate = min(g.us / (g.m * g.k + g.n * g.k + g.m * g.n) for g in p.profile.gemms)
@@ -945,7 +950,7 @@ def test_tiles_of_few_rows_take_as_long_as_the_weight_is_read() -> None:
     assert p.tiles(two, 264, 256, m, n, k) == 210 > p._tiles_us(two, 264, 256, k)
     p = Predictor(
         made_up_profile() + [Gemm(64, 65536, 8192, 400.0), Gemm(16, 32768, 8192, 900.0)]
-    )  # no measure of the memory
+    )  # rows without measurements of memory bandwidth
     assert p.tiles(two, 264, 256, m, n, k) == pytest.approx(rate * (m * k + n * k + m * n))
     wide = (8192, 4096, 4096)
     assert p.tiles(two, 264, 2048, *wide) == p._tiles_us(two, 264, 2048, wide[2])
@@ -964,7 +969,7 @@ def test_host_bound_calls_do_not_measure_the_gpu() -> None:
 
 
 def test_copies_are_for_rows_that_they_can_move() -> None:
-    """M must give each shard whole tiles; the M of the grid point for which the time is predicted does not count."""
+    """M must give each shard whole tiles; the M of the grid point that is used for the prediction need not."""
     plan = Signaled(ctas=4, copies=True)
     ran = [
         TimedCall("matmul_reduce_scatter", plan.to_json(), *shape, "graph", 30.0)
@@ -1012,7 +1017,7 @@ def test_the_plan_package_is_a_function_too() -> None:
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_explain_shows_the_plan_of_auto(find_returns: Callable[[Any], None], mode: str) -> None:
-    """This includes sizes that a larger M's plan serves, shapes in the table, and shapes for which nothing is
+    """The shapes include sizes that the plan of a larger M serves, shapes in the table, and shapes for which no plan is
     faster."""
     known = profile.shipped("nvidia-h200-x4")
     find_returns(known)
@@ -1042,7 +1047,7 @@ def test_without_a_gpu_a_profile_must_be_named() -> None:
 
 
 class Stub:
-    """The part of a World that choosing reads."""
+    """The part of a World that the choice uses."""
 
     size, sm_count, device, rank = 8, 132, torch.device("cpu"), 3
 
@@ -1076,7 +1081,7 @@ def auto(
 
 @pytest.fixture
 def find_returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Return what `find` returns on a machine of 8 H200s."""
+    """Return the result of `find` on a machine of 8 H200s."""
     monkeypatch.setattr(table, "gpu_model", lambda device: "nvidia-h200")
     monkeypatch.setattr(weft_auto, "this_machine", lambda device, world: MACHINE)
     monkeypatch.setattr(weft_auto, "time_check", lambda device: 101.0)
@@ -1101,7 +1106,7 @@ def test_auto_asks_the_table_then_the_profile(find_returns: Callable[[Any], None
     assert auto(world) == _shared_planner().decide("matmul_all_reduce", *shape).plan
     assert not world.messages
     find_returns(None)
-    assert auto(Stub()) == Sequential(), "until it is timed"
+    assert auto(Stub()) == Sequential(), "until its plans are timed, the op runs sequentially"
     find_returns(with_fused())
     assert auto(Stub("emulated")) == Sequential()
 
@@ -1109,9 +1114,9 @@ def test_auto_asks_the_table_then_the_profile(find_returns: Callable[[Any], None
 def test_ranks_that_share_a_gpu_decide_as_on_the_nearest_machine(
     find_returns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They use that machine's profile, without timing anything, and the rows of their GPU's model, or of a model that
-    has rows; explain reports it."""
-    find_returns(None)  # which is not asked
+    """Such ranks use the nearest machine's profile without timing anything, and the rows of their GPU's model or of
+    another model with rows; `explain` names the machine."""
+    find_returns(None)  # `find` is not called
     monkeypatch.setattr(weft_auto, "time_launch", lambda device: pytest.fail("timed"))
     monkeypatch.setattr(weft_auto, "time_check", lambda device: pytest.fail("timed"))
     monkeypatch.setattr(weft_auto, "nearest_machine", lambda machine: with_fused())
@@ -1123,7 +1128,7 @@ def test_ranks_that_share_a_gpu_decide_as_on_the_nearest_machine(
     monkeypatch.setattr(weft_auto, "nearest_machine", lambda machine: None)
     assert auto(Stub(shares=True)) == auto(Stub()) == Sequential()
     assert auto(Stub(shares=True), row.op, (row.m, row.n, row.k)) == row.plan
-    assert auto(Stub(), row.op, (row.m, row.n, row.k)) == Sequential(), "one of its own to each"
+    assert auto(Stub(), row.op, (row.m, row.n, row.k)) == Sequential(), "ranks with a GPU each do not use these rows"
 
 
 def test_the_nearest_machine_has_as_many_gpus() -> None:
@@ -1133,7 +1138,7 @@ def test_the_nearest_machine_has_as_many_gpus() -> None:
     assert nearest_machine(replace(h100, world=3)) is None
 
 
-def test_explain_says_that_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_reports_that_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def main(world: weft.World) -> str:
         world.backend.shares_gpu = True
         return weft.explain("matmul_all_reduce", 8192, 5120, 3072, world=world, profile="nvidia-h200-x2").why
@@ -1141,8 +1146,8 @@ def test_explain_says_that_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
     assert weft.spmd(main, 2, backend="emulated")[0].startswith("ranks that share a GPU decide as on nvidia-h200-x2: ")
 
 
-def test_explain_says_that_ranks_on_several_nodes_run_the_sequential_plan() -> None:
-    """The ranks of a single node would overlap."""
+def test_explain_reports_that_ranks_on_several_nodes_run_the_sequential_plan() -> None:
+    """On a single node the ranks would overlap communication."""
 
     def main(world: weft.World, reason: str | None) -> tuple[Plan, str]:
         world.multi_node_unsupported = reason
@@ -1155,7 +1160,7 @@ def test_explain_says_that_ranks_on_several_nodes_run_the_sequential_plan() -> N
 
 
 def test_times_of_graphs_decide_eager_calls_without_their_own() -> None:
-    """The times in graphs decide until somebody measures the shape eagerly."""
+    """The times in graphs determine the plan until somebody measures the shape eagerly."""
     key = "nvidia-h200", "all_reduce_rms_norm", 2, 16, 8192, 1
     taken = table.exact(*key, "graph")
     assert isinstance(taken, OneShot) and table.exact(*key, "eager") == taken
@@ -1179,7 +1184,7 @@ def test_an_unusable_profile_makes_auto_sequential(find_returns: Callable[[Any],
 def test_a_profile_that_breaks_the_planner_makes_auto_sequential(
     find_returns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find_returns(made_up_profile() + [Gemm(3, 3, 3, 3.0)])  # one that no test has asked for
+    find_returns(made_up_profile() + [Gemm(3, 3, 3, 3.0)])  # a profile that no other test uses
     monkeypatch.setattr(weft_auto, "Predictor", lambda profile, launch: 1 / 0)
     world = Stub()
     assert auto(world) == Sequential()
@@ -1190,7 +1195,7 @@ def test_a_profile_that_breaks_the_planner_makes_auto_sequential(
 
 
 def test_ranks_meet_at_the_profile_before_they_can_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measured table has one rank's shape, and the other rank's shape is missing, empty, or another op's: all
+    """The measured table has one rank's shape; the other rank's shape is missing, empty, or another op's. All ranks
     raise Mismatch."""
     known = profile.shipped("nvidia-h200-x2")
     assert known is not None
@@ -1226,7 +1231,7 @@ def test_worlds_share_a_planner(find_returns: Callable[[Any], None]) -> None:
 
 def test_a_world_without_a_limit_of_ctas_has_no_two_level_plan(find_returns: Callable[[Any], None]) -> None:
     find_returns(made_up_profile())
-    limited, shapes = Signaled(ctas=8), [(8190, 5120, 3072), (8190, 8192, 3584)]  # uneven: nothing is decomposed
+    limited, shapes = Signaled(ctas=8), [(8190, 5120, 3072), (8190, 8192, 3584)]  # uneven rows: no plan is decomposed
     assert all(isinstance(auto(Stub(), shape=s), Signaled) for s in shapes)
     table.learn([table.Measured("matmul_all_reduce", 8, 8192, 5120, 3080, "graph", limited, 1.5)])
     for shape in (*shapes, (8192, 5120, 3080)):
@@ -1343,14 +1348,14 @@ def test_two_levels_are_predicted_over_nodes() -> None:
     ).rows[0]
     two, many = row(2), row(128)
     assert {plan.kind for plan in two.plans} == {"two_level"} and many.us <= many.sequential
-    assert two.speedup > 1.2 > many.speedup and two.bound_share <= 1
+    assert two.speedup > 1.2 > many.speedup and max(two.gemm, two.comm) <= two.us
     assert row(2, 100.0).us < two.us < row(2, 25.0).us
     scaled = ScaledPredictor(p, cluster(16), nvlink(8))
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-        steps = scaled.steps(op, TwoLevel(2), 32768, 4096, 4096)
+        steps = steps_of(scaled, op, TwoLevel(2), 32768, 4096, 4096)
         gemms, sends = ([s for s in steps if s.queue == queue] for queue in ("gemm", "comm"))
         assert all(a.end <= b.start for queue_steps in (gemms, sends) for a, b in itertools.pairwise(queue_steps))
-        assert any(a.start < b.end and b.start < a.end for a in gemms for b in sends), "they overlap"
+        assert any(a.start < b.end and b.start < a.end for a in gemms for b in sends), "GEMMs and sends must overlap"
         lone = scaled.over_nodes
         assert lone is not None and lone.nodes == 2
         least = max(sum(s.end - s.start for s in queue_steps) for queue_steps in (gemms, sends))
@@ -1364,7 +1369,7 @@ def test_two_levels_are_predicted_over_nodes() -> None:
 
 
 def test_noise_at_short_copies_is_not_scaled_to_a_fast_link() -> None:
-    """Measured times of short copies sometimes decrease as the size grows."""
+    """Measured times of short copies sometimes decrease with the size."""
     p = with_fused()
     noisy = [replace(x, us=x.us - 2) if (x.operation, x.nbytes) == ("copy", 1 << 17) else x for x in p.latencies]
     scaled = ScaledPredictor(Predictor(replace(p, latencies=tuple(noisy))), pcie(8, 4), nvlink(8))
@@ -1410,7 +1415,7 @@ def test_as_many_gpus_as_asked_for_are_simulated() -> None:
         weft.simulate(nvlink(8), "mlp", [(8192, 4096, 14336)], profile=with_fused(), measured_on=nvlink(1))
 
 
-def test_simulate_says_and_draws(tmp_path: Path) -> None:
+def test_simulate_prints_and_draws(tmp_path: Path) -> None:
     profile.write(with_fused(), tmp_path / "p.json")
     result = weft.simulate(cluster(32), "mlp", [(8192, 8192, 28672), (2048, 8192, 28672)], profile=tmp_path / "p.json")
     assert "mlp on 32 GPUs" in str(result) and "simulated" in str(result) and len(str(result).splitlines()) == 4
@@ -1426,14 +1431,14 @@ def test_simulate_says_and_draws(tmp_path: Path) -> None:
         )
 
 
-# -- against what was measured ---------------------------------------------------------------------------------------
+# -- predictions compared with measurements --------------------------------------------------------------------------
 HELD_OUT = [(8192, 4096, 1792), (8192, 3584, 4096), (2048, 8192, 3584), (4096, 7168, 8192), (8192, 8192, 3584)]
 
 
 @pytest.mark.gate
 def test_stored_calls_of_shapes_left_out_are_predicted() -> None:
-    """The time of each call is predicted from a profile that is fitted to the calls of the other shapes. The bounds are
-    well below the errors of a broken model."""
+    """Each call's time is predicted from a profile that is fitted to calls of the other shapes. A broken model's errors
+    are well above the bounds."""
     rows = [r for r in stored.rows("nvidia-h200-x8") if r.call.mode == "graph" and r.run not in stored.OLD]
     errors: dict[str, list[float]] = {}
     of_best = []
@@ -1457,7 +1462,7 @@ def test_errors_of_weft_are_weft_errors() -> None:
 
 
 def test_eager_calls_are_sequential_where_little_is_predicted_to_be_won() -> None:
-    """With the shipped profile, a gain below EAGER_GAIN does not count for an eager call, and does in a graph."""
+    """With the shipped profile, "auto" ignores a gain below EAGER_GAIN in an eager call, but not in a graph."""
     planner = weft_auto.planner_of(weft_auto.profile_for("nvidia-h200-x2", None))
     op = "matmul_reduce_scatter"
     sizes = [(m, 12288, 24576) for m in (1152, 1536, 2048, 4096)]
@@ -1471,8 +1476,8 @@ def test_eager_calls_are_sequential_where_little_is_predicted_to_be_won() -> Non
 
 
 def test_plans_with_several_streams_must_win_on_a_slow_host() -> None:
-    """With the shipped profile and a host that takes twice as long, a plan that does not hide the host's time is not
-    chosen, and a plan that hides it is."""
+    """With the shipped profile and a host that is half as fast, "auto" chooses a plan only if it hides the host's
+    time."""
     planner = weft_auto.planner_of(weft_auto.profile_for("nvidia-h200-x2", None))
     op, hidden, bare = "all_gather_matmul", (1536, 18944, 3584), (1536, 14336, 4096)
     assert isinstance(planner.decide(op, *hidden, "eager").plan, Decomposed)

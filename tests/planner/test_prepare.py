@@ -1,4 +1,4 @@
-"""weft.prepare finds plans for exactly what it calls."""
+"""weft.prepare chooses plans for exactly the calls that it makes."""
 
 from __future__ import annotations
 

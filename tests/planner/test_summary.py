@@ -1,4 +1,4 @@
-"""`weft tune` ends with a table and a plot of what the profile predicts."""
+"""`weft tune` ends with a table and a plot of the profile's predictions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_table_and_plot(profile: Profile, tmp_path: Path) -> None:
     assert (tmp_path / "gains.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_was_not_measured_is_left_out(profile: Profile, tmp_path: Path) -> None:
+def test_missing_measurements_are_left_out(profile: Profile, tmp_path: Path) -> None:
     from dataclasses import replace
 
     empty = replace(profile, gemms=())

@@ -1,6 +1,5 @@
 """The tiles of a plan: the rule, compared with stored times of GEMMs alone (H200, 2026-11) and of whole ops on two
-GPUs, and the plans to which the rule applies.
-"""
+GPUs, and the plans that follow it."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def rows(name: str) -> list[dict]:
 
 @pytest.mark.parametrize("loop", ["flat", "told"])
 def test_the_rules_half_tiles_are_faster_for_gemms_alone(loop: str) -> None:
-    """Elsewhere half tiles would gain at most 6%, for shapes that lose in a whole op."""
+    """For other shapes, half tiles would gain at most 6%, but these lose in a whole op."""
     usual, half = f"{loop} 128x256 w8 s3 x1", f"{loop} 64x256 w4 s5 x1"
     gained = {True: [], False: []}  # type: ignore[var-annotated]
     for r in rows("nvidia-h200-x1/experiments/tile-forms.jsonl"):
@@ -62,21 +61,21 @@ def test_whole_ops_lose_little_by_the_rule() -> None:
             usual.append(us["usual"] / min(us.values()))
             half.append(us["half"] / min(us.values()))
     assert len(lost) == 42
-    assert max(lost) < 1.04, "as much as two runs of one call differ"
-    assert max(usual) > 1.1 and max(half) > 1.3, "what either alone would lose"
+    assert max(lost) < 1.04, "two runs of one call differ by as much"
+    assert max(usual) > 1.1 and max(half) > 1.3, "either tile alone would lose this much"
 
 
 def test_waves() -> None:
     one_row = [1]
-    assert not half_tile_is_faster(one_row, 256 * 132, 132), "one whole wave"
+    assert not half_tile_is_faster(one_row, 256 * 132, 132), "whole tiles fill one wave"
     assert half_tile_is_faster([128], 256 * 133, 132) and half_tile_is_faster([128], 256 * 198, 132)
-    assert not half_tile_is_faster([128], 256 * 199, 132), "more than half of the second"
-    assert not half_tile_is_faster([128 * 4], 256 * 133, 132), "many waves"
+    assert not half_tile_is_faster([128], 256 * 199, 132), "whole tiles fill more than half of the second wave"
+    assert not half_tile_is_faster([128 * 4], 256 * 133, 132), "many waves keep whole tiles"
 
 
 def test_tiles_span_shards_where_the_kernel_lets_them() -> None:
-    """8 x 64 rows are 4 rows of tiles in an all-gather, which fill one wave, and 8 rows of tiles, half of each
-    empty, in sums."""
+    """In an all-gather, 8 x 64 rows are 4 rows of tiles, which fill one wave; in sums they are 8 rows of tiles, each
+    half empty."""
     shards, n = [64] * 8, 256 * 24
     assert with_shape_tiles(FusedGather(), shards, n, SMS) == FusedGather()
     assert with_shape_tiles(Signaled(ctas=4, copies=True), shards, n, SMS) == Signaled(ctas=4, copies=True)
@@ -87,11 +86,11 @@ FEW = [1024, 1024], 2752  # 176 tiles on 132 SMs
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_every_fused_variant_gets_them(op: str) -> None:
+def test_every_fused_variant_uses_half_tiles(op: str) -> None:
     for plan in REGISTRY[op].variants:
         assert isinstance(plan, Fused)
         if getattr(plan, "per_sm", 1) == 2:
-            assert with_shape_tiles(plan, *FEW, SMS) == plan, "not compared in a whole op"
+            assert with_shape_tiles(plan, *FEW, SMS) == plan, "these plans were not compared in a whole op"
             continue
         suited_plan = with_shape_tiles(plan, *FEW, SMS)
         assert isinstance(suited_plan, Fused) and (
@@ -101,12 +100,14 @@ def test_every_fused_variant_gets_them(op: str) -> None:
         ) == (64, 256, 4)
         if isinstance(plan, FusedGather):
             assert suited_plan == replace(plan, tile=suited_plan.tile, pull_rows=64, pull_stages=10), (
-                "as many bytes under way"
+                "equally many bytes must be in flight"
             )
         else:
             assert suited_plan == replace(plan, tile=suited_plan.tile)
-        assert suited_plan.tile.stages == (4 if isinstance(plan, FusedReduce) else 5), "room for what sums beside it"
-        assert with_shape_tiles(plan, [4096, 4096], 4096, SMS) == plan, "many waves"
+        assert suited_plan.tile.stages == (4 if isinstance(plan, FusedReduce) else 5), (
+            "leave room for the small kernel that sums"
+        )
+        assert with_shape_tiles(plan, [4096, 4096], 4096, SMS) == plan, "many waves keep whole tiles"
         assert with_shape_tiles(suited_plan, *FEW, SMS) == suited_plan
 
 

@@ -1,4 +1,4 @@
-"""`weft tune` without GPUs: every probe runs on emulated ranks without being timed, the file is continued, and
+"""`weft tune` without GPUs: every probe runs on emulated ranks without being timed, a partial file is continued, and
 failures are reported."""
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ def identical(a: Profile, b: Profile) -> bool:
     return {identity(row) for row in a.rows()} == {identity(row) for row in b.rows()}
 
 
-def test_every_probe_runs_and_gives_what_it_says() -> None:
+def test_every_probe_runs_and_yields_its_rows() -> None:
     profile, progress, probes = tuned()
     assert not [line for line in progress if line[2].startswith("left out")]
-    assert len(progress) == len({frozenset(map(identity, p.rows)) for p in probes}), "each once"
+    assert len(progress) == len({frozenset(map(identity, p.rows)) for p in probes}), "each probe must run once"
     assert {identity(row) for p in probes for row in p.rows} == {identity(row) for row in profile.rows()}
     whats = {x.operation for x in profile.latencies}
     assert whats >= {"check", "barrier", "all_gather", "reduce_scatter", "all_reduce", "copy", "local", "sum"}
@@ -139,7 +139,7 @@ def test_every_probe_runs_and_gives_what_it_says() -> None:
     )
 
 
-def test_what_was_measured_is_enough_to_plan() -> None:
+def test_the_measurements_are_enough_to_plan() -> None:
     profile, _, _ = tuned(keep="GEMM|waves|MiB|KiB|0 KiB|barrier|matmul|all_|reduce|copy|local|sum")
     planner = Planner(Predictor(profile))
     for op in calls.variants():
@@ -149,8 +149,8 @@ def test_what_was_measured_is_enough_to_plan() -> None:
     assert {o.plan.kind for o in planner.decide("matmul_all_to_all", 64, 32, 32).options} == {"sequential", "signaled"}
 
 
-def test_the_real_list_starts_with_what_any_prediction_needs() -> None:
-    """The list has the sizes for GPUs, and nothing runs."""
+def test_the_real_list_starts_with_the_rows_of_any_prediction() -> None:
+    """The list contains the sizes for GPUs, and no probe runs."""
 
     def rank(world: weft.World) -> list[tuple]:
         bench = Bench.__new__(Bench)
@@ -173,7 +173,7 @@ def test_the_real_list_starts_with_what_any_prediction_needs() -> None:
     sizes = {r.nbytes for r in every if isinstance(r, Latency) and r.operation == "all_reduce" and r.ctas == 0}
     assert min(sizes) == 1 << 16 and max(sizes) == 1 << 30
     ordered = sorted(sizes)
-    assert all(b <= 2 * a for a, b in zip(ordered, ordered[1:], strict=False)), "dense in size"
+    assert all(b <= 2 * a for a, b in zip(ordered, ordered[1:], strict=False)), "successive sizes may at most double"
     assert len({identity(row) for row in every if not isinstance(row, Latency) or row.ctas == 0}) < len(every) + 1
     assert all(r.tiles >= r.programs and r.programs % r.per_sm == 0 for r in every if isinstance(r, Wave))
     for r in every:
@@ -187,7 +187,7 @@ def test_a_file_is_continued() -> None:
     start = replace(half, gemms=half.gemms[:2])
     again, progress, _ = tuned(start=start, keep="GEMM")
     assert identical(again, half)
-    assert [g for g in again.gemms if g in start.gemms] == list(start.gemms), "what was measured is not measured again"
+    assert [g for g in again.gemms if g in start.gemms] == list(start.gemms), "stored measurements are not repeated"
     assert progress[0][1] == len(progress) == 2
 
 
@@ -253,7 +253,9 @@ def test_a_file_of_another_machine_is_not_overwritten(tmp_path: Path) -> None:
         start_of(MACHINE, path)
     write(replace(empty(), created="2020-01-01", gemms=(Gemm(1, 1, 1, 1.0),)), path)
     continued = start_of(MACHINE, path)
-    assert continued.gemms == (Gemm(1, 1, 1, 1.0),) and continued.created == "2020-01-01", "what it has is of that day"
+    assert continued.gemms == (Gemm(1, 1, 1, 1.0),) and continued.created == "2020-01-01", (
+        "the stored rows keep their date"
+    )
 
 
 def test_again_measures_stored_probes_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +290,7 @@ class Gone:
         self.asked += 1
         if self.asked == self.failing_exchange:
             raise weft.Timeout("rank 0: the connection to a rank is lost")
-        assert self.asked < self.failing_exchange, "asked again"
+        assert self.asked < self.failing_exchange, "the exchange was called again after it failed"
         return [value, value]
 
 
@@ -322,13 +324,13 @@ def test_a_probe_that_triton_cannot_launch_is_left_out() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="says what happens with too few GPUs")
-def test_the_command_says_that_it_needs_gpus() -> None:
+def test_the_command_reports_that_it_needs_gpus() -> None:
     result = CliRunner().invoke(app, ["tune"])
     assert result.exit_code == 1 and "at least 2 GPUs" in result.output
 
 
 def test_the_plain_gemm_is_right() -> None:
-    """compute/gemm.py's matmul times the waves."""
+    """The matmul of compute/gemm.py times the waves."""
 
     def rank(world: weft.World) -> float:
         probes = Bench.__new__(Bench)
@@ -345,7 +347,7 @@ def test_the_plain_gemm_is_right() -> None:
 
 @pytest.mark.parametrize(("tile", "per_sm"), WAVES, ids=str)
 def test_the_tiles_that_are_timed_compile_without_spills(tile: GemmTile, per_sm: int) -> None:
-    """They compile for sm_90a, with the configuration's number of programs per SM, and with tensor cores."""
+    """The kernels compile for sm_90a, with the configuration's number of programs per SM, and use tensor cores."""
 
     def fn(world: weft.World) -> None:
         probes = Bench.__new__(Bench)
@@ -370,7 +372,7 @@ def test_ranks_that_share_a_gpu_are_not_measured(tmp_path: Path) -> None:
 
 
 def test_ranks_on_several_nodes_are_not_measured(tmp_path: Path) -> None:
-    """Their profile would be used for one node with as many GPUs."""
+    """Otherwise their profile would be used for one node with as many GPUs."""
 
     def main(world: weft.World) -> None:
         with pytest.raises(ProfileError, match="or of equal nodes, and of this World its ranks are on 2 nodes, 1 each"):
@@ -380,7 +382,7 @@ def test_ranks_on_several_nodes_are_not_measured(tmp_path: Path) -> None:
 
 
 def test_over_nodes_alike_the_link_between_is_measured() -> None:
-    """The link is added to the profile of one node, which then predicts any number of nodes."""
+    """The link is added to one node's profile, which then predicts any number of nodes."""
 
     def main(world: weft.World) -> Profile:
         probes = list(probes_of(Bench(world, Nobody(world), TINY)))

@@ -1,7 +1,9 @@
-"""Python functions that a known call passes through, from the public function to the launches: `python -m tests.tooling.call_path`.
+"""The Python functions that a first call and a known call of a shape enter, from the public function to the launches:
+`python -m tests.tooling.call_path`.
 
-Counted on rank 0 of an emulated world, at the third call of a shape. What the emulator and its backend call is not counted: on a GPU
-there is one call of CUDA's or NCCL's in its place. A comprehension that Python runs as a function counts as one (3.11; not since 3.12).
+The program counts them on rank 0 of an emulated World, in the first and in the third call of a shape. It does not count functions that
+the emulator and its backend call: on a GPU, one call of CUDA or NCCL replaces them. A comprehension counts as one if
+Python runs it as a function (3.11, but not 3.12 and later).
 """
 
 from __future__ import annotations
@@ -65,22 +67,22 @@ def row_norm_column(form: Plan) -> Make:
     return make
 
 
-# By name: the call, and the most functions that it may enter.
-CALLS: dict[str, tuple[Make, int]] = {
-    "all-gather + GEMM, sequential": (all_gather("sequential"), 10),
-    "all-gather + GEMM, fused": (all_gather("fused"), 11),
-    "GEMM + reduce-scatter, fused": (reduce_scatter, 14),
-    "gathered attention, segmented": (attention, 31),
-    "MoE, dispatched": (moe("dispatched"), 22),
-    "MoE, fused": (moe("fused"), 17),
-    "MoE, low latency": (moe("low_latency"), 17),
-    "vLLM's row, norm and column, sequential": (row_norm_column(Sequential()), 46),
-    "vLLM's row, norm and column, own rows": (row_norm_column(OwnRows()), 46),
+# For each name: the call, and the most functions that a first call and a known call may enter.
+CALLS: dict[str, tuple[Make, int, int]] = {
+    "all-gather + GEMM, sequential": (all_gather("sequential"), 82, 10),
+    "all-gather + GEMM, fused": (all_gather("fused"), 215, 11),
+    "GEMM + reduce-scatter, fused": (reduce_scatter, 210, 14),
+    "gathered attention, segmented": (attention, 205, 31),
+    "MoE, dispatched": (moe("dispatched"), 490, 21),
+    "MoE, fused": (moe("fused"), 415, 16),
+    "MoE, low latency": (moe("low_latency"), 330, 16),
+    "vLLM's row, norm and column, sequential": (row_norm_column(Sequential()), 330, 40),
+    "vLLM's row, norm and column, own rows": (row_norm_column(OwnRows()), 330, 41),
 }
 
 
 class CallPath:
-    """Counts the functions of weft that are entered, without those that the emulator enters."""
+    """Counts the functions of weft that are entered, except those that the emulator enters."""
 
     def __init__(self) -> None:
         self.entered: Counter[str] = Counter()
@@ -97,30 +99,31 @@ class CallPath:
             self._inside -= emulated
 
 
-def entered(make: Make) -> Counter[str]:
-    """Return how often a known call enters each function."""
+def entered(make: Make) -> tuple[Counter[str], Counter[str]]:
+    """Return how often a first call and a known call enter each function."""
 
-    def rank(world: weft.World) -> Counter[str]:
-        call, path = make(world), CallPath()
-        for known in (False, False, True):
-            sys.setprofile(path if known and world.rank == 0 else None)
+    def rank(world: weft.World) -> list[Counter[str]]:
+        call, paths = make(world), [CallPath() for _ in range(3)]
+        for path in paths:
+            sys.setprofile(path if world.rank == 0 else None)
             try:
                 call()
             finally:
                 sys.setprofile(None)
         world.synchronize()
-        return path.entered
+        return [path.entered for path in paths]
 
     with torch.no_grad():
-        return weft.spmd(rank, 2, backend="emulated")[0]
+        first_call, _, known_call = weft.spmd(rank, 2, backend="emulated")[0]
+    return first_call, known_call
 
 
 def main() -> None:
-    for name, (make, most) in CALLS.items():
-        functions = entered(make)
-        print(f"{functions.total():4d} functions, at most {most}: {name}")
-        if len(sys.argv) > 1:
-            print("     " + ", ".join(f"{where} {n}" for where, n in functions.most_common()))
+    for name, (make, *most) in CALLS.items():
+        for title, functions, limit in zip(("first", "known"), entered(make), most, strict=True):
+            print(f"{functions.total():4d} functions in a {title} call, at most {limit}: {name}")
+            if len(sys.argv) > 1:
+                print("     " + ", ".join(f"{where} {n}" for where, n in functions.most_common()))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ EXCEPTIONS = {"bring", "embed", "exceed", "feed", "need", "proceed", "read", "se
 
 
 def problems(subject: str) -> list[str]:
-    """Return what is wrong with a subject, in words."""
+    """Return the faults of a subject, each as a phrase."""
     if subject.startswith(("Merge ", "Revert ", "fixup! ", "squash! ")):
         return []
     prefix, colon, rest = subject.partition(": ")

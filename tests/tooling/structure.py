@@ -1,16 +1,17 @@
 """Print the structure of the source in numbers, and check its limits: `python tests/tooling/structure.py` (`make
 structure`).
 
-Imports go down only: a module imports from its own layer's name and from the layers below. DOORS are the exceptions,
-all inside functions. No circle of modules, imports inside functions included, but through a door. What is imported for
-type checking alone does not count. Arrows do count it: an arrow goes from a package, or a module beside the packages,
-to each other one that it imports, and UP of them may go from a lower to a higher one.
+A module may import only modules with its own layer's name and modules of lower layers. DOORS lists the exceptions, all
+of them imports inside functions. Modules must not import each other in a circle, except through a door; imports inside
+functions count here, imports for type checking alone do not. Such imports do count as arrows: an arrow leads from a
+package, or a module beside the packages, to each other one that it imports, and UP arrows may lead from a lower to a
+higher one.
 
 Only `architectures` compares compute capabilities.
 
-A limit that today's source does not meet stands at today's number, with the goal beside it: lower it with the source.
-Of the code beside the source, in NAMED, names alone are checked. `--lines` prints how many lines of code there are
-instead, beside the numbers in CODE_LINES.
+A limit that the source does not meet yet has today's number, with the goal beside it: lower it together with the
+number. In the code outside src, which NAMED lists, only names are checked. `--lines` prints the lines of code instead,
+beside the numbers in CODE_LINES.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from typing import TypeGuard
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "weft"
 
-# From the bottom; names of one line do not import each other. A module is of the longest name that it begins with.
+# The layers from the bottom; names on one line do not import each other. A module belongs to the longest name with
+# which it begins.
 LAYERS: Sequence[Sequence[str]] = (
     ("errors",),
     ("architectures",),
@@ -38,7 +40,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("scale", "chooser"),
     ("lang",),
     ("kernel_launch",),
-    ("emulator",),  # of the kernels' language; backends.emulated runs ranks on it
+    ("emulator",),  # the emulator of the kernels' language; backends.emulated runs ranks on it
     ("backends",),
     ("world",),
     ("launch", "tensor_checks"),
@@ -65,23 +67,23 @@ DOORS = {
     ("backends.library_gemm", "integrations.quack"): "a product asks for quack's GEMM, which is timed against cuBLAS",
 }
 
-UP = 4  # arrows that go up: the doors, and the types for which `torch_library` names `op`
-LINES, KERNEL_LINES = 60, 80  # of a function, of a device function; without the docstring
+UP = 4  # the most arrows that lead up: the doors, and `torch_library`'s import of `op` for types
+LINES, KERNEL_LINES = 60, 80  # the most lines of a function and of a device function, without the docstring
 LONGER: dict[str, tuple[int, str]] = {}
-PARAMETERS = 16  # of a device function; those with more, and how many
+PARAMETERS = 16  # the most parameters of a device function; MORE lists the exceptions
 MORE: dict[str, int] = {}
 
 ANY = 146  # lines that name Any; Transformers' modules have no other type
-SKIPS = 24  # lines that the formatter is told to leave
-WIDE = 0  # lines over COLUMNS
+SKIPS = 24  # lines that the formatter must skip
+WIDE = 0  # lines wider than COLUMNS
 COLUMNS = 120
 FRAGMENTS = 0  # docstrings that begin with a preposition, and so have no subject
 PREPOSITIONS = frozenset("As At Behind Beside Between By For From In Of On To Under With Without".split())
-SHARED_NAMES = 0  # names that modules give to different classes, constants or types
-ALIASES = 0  # aliases of a type that another module has an alias of too
+SHARED_NAMES = 0  # names that several modules give to different classes, constants or types
+ALIASES = 0  # aliases of a type for which another module has an alias too
 BROKEN_TABLES = 0  # rows of docstrings' tables that were wrapped as prose
 
-# Words that name nothing (of `found`, say what was found), and private words that the field has other words for.
+# Names without a meaning (instead of `found`, name the thing found), and private words for which the field has others.
 BANNED = frozenset(
     "of at by made given found met told what first more lie came want got said mine theirs there here now each both "
     "other own settle settled turn turned turns tell hear hears heard say board agree agreed meet meeting meetings "
@@ -114,15 +116,15 @@ class Function:
 
 @dataclass
 class Module:
-    """One file. `name` is relative to the package, and "weft" for the package itself. `imports` holds (module,
-    line), and includes imports inside functions."""
+    """One file. `name` is relative to the package; the package itself is "weft". `imports` lists (module, line),
+    imports inside functions included."""
 
     name: str
     path: Path
     text: str
     package: bool
     imports: list[tuple[str, int]] = field(default_factory=list)
-    named: set[str] = field(default_factory=set)  # modules that it imports, for type checking too
+    named: set[str] = field(default_factory=set)  # imported modules, those for type checking included
     functions: list[Function] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -144,8 +146,8 @@ def modules(source: Path = SOURCE) -> dict[str, Module]:
 
 
 def modules_beside_source(directories: Sequence[str] = NAMED) -> dict[str, Module]:
-    """Return the modules below these directories of the repository, by names such as `tests.tooling.structure`, without
-    their imports and functions."""
+    """Return the modules below these directories of the repository, without their imports and functions. Names are like
+    `tests.tooling.structure`."""
     modules_by_name = {}
     for path in sorted(path for directory in directories for path in (ROOT / directory).rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -155,7 +157,7 @@ def modules_beside_source(directories: Sequence[str] = NAMED) -> dict[str, Modul
 
 # -- imports -----------------------------------------------------------------------------------------------------------
 def _run(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes below, except those for type checking alone."""
+    """Yield all descendants, except those for type checking alone."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             for statement in child.orelse:
@@ -198,7 +200,7 @@ def _imports(
 
 
 def layer_of(name: str, layers: Sequence[Sequence[str]]) -> tuple[int, str] | None:
-    """Return the number of a module's layer, counted from the bottom, and the layer's name that matches."""
+    """Return the number of a module's layer, counted from the bottom, and the layer's name that the module has."""
     matches = [(i, n) for i, names in enumerate(layers) for n in names if name == n or name.startswith(f"{n}.")]
     return max(matches, key=lambda match: len(match[1]), default=None)
 
@@ -230,8 +232,8 @@ def upward(
 
 
 def arrows_up(modules_by_name: Mapping[str, Module], layers: Sequence[Sequence[str]]) -> list[str]:
-    """Return each pair of a package, or a module beside the packages, and a higher one that it imports, with the
-    imports. The place of a package is that of its highest layer."""
+    """Return pairs of a package, or a module beside the packages, and a higher one that it imports, each with the
+    imports. A package is in its highest layer."""
     level = {name.split(".")[0]: i for i, names in enumerate(layers) for name in names}
     arrows = defaultdict[str, list[str]](list)
     for module in modules_by_name.values():
@@ -251,7 +253,7 @@ def _inside(module: Module, line: int) -> bool:
 
 
 def circles(modules_by_name: Mapping[str, Module], doors: Mapping[tuple[str, str], str]) -> list[str]:
-    """Return groups of modules that import each other; one circular path stands for each group."""
+    """Return groups of modules that import each other, each as one circular path."""
     to = {
         m.name: {n for n, _ in m.imports if n in modules_by_name and (m.name, n) not in doors}
         for m in modules_by_name.values()
@@ -360,8 +362,7 @@ def _over(
     limit: Callable[[Function], int],
     unit: str,
 ) -> list[str]:
-    """Return functions above the limit, or above the number that an allowance grants them, and allowances that are not
-    needed."""
+    """Return functions that exceed the limit or their allowance, and unnecessary allowances."""
     violations, used = [], set()
     for module in modules_by_name.values():
         for f in module.functions:
@@ -410,9 +411,9 @@ def fragments(module: Module) -> list[int]:
 
 
 def shared_names(modules_by_name: Mapping[str, Module]) -> dict[str, list[str]]:
-    """Return the modules of each name that several modules give to different things: public classes, constants and
-    aliases of types, without TypeVars. Aliases of one type under one name are one thing (`shared_aliases`)."""
-    by_name: dict[str, dict[str, str]] = defaultdict(dict)  # the module by what the name stands for
+    """Return the names that several modules give to different public classes, constants or aliases of types, each with
+    its modules. TypeVars do not count, and aliases of one type under one name count as one thing (`shared_aliases`)."""
+    by_name: dict[str, dict[str, str]] = defaultdict(dict)  # for each name, a module for each meaning
     for module in modules_by_name.values():
         for name, value in _named(module):
             if not name.startswith("_"):
@@ -433,7 +434,7 @@ def _named(module: Module) -> Iterator[tuple[str, str]]:
 
 
 def _assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
-    """Yield (name, value) of an assignment, unless it makes a TypeVar or ParamSpec."""
+    """Yield (name, value) of an assignment, unless it creates a TypeVar or ParamSpec."""
     if isinstance(node, ast.Assign):
         targets, value = node.targets, node.value
     elif isinstance(node, ast.AnnAssign):
@@ -449,14 +450,14 @@ def _assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
 
 
 def _is_type_alias(name: str, value: ast.expr | None) -> TypeGuard[ast.expr]:
-    """Return whether an assignment makes a second name of a type: `Tensor = torch.Tensor`, `Row = tuple[int, ...]`."""
+    """Return whether an assignment gives a type a second name: `Tensor = torch.Tensor`, `Row = tuple[int, ...]`."""
     camel = name[:1].isupper() and not name.isupper()
     is_type = isinstance(value, ast.Name | ast.Attribute | ast.Subscript | ast.BinOp)
     return camel and is_type and ast.unparse(value) != "Any"  # type: ignore[arg-type]
 
 
 def shared_aliases(modules_by_name: Mapping[str, Module]) -> dict[str, list[str]]:
-    """Return, by class, the modules that have an alias of it, such as of `torch.Tensor`, where there are several."""
+    """Return each class for which several modules have an alias, such as `torch.Tensor`, with these modules."""
     by_type: dict[str, list[str]] = defaultdict(list)
     for module in modules_by_name.values():
         for name, value in (pair for node in module.tree.body for pair in _assigned(node)):
@@ -494,8 +495,8 @@ def without_meaning(modules_by_name: Mapping[str, Module]) -> list[str]:
 
 
 def broken_tables(module: Module) -> list[int]:
-    """Return the lines of docstrings that have a row of a table wrapped as prose: a line left of the table's column
-    of text, between lines that are in it."""
+    """Return the lines of docstrings where a row of a table is wrapped as prose: a line left of the table's column of
+    text, between lines in that column."""
     lines = []
     for node in ast.walk(module.tree):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
@@ -506,7 +507,7 @@ def broken_tables(module: Module) -> list[int]:
 
 
 def _broken_rows(rows: Sequence[str]) -> Iterator[int]:
-    column = 0  # where the text of the table's rows begins; 0 outside of tables
+    column = 0  # the column where the text of the table's rows begins; 0 outside tables
     for i, row in enumerate(rows):
         indent = len(row) - len(row.lstrip())
         label = re.match(r" *\S.*? {2,}(?=\S)", row)
@@ -522,7 +523,7 @@ def _broken_rows(rows: Sequence[str]) -> Iterator[int]:
 
 
 def code_lines(text: str) -> int:
-    """Return the number of lines that have code: no blank lines, no comments and no docstrings."""
+    """Return the number of lines of code, without blank lines, comments and docstrings."""
     lines = set[int]()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NO_CODE:
@@ -534,16 +535,16 @@ def code_lines(text: str) -> int:
 
 
 def code_lines_by_directory(root: Path = ROOT) -> dict[str, int]:
-    """Return the number of lines of code below each directory of CODE_LINES."""
+    """Return the number of lines of code in each directory of CODE_LINES."""
     return {
         directory: sum(code_lines(path.read_text(encoding="utf-8")) for path in (root / directory).rglob("*.py"))
         for directory in CODE_LINES
     }
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------------
+# -- the whole report --------------------------------------------------------------------------------------------------
 def broken(modules_by_name: Mapping[str, Module]) -> tuple[list[str], list[str]]:
-    """Return the numbers, and the limits that are broken."""
+    """Return the numbers, and the limits that the source exceeds."""
     violations = upward(modules_by_name, LAYERS, DOORS) + circles(modules_by_name, DOORS)
     violations += (
         decisions_by_capability(modules_by_name)

@@ -1,5 +1,5 @@
-"""bench/measure/batch_invariance.py: all methods compute the same layer on emulated ranks, which replace only the
-clock."""
+"""bench/measure/batch_invariance.py: on emulated ranks, where only the clock is replaced, all methods compute the same
+layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench/measure/models.py and bench/measure/models_training.py: both sides compute the same on emulated ranks."""
+"""bench/measure/models.py and bench/measure/models_training.py: both sides give the same results on emulated ranks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ HALF, FLOAT16 = 4e-3, torch.float16
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
-def test_libraries_give_what_the_decoder_gives(kind: str) -> None:
-    """No forward pass has used the model before, so it has no table of rotary positions yet."""
+def test_libraries_and_the_decoder_give_the_same(kind: str) -> None:
+    """The model has not run a forward pass, so it has no table of rotary positions yet."""
     config, lengths, ids = MIXTURES[kind], (7, 4), torch.arange(11) * 5 % 96
 
     def rank(world: weft.World) -> float:
@@ -52,8 +52,8 @@ def test_libraries_give_what_the_decoder_gives(kind: str) -> None:
 
 
 def alone(world: weft.World, fn: Callable[[], torch.Tensor]) -> None:
-    """Run a pass without communication: rank 0 makes one pass more than the other ranks, which therefore cannot answer,
-    with the same values."""
+    """Run a pass without communication, with the same values: rank 0 makes one pass more than the other ranks, which
+    therefore cannot answer."""
     result = fn().clone()
     if world.rank == 0:
         assert torch.equal(fn(), result)
@@ -69,8 +69,8 @@ def test_a_dense_pass_without_communication_is_of_this_ranks_parts() -> None:
         layout = model.layout(Batch.prefill((7, 4)), cache, "plain")
         with torch.no_grad():
             whole = model.hidden(ids, layout).clone()
-            alone(world, lambda: model.hidden(ids, layout, bench.alone))
-            return [distance(model.hidden(ids, layout, bench.alone), whole)]
+            alone(world, lambda: model.hidden(ids, layout, collectives.norm_alone))
+            return [distance(model.hidden(ids, layout, collectives.norm_alone), whole)]
 
     one, two = emulate(rank, 1), emulate(rank, 2)
     assert one == [[0.0]] and min(min(two)) > 0.01
@@ -99,7 +99,7 @@ METHODS = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_model_is_measured_by_every_method(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One whole measurement runs, except for the clock."""
+    """One whole measurement runs, with only the clock replaced."""
     config, _ = bench.MODELS[name]
     small = {key: value for key, value in TINY.items() if key not in ("vocab_size", "num_hidden_layers")}
     monkeypatch.setitem(bench.MODELS, name, (config | small | dict(vocab_size=96), (8, 8)))
@@ -131,7 +131,7 @@ def small_layer(name: str) -> training.Sizes:
 
 
 def marks(leaf: torch.Tensor) -> dict[str, bool]:
-    """Return an object that identifies the node that adds to the leaf's gradient, and that lives as long as a graph
+    """Return the object that identifies the node that adds to the leaf's gradient. The object lives as long as a graph
     refers to the node."""
     with torch.enable_grad():
         return leaf.expand_as(leaf).grad_fn.next_functions[0][0].metadata
@@ -139,9 +139,9 @@ def marks(leaf: torch.Tensor) -> dict[str, bool]:
 
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in training.LAYERS), ("Mixtral training", 4)])
 def test_a_step_of_libraries_is_a_step_of_weft(name: str, ranks: int) -> None:
-    """The results are equal, and so are a training step's gradients of x and of every weight. For the router the two
-    sides sum different addends on a rank: the sums over ranks are compared. The leaves of a step's graph belong to that
-    step alone."""
+    """The results are equal, and so are a training step's gradients of x and of every weight. On a rank, the two sides
+    add different terms of the router's gradient, so the test compares sums over ranks. No other step uses the leaves of
+    a step's graph."""
     sizes = small_layer(name)
 
     def rank(world: weft.World) -> list[float]:
@@ -188,7 +188,7 @@ def heads_in_float64(layer_sizes: training.Sizes, qkv: torch.Tensor, ranks: int)
 def experts_in_float64(
     x: torch.Tensor, routing: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """Return the contribution of one rank's columns of its experts to the result. routing is [M, experts of the
+    """Return the part of the result that one rank's columns of its experts compute. routing is [M, experts of the
     rank]."""
     inner, total = w2.shape[2], torch.zeros_like(x)
     for e in range(len(w2)):
@@ -207,7 +207,7 @@ def test_experts_over_two_groups_train_as_the_whole_layer() -> None:
     )
 
     def whole(world: weft.World, step: training.Step) -> list[torch.Tensor]:
-        """Return this rank's part of everything."""
+        """Return this rank's part of every tensor."""
         layer, me = step.layers[0], world.rank
         assert (layer.mlp.split.experts, layer.mlp.split.columns) == (layer_sizes.experts // 2, layer_sizes.inner // 2)
         rank_tensors = [t.detach().clone() for t in (step.x, step.dy, *step.layers.parameters())]
@@ -221,7 +221,7 @@ def test_experts_over_two_groups_train_as_the_whole_layer() -> None:
         x = x + sum(heads_in_float64(layer_sizes, y @ qkv.t(), ranks) @ out.t() for qkv, out in parts)
         y = F.rms_norm(x, x.shape[1:])
         top = (
-            torch.cat(  # every rank's own copy of the router, for its own tokens
+            torch.cat(  # every rank has its own copy of the router, for its tokens
                 [t @ router.t() for t, router in zip(y.chunk(ranks), named["mlp.router"], strict=True)]
             )
             .softmax(1)
@@ -243,7 +243,7 @@ def test_experts_over_two_groups_train_as_the_whole_layer() -> None:
             actual = [t.clone() for t in step(side_collectives)]
             world.synchronize()
             for name, a, b in zip(names, actual, expected, strict=True):
-                if "router" in name:  # the libraries' is of all tokens, through the rank's own experts and columns
+                if "router" in name:  # the libraries' gradient covers all tokens
                     a, b = (sum(world.exchange(t.double())) for t in (a, b))
                 errors[f"{side}: {name}"] = distance(a, b)
         return errors
@@ -252,7 +252,7 @@ def test_experts_over_two_groups_train_as_the_whole_layer() -> None:
         assert max(errors.values()) < 3e-2, errors
 
 
-def test_the_table_names_what_auto_takes_and_what_was_faster() -> None:
+def test_the_table_names_the_plan_of_auto_and_faster_ones() -> None:
     us = {
         "dense": {"libraries": 30.0, "woven": 20.0, "sequence": 15.0, "auto": 20.0, tables.ALONE: 10.0},
         "step": dict(libraries=30.0, auto=20.0),
@@ -280,7 +280,7 @@ def stored() -> dict[tuple[int, str], dict[str, float]]:
 
 
 @pytest.mark.parametrize("key", stored(), ids=str)
-def test_what_is_predicted_fastest_was_at_most_3_percent_slower(key: tuple[int, str]) -> None:
+def test_the_plan_predicted_fastest_was_at_most_3_percent_slower(key: tuple[int, str]) -> None:
     (world, name), us = key, stored()[key]
     config, lengths = bench.MODELS[name]
     heads = (config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))

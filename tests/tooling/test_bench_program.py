@@ -26,7 +26,7 @@ def test_a_word_that_is_no_choice_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "'b'" in capsys.readouterr().err
 
 
-def test_rank_0_writes_rows_that_say_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_writes_rows_that_describe_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_COMMIT", "abc")
 
     def main(world: weft.World) -> int:
@@ -54,7 +54,7 @@ def test_gains_are_over_the_base() -> None:
 
 
 def test_the_worst_error_is_of_all_ranks_and_calls(capsys: pytest.CaptureFixture[str]) -> None:
-    """A rank that raises makes it infinite everywhere, and rank 0 prints the reason."""
+    """A rank that raises an error makes the result infinite everywhere, and rank 0 prints the reason."""
 
     def main(world: weft.World) -> list[float]:
         results = iter([1.0e-3, 2.0e-3])

@@ -60,7 +60,7 @@ def weft(*arguments: str) -> Result:
 
 @pytest.fixture
 def kernel(tmp_path: Path):
-    """Write the kernel with one piece of it replaced, and return its path."""
+    """Write the kernel with a part of its text replaced, and return its path."""
 
     def write(old: str = "", new: str = "") -> Path:
         assert old in KERNEL
@@ -72,7 +72,7 @@ def kernel(tmp_path: Path):
 
 
 @no_gpu
-def test_doctor_says_which_backend_and_why() -> None:
+def test_doctor_names_the_backend_and_the_reason() -> None:
     result = weft("doctor")
     assert result.exit_code == 0
     assert "emulated" in result.output and torch.__version__ in result.output and "CPU" in result.output
@@ -99,12 +99,12 @@ def test_doctor_reads_links_and_peer_access(
 
 
 @no_gpu
-def test_bench_says_that_it_needs_gpus() -> None:
+def test_bench_reports_that_it_needs_gpus() -> None:
     result = weft("bench")
     assert result.exit_code == 1 and "needs at least 2 GPUs" in result.output
 
 
-def test_report_outside_a_clone_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_outside_a_clone_fails_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = weft("bench", "--report")
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
@@ -127,7 +127,7 @@ app(sys.argv[1:])
 
 @pytest.mark.parametrize("command", some(["doctor --quick", "check nowhere.py", "trace", "demo"]))
 @no_gpu
-def test_without_greenlet_it_says_what_to_install(command: str, tmp_path: Path) -> None:
+def test_without_greenlet_it_names_the_package_to_install(command: str, tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_GREENLET, *command.split()], cwd=tmp_path, capture_output=True, text=True
     )
@@ -161,7 +161,7 @@ def test_check_passes_a_good_kernel(kernel) -> None:
     ],
     ids=["no wait", "no notify", "wrong result"],
 )
-def test_check_finds_what_is_broken(kernel, old: str, new: str, says: str) -> None:
+def test_check_finds_broken_kernels(kernel, old: str, new: str, says: str) -> None:
     path = kernel(old, new)
     result = weft("check", path, "--seeds", 20, "--world", 3)
     assert result.exit_code == 1, result.output
@@ -175,7 +175,7 @@ def test_check_finds_what_is_broken(kernel, old: str, new: str, says: str) -> No
 
 START = "    me = wl.rank_of(ch)\n"
 HELPER = "@weft.jit\ndef helper(me):\n    if me == 0:\n        v = 0\n    else:\n        v = 0.5\n    return v\n\n\n"
-REFUSED = {  # code behind START of the kernel, or before it; the line of it that is named, and what is said
+REFUSED = {  # code after START of the kernel, or before it; the line that the error names, and its message
     "break": ("    for i in range(3):\n        if i == 1:\n            break\n", 3, "unsupported AST node type: Break"),
     "comprehension": ("    parts = [tl.load(x + i) for i in range(2)]\n", 1, "only tuple comprehensions are supported"),
     "two types": ("    if me == 0:\n        v = 0\n    else:\n        v = 0.5\n", 1, "Mismatched type for v"),
@@ -184,8 +184,8 @@ REFUSED = {  # code behind START of the kernel, or before it; the line of it tha
 
 
 @pytest.mark.parametrize("construct", REFUSED)
-def test_check_fails_on_what_triton_refuses(kernel, construct: str) -> None:
-    """Python accepts all of it, and so does the emulator."""
+def test_check_fails_on_kernels_that_triton_refuses(kernel, construct: str) -> None:
+    """Python accepts these kernels, and so does the emulator."""
     code, line, says = REFUSED[construct]
     path = kernel("@weft.jit\n", code + "@weft.jit\n") if code == HELPER else kernel(START, START + code)
     if code == HELPER:
@@ -193,12 +193,12 @@ def test_check_fails_on_what_triton_refuses(kernel, construct: str) -> None:
     line += path.read_text()[: path.read_text().index(code)].count("\n")
     result = weft("check", path, "--seeds", 1)
     assert result.exit_code == 1 and result.output.count("clean with") == 3
-    assert result.output.count("does not compile") == 1, "once, not for every world"
+    assert result.output.count("does not compile") == 1, "the fault must be reported once, not for every World"
     assert f"shift does not compile: {path}:{line}: {says}" in result.output
     assert weft("check", path, "--seeds", 1, "--world", 2, "--no-compile").exit_code == 0
 
 
-def test_check_fails_on_what_does_not_fit(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_fails_on_kernels_that_do_not_fit(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offline, "features", lambda capability: Features("", shared_kib=0))
     result = weft("check", kernel(), "--seeds", 1, "--world", 2)
     assert result.exit_code == 1 and re.search(r"a program needs \d+ bytes of shared memory, of 0", result.output)
@@ -218,14 +218,14 @@ def test_check_names_a_missing_file_and_function(kernel) -> None:
     assert result.exit_code == 1 and "defines no function other(world)" in result.output
 
 
-def test_check_says_where_a_file_fails(tmp_path: Path) -> None:
+def test_check_names_the_line_where_a_file_fails(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import weft\n\nraise ValueError('no such thing')\n")
     failed = weft("check", tmp_path / "broken.py")
     assert failed.exit_code == 1 and "broken.py:3: ValueError: no such thing" in " ".join(failed.output.split())
 
 
 def test_check_fails_without_a_kernel_run(tmp_path: Path) -> None:
-    """The cases are a file or a rank that ends the process, functions that only make a coroutine, and a file without a
+    """Cases: a file or a rank that ends the process, functions that only create a coroutine, and a file without a
     kernel."""
     for text, says in (
         ("import sys\n\nsys.exit(0)\n", "file.py:3: SystemExit: 0"),
@@ -264,7 +264,7 @@ def test_check_leaves_its_arguments_to_itself(kernel) -> None:
         sys.argv[:] = before
 
 
-def test_what_check_prints_to_repeat_can_be_pasted(tmp_path: Path) -> None:
+def test_the_command_that_check_prints_repeats_the_failure(tmp_path: Path) -> None:
     path = tmp_path / "a [red]b[green].py"
     path.write_text("def main(world):\n    raise ValueError('no [red]')\n")
     result = weft("check", path, "--world", 2)
@@ -273,7 +273,7 @@ def test_what_check_prints_to_repeat_can_be_pasted(tmp_path: Path) -> None:
     assert weft(*again).output == result.output
 
 
-def test_trace_says_what_is_wrong(kernel, tmp_path: Path) -> None:
+def test_trace_reports_errors(kernel, tmp_path: Path) -> None:
     quiet = tmp_path / "quiet.py"
     quiet.write_text("def main(world):\n    pass\n")
     for arguments, says in (
@@ -299,7 +299,7 @@ def test_trace_says_what_is_wrong(kernel, tmp_path: Path) -> None:
     ids=["race", "deadlock", "wrong result"],
 )
 def test_trace_draws_up_to_the_failure(kernel, tmp_path: Path, old: str, new: str, says: str, drawn: str) -> None:
-    """The trace contains the spans that had ended, and the spans that the failure cut short."""
+    """The trace contains the completed spans, and the spans that the failure interrupted."""
     result = weft("trace", kernel(old, new), "--world", 3, "--out", tmp_path / "t")
     assert result.exit_code == 1 and f"{says}: " in result.output, result.output
     slices = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
@@ -337,8 +337,8 @@ def test_bench_without_arguments_prints_usage() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["check", "--help"]])
-def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
-    """torch's import takes seconds."""
+def test_commands_that_need_no_torch_do_not_import_it(arguments: list[str]) -> None:
+    """Importing torch takes seconds."""
     code = "import sys; from weft.cli import app; app(standalone_mode=False); print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.splitlines()[-1] == "False", run.stdout + run.stderr
@@ -406,8 +406,8 @@ def test_demo_fails_where_the_result_is_wrong(tmp_path: Path, monkeypatch: pytes
     assert result.exit_code == 1 and result.output.count("wrong") == 3
 
 
-def test_doctor_says_what_triton_cannot_build_its_stub_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A slim container, for example, lacks a compiler."""
+def test_doctor_names_the_missing_compiler_of_tritons_stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For example, a slim container has no compiler."""
     monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)

@@ -1,4 +1,4 @@
-"""The commit-msg hook refuses subjects, and runs in a repository."""
+"""The commit-msg hook refuses wrong subjects, and runs in a repository."""
 
 from __future__ import annotations
 

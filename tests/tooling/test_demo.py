@@ -1,4 +1,4 @@
-"""The demo's picture of a call on GPUs, from events as torch.profiler records them, shows exactly the call."""
+"""The demo's picture of a call on GPUs, made from events that torch.profiler records, shows exactly the call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weft.trace import profile
 from weft.trace.picture import render
 from weft.trace.profile import recorded, spans_of
 from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
-from weft.transport.sums import sum_partials, sum_staged
+from weft.transport.sums import sum_staged
 
 Events = list[dict[str, Any]]
 ARGUMENTS = "(ncclDevKernelArgsStorage<4096ul>)"
@@ -38,14 +38,14 @@ GATHER, SCATTER = (
 )
 UP, DOWN = "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT"
 PUSH, OWN = "Memcpy PtoP (Device -> Device)", "Memcpy DtoD (Device -> Device)"
-CLOCKS = 7.9e12, 7.9e12 + 40_000.0  # microseconds: where the call starts on either rank's clock
-FIRST_WAIT = 94_000.0  # of rank 0 for rank 1
+CLOCKS = 7.9e12, 7.9e12 + 40_000.0  # in microseconds, the start of the call on each rank's clock
+FIRST_WAIT = 94_000.0  # the wait of rank 0 for rank 1
 
 
 def event(
     name: str, start: float, us: float, stream: int = 7, programs: int = 132, threads: int = 256
 ) -> dict[str, Any]:
-    """Return a kernel, a copy or a call of the runtime as torch.profiler writes it into its trace."""
+    """Return a kernel, a copy or a runtime call in the format of torch.profiler's trace."""
     if name.startswith("Memcpy"):
         return dict(ph="X", cat="gpu_memcpy", name=name, ts=start, dur=us, args=dict(stream=stream, bytes=1 << 25))
     if name.startswith("cuda"):
@@ -65,8 +65,8 @@ def before(start: float, wait: float) -> Events:
 
 
 def sequential(start: float, wait: float, late: float) -> Events:
-    """Return a call of 131 + 1395 + 98 + 702 + 163 us, 12 us after the barrier and 2 us apart; rank 1's GEMM is
-    `late`, so that its last collective waits less."""
+    """Return a call of 131 + 1395 + 98 + 702 + 163 us, which begins 12 us after the barrier, with gaps of 2 us. Rank
+    1's GEMM is `late`, so that its last collective waits less."""
     stages = ((GATHER, 131.0), (UP, 1395 + late), ("silu_mul", 98.0), (DOWN, 702.0), (SCATTER, 163 - late))
     events, begin = before(start, wait), start + 12
     for name, us in stages:
@@ -76,7 +76,7 @@ def sequential(start: float, wait: float, late: float) -> Events:
 
 
 def overlapped(start: float, wait: float, late: float) -> Events:
-    """Return two GEMMs on two streams beside a copy, then the two launches of one kernel: one sums the other's
+    """Return two GEMMs on two streams beside a copy, then the two launches of one kernel, one of which sums the other's
     tiles."""
     t0 = start + 11
     return [
@@ -89,7 +89,7 @@ def overlapped(start: float, wait: float, late: float) -> Events:
 
 
 def results(ranks: int = 2, auto: Callable[..., Events] = overlapped) -> list[dict[str, RankTimes]]:
-    """Return what the ranks of the demo return."""
+    """Return the results of the demo's ranks."""
 
     def measured(rank: int, us: float, plan: Callable[..., Events]) -> RankTimes:
         events = plan(CLOCKS[rank % 2], 3.0 if rank else FIRST_WAIT, 4.0 * (rank % 2))
@@ -100,7 +100,7 @@ def results(ranks: int = 2, auto: Callable[..., Events] = overlapped) -> list[di
 
 
 def texts(figure: Figure) -> Iterator[Text]:
-    """Return all text that is drawn; matplotlib also keeps labels of ticks beyond an axis."""
+    """Return all drawn text; matplotlib also keeps labels of ticks outside an axis."""
     ticks = [tick for axes in figure.axes for tick in axes.xaxis.get_major_ticks()]
     beyond = {tick.label1 for tick in ticks if not 0 <= tick.get_loc() <= figure.axes[0].get_xlim()[1]}
     for text in figure.findobj(Text):
@@ -118,7 +118,8 @@ def lanes_of(spans: list[Span], rank: int = 0) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(("plan", "start", "end"), [(sequential, 12, 2509), (overlapped, 11, 2237)])
 def test_a_call_starts_where_all_ranks_left_the_barrier(plan: Callable[..., Events], start: float, end: float) -> None:
-    """One rank waited 94 ms for another whose clock is 40 ms ahead; the picture shows neither."""
+    """One rank waited 94 ms for another one whose clock is 40 ms ahead; the picture shows neither the wait nor the
+    difference."""
     for rank, wait in enumerate((FIRST_WAIT, 3.0)):
         spans = spans_of(rank, plan(CLOCKS[rank], wait, 0.0))
         assert {s.rank for s in spans} == {rank}
@@ -131,7 +132,7 @@ def test_without_a_barrier_there_is_no_call() -> None:
     assert spans_of(0, []) == spans_of(0, [event(UP, 0, 10)]) == []
 
 
-def test_lanes_say_what_is_done_and_stages_have_names() -> None:
+def test_lanes_and_stages_have_names() -> None:
     (rank, _) = results()
     assert lanes_of(rank["sequential"].spans) == {
         "all-gather": ["all-gather"],
@@ -161,7 +162,7 @@ def test_later_copies_belong_to_the_reduce_scatter() -> None:
     [
         ("compute", (all_gather_gemm, copied_gemm, silu_mul, matmul, gemm_reduce, signaled_gemm)),
         ("all-gather", (gather_low_latency,)),
-        ("reduce", (scatter_low_latency, sum_staged, sum_partials, wait_group, wait_word)),
+        ("reduce", (scatter_low_latency, sum_staged, wait_group, wait_word)),
         ("copy engine", (barrier,)),
     ],
 )
@@ -229,7 +230,8 @@ def test_texts_do_not_overlap_or_leave_the_page(ranks: int) -> None:
 
 
 def test_the_profiler_starts_before_the_ranks_meet_and_records_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU: the first call is not recorded, and each call follows a host barrier, a sleep and a device barrier."""
+    """This demo runs on a CPU: it does not record the first call, and each call follows a host barrier, a sleep and a
+    device barrier."""
     steps: list[str] = []
     calls = iter((torch.sin, torch.cos))
 
@@ -265,7 +267,7 @@ def test_the_demo_on_gpus_writes_its_picture_if_anything_was_recorded(
 
 
 def test_the_emulated_layer_ends_earlier_with_weft(tmp_path: Path) -> None:
-    """In the sequential plan every stage takes its time alone; weft's collectives run beside its GEMMs."""
+    """In the sequential plan, the stages run one after another; weft's collectives run beside its GEMMs."""
     drawn: dict[str, list[Span]] = {}
 
     def draw(panels: dict[str, list[Span]], path: Path, **_: object) -> None:
@@ -287,5 +289,5 @@ def test_the_emulated_layer_ends_earlier_with_weft(tmp_path: Path) -> None:
     assert len(lanes_of(after)["SMs"]) == 2 * demo.EMULATED_RANKS + 2
     busy = sum(s.end - s.start for s in after if s.track == "SMs")
     end = max(s.end for s in after)
-    assert busy < end < 1.05 * busy < max(s.end for s in before), "the SMs hardly wait"
+    assert busy < end < 1.05 * busy < max(s.end for s in before), "the SMs must hardly wait"
     assert f"{1 - end / max(s.end for s in before):.0%} earlier" in notes[1]

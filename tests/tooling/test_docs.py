@@ -23,10 +23,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
 @pytest.mark.parametrize(("page", "function"), [("README.md", "mlp"), ("docs/moe.md", "layer")])
-def test_the_first_code_of_a_page_runs_as_it_stands(
-    page: str, function: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The code runs in the emulator with the sizes on the page; sizes for GPUs fit its arguments."""
+def test_the_first_code_of_a_page_runs_unchanged(page: str, function: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The code runs in the emulator with the page's sizes; its function accepts the sizes for GPUs."""
     (code, *_) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     names: dict[str, Any] = {}
     exec(code, names)
@@ -35,7 +33,7 @@ def test_the_first_code_of_a_page_runs_as_it_stands(
     inspect.signature(names[function]).bind(None, *sizes.split(", "))
 
 
-def test_the_tutorial_runs_and_shows_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tutorial_runs_and_prints_its_output(capsys: pytest.CaptureFixture[str]) -> None:
     """The page's code runs in order, in one program."""
     names: dict[str, Any] = {"__name__": "layer"}
     for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/tutorial.md").read_text(), re.S):
@@ -49,10 +47,10 @@ def test_the_tutorial_runs_and_shows_what_it_says(capsys: pytest.CaptureFixture[
     assert plans[-1].startswith(
         "ranks disagree on this call: rank 0: all_gather_matmul rows=(16, 16, 16, 16); rank 1: "
     )
-    assert "y" not in names  # what GPUs alone run
+    assert "y" not in names  # only GPUs run this part
 
 
-def test_the_code_with_experts_of_ones_own_runs() -> None:
+def test_the_code_with_ones_own_experts_runs() -> None:
     code = re.search(r"## Experts of your own\n.*?```python\n(.*?)```", (ROOT / "docs" / "moe.md").read_text(), re.S)
     assert code
     source = code[1].replace("world = weft.init()", "")
@@ -72,14 +70,14 @@ PRINTING = [(page.name, *example) for page in PAGES for example in re.findall(r"
 
 
 @pytest.mark.parametrize("code, shown", [row[1:] for row in PRINTING], ids=[row[0] for row in PRINTING])
-def test_an_example_prints_what_its_page_shows(code: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It runs on emulated ranks."""
+def test_an_example_prints_the_output_on_its_page(code: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example runs on emulated ranks."""
     exec(code, {"__name__": "example"})
     assert capsys.readouterr().out == shown
 
 
 def ops() -> dict[str, Any]:
-    """Return the functions that take tensors and a World."""
+    """Return the functions that accept tensors and a World."""
     functions = {name: getattr(weft, name) for name in weft.__all__ if inspect.isfunction(getattr(weft, name))}
     of_moe = {f"moe.{name}": getattr(weft.moe, name) for name in ("moe", "dispatch", "combine")}
     on_worlds = {name: f for name, f in functions.items() if "world" in inspect.getfullargspec(f).kwonlyargs}
@@ -87,7 +85,7 @@ def ops() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ops())
-def test_the_example_of_an_ops_docstring_prints_what_it_shows(name: str) -> None:
+def test_the_example_of_an_ops_docstring_prints_the_shown_output(name: str) -> None:
     (example,) = doctest.DocTestFinder(recurse=False).find(ops()[name], name, globs={"torch": torch, "weft": weft})
     assert example.examples and example.examples[-1].want
     assert not doctest.DocTestRunner().run(example).failed
@@ -99,7 +97,7 @@ def test_the_example_over_gloo_runs_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     run = subprocess.run([*torchrun, str(tmp_path / "example.py")], capture_output=True, text=True, timeout=300)
-    assert run.stdout.count("16.0") == 2, run.stdout + run.stderr  # of two processes, whose lines may mix
+    assert run.stdout.count("16.0") == 2, run.stdout + run.stderr  # the lines of the two processes may mix
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -116,7 +114,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert anchor in anchors, f"{page.name} links to {target}"
 
 
-def test_the_contributors_page_names_commands_that_there_are() -> None:
+def test_the_contributors_page_names_existing_commands() -> None:
     text, makefile = (ROOT / "CONTRIBUTING.md").read_text(), (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"`make (\w+)`", text))
     assert {"lint", "test", "gates", "wheel", "pages", "docs", "gpu"} <= targets
@@ -148,7 +146,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_readmes_first_screen_has_a_picture_code_and_one_line_that_installs() -> None:
-    """A table of what to write and a table of figures follow."""
+    """A table of ways to use weft, and a table of figures, follow the first screen."""
     text = (ROOT / "README.md").read_text()
     screen, *parts = re.split(r"^## ", text, flags=re.M)
     assert "overlap and fusion" in screen.split("\n\n")[1] and screen.index("![") < screen.index("```python")

@@ -32,16 +32,16 @@ APART = {
     "lightning_tp",
     "two_nodes",
     "vllm_serve",
-}  # no example; under other libraries: tests/integrations/test_hf*.py, test_parallel.py and engines, tests/emulated/test_nodes.py
+}  # not examples of weft alone: tests/integrations and tests/emulated/test_nodes.py run them
 NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - APART)
 
 
 def emulate(path: Path, ranks: int, seed: int) -> None:
-    """Run as `weft check` does."""
+    """Run the file like `weft check`."""
     weft.spmd(check.load(str(path)), ranks, backend="emulated", seed=seed)
 
 
-# -- right -------------------------------------------------------------------------------------------------------------
+# -- correct examples --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", some(range(6)))
@@ -53,13 +53,13 @@ def test_example(name: str, ranks: int, seed: int) -> None:
 
 @pytest.mark.parametrize("name", some(NAMES, 3))
 def test_example_on_other_numbers_of_ranks(name: str) -> None:
-    for ranks, seed in ((1, 0), (3, 1), (3, 2), (5, 3))[: 3 if name == "tp_mlp" else 4]:  # 5 does not divide its sizes
+    for ranks, seed in ((1, 0), (3, 1), (3, 2), (5, 3))[: 3 if name == "tp_mlp" else 4]:  # not divisible by 5
         emulate(EXAMPLES / f"{name}.py", ranks, seed)
 
 
-# Each example's own output is what test_example runs; what it says without arguments is one function of all.
+# test_example tests the examples' output; one function prints the usage of all examples that run without arguments.
 @covered("(?!all_gather_rowwise).*", covering="[all_gather_rowwise]")
-@pytest.mark.parametrize("name", some([name for name in NAMES if name != "own_op"], 3))  # a definition, and no script
+@pytest.mark.parametrize("name", some([name for name in NAMES if name != "own_op"], 3))  # own_op is no script
 def test_an_example_prints_its_result_or_its_usage(name: str) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {key: value for key, value in os.environ.items() if key != "RANK"}
@@ -77,7 +77,7 @@ def test_the_first_example_is_short() -> None:
     assert len(FIRST.read_text().splitlines()) < 60
 
 
-# -- wrong -------------------------------------------------------------------------------------------------------------
+# -- planted bugs ------------------------------------------------------------------------------------------------------
 
 WAIT = "        wl.consumer_tile_wait(ch, tile)\n"
 PLACE = "gathered.peers[peer][n % 2, row : row + CHUNK], shard[lo : lo + CHUNK]"
@@ -86,7 +86,7 @@ NOTIFY = "                wl.rank_notify(world, ch, row // CHUNK, peer, call, on
 JOIN = "        world.wait_event(stream, world.record(copies))\n"
 FORK = "        world.wait_event(copies, world.record(stream))\n"
 STORE = "        tl.store(out + offsets"
-BUGS: dict[str, tuple[str, str, Any, str]] = {  # what it replaces, by what, and what is said of it
+BUGS: dict[str, tuple[str, str, Any, str]] = {  # the replaced text, its replacement, the error and its message
     "no wait": (WAIT, "", Race, r"race on gathered\["),
     "signal before copy": (COPY + NOTIFY, NOTIFY + COPY, Race, r"race on gathered\["),
     "one half only": ("n % 2", "0", Race, r"race on gathered\["),
@@ -121,8 +121,8 @@ def test_planted_bug_is_found(bug: str, seed: int, planted: Callable[[str], Path
 
 
 def test_call_that_is_not_ended_is_found(tmp_path: Path) -> None:
-    """Later waits pass too early. That is a race or, if the copies come first nevertheless, a report of calls that were
-    not counted; where the host compares before the late copy, it sees an old row."""
+    """Later waits end too early. The emulator reports a race or, if the copies still come first, calls that were not
+    counted; if the host compares before the late copy, it reads an old row."""
     path = tmp_path / "not_ended.py"
     path.write_text(FIRST.read_text().replace("    wl.end_call(ch, epoch, tl.num_programs(0))\n", ""))
     kinds = []
@@ -133,11 +133,11 @@ def test_call_that_is_not_ended_is_found(tmp_path: Path) -> None:
     assert sum(issubclass(kind, (Race, SignalError)) for kind in kinds) >= 3, kinds
 
 
-# -- compiled ----------------------------------------------------------------------------------------------------------
+# -- compiled kernels --------------------------------------------------------------------------------------------------
 
 
 def variants(path: Path, ranks: int) -> tuple[Ran, list[Variant]]:
-    """Return the launches of a run of the file."""
+    """Return the launches when the file is run."""
     result = check.search(check.load(str(path)), ranks, range(1))
     assert not result.findings
     return result.ran, list(result.ran.variants.values())
@@ -154,7 +154,7 @@ def test_kernel_compiles_and_waits_before_it_loads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_wrong_with_what_is_compiled(name: str) -> None:
+def test_the_compiled_examples_break_no_rule(name: str) -> None:
     checked, refused = check.compile_and_check(variants(EXAMPLES / f"{name}.py", 3)[0], 90)
     assert checked and refused == [] and [one.problems for one in checked] == [[]] * len(checked)
 
@@ -216,7 +216,7 @@ def test_nothing_is_wrong_with_the_kernel_on_the_page(tmp_path: Path) -> None:
     assert (one.problems, refused) == ([], [])
 
 
-def test_the_page_shows_what_is_said_of_compiled_code() -> None:
+def test_the_page_shows_the_report_on_compiled_code() -> None:
     (shown,) = (text.removeprefix("compiled ") for mark, _, text in BLOCKS if mark == "compiled")
     ran, _ = variants(FIRST, 2)
     ran.add(variants(FIRST, 3)[0])
@@ -229,15 +229,15 @@ OUTPUTS = [(mark.partition(": ")[2], text) for mark, _, text in BLOCKS if mark.s
 
 
 def shape(line: str) -> str:
-    """Return a line of a report without the parts that depend on the schedule or on line numbers in weft's source, but
-    with the line number in the example."""
+    """Return a line of a report without the parts that depend on the schedule or on line numbers in weft's source; the
+    example's line number stays."""
     line, place = line.partition(" at ")[0], re.search(r"(\S*)\.py:(\d+)", line)
     in_example = f" at line {place[2]}" if place and "weft/" not in place[1] else ""
     return re.sub(r"\d+", "#", re.sub(r"stream \w+", "stream S", line)) + in_example
 
 
 @pytest.mark.parametrize("bug, shown", OUTPUTS, ids=[bug for bug, _ in OUTPUTS])
-def test_the_page_shows_what_weft_check_says(bug: str, shown: str, planted: Callable[[str], Path]) -> None:
+def test_the_page_shows_the_report_of_weft_check(bug: str, shown: str, planted: Callable[[str], Path]) -> None:
     with pytest.raises(BUGS[bug][2]) as caught:
         emulate(planted(bug), 2, 0)
     headline, *lines = (line for line in shown.splitlines() if not line.startswith("The same again"))
@@ -260,7 +260,7 @@ def _default(value: Any) -> str:
     return repr(value.value if isinstance(value, tl.constexpr) else value)
 
 
-def test_what_examples_import_is_installed_by_weft_or_an_extra() -> None:
+def test_weft_or_an_extra_installs_the_imports_of_examples() -> None:
     project = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]
     wanted = project["dependencies"] + [
         requirement for extra in project["optional-dependencies"].values() for requirement in extra
@@ -268,4 +268,4 @@ def test_what_examples_import_is_installed_by_weft_or_an_extra() -> None:
     packages = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in wanted}
     for example in EXAMPLES.glob("*.py"):
         imported = {name.split(".")[0] for name in re.findall(r"^(?:import|from) ([\w.]+)", example.read_text(), re.M)}
-        assert imported - packages - sys.stdlib_module_names <= {"weft", "vllm"}, example.name  # which finds weft
+        assert imported - packages - sys.stdlib_module_names <= {"weft", "vllm"}, example.name  # vllm loads weft

@@ -17,7 +17,7 @@ def row(m: int, **us: float) -> dict:
 
 
 def test_todays_tiles_count_beside_the_best_library() -> None:
-    """Only the newest line of each size counts; a tile that was dropped does not count, however fast it is."""
+    """Only the newest line of each size counts; a rejected tile does not count, however fast it is."""
     weft_us = {f"row: {fp8.plan_label(plan)}": 10.0 + i for i, plan in enumerate(WIDE)}
     rest = {"row: weft 64x64 w4 s9 x3": 1.0, "row: weft auto": 8.0, "row: torch": 8.0}
     cells = fp8_page.recipe_row(
@@ -52,7 +52,7 @@ def quantized(m: int, **us: float) -> dict:
 
 
 def test_the_cost_of_quantizing_is_compared_with_one_and_two_kernels() -> None:
-    """Means are geometric; only the newest line of each size counts; a recipe that was not measured is missing."""
+    """Means are geometric. Only the newest line of each size counts, and a recipe that was not measured is left out."""
     with_row = {
         "silu_mul, row": 12.0,
         "quantize after silu_mul, row": 6.0,
@@ -71,7 +71,7 @@ def test_the_cost_of_quantizing_is_compared_with_one_and_two_kernels() -> None:
 
 
 def over_ranks(m: int, mode: str = "graph", recipe: str = "row", **us: float) -> dict:
-    """Return a row whose limit is 6 us, sequential 10 and "auto" 8, unless `us` says otherwise."""
+    """Return a row with a limit of 6 us, sequential at 10 us and "auto" at 8 us; `us` replaces these times."""
     us = {"sequential": 10.0, "weft auto": 8.0, "bf16 weft auto": 16.0} | {
         k.replace("_", " ", 1): v for k, v in us.items()
     }
@@ -107,7 +107,7 @@ def test_eager_calls_are_shown_where_torch_was_not_captured(
 
 
 def test_a_size_where_nothing_can_be_saved_has_no_share() -> None:
-    """There "auto" cannot approach the limit, however fast it is."""
+    """If the limit equals sequential's time, "auto" can save nothing, however fast it is."""
     row_at_limit = over_ranks(10, sequential=6.0) | {"recipe": "block"}
     assert fp8_page.ranks([row_at_limit]).splitlines()[-1].split(" | ")[-2:] == ["", "2.00x |"]
 

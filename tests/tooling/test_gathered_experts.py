@@ -1,4 +1,4 @@
-"""The layer by vLLM's and by quack's experts between NCCL's collectives, on emulated ranks, with torch in place of
+"""The layer whose experts are vLLM's or quack's, between NCCL's collectives, on emulated ranks, where torch replaces
 both."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODEL = Model(32, 16, 6, 3)
 
 
 def fused_experts(x: Any, w1: Any, w2: Any, weights: Any, ids: Any, *, global_num_experts: int, expert_map: Any) -> Any:
-    """A stand-in for vLLM's function: ids are those of all experts, and `expert_map` gives this rank's."""
+    """A stand-in for vLLM's function: ids number all experts, and `expert_map` maps them to this rank's."""
     assert ids.dtype == torch.int32 and expert_map.shape == (global_num_experts,) == (MODEL.experts,)
     out = torch.zeros_like(x, dtype=torch.float32)
     for token, slot in torch.nonzero(expert_map[ids.long()] >= 0).tolist():
@@ -34,7 +34,7 @@ def fused_experts(x: Any, w1: Any, w2: Any, weights: Any, ids: Any, *, global_nu
 
 
 def of_rows(rows: torch.Tensor, w: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Return a grouped GEMM whose rows beyond the last group hold arbitrary values."""
+    """Return a grouped GEMM whose rows after the last group have arbitrary values."""
     out = torch.full((len(rows), w.shape[1]), float("nan"), dtype=rows.dtype)
     for expert, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         out[begin:end] = rows[begin:end] @ w[expert].t()
@@ -82,7 +82,7 @@ def test_routes_to_other_ranks_are_behind_the_last_group() -> None:
 
 @pytest.mark.usefixtures("libraries")
 def test_a_rank_without_routes_adds_nothing() -> None:
-    """Its GEMMs write no row, and their memory holds NaN."""
+    """The GEMMs of a rank without routes write no row, and their memory contains NaN."""
 
     def main(world: weft.World) -> torch.Tensor:
         experts = quack_moe.QuackExperts(world, torch.ones(2, 32, 8), torch.ones(2, 8, 16), 1)

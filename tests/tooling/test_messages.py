@@ -1,4 +1,4 @@
-"""A caller's mistake raises an error in the caller's terms, which names the function that was called."""
+"""A caller's mistake raises an error in the caller's terms, which names the called function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDS, WEIGHTS = torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)
 W13, W2 = torch.zeros(2, 1, 2, 16, 32).bfloat16(), torch.zeros(2, 32, 16).bfloat16()
 ONES = torch.ones(32).bfloat16()
 Calls = dict[str, Callable[[weft.World], object]]
-WITHOUT: Calls = {  # by what is said of None
+WITHOUT: Calls = {  # calls with None, by the name in their error
     "all_gather_matmul: x": lambda w: weft.all_gather_matmul(None, W, world=w),
     "all_gather_matmul: weight": lambda w: weft.all_gather_matmul(X, None, world=w),
     "matmul_reduce_scatter: x": lambda w: weft.matmul_reduce_scatter(None, W, world=w),
@@ -42,7 +42,7 @@ WITHOUT: Calls = {  # by what is said of None
 
 
 def error_text(call: Callable[[weft.World], object], *errors: type[Exception]) -> str:
-    """Return the error, which both of two ranks raise."""
+    """Return the error that both of two ranks raise."""
 
     def main(world: weft.World) -> str:
         with pytest.raises(errors) as caught:
@@ -81,7 +81,7 @@ def test_a_rank_without_gradients_raises_the_functions_name() -> None:
 
 
 @pytest.mark.parametrize("x", [torch.zeros(4, 32), torch.zeros(2, 2, 32).bfloat16(), torch.zeros(4, 31).bfloat16()])
-def test_a_layer_of_experts_says_what_it_takes(x: torch.Tensor) -> None:
+def test_a_layer_of_experts_names_its_arguments(x: torch.Tensor) -> None:
     def call(world: weft.World) -> object:
         return moe.MoE(32, 16, 4, 2, world=world)(x)
 

@@ -1,5 +1,5 @@
-"""Tests of examples/own_op.py: a user's op gets all of weft's services from its definition, and the file is short and
-needs nothing private.
+"""Tests of examples/own_op.py: weft provides all services for a user's op from its definition; the file is short and
+uses no private name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILE = Path(__file__).parents[2] / "examples" / "own_op.py"
 
 
 def loaded() -> dict[str, Any]:
-    """Load the file as a module, since ranks exchange its plans by the names of their classes."""
+    """Load the file as a module, since ranks exchange its plans by their classes' names."""
     sys.path.insert(0, str(FILE.parent))
     return vars(importlib.import_module("own_op"))
 
@@ -84,8 +84,8 @@ def test_its_gradient(own_op: dict[str, Any], compiled: bool) -> None:
 
 
 def kept_norm(own_op: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
-    """Define the op again, with runs that save the norm's scale if a gradient is needed; `backwards` records what
-    each backward pass received."""
+    """Define the op again, with runs that save the norm's scale if a gradient is needed; `backwards` records the
+    arguments of each backward pass."""
 
     @dataclass(frozen=True)
     class KeptCall(own_op["GatherNormCall"]):  # type: ignore[misc]
@@ -138,8 +138,8 @@ def kept_norm(own_op: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_saved_tensors_and_the_chosen_plan_reach_the_backward_pass(own_op: dict[str, Any], compiled: bool) -> None:
-    """The backward pass receives the call and the plan that was chosen, whatever was requested; without a gradient
-    nothing is saved."""
+    """The backward pass receives the call and the chosen plan, whatever plan was requested; without a gradient, the
+    forward pass saves no tensor."""
     backwards: list[tuple[Any, ...]] = []
     op, kept_call = kept_norm(own_op, backwards)
     pushed = own_op["Pushed"]
@@ -175,7 +175,7 @@ def test_errors_and_plans_that_do_not_fit(own_op: dict[str, Any]) -> None:
         op = own_op["all_gather_rms_norm"]
         with pytest.raises(ValueError, match=r"x must be \[m, H\]"):
             op(shard(world)[0], world=world)
-        uneven = op(shard(world, rows=3), world=world, plan=own_op["Pushed"](rows=2))  # sequential, and says so
+        uneven = op(shard(world, rows=3), world=world, plan=own_op["Pushed"](rows=2))  # runs as sequential
         assert uneven.shape == (3 * world.size, 64)
         with pytest.raises(ValueError, match="fused.*is not"):
             op(shard(world), world=world, plan="fused")
@@ -190,8 +190,8 @@ def test_its_plan_travels_as_any_other(own_op: dict[str, Any]) -> None:
 
 
 def test_auto_chooses_the_fastest_plan(own_op: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slowest rank counts. A gain below MIN_SPEEDUP over sequential, or over a plan that the op names earlier,
-    does not."""
+    """The slowest rank's time counts. A gain below MIN_SPEEDUP over sequential, or over a plan that the op lists
+    earlier, does not count."""
     op, plans = own_op["GATHER_NORM"], (own_op["Pushed"](), own_op["Pushed"](rows=1))
     monkeypatch.setattr(
         "weft.planner.auto._planner_or_unusable", lambda world: pytest.fail("a planner, which has no model of it")
@@ -202,8 +202,8 @@ def test_auto_chooses_the_fastest_plan(own_op: dict[str, Any], monkeypatch: pyte
 
 
 def _four(world: weft.World, op: Any, plans: tuple[Plan, Plan], monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    first_us = {2: 90.0, 4: 200.0, 6: 200.0, 8: 50.4}  # us, by rows
-    pushed = {2: (50.0, 50.0), 4: (99.5, 99.5), 6: (50.0, 150.0), 8: (50.0, 50.0)}  # of each rank
+    first_us = {2: 90.0, 4: 200.0, 6: 200.0, 8: 50.4}  # in us, for each number of rows
+    pushed = {2: (50.0, 50.0), 4: (99.5, 99.5), 6: (50.0, 150.0), 8: (50.0, 50.0)}  # one time for each rank
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> CallTime:
         m = choice.sizes[0] // world.size
@@ -219,9 +219,9 @@ def _four(world: weft.World, op: Any, plans: tuple[Plan, Plan], monkeypatch: pyt
 
 
 def test_a_trial_of_long_calls_has_as_many_rounds(own_op: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has fewer calls: a single round would show too little of how calls differ."""
-    op, asked = own_op["GATHER_NORM"], {2: [], 4: [], 6: []}  # calls of a turn, by rows
-    call_us = {2: 1e3, 4: 15e3, 6: 1e6}  # us of a call
+    """A trial of long calls has fewer calls: a single round would show too little of how calls differ."""
+    op, asked = own_op["GATHER_NORM"], {2: [], 4: [], 6: []}  # the calls in a turn, for each number of rows
+    call_us = {2: 1e3, 4: 15e3, 6: 1e6}  # the time of a call in us
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, times: int, ahead: float) -> CallTime:
         m, ranks = choice.sizes[0] // 2, self.ranks
@@ -240,7 +240,7 @@ def test_a_trial_of_long_calls_has_as_many_rounds(own_op: dict[str, Any], monkey
 
 
 def test_a_reloaded_file_leaves_earlier_plans_registered() -> None:
-    """Ranks exchange plans by the names of their classes."""
+    """Ranks exchange plans by their classes' names."""
     mains = [weft.check.load(str(FILE)) for _ in range(2)]
     for main in mains:
         weft.spmd(main, 2, backend="emulated")
@@ -278,7 +278,7 @@ def main() -> None:
             for actual in (y, again, compiled):
                 assert (actual.float() - expected).abs().max() < 0.04, (rows, plan)
         leaf = x.detach().requires_grad_()
-        op(leaf, world=world).float().square().sum().backward()  # of a norm it does not depend on x
+        op(leaf, world=world).float().square().sum().backward()  # the sum of squares of a norm does not depend on x
         assert leaf.grad is not None and leaf.grad.abs().max() < 0.2
     world.synchronize()
     print("own op: right", flush=True)

@@ -1,4 +1,4 @@
-"""Pages made from stored results equal the output of the programs that make them, and no stored result is unused."""
+"""Each page made from stored results equals the output of its program, and every stored result is used."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ ROOT = Path(__file__).parents[2]
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 MOST_WORDS, IN_TABLES, OF_MEASUREMENTS = 27_000, 7_300, 1_500
-SLOW = ("docs/planner.md", "bench/results/predictions.md")  # predict some thousand calls
+SLOW = ("docs/planner.md", "bench/results/predictions.md")  # these predict thousands of calls
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.gate if n in SLOW else ()) for n in pages.PAGES])
-def test_a_page_is_what_its_maker_makes(name: str) -> None:
-    assert (ROOT / name).read_text() == pages.PAGES[name](), f"{name} is not of today's results: make pages"
+def test_a_page_equals_the_output_of_its_program(name: str) -> None:
+    assert (ROOT / name).read_text() == pages.PAGES[name](), f"{name} is out of date: run make pages"
 
 
-def test_the_shipped_table_is_what_its_maker_makes() -> None:
+def test_the_shipped_table_equals_the_output_of_its_program() -> None:
     text, _ = table.table_of("nvidia-h200")
-    assert text == (table.TABLES / "nvidia-h200.json").read_text(), "python -m bench.pages.table nvidia-h200"
+    assert text == (table.TABLES / "nvidia-h200.json").read_text(), "run python -m bench.pages.table nvidia-h200"
 
 
 def test_the_docs_are_short_enough() -> None:
@@ -41,8 +41,7 @@ def test_the_docs_are_short_enough() -> None:
 
 
 def words_of(text: str) -> int:
-    """Return the number of words of a page; figures in tables count, but neither the tables' rules nor the marks of
-    figures that are filled in."""
+    """Return the number of words of a page. Figures in tables count, but tables' rules and HTML comments do not."""
     return len(re.findall(r"\S*\w\S*", re.sub(r"<!--.*?-->", "", text, flags=re.S)))
 
 
@@ -52,8 +51,7 @@ def test_every_picture_is_shown_and_every_one_shown_is_there() -> None:
 
 
 def test_the_readmes_picture_is_of_stored_rows(tmp_path: Path) -> None:
-    """The part of a layer beyond its GEMMs, and the part of the collectives that is not hidden, take time, and
-    little."""
+    """In the picture, the time outside GEMMs and hidden collectives is positive but small."""
     t = layer_picture.times(report.load(ROOT / "bench/results" / layer_picture.MACHINE))
     assert t.weft < t.sequential and max(t.gather, t.scatter) < t.gate_up
     assert all(0 < t.rest(whole) < 0.15 * whole for whole in (t.sequential, t.weft))
@@ -64,14 +62,14 @@ def test_the_readmes_picture_is_of_stored_rows(tmp_path: Path) -> None:
     assert f"Mean of all sizes: {mean_of('parallel_mlp', MACHINES[-1])}" in text
 
 
-OPS = {  # the titles of lines of more and of up to 512 tokens, and the files of their rows
+OPS = {  # titles of the lines for many tokens and for up to 512, and the files of their rows
     "all-gather + GEMM": "all_gather_matmul",
     "GEMM + reduce-scatter": "matmul_reduce_scatter",
     "GEMM + all-reduce": "matmul_all_reduce",
     "all-reduce + residual + norm": "all_reduce_rms_norm",
     "whole MLP, forward": "parallel_mlp",
 }
-LAYERS: dict[str, tuple[str, str, str, Callable[[dict], bool]]] = {  # file, baseline, method, and which rows count
+LAYERS: dict[str, tuple[str, str, str, Callable[[dict], bool]]] = {  # file, baseline, method, and a filter of rows
     "decoder, forward: prefill": ("decoder", "sequential", "auto", lambda r: "-prefill-" in r["name"]),
     "decoder, forward: decode": ("decoder", "sequential", "auto", lambda r: "-decode-" in r["name"]),
     "all-gather + GEMM, with quack": ("quack/all_gather_matmul", "sequential", "auto", lambda r: True),
@@ -80,8 +78,8 @@ LAYERS: dict[str, tuple[str, str, str, Callable[[dict], bool]]] = {  # file, bas
     "Llama-70B": ("hf", "transformers", "weft", lambda r: "us" in r),
     "Qwen3-30B": ("hf_moe", "transformers", "weft", lambda r: "Qwen3-30B" in r["name"]),
 }
-DATED = {title for title in LAYERS if title.startswith("decoder")} | set(OPS)  # of these a size's last run counts alone
-MACHINES = ("nvidia-h200-x2", "nvidia-h200-x4")  # as the README's columns are
+DATED = {title for title in LAYERS if title.startswith("decoder")} | set(OPS)  # only the last run of a size counts
+MACHINES = ("nvidia-h200-x2", "nvidia-h200-x4")  # the README's columns
 
 
 def stored_rows(machine: str, file: str) -> list[dict]:
@@ -90,8 +88,8 @@ def stored_rows(machine: str, file: str) -> list[dict]:
 
 
 def ratios_of(machine: str, title: str, mode: str, library: str = "") -> dict[str, float]:
-    """Return, by size, the speedup of weft, or of the library, over the baseline, computed from the stored rows by
-    other code than the page's maker."""
+    """Return the speedup of weft, or of the library, over the baseline for each size. The test computes the speedup
+    from the stored rows with code of its own."""
     op = title.partition(", ≤512 tokens")[0]
     file, base, method, counts = LAYERS.get(title) or (
         OPS[op],
@@ -115,7 +113,7 @@ def ratios_of(machine: str, title: str, mode: str, library: str = "") -> dict[st
 
 
 def mean_of(file: str, machine: str) -> str:
-    """Return the geometric mean of an op's ratios at all sizes, in CUDA graphs."""
+    """Return the geometric mean of an op's speedups at all sizes, in CUDA graphs."""
     (title,) = (title for title, name in OPS.items() if name == file)
     ratios = [r for size in ("", ", ≤512 tokens") for r in ratios_of(machine, title + size, "graph").values()]
     return f"{statistics.geometric_mean(ratios):.2f}x"
@@ -127,9 +125,9 @@ def lines_of_the_readme(heading: str) -> list[list[str]]:
 
 
 def test_the_readmes_means_are_those_of_the_stored_rows() -> None:
-    """The README has weft's mean, the best other library's, and the lowest ratio of all sizes in both modes."""
+    """The README has weft's mean, the best other library's mean, and the lowest ratio over all sizes and both modes."""
     table = lines_of_the_readme("How fast it is")
-    assert len(table) == len(LAYERS) - 2 + 2 * len(OPS)  # Transformers' are in the other table
+    assert len(table) == len(LAYERS) - 2 + 2 * len(OPS)  # Transformers' lines are in the other table
     for name, *cells, lowest in table:
         title = name.partition(" (over ")[0]
         for machine, mean, best in zip(MACHINES, cells[::2], cells[1::2], strict=True):
@@ -152,11 +150,11 @@ def test_the_readmes_doors_have_the_gains_of_the_stored_rows() -> None:
         ratios = {(r["model"], r["mix"]): r["ratio"] for r in stored_rows(machine, "vllm_serving")}
         (model,) = {model for model, _ in ratios}
         assert cell == f"{model} **{min(ratios.values()):.2f}x to {max(ratios.values()):.2f}x**"
-    assert rest == [["–", "–"]] * 2  # own kernels and the check have no gain that was measured
+    assert rest == [["–", "–"]] * 2  # no gain was measured for the user's kernels and `weft check`
 
 
 def test_each_mean_names_the_commits_of_its_rows() -> None:
-    """A chapter's commits and dates are those of stored rows, and every mean has a commit."""
+    """Each chapter names the commits and dates of stored rows, and every mean has a commit."""
     chapters = re.split(r"^## (nvidia-\S+)$", (ROOT / "docs/measurements.md").read_text(), flags=re.M)[1:]
     for machine, chapter in zip(chapters[::2], chapters[1::2], strict=True):
         chapter = chapter.partition("\n## ")[0]
@@ -174,8 +172,8 @@ def test_each_mean_names_the_commits_of_its_rows() -> None:
 
 
 def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
-    """These figures are the times of experts on one GPU against vLLM's and quack's, the gain for a prompt, in total and
-    by overlap, and vLLM's lowest repeat."""
+    """The README's other figures are the times of experts on one GPU compared with vLLM's and quack's, the gain for a
+    prompt, in total and by overlap, and vLLM's lowest repeat."""
     text = (ROOT / "README.md").read_text()
     one = {(r["name"], r["method"]): r["us"] for r in stored_rows("nvidia-h100-x1", "moe_one_gpu") if r["zipf"] == 0}
     names = {name for name, method in one if method == "weft"}
@@ -191,7 +189,7 @@ def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
 
 
 def test_the_ranges_on_two_gpus_are_those_that_an_engine_stored() -> None:
-    """docs/vllm.md gives the sizes that the twin serves, and the speed of whole layers in two parts."""
+    """docs/vllm.md states the sizes that the twin serves, and the speed of whole layers in two parts."""
     text = " ".join((ROOT / "docs/vllm.md").read_text().split())
     ranges = json.loads((ROOT / "bench/results/nvidia-h100-x2/vllm_ranges.json").read_text())["ranges"]
     ((low, high),) = [(low, high) for low, high, form, _ in ranges if form is None and high <= 512]
@@ -203,7 +201,7 @@ def test_the_ranges_on_two_gpus_are_those_that_an_engine_stored() -> None:
 
 
 def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
-    """The models are Transformers', woven and unwoven."""
+    """The speedups are those of Transformers' models, woven and not."""
     errors: dict[str, dict[str, float]] = {}
     for r in stored_rows("nvidia-h100-x2", "hf_errors"):
         errors.setdefault(r["method"], {})[r["name"]] = r["error"]
@@ -215,7 +213,7 @@ def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
 
 
 def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
-    """These means are of experts on one GPU by number of tokens, FlashMoE's single launch, and quack's GEMM."""
+    """The means are for experts on one GPU by number of tokens, FlashMoE's single launch, and quack's GEMM."""
     moe, papers, guide = ((ROOT / f"docs/{name}.md").read_text() for name in ("moe", "papers", "guide"))
     for machine in ("nvidia-h100-x1", "nvidia-h200-x1"):
         rows = [r for r in stored_rows(machine, "moe_one_gpu") if r["zipf"] == 0]
@@ -241,7 +239,7 @@ def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
 
 
 def test_every_stored_experiment_is_read() -> None:
-    """The predictor's fit and the test of the tiles' rule read all logs of single experiments that are kept."""
+    """Fitting the predictor and testing the rule for tiles use all stored logs of single experiments."""
     readers = "".join((ROOT / name).read_text() for name in ("bench/common/stored.py", "tests/planner/test_tiles.py"))
     kept = list((ROOT / "bench/results").glob("*/experiments/*"))
     assert kept and [path.name for path in kept if path.name not in readers] == []
@@ -256,7 +254,7 @@ def test_times_stand_in_what_is_made_of_results_alone(name: str) -> None:
 
 
 def test_the_reference_has_every_public_module() -> None:
-    """A module has the names of its `__all__`, or else those without a leading underscore."""
+    """A module's names are those in `__all__`, by default all without a leading underscore."""
     named = set(re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.M))
     modules = {f"weft.{name}" for name in weft.__all__ if isinstance(getattr(weft, name), ModuleType)}
     assert {"weft", *modules} <= named, "docs/api.md lacks a line `::: weft.NAME`"
@@ -264,12 +262,12 @@ def test_the_reference_has_every_public_module() -> None:
         assert importlib.import_module(name).__doc__
 
 
-def test_the_reference_says_in_a_clone_what_every_name_is() -> None:
+def test_the_reference_describes_every_name_in_a_clone() -> None:
     """The site's directives do not count as text."""
     text = (ROOT / "docs/api.md").read_text()
     for name in weft.__all__:
         if not isinstance(getattr(weft, name), ModuleType):
-            assert re.search(rf"^\| `{name}` \| \S.*\w.* \|$", text, re.M), f"{name}: make pages"
+            assert re.search(rf"^\| `{name}` \| \S.*\w.* \|$", text, re.M), f"{name} is out of date: run make pages"
     assert all(f"`{name}`" in text for name in weft.moe.__all__)
 
 

@@ -1,4 +1,4 @@
-"""An MoE layer by quack's grouped GEMMs, in the emulator, with torch in place of the GEMMs."""
+"""An MoE layer with quack's grouped GEMMs, in the emulator, where torch computes the GEMMs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def quack(monkeypatch: Any) -> None:
 
 @pytest.mark.usefixtures("quack")
 def test_the_layer_is_that_of_its_formula() -> None:
-    """Tables, the order of the weights' rows, and the sums are right in call after call."""
+    """In successive calls, the tables, the order of the weights' rows, and the sums are right."""
     results = []
 
     def main(world: weft.World) -> None:
@@ -91,12 +91,12 @@ def test_the_fastest_form_that_runs() -> None:
 
 
 def test_forms_are_tried_in_processes_that_end() -> None:
-    """None is right without a GPU, and none outlasts its time."""
+    """Without a GPU no form gives a right result, and no trial exceeds its time."""
     assert usable(0.3, FORMS[:2]) == []
 
 
 def test_each_form_is_tried_once(monkeypatch: Any, tmp_path: Any) -> None:
-    """A form that no process had time to try is tried the next time."""
+    """A form that no process had time to try is tried next time."""
     monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path))
     asked: list[list[object]] = []
 
@@ -111,7 +111,7 @@ def test_each_form_is_tried_once(monkeypatch: Any, tmp_path: Any) -> None:
 
 
 def test_quacks_signatures_have_these_arguments() -> None:
-    """Where quack is installed, its own signatures have these names."""
+    """If quack is installed, its own signatures must have these names."""
     interface, plain = pytest.importorskip("quack.gemm_interface"), pytest.importorskip("quack.gemm")
     assert inspect.signature(gemm_gated).parameters.keys() <= inspect.signature(interface.gemm_gated).parameters.keys()
     assert {"pingpong", "cu_seqlens_m"} <= inspect.signature(plain.gemm).parameters.keys()

@@ -37,7 +37,7 @@ def test_gemms_alone() -> None:
 
 
 def test_auto_is_never_slower_than_without_quack() -> None:
-    """The newest stored row of each shape counts, within the one percent by which times of equal plans differ."""
+    """The newest stored row of each shape counts, to within one percent, by which times of equal plans differ."""
     newest: dict[tuple[str, str], dict[str, float]] = {}
     for path in RESULTS.glob("*/quack/all_gather_matmul.jsonl"):
         for r in map(json.loads, path.read_text().splitlines()):

@@ -1,4 +1,4 @@
-"""The pages of measurements: the rows that count, the methods that a ratio compares, and the README, in which only the
+"""The pages of measurements: the rows that count, the methods that a ratio compares, and the README, where only the
 text between the marks changes.
 """
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.pages import report, signaled_page
+from bench.pages import report, signaled_page, tables
 from weft.errors import WeftError
 from weft.plans import FusedGatherByCopies, Signaled
 
@@ -35,7 +35,7 @@ def store(repo: Path, rows: list[dict], op: str = "all_gather_matmul") -> None:
 
 
 def write(repo: Path) -> str:
-    """Return the chapters of measurements and of sizes."""
+    """Return two texts: the chapters of docs/measurements.md, and the tables of every size."""
     machines = report.load_all(repo / "results")
     pages = [
         page
@@ -69,7 +69,7 @@ def test_ratios_are_to_sequential_and_to_the_limit(repo: Path) -> None:
 
 
 def test_weft_without_something_is_no_peer(repo: Path) -> None:
-    """The best method of another library is the peer."""
+    """The best method of another library counts as the peer."""
     ways = [
         row("fused", 290),
         row("equal split", 250),
@@ -99,15 +99,16 @@ def test_a_geometric_mean_is_over_all_shapes_of_a_size(repo: Path) -> None:
     assert line_of(page, "all-gather + GEMM, ≤512 tokens")[4] == "0.50x (70B-512, CUDA graph)"
 
 
-def test_the_newest_run_counts_alone(repo: Path) -> None:
-    """Its rows may precede the older ones; rows that only the older run has are not shown beside them."""
+def test_only_the_newest_run_counts(repo: Path) -> None:
+    """Newer rows may precede older ones in the file; rows that only the older run has are not shown beside the newer
+    ones."""
     new = "2026-12-02T00:00:00"
     rows = [row("auto", 100, date=new), row("auto", 300), row("sequential", 300), row("fused", 50)]
     store(repo, [*rows, row("sequential", 200, date=new), row("decomposed", 150, date=new)])
     assert line_of(write(repo), "MLP-1")[5:8] == ["200", "100", "**2.00x**"]
 
 
-def test_what_was_not_measured_is_a_dash(repo: Path) -> None:
+def test_missing_measurements_are_dashes(repo: Path) -> None:
     store(repo, [row("auto", 100), row("sequential", 130, name="70B-512", limit_us=None)])
     page = write(repo)
     assert line_of(page, "MLP-1")[7] == "–"
@@ -149,7 +150,7 @@ def test_a_decoders_plan_names_its_split_and_norms(repo: Path) -> None:
 
 
 def test_files_of_other_benchmarks_are_passed_over(repo: Path) -> None:
-    """The programs that make other tables read these files, whose rows have different fields."""
+    """The programs for other tables read these files, whose rows have different fields."""
     store(repo, [row("sequential", 420), row("auto", 280)])
     before = write(repo)
     store(repo, [{"what": "known", "op": "all_gather_matmul", "us": 1}], "host")
@@ -182,12 +183,11 @@ def test_bad_results_are_named(repo: Path, text: str, says: str) -> None:
 
 
 def test_only_the_text_between_the_marks_is_changed() -> None:
-    assert (
-        report.between_marks(f"a\n{report.BEGIN}\nold\n{report.END}\nz", ["new", ""])
-        == f"a\n{report.BEGIN}\nnew\n{report.END}\nz"
-    )
+    page, marks = "a\n{}\n{}\n{}\nz", (report.BEGIN, report.END)
+    changed = tables.between(page.format(report.BEGIN, "old", report.END), *marks, "new")
+    assert changed == page.format(report.BEGIN, "new", report.END)
     with pytest.raises(WeftError, match="must hold"):
-        report.between_marks("mine", ["new"])
+        tables.between("mine", *marks, "new")
 
 
 def signaled_rows(op: str, times: dict[str, float], **changes) -> list[dict]:
@@ -216,7 +216,7 @@ def test_the_signaled_page_counts_wins_and_fractions_of_the_bound() -> None:
     assert goal == [["4", "NCCL", "55%", "30%", "80%", "55%", "missed", "1.22x", "2.00x", "1/2 |"]]
 
 
-def test_the_signaled_page_takes_a_shape_from_its_last_run_alone() -> None:
+def test_the_signaled_page_reads_a_shape_only_from_its_last_run() -> None:
     rows = signaled_rows("matmul_all_to_all", {"sequential": 300, "default, 4 CTAs": 150, "halves": 1})
     rows += signaled_rows("matmul_all_to_all", {"sequential": 300, "default, 4 CTAs": 200}, run="2")
     assert {m: r["us"] for m, r in signaled_page.cases(rows, "ops", "matmul_all_to_all")[4096, 4096, 1024].items()} == {
@@ -232,7 +232,7 @@ def test_a_signaled_bound_is_the_longer_way() -> None:
     assert signaled_page.bound(100, 50, (0, 1, 2, 3, 4), own_last=True) == 100
 
 
-def test_of_an_earlier_version_the_page_has_the_means_alone(repo: Path) -> None:
+def test_the_page_has_only_the_means_of_an_earlier_version(repo: Path) -> None:
     store(repo, [row(method, us, date="2026-11-20T00:00:00") for method, us in (("sequential", 420), ("auto", 280))])
     page = write(repo)
     assert line_of(page, "all-gather + GEMM")[1] == "**1.50x**" and "MLP-1 |" not in page

@@ -1,4 +1,4 @@
-"""Measurements that continue: cases that have finished are not repeated, and a case that ended a run comes last."""
+"""Measurements that continue: finished cases are not repeated, and a case that ended a run comes last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CASES = {"one": 1, "two": 2, "three": 3}
 
 
 def test_a_run_continues_where_the_last_one_ended(tmp_path: Path) -> None:
-    """The first run ends within the second case, which the next run leaves to the end."""
+    """The first run ends within the second case, which the next run therefore runs last."""
 
     def main(world: weft.World) -> list[list[int]]:
         cases = unfinished(world, tmp_path, CASES)
@@ -28,8 +28,7 @@ def test_a_run_continues_where_the_last_one_ended(tmp_path: Path) -> None:
 
 
 def test_other_arguments_are_other_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A different folder or time does not make a different measurement, since the results may move to a different
-    place."""
+    """A different folder or time limit does not make a different measurement, since users may move the results."""
 
     def measured(*words: str) -> list[int]:
         monkeypatch.setattr(resume.sys, "argv", ["bench/measure/moe.py", *words])
@@ -40,7 +39,7 @@ def test_other_arguments_are_other_measurements(tmp_path: Path, monkeypatch: pyt
     assert measured("--tokens", "16", "--out", "here") == [1, 2, 3]
 
 
-def test_what_the_time_leaves_is_named(
+def test_cases_without_time_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def main(world: weft.World) -> list[int]:

@@ -1,4 +1,4 @@
-"""The layers of the source: the planner asks the registry for what it needs of an op."""
+"""Tests of the layers of the source: the planner asks the registry for the properties of an op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLANNER = sorted((SOURCE / "planner").rglob("*.py"))
 
 @pytest.mark.parametrize("path", PLANNER, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_the_planner_names_no_op(path: Path) -> None:
-    """Collectives are excepted, one of which has the name of an op."""
+    """Collectives are excluded, since one has the name of an op."""
     names = set(REGISTRY) - set(collectives().values())
     constants = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
     assert not [f"{path.name}:{node.lineno}" for node in constants if node.value in names]
@@ -34,7 +34,7 @@ def test_every_op_is_defined_whole() -> None:
     assert set(collectives()) <= set(REGISTRY)
     for op in REGISTRY.values():
         assert (
-            op.kinds[0] == "sequential"
+            next(iter(op.kinds)) == "sequential"
             and (op.emulator_plan if isinstance(op.emulator_plan, type) else type(op.emulator_plan)) in op.runs
         )
         assert all(inspect.isfunction(run) for run in op.runs.values()), op.name
@@ -59,12 +59,12 @@ def test_the_cases_of_an_op_are_found_by_its_name(package: str) -> None:
     assert [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.args.args]
 
 
-# -- the counters of tests/tooling/structure.py find what they are for ---------------------------------------------------------
+# -- the counters of tests/tooling/structure.py find violations ----------------------------------------------------------------
 LAYERS = (("base",), ("left", "right"), ("top",), ("weft",))
 
 
 def planted(tmp_path: Path, inner: dict[str, str] | None = None, **files: str) -> dict[str, structure.Module]:
-    """Return the modules of such files; `inner` holds them by path."""
+    """Return the modules of files with these texts; the keys of `inner` are paths."""
     for name, text in {**files, **(inner or {})}.items():
         path = tmp_path / f"{name}.py"
         path.parent.mkdir(exist_ok=True)
@@ -109,7 +109,7 @@ def test_circles_are_found(tmp_path: Path) -> None:
 
 
 def test_arrows_that_go_up_are_found(tmp_path: Path) -> None:
-    """Imports inside functions and for type checking count; the place of a package is that of its highest layer."""
+    """Imports inside functions and for type checking count; a package is in its highest layer."""
     low = "if TYPE_CHECKING:\n    from .mixed import above\ndef f():\n    from . import high\n"
     inner = {"mixed/above": "from .. import low\n", "mixed/below": "from ..high import x\n"}
     modules = planted(tmp_path, inner, low=low, high="from .mixed import above, below\n")
@@ -155,7 +155,7 @@ def test_long_functions_are_found(tmp_path: Path) -> None:
     assert needless == "a.C.short is within the limit of lines: take it out"
 
 
-def test_parameters_are_counted_of_device_functions_alone(tmp_path: Path) -> None:
+def test_only_parameters_of_device_functions_are_counted(tmp_path: Path) -> None:
     many = ", ".join(f"a{i}" for i in range(17))
     modules = planted(tmp_path, a=f"@jit\ndef kernel({many}):\n    pass\n\ndef host({many}):\n    pass\n")
     assert [line.rpartition(": ")[2] for line in structure.many_parameters(modules, {})] == [
@@ -211,7 +211,7 @@ def test_banned_names_are_found_wherever_they_are_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("directory", structure.NAMED)
-def test_names_beside_the_source_say_what_they_hold(directory: str) -> None:
+def test_names_outside_the_source_have_meanings(directory: str) -> None:
     modules = structure.modules_beside_source((directory,))
     assert modules and structure.without_meaning(modules) == []
 
@@ -219,7 +219,7 @@ def test_names_beside_the_source_say_what_they_hold(directory: str) -> None:
 def test_the_lint_refuses_banned_names_beside_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This covers each directory and those below it, and nothing else."""
+    """The lint covers each directory and its subdirectories, and nothing else."""
     text = "def good(row):\n    found = row\n"
     for directory in (*structure.NAMED, "docs"):
         (tmp_path / directory / "inner").mkdir(parents=True)
@@ -255,7 +255,7 @@ def test_rows_of_a_table_that_were_wrapped_as_prose_are_found(tmp_path: Path) ->
 
 
 def test_lines_of_code_are_counted(tmp_path: Path) -> None:
-    """Strings that are no docstring count with all their lines, and so does a statement of several lines."""
+    """Strings that are not docstrings count with all their lines, and so does a statement of several lines."""
     text = '"""Title.\n\nMore.\n"""\n# why\n\ndef f(\n    a,  # what\n):\n    """Do."""\n    return """x\n\ny"""\n'
     assert structure.code_lines(text) == 6
     (tmp_path / "src" / "weft").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The runner of torch's own suites, on suites of a few lines; and the table that is made of its output."""
+"""The runner of torch's own suites, on suites of a few lines; and the table made from its output."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def test_every_way_of_two_small_suites(ranks: int, tmp_path: Path) -> None:
         suites = ("MicroPipelineTPTest", "MicroPipelineTP4GPUTest")
         assert outcomes == {("torch", s, "scatter"): ("failed", 0, 0) for s in suites} | {
             ("weft", s, "scatter"): ("passed", 0, 1) for s in suites
-        }, "torch has none of a CPU's, weft what torch computes in its stead"
+        }, "torch has no such operator on CPUs; weft lets torch compute instead"
         return
     gather, alone, scaled = (("AsyncTPTest", test) for test in ("gather", "of_one_rank", "scaled"))
-    # weft serves a gloo group in bfloat16; in float32 torch computes.
+    # weft serves a gloo group in bfloat16; torch computes in float32.
     assert outcomes == {
         ("torch", *gather): ("failed", 0, 0), ("weft", *gather): ("passed", 0, 1), ("bfloat16", *gather): ("passed", 1, 0),
-        **{(way, *alone): ("failed", 0, 0) for way in ("torch", "weft", "bfloat16")},  # on the second
+        **{(way, *alone): ("failed", 0, 0) for way in ("torch", "weft", "bfloat16")},  # fails on the second rank
         **{(way, *scaled): ("skipped", 0, 0) for way in ("torch", "weft")},
         ("bfloat16", "MicroPipelineTPTest", "scatter"): ("passed", 1, 0),
     }  # fmt: skip

@@ -50,7 +50,7 @@ def test_perfetto_slices_keep_times_and_a_wait_has_an_arrow_from_its_releaser() 
 
 
 def test_perfetto_lanes_have_names_and_keep_their_order() -> None:
-    """Every lane has a name, even the lane of a releaser without its own slice."""
+    """Every lane has a name, even a releaser's lane without a slice of its own."""
     for spans in (SPANS, [WAIT]):
         trace_events = events(spans)
         named = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace_events if e["name"] == "thread_name"}
@@ -65,7 +65,7 @@ def test_perfetto_lanes_have_names_and_keep_their_order() -> None:
             assert (lane[0], named[lane]) == (span.rank, span.track)
 
 
-def test_json_is_what_chrome_reads(tmp_path: Path) -> None:
+def test_chrome_can_read_the_json(tmp_path: Path) -> None:
     write_json(SPANS, tmp_path / "t.json")
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == events(SPANS)
 
@@ -75,7 +75,7 @@ def test_waiting_is_added_up_by_pair() -> None:
 
 
 def test_concurrent_kernels_have_lanes_of_their_own() -> None:
-    """The fused sum is two launches of one kernel: no bar covers another."""
+    """The fused sum consists of two launches of one kernel, whose bars do not overlap."""
 
     def main(backend: Any) -> None:
         world = weft.World(backend)

@@ -1,5 +1,5 @@
-"""Types as a user's type checker sees them: the package declares that it is typed, it passes under `mypy --strict`,
-and its types are useful: no op returns Any, and an impossible call is refused."""
+"""Types as a user's type checker sees them: the package declares that it is typed and passes `mypy --strict`; no op
+returns Any, and mypy refuses an impossible call."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def main(world: weft.World) -> torch.Tensor:
 assert_type(weft.spmd(main, 2, backend="emulated", seed=1), list[torch.Tensor])
 """
 
-WRONG = {  # a line of main, and what is said of it
+WRONG = {  # a line of main, and mypy's message about it
     "weft.all_reduce(x)": 'Missing named argument "world"',
     "weft.all_gather_matmul([[1.0]], w, world=world)": 'incompatible type "list[list[float]]"',
     "weft.matmul_all_reduce(x, w, world=world, plan=3)": 'incompatible type "int"; expected "str | Plan"',
@@ -105,7 +105,7 @@ WRONG = {  # a line of main, and what is said of it
 
 @pytest.fixture(scope="module")
 def mypy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Return mypy's output for a file; it is quick from the second time on."""
+    """Return mypy's output for a file, which is fast after the first time."""
     folder, kept = tmp_path_factory.mktemp("user"), request.config.cache.mkdir("mypy")
     (folder / "mypy.ini").write_text(CONFIG)
 
@@ -135,8 +135,8 @@ def test_impossible_calls_are_refused(mypy: Callable[[str], str]) -> None:
     assert len(set(re.findall(r"^user.py:(\d+): error", output, re.M))) == len(WRONG), output
 
 
-def test_the_package_says_that_it_is_typed() -> None:
-    """An empty file declares it to mypy; the wheel has all files of the package."""
+def test_the_package_declares_that_it_is_typed() -> None:
+    """An empty file declares to mypy that the package is typed; the wheel contains all files of the package."""
     assert (PACKAGE / "py.typed").read_text() == ""
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel == {"packages": ["src/weft"], "force-include": {"src/weft_pytest.py": "weft_pytest.py"}}

@@ -20,7 +20,7 @@ from bench.pages import vllm_page
 
 @dataclass
 class Turns:
-    """An engine that takes its `seconds` for each turn, and records the turn."""
+    """An engine that needs its `seconds` for each turn, and records the turn."""
 
     method: str
     seconds: deque[float]
@@ -32,8 +32,8 @@ class Turns:
 
 
 def test_a_repeat_is_stock_method_stock() -> None:
-    """The machine slows down by half in the second repeat: the ratio stays the same, and the null shows the noise of
-    the last repeat."""
+    """The machine slows down by half in the second repeat: the ratio stays the same, and the null (vLLM against itself)
+    shows the noise of the last repeat."""
     order: list[str] = []
     stock = Turns("stock", deque([4.0, 4.0, 6.0, 6.0, 4.0, 5.0]), order)
     weft = Turns("weft", deque([2.0, 3.0, 2.0]), order)
@@ -54,7 +54,7 @@ def test_turns_end_with_the_time() -> None:
 
 
 def test_requests_are_scaled_until_stock_is_busy_long_enough() -> None:
-    """The first turn does not count; then 8 requests take a second."""
+    """The first turn is not timed; then 8 requests need a second."""
     asked: list[int] = []
 
     def serve(load: Load) -> Served:
@@ -74,8 +74,8 @@ def test_lengths_have_the_published_means(name: str, tokens: tuple[int, int]) ->
 
 @dataclass
 class EngineOfOneTokenAStep:
-    """An engine like `LLMEngine`: every step takes `seconds` and gives each request one token, until it has the
-    number requested."""
+    """An engine like `LLMEngine`: every step lasts `seconds` and gives each request one token, until the request has
+    all its tokens."""
 
     seconds: float = 0.0
     left: dict[str, int] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class EngineOfOneTokenAStep:
 
 
 def test_no_more_requests_are_in_flight_than_the_mix_has() -> None:
-    """Each request has a time to its first token, and one for each further token."""
+    """A time is recorded to each request's first token, and for each further token."""
     load = Mix(3, Tokens(16), Tokens(4)).load(10, 0.0)
     engine = EngineOfOneTokenAStep()
     served = vllm_engine.serve(engine, load, [None] * 10, [tokens for _, tokens in load.lengths])
@@ -105,8 +105,8 @@ def test_no_more_requests_are_in_flight_than_the_mix_has() -> None:
 
 
 def test_the_time_to_the_first_token_counts_from_the_arrival() -> None:
-    """1,000 requests arrive a second, and one at a time is served in two steps of 5 ms: the last one waits for all
-    before it."""
+    """1,000 requests arrive per second, and each is served alone in two steps of 5 ms: the last one waits for all
+    earlier ones."""
     load = Mix(1, Tokens(16), Tokens(2)).load(6, 1000.0)
     served = vllm_engine.serve(EngineOfOneTokenAStep(0.005), load, [None] * 6, [2] * 6)
     assert load.arrivals() == sorted(load.arrivals()) and load.arrivals()[0] > 0
@@ -114,14 +114,14 @@ def test_the_time_to_the_first_token_counts_from_the_arrival() -> None:
 
 
 class AllReduceFusionPass:
-    """A pass like vLLM's: the object holds the number of matches in the graph that it compiled last."""
+    """A pass like vLLM's: the object holds the number of matches in the last compiled graph."""
 
     def __init__(self, matches: int) -> None:
         self.matched_count = matches
 
 
 def test_matches_are_those_of_the_passes_that_live() -> None:
-    """The passes of two compilations count, also if the worker has frozen its objects, which stay frozen."""
+    """The passes of two compilations are counted, even if the worker has frozen its objects, which stay frozen."""
     passes = [AllReduceFusionPass(30), AllReduceFusionPass(2)]
     gc.freeze()
     try:
@@ -134,7 +134,7 @@ def test_matches_are_those_of_the_passes_that_live() -> None:
     assert vllm_engine.replaced_matches("AllReduceFusionPass") == 0
 
 
-def test_the_page_shows_what_the_two_turns_of_stock_differ_by() -> None:
+def test_the_page_shows_the_difference_of_the_two_stock_turns() -> None:
     """Only the newest row of a model, mix and method counts."""
 
     def row(ratio: float) -> dict[str, Any]:

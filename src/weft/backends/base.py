@@ -34,6 +34,7 @@ from ..residency import Ledgers, Notes
 from ..scale import Scale
 from ..symmetric import Stream as Stream
 from ..symmetric import SymmetricTensor as SymmetricTensor
+from ..symmetric import outlives_call
 from ..timing import Clock
 from .library_gemm import multiply
 from .nodes import why_no_levels
@@ -106,7 +107,7 @@ class Backend(ABC):
         """Return the ledgers of the device, the same for all Worlds of its ranks; None if no kernel waits."""
         return None
 
-    @property
+    @cached_property
     def two_level_unsupported(self) -> str | None:
         """Return why there are no `levels`, or None if there are; the same on all ranks."""
         return why_no_levels(self.nodes)
@@ -260,10 +261,11 @@ class Backend(ABC):
         the SMs: something else orders their accesses to memory."""
         self.wait_event(stream, self.record(earlier))
 
-    def persistent_allocation(self) -> AbstractContextManager[object]:
-        """Return a context manager for allocations that outlive the call, which must not come from the memory pool of a
-        CUDA graph. Work inside is ordered as if it were on the current stream. Captures must not use it."""
-        return nullcontext()
+    def persistent_allocation(self) -> AbstractContextManager[None]:
+        """Return a context manager for allocations that outlive the call (`outlives_call`), which must not come from
+        the memory pool of a CUDA graph. Work inside is ordered as if it were on the current stream. Captures must not
+        use it."""
+        return outlives_call()
 
     @abstractmethod
     def capturing(self) -> bool:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -26,7 +27,6 @@ from torch.distributed.distributed_c10d import (
     AllreduceOptions,
     ReduceScatterOptions,
     _get_default_group,
-    _get_process_group_store,
 )
 from triton import JITFunction
 
@@ -37,11 +37,13 @@ from ..lang.intrinsics import CALL, DIFFERS, GUARD_WORDS, NUMBER_BITS, RECORD_WO
 from ..lang.jit import Options
 from ..residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from ..scale import Scale
+from ..symmetric import outlives_call
 from ..timing import cuda_clock
 from . import nodes, shared_gpu
 from .barrier import wait_word
 from .base import BETWEEN_CTAS, Arguments, Backend, CallRecord, R, SymmetricTensor, timeout_seconds
 from .launcher import Launcher, NotingLauncher, room_of
+from .messages import Messages
 from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange
 from .uploads import Uploads
@@ -51,15 +53,10 @@ NCCL_CTAS = 64  # the most channels of a communicator, which runs one CTA per ch
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
 
 
-_ledgers_of_devices: dict[int, Ledgers] = {}
-
-
+@functools.cache
 def _ledgers(device: torch.device) -> Ledgers:
     """Return the device's ledgers, which all Worlds of the process share."""
-    if device.index not in _ledgers_of_devices:
-        count = torch.cuda.get_device_properties(device).multi_processor_count
-        _ledgers_of_devices[device.index] = Ledgers(SMs(count, room_of(device)))
-    return _ledgers_of_devices[device.index]
+    return Ledgers(SMs(torch.cuda.get_device_properties(device).multi_processor_count, room_of(device)))
 
 
 class Record:
@@ -98,7 +95,6 @@ class GpuBackend(Backend):
         self.launcher: Launcher | NotingLauncher = self._plain_launcher
         self._noting = Noting(self._note)
         self.collective = self.call
-        self._wait_word: Launch | None = None
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
@@ -265,9 +261,11 @@ class GpuBackend(Backend):
     def signal(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
         self.copy(word, value, stream)
 
+    @cached_property
+    def _wait_word(self) -> Launch:
+        return Launch(self, wait_word, 1, dict(num_warps=1), guard=self.guard())
+
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        if self._wait_word is None:
-            self._wait_word = Launch(self, wait_word, 1, dict(num_warps=1), guard=self.guard())
         self._wait_word(stream, word=word, value=value)
 
     def call(
@@ -444,6 +442,11 @@ def _peer_access(index: int, peer_index: int) -> bool:
         return False
 
 
+def _group_timeout() -> datetime.timedelta:
+    """Return the bound of a process group's waits, longer than the bound of a kernel's waits."""
+    return datetime.timedelta(seconds=timeout_seconds() * 4)
+
+
 def _limited(ctas: int) -> object:
     """Return NCCL's options for a communicator of at most `ctas` CTAs."""
     options = dist.ProcessGroupNCCL.Options()
@@ -465,28 +468,17 @@ class CudaBackend(GpuBackend):
         device = _device_of(group)
         torch.cuda.set_device(device)
         if not dist.is_initialized():
-            if "RANK" not in os.environ:  # one process without a launcher: a World of one rank
-                dist.init_process_group(
-                    "nccl",
-                    store=dist.HashStore(),
-                    rank=0,
-                    world_size=1,
-                    device_id=device,
-                    timeout=datetime.timedelta(seconds=timeout_seconds() * 4),
-                )
-            else:
-                dist.init_process_group(
-                    "nccl", device_id=device, timeout=datetime.timedelta(seconds=timeout_seconds() * 4)
-                )
+            # One process without a launcher is a World of one rank.
+            one: dict[str, Any] = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("nccl", device_id=device, timeout=_group_timeout(), **one)
         self.group = group if group is not None else _get_default_group()
         self._shm: SharedMemoryExchange | None = None
         self.compares = check
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
         if size > 1:
-            self._connect(_get_process_group_store(self.group))
+            self._connect()
         self.limits_ctas = size == dist.get_world_size()
-        self._levels_reason: str | None = nodes.why_no_levels(self.nodes)
         self._compare_devices()
         self._hold_symmetric_memory()
         self._communicators: dict[int, dist.ProcessGroup] = {}
@@ -509,11 +501,10 @@ class CudaBackend(GpuBackend):
                 f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"
             )
         ranks = dist.get_process_group_ranks(self.group)
-        limit = datetime.timedelta(seconds=timeout_seconds() * 4)
         process_groups = []
         for group in groups:
             limited: dict[str, Any] = dict(backend="nccl", pg_options=_limited(ctas)) if ctas else {}
-            process_groups.append(dist.new_group([ranks[r] for r in group], timeout=limit, **limited))
+            process_groups.append(dist.new_group([ranks[r] for r in group], timeout=_group_timeout(), **limited))
         return next(g for g, group in zip(process_groups, groups, strict=True) if self.rank in group)
 
     def _across(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
@@ -546,28 +537,11 @@ class CudaBackend(GpuBackend):
         ended = self._shm.end(own_wait.encode()[:BYTES], min(GRACE, timeout_seconds()))
         return ["" if data is None else data.decode(errors="replace") for data in ended]
 
-    def _connect(self, store: dist.Store) -> None:
-        """Connect this World's ranks alone over gloo. `new_group` is not used: it names the group by the number of
-        groups that this process has, and ranks in different numbers of groups would wait for each other under different
-        names."""
-        count = store.add(f"weft/{self.rank}", 1)  # the number of Worlds over this group, the same on every rank
-        limit = datetime.timedelta(seconds=timeout_seconds())
-        try:
-            self._host: Any = dist.ProcessGroupGloo(  # torch does not declare its methods
-                dist.PrefixStore(f"weft/{count}", store), self.rank, self.size, timeout=limit
-            )
-        except RuntimeError as e:
-            raise self._lost(e) from e
-
-        def by_messages(obj: object) -> list[object]:
-            return self._exchange_messages(pickle.dumps(obj))
-
-        self._shm = SharedMemoryExchange.shared(self.rank, self.size, timeout_seconds(), by_messages)
-
-    def _lost(self, e: RuntimeError) -> Timeout:
-        late = "timed out" in str(e).lower() or "timeout" in str(e).lower()
-        reason = f"not every rank joined within {timeout_seconds():g} s" if late else "the connection to a rank is lost"
-        return Timeout(f"rank {self.rank}: {reason}: {e}")
+    def _connect(self) -> None:
+        """Connect this World's ranks over gloo, and by shared memory if all of them can open one file."""
+        seconds = timeout_seconds()
+        self._messages = Messages(self.group, seconds)
+        self._shm = SharedMemoryExchange.shared(self.rank, self.size, seconds, self._messages.objects)
 
     def _compare_devices(self) -> None:
         """Set `nodes`, `peers_unsupported`, `symmetric_unsupported` and `shares_gpu` from the devices of
@@ -584,7 +558,7 @@ class CudaBackend(GpuBackend):
             nodes.spread(self.nodes) or _why_unreachable(devices),
             shared_gpu.shared_gpus(devices),
         )
-        self._levels_reason = self._why_no_levels(devices)
+        self.two_level_unsupported = self._why_no_levels(devices)
         self.symmetric_unsupported = self.peers_unsupported or _why_no_atomics(devices)
         self.shares_gpu = number > 0
         if number and self.rank == 0:
@@ -605,23 +579,19 @@ class CudaBackend(GpuBackend):
             None if failing_rank is None else f"{several}, and on that of rank {failing_rank} {reasons[failing_rank]}"
         )
 
-    @property
-    def two_level_unsupported(self) -> str | None:
-        return self._levels_reason
-
     def exchange(self, obj: R) -> list[R]:
         if self.size == 1:
             return [obj]
-        data = pickle.dumps(obj)
         if self._shm is None:
-            return self._exchange_messages(data)
+            return self._messages.objects(obj)
+        data = pickle.dumps(obj)
         fits = len(data) < BYTES
         self._shm.post(_EXCHANGE + data if fits else _TOO_LONG)
         posts = self._shm.collect(None)
         assert posts is not None
         # Every rank sees the same posts, so all ranks exchange by messages.
         if _TOO_LONG in posts and all(post[:1] != _POST for post in posts):
-            return self._exchange_messages(data)
+            return self._messages.objects(obj)
         return [_unpickled(post) for post in posts]
 
     def post(self, obj: R) -> Callable[[float | None], list[R] | None] | None:
@@ -639,40 +609,22 @@ class CudaBackend(GpuBackend):
 
         return collect
 
-    def persistent_allocation(self) -> AbstractContextManager[object]:
+    def persistent_allocation(self) -> AbstractContextManager[None]:
         """Allocate on a side stream that is never captured. After a capture, the graph's memory pool may reuse the
         memory of the graph's intermediate results, per stream. In a warm-up of the next graph in the same pool
         (torch.cuda.use_mem_pool), a lasting allocation would get that memory, and the first graph's next replay would
         overwrite it."""
         stream, allocation_stream = self.current_stream(), self.side_stream("persistent", urgent=False)
-        return (
-            self._on_allocation_stream(stream, allocation_stream)
-            if self.on_side_stream() and stream != allocation_stream
-            else nullcontext()
-        )
+        if not self.on_side_stream() or stream == allocation_stream:
+            return outlives_call()
+        return self._on_allocation_stream(stream, allocation_stream)
 
     @contextmanager
     def _on_allocation_stream(self, stream: torch.cuda.Stream, allocation_stream: torch.cuda.Stream) -> Iterator[None]:
         self.wait_event(allocation_stream, self.record(stream))
-        with self.on(allocation_stream):
+        with self.on(allocation_stream), outlives_call():
             yield
         self.wait_event(stream, self.record(allocation_stream))
-
-    def _exchange_messages(self, data: bytes) -> list[Any]:
-        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        try:
-            sizes = [int(n) for n in self._gathered(torch.tensor([sent.numel()], device="cpu"))]
-            padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-            padded[: sent.numel()] = sent
-            gathered = self._gathered(padded)
-        except RuntimeError as e:
-            raise self._lost(e) from e
-        return [pickle.loads(t[:n].numpy().tobytes()) for t, n in zip(gathered, sizes, strict=True)]
-
-    def _gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
-        outs = [torch.empty_like(x) for _ in range(self.size)]
-        self._host.allgather([outs], [x]).wait()
-        return outs
 
     def close(self) -> None:
         self._held.clear()
@@ -721,11 +673,8 @@ class CudaBackend(GpuBackend):
         if self.size == 1 or not self.limits_ctas:
             return None
         if ctas not in self._communicators:
-            ranks = dist.get_process_group_ranks(self.group)
-            limit = datetime.timedelta(seconds=timeout_seconds() * 4)
-            group = dist.new_group(ranks, backend="nccl", timeout=limit, pg_options=_limited(ctas))
+            group = self._communicators[ctas] = self._split([range(self.size)], ctas)
             self._warm_up(group, self.size)
-            self._communicators[ctas] = group
         return self._communicators[ctas]
 
     def reduce_scatter(

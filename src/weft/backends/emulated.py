@@ -60,9 +60,9 @@ class _Symmetric(SymmetricTensor):
     """A symmetric tensor that gets its `addresses`, and its views' `addresses`, from `table_of`, which numbers tensors
     for the check of bounds."""
 
-    table_of: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] = field(kw_only=True)
+    table_of: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(kw_only=True)
 
-    def table(self, peers: tuple[torch.Tensor, ...], offset: int) -> torch.Tensor:
+    def table(self, peers: Sequence[torch.Tensor], offset: int) -> torch.Tensor:
         return self.table_of(peers)
 
 
@@ -202,12 +202,6 @@ class EmulatedBackend(Backend):
         return copies
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
-        for rank, (peer_nbytes, title) in enumerate(self._exchange((nbytes, name))):
-            if (peer_nbytes, title) != (nbytes, name):
-                raise Mismatch(
-                    f"symmetric memory: rank {self.rank} asks for {nbytes} bytes of {name!r}, "
-                    f"rank {rank} for {peer_nbytes} bytes of {title!r}"
-                )
         if reason := spread(self.nodes):
             raise Unsupported(f"{name}: no symmetric memory: {reason}")
         copies = self._copies(nbytes, name) if self.rank == 0 else None

@@ -98,12 +98,10 @@ class GlooBackend(Backend):
         self.rank, self.size = self._messages.rank, self._messages.size
         self._guard = torch.zeros(GUARD_WORDS, dtype=torch.int64, device="cpu")
         self.nodes = numbered(self.exchange(host_name()))
+        several = f"{spread(self.nodes)}, and {self.symmetric_unsupported}"
+        self.two_level_unsupported = why_no_levels(self.nodes) or several
         if self.rank == 0:
             _announce()
-
-    @property
-    def two_level_unsupported(self) -> str:
-        return why_no_levels(self.nodes) or f"{spread(self.nodes)}, and {self.symmetric_unsupported}"
 
     # -- host --------------------------------------------------------------------------------------------------------
     def exchange(self, obj: R) -> list[R]:

@@ -65,7 +65,7 @@ class Messages:
         """All-gather a picklable object; return the objects by rank."""
         data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         sizes = [header[0] for header in self._headers(EXCHANGE, [data.numel()] * self.size)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         gathered = self._gathered(padded)
         return [
@@ -100,7 +100,7 @@ class Messages:
         """Return, by rank, the numbers of bytes that the rank sends to each rank, then the numbers that it expects from
         each rank. Headers precede every message, since gloo ends the process if it receives bytes that it does not
         expect. Raise Mismatch, on every rank, if ranks make different calls."""
-        header = torch.tensor([kind, *sends, *(sends if expects is None else expects)])
+        header = torch.tensor([kind, *sends, *(sends if expects is None else expects)], device="cpu")
         headers = [header_words.tolist() for header_words in self._gathered(header)]
         kinds = [header[0] for header in headers]
         if len(set(kinds)) > 1:

@@ -40,10 +40,10 @@ class Work:
     end: float = math.inf
 
 
-def side_by_side(works: Sequence[Work], slowdown: Slowing, summing: float = 1.0) -> list[Step]:
+def side_by_side(works: Sequence[Work], slowdown: Slowing) -> list[Step]:
     """Return the start and end of each piece of work. A queue runs its pieces in order, one at a time. GEMMs on several
     queues ("gemm", "gemm 2") share the SMs evenly, transfers ("comm", "comm 2") share the links; a GEMM and a transfer
-    slow each other while both run. summing: time of a GEMM while a transfer that sums runs, over its time alone."""
+    slow each other while both run."""
     queues: dict[str, list[Work]] = defaultdict(list)
     for w in reversed(works):
         queues[w.queue].append(w)
@@ -52,10 +52,9 @@ def side_by_side(works: Sequence[Work], slowdown: Slowing, summing: float = 1.0)
     while any(queues.values()):
         running = [q[-1] for q in queues.values() if q and (q[-1].after is None or q[-1].after.end <= time)]
         gemms, moving = (sum(w.queue.startswith(q) for w in running) for q in ("gemm", "comm"))
-        summing_now = any(w.queue.startswith("comm") and w.name == "sum" for w in running)
         factors = {
             "comm": max(moving, 1) * (slowdown.transfer if gemms else 1.0),
-            "gemm": max(gemms, 1) * (slowdown.gemm if moving else 1.0) * (summing if summing_now else 1.0),
+            "gemm": max(gemms, 1) * (slowdown.gemm if moving else 1.0),
         }
         slow = [factors.get(w.queue[:4], 1.0) for w in running]
         step = min(remaining[id(w)] * s for w, s in zip(running, slow, strict=True))

@@ -21,7 +21,6 @@ from .queues import Step, Work
 
 # us that each signaled group adds to a GEMM (docs/measurements.md, groups of one wave against tiles in order).
 SIGNAL_COST = 0.7
-LARGE_COPY = 256 << 20  # bytes of a copy with negligible start-up time
 UNITS = 48  # a GEMM of more waves than this is divided at multiples of several waves
 BEST_PARTITIONS = 3
 SINGLE = (1,) * 16  # waves of each group if copies move the groups; the last group has the rest
@@ -43,13 +42,11 @@ class Signaling:
 
 @dataclass(frozen=True)
 class Moving:
-    """Parameters of all-reduces and all-to-alls with groups that copy engines move. gap: us that a barrier takes beyond
-    its own time. copy: time of a copy over its time alone. gemm: time of a GEMM, while a second kernel sums rows read
-    from peers, over its time alone."""
+    """Parameters of all-to-alls with groups that copy engines move. gap: us that a barrier takes beyond its own time.
+    copy: time of a copy over its time alone."""
 
     gap: float = 6.0
     copy: float = 1.0
-    gemm: float = 1.3
 
 
 @dataclass(frozen=True)
@@ -104,9 +101,9 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
     def in_place(self, n: int) -> bool:
         """Return whether rows of N elements are in ordinary order at the end, without a further copy."""
 
-    @abstractmethod
     def by_copies(self, p: Parts, call: GemmCall, plan: Signaled, fit: Moving | None) -> list[Step]:
-        """Return the steps of a plan with groups that copy engines move."""
+        """Return the steps of a plan with groups that copy engines move, if the op has such plans."""
+        raise NotImplementedError
 
     def start(self, plan: Signaled) -> Signaling | Moving | None:
         return Moving() if plan.copies else Signaling()

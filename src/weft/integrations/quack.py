@@ -10,12 +10,12 @@ results are correct (`waits`), plan="auto" of all-gather + GEMM times it.
 from __future__ import annotations
 
 import functools
-from importlib import metadata
 
 import torch
 
 from .. import architectures
 from ..backends.library_gemm import Form, GemmFunction, is_close
+from . import installed_version
 
 OLDEST, BEFORE = (0, 6, 5), (0, 7)  # supported versions of quack-kernels: from OLDEST, before BEFORE
 FORMS = (Form(128, 192, 2, True), Form(128, 160, 2, True), Form(128, 256, 2, False))
@@ -23,10 +23,7 @@ FORMS = (Form(128, 192, 2, True), Form(128, 160, 2, True), Form(128, 256, 2, Fal
 
 def installed() -> str | None:
     """Return the version of quack-kernels, or None."""
-    try:
-        return metadata.version("quack-kernels")
-    except metadata.PackageNotFoundError:
-        return None
+    return installed_version("quack-kernels")
 
 
 def numbers(version: str) -> tuple[int, ...]:

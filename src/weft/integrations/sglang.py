@@ -14,10 +14,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import os
-from importlib import metadata
 
-from . import plugin_state
+from . import installed_version, plugin_state, switched_off
 from .torch_async_tp import AsyncTP, async_tp
 
 log = logging.getLogger("sglang.weft")  # SGLang shows the loggers below its own name
@@ -35,7 +33,7 @@ _served: list[AsyncTP] = []
 
 def register() -> None:
     """Register the plugin. This function is the entry point, and never raises."""
-    if os.environ.get(WEFT_SGLANG) == "0" or _served:
+    if switched_off(WEFT_SGLANG) or _served:
         return
     try:
         module = importlib.import_module(LAYERNORM_SP)
@@ -44,8 +42,8 @@ def register() -> None:
             if actual != parameters:
                 raise TypeError(f"{LAYERNORM_SP}.{name} takes {', '.join(actual)}, not {', '.join(parameters)}")
         allowed = frozenset(getattr(module, ALLOWED))
-        setattr(module, ALLOWED, allowed | DENSE)
         _served.append(async_tp())
+        setattr(module, ALLOWED, allowed | DENSE)
         log.info(
             "weft: serves torch's fused operators of --enable-layernorm-sp, now also for %s",
             ", ".join(sorted(DENSE - allowed)) or "no further architecture",
@@ -56,11 +54,8 @@ def register() -> None:
 
 def state() -> str:
     """Return one line that says whether the plugin would be loaded."""
-    try:
-        version = metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return "not installed"
-    return f"{version}, {plugin_state(WEFT_SGLANG, 'SGLANG_PLUGINS')}"
+    version = installed_version("sglang")
+    return "not installed" if version is None else f"{version}, {plugin_state(WEFT_SGLANG, 'SGLANG_PLUGINS')}"
 
 
 def report() -> str:

@@ -64,7 +64,7 @@ def async_tp(*groups: ProcessGroup | World, plan: str | Plan = "auto") -> AsyncT
     return AsyncTP(groups, plan)
 
 
-class AsyncTP:
+class AsyncTP(contextlib.AbstractContextManager["AsyncTP"]):
     """weft's service of torch's operators. `served` counts weft's calls by operator, `fell_through` torch's calls by
     (operator, reason). Calls from compiled code are counted, replays of CUDA graphs are not."""
 
@@ -93,9 +93,6 @@ class AsyncTP:
         if not _active:
             while _libraries:
                 _libraries.pop()._destroy()
-
-    def __enter__(self) -> AsyncTP:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -135,11 +132,9 @@ def rows_of(front: Tensor, scales: Tensor | None) -> Activation:
     rows = front.flatten(0, -2)
     if scales is None:
         return rows
-    return (
-        ScaledTensor(rows, scales.view(1), "tensor")
-        if scales.numel() == 1
-        else ScaledTensor(rows, scales.reshape(-1, 1), "row")
-    )
+    if scales.numel() == 1:
+        return ScaledTensor(rows, scales.view(1), "tensor")
+    return ScaledTensor(rows, scales.reshape(-1, 1), "row")
 
 
 def gather(
@@ -187,32 +182,16 @@ def scatter(world: World, front: Tensor, scales: Tensor | None, factor: Factor, 
 
 
 def _all_gather(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True) -> object:
-    why = _fallback_reason(group_name, A, Bs, gather_dim)
-    if why is None and not Bs:
-        why = "no matrix"
-    if why is None and _native(A, Bs, gather_dim, group_name):
-        why = f"its native kernel, by {NATIVE}"
-    if why is not None:
-        _count(FUSED_GATHER, why)
-        return _torchs(FUSED_GATHER, A)(A, Bs, gather_dim, group_name, return_A=return_A)
-    world = _world(group_name)
-    _count(FUSED_GATHER)
-    with torch.no_grad():
-        return gather(world, A, None, [Factor(B) for B in Bs], gather_dim, return_A)
+    _check_operands(group_name, A, Bs, gather_dim)
+    if _native(A, Bs, gather_dim, group_name):
+        raise NotServed(f"its native kernel, by {NATIVE}")
+    return gather(_world(group_name), A, None, [Factor(B) for B in Bs], gather_dim, return_A)
 
 
 def _reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> object:
-    why = _fallback_reason(group_name, A, [B], scatter_dim)
-    if why is None and reduce_op not in ("sum", "avg"):
-        why = f"reduces by {reduce_op}"
-    if why is None and A.shape[scatter_dim] % (world := _world(group_name)).size:
-        why = "does not divide by the ranks"
-    if why is not None:
-        _count(FUSED_SCATTER, why)
-        return _torchs(FUSED_SCATTER, A)(A, B, reduce_op, scatter_dim, group_name)
-    _count(FUSED_SCATTER)
-    with torch.no_grad():
-        return scatter(world, A.movedim(scatter_dim, 0), None, Factor(B), scatter_dim, reduce_op)
+    _check_operands(group_name, A, [B], scatter_dim)
+    world = _world_of_scatter(group_name, reduce_op, A.shape[scatter_dim])
+    return scatter(world, A.movedim(scatter_dim, 0), None, Factor(B), scatter_dim, reduce_op)
 
 
 def _all_gather_scaled(
@@ -227,25 +206,17 @@ def _all_gather_scaled(
     out_dtypes: list[torch.dtype | None],
     use_fast_accum: list[bool],
 ) -> object:
-    arguments = Bs, A_scale, B_scales, gather_dim, group_name, biases, result_scales, out_dtypes, use_fast_accum
     dtypes = _symm_mem()._maybe_convert_scalar_types_to_dtypes(out_dtypes)
-    why = _fallback_reason(group_name, A, Bs, gather_dim, E4M3) or (None if Bs else "no matrix")
+    _check_operands(group_name, A, Bs, gather_dim, E4M3)
     for weight, scale, result_scale, dtype in zip(Bs, B_scales, result_scales, dtypes, strict=True):
-        why = why or _unscaled(A, weight, A_scale, scale, result_scale, dtype)
-    if why is None:
-        world = _world(group_name)
-        size = A.shape[gather_dim]
-        if A_scale.numel() > 1 and A_scale.shape[gather_dim] == world.size * size != size:  # all ranks' rows
-            A_scale = A_scale.narrow(gather_dim, world.rank * size, size)
-        if A_scale.numel() > 1 and A_scale.shape[:-1] != A.shape[:-1]:
-            why = "scales that do not fit"
-    if why is not None:
-        _count(SCALED_GATHER, why)
-        return _torchs(SCALED_GATHER, A)(A, *arguments)
-    _count(SCALED_GATHER)
+        _check_scales(weight, A_scale, scale, result_scale, dtype)
+    world, size = _world(group_name), A.shape[gather_dim]
+    if A_scale.numel() > 1 and A_scale.shape[gather_dim] == world.size * size != size:  # all ranks' rows
+        A_scale = A_scale.narrow(gather_dim, world.rank * size, size)
+    if A_scale.numel() > 1 and A_scale.shape[:-1] != A.shape[:-1]:
+        raise NotServed("scales that do not fit")
     factors = [Factor(*fields) for fields in zip(Bs, B_scales, biases, dtypes, use_fast_accum, strict=True)]
-    with torch.no_grad():
-        return gather(world, A, A_scale, factors, gather_dim, True)
+    return gather(world, A, A_scale, factors, gather_dim, True)
 
 
 def _scaled_reduce_scatter(
@@ -263,76 +234,90 @@ def _scaled_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> object:
-    arguments = (
-        *(B, A_scale, B_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name),
-        *(output_shape, bias, result_scale, out_dtype, use_fast_accum),
-    )
     lead, dim = tuple(output_shape[:-1]), orig_scatter_dim
-    why = _fallback_reason(group_name, A, [B], 0, E4M3)
-    why = why or _unscaled(A, B, A_scale, B_scale, result_scale, out_dtype)
-    if why is None and reduce_op not in ("sum", "avg"):
-        why = f"reduces by {reduce_op}"
-    if why is None and bias is not None:
-        why = "a bias, which torch adds on every rank"
-    if why is None and (
-        not 0 <= dim < len(lead) or (A_scale.numel() > 1 and A_scale.numel() * A.shape[-1] != A.numel())
-    ):
-        why = "shapes that do not fit"
-    if why is None and lead[dim] % (world := _world(group_name)).size:
-        why = "does not divide by the ranks"
-    if why is not None:
-        _count(SCALED_SCATTER, why)
-        return _torchs(SCALED_SCATTER, A)(A, *arguments)
-    _count(SCALED_SCATTER)
-    with torch.no_grad():
-        front = A.reshape(*lead, A.shape[-1]).movedim(dim, 0)
-        scales = A_scale if A_scale.numel() == 1 else A_scale.reshape(*lead, 1).movedim(dim, 0)
-        return scatter(world, front, scales, Factor(B, B_scale, None, out_dtype, use_fast_accum), dim, reduce_op)
+    _check_operands(group_name, A, [B], 0, E4M3)
+    _check_scales(B, A_scale, B_scale, result_scale, out_dtype)
+    if bias is not None:
+        raise NotServed("a bias, which torch adds on every rank")
+    if not 0 <= dim < len(lead) or (A_scale.numel() > 1 and A_scale.numel() * A.shape[-1] != A.numel()):
+        raise NotServed("shapes that do not fit")
+    world = _world_of_scatter(group_name, reduce_op, lead[dim])
+    front = A.reshape(*lead, A.shape[-1]).movedim(dim, 0)
+    scales = A_scale if A_scale.numel() == 1 else A_scale.reshape(*lead, 1).movedim(dim, 0)
+    return scatter(world, front, scales, Factor(B, B_scale, None, out_dtype, use_fast_accum), dim, reduce_op)
 
 
-def _unscaled(
-    x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor, result_scale: Tensor | None, dtype: torch.dtype | None
-) -> str | None:
-    """Return why weft does not multiply by these scales, or None."""
-    if result_scale is not None:
-        return "a scale of the result"
-    if dtype not in DTYPES:
-        return f"results of {str(dtype).removeprefix('torch.')}"
-    if x_scale.dtype != torch.float32 or scale.dtype != torch.float32:
-        return "scales that are not float32"
-    rowwise = x_scale.numel() > 1, scale.numel() > 1
-    if rowwise not in ((False, False), (True, True)) or scale.numel() not in (1, weight.shape[1]):
-        return "scales neither by tensor nor by row"
-    if weight.shape[0] % 16 or weight.shape[1] % 8:
-        return f"K {weight.shape[0]} or N {weight.shape[1]} of no whole 16-byte words"
-    return None
+# -- which calls weft computes -----------------------------------------------------------------------------------------
+class NotServed(Exception):
+    """The reason why weft does not compute a call."""
 
 
-def _fallback_reason(
+def _with_fallback(name: str, compute: Callable[..., object]) -> Callable[..., object]:
+    """Return weft's implementation of an operator: `compute`, and torch's own for calls for which `compute` raises
+    NotServed. It counts the calls."""
+
+    def run(x: Tensor, *args: object, **kwargs: object) -> object:
+        try:
+            with torch.no_grad():
+                result = compute(x, *args, **kwargs)
+        except NotServed as reason:
+            why = f"{reason}"
+        else:
+            for service in _active:
+                service.served[name] += 1
+            return result
+        for service in _active:
+            service.fell_through[name, why] += 1
+        return _torchs(name, x)(x, *args, **kwargs)
+
+    return run
+
+
+def _check_operands(
     group_name: str, x: Tensor, weights: Sequence[Tensor], dim: int, dtype: torch.dtype | None = None
-) -> str | None:
-    """Return why weft does not compute the call, or None. This check runs before the World is made, since a fake group
-    has none. `dtype` is the dtype of the operands; None: a 16-bit dtype."""
+) -> None:
+    """Raise NotServed for operands that weft does not multiply. This check runs before the World is made, since a fake
+    group has none. `dtype` is the dtype of the operands; None: a 16-bit dtype."""
     if _symm_mem()._is_test_mode:
-        return "torch's test mode"
+        raise NotServed("torch's test mode")
     if not _has_world(group_name, x):
-        return f"a group on {x.device.type}"
+        raise NotServed(f"a group on {x.device.type}")
     if dim in (-1, x.dim() - 1):
-        return "along the last dimension"
+        raise NotServed("along the last dimension")
     if not 0 <= dim < x.dim() or any(w.dim() != 2 or w.shape[0] != x.shape[-1] for w in weights):
-        return "shapes that do not fit"
+        raise NotServed("shapes that do not fit")
     if x.dtype not in ((dtype,) if dtype else DTYPES) or any(w.dtype != x.dtype for w in weights):
         dtypes = dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (x, *weights))
-        return f"of {', '.join(dtypes)}"
-    return None
+        raise NotServed(f"of {', '.join(dtypes)}")
+    if not weights:
+        raise NotServed("no matrix")
 
 
-def _count(name: str, why: str | None = None) -> None:
-    for service in _active:
-        if why is None:
-            service.served[name] += 1
-        else:
-            service.fell_through[name, why] += 1
+def _check_scales(
+    weight: Tensor, x_scale: Tensor, scale: Tensor, result_scale: Tensor | None, dtype: torch.dtype | None
+) -> None:
+    """Raise NotServed for scales with which weft does not multiply."""
+    if result_scale is not None:
+        raise NotServed("a scale of the result")
+    if dtype not in DTYPES:
+        raise NotServed(f"results of {str(dtype).removeprefix('torch.')}")
+    if x_scale.dtype != torch.float32 or scale.dtype != torch.float32:
+        raise NotServed("scales that are not float32")
+    rowwise = x_scale.numel() > 1, scale.numel() > 1
+    if rowwise not in ((False, False), (True, True)) or scale.numel() not in (1, weight.shape[1]):
+        raise NotServed("scales neither by tensor nor by row")
+    if weight.shape[0] % 16 or weight.shape[1] % 8:
+        raise NotServed(f"K {weight.shape[0]} or N {weight.shape[1]} of no whole 16-byte words")
+
+
+def _world_of_scatter(group_name: str, reduce_op: str, rows: int) -> World:
+    """Return the group's World. Raises NotServed if weft does not reduce by `reduce_op` or cannot scatter `rows`."""
+    if reduce_op not in ("sum", "avg"):
+        raise NotServed(f"reduces by {reduce_op}")
+    world = _world(group_name)
+    if rows % world.size:
+        raise NotServed("does not divide by the ranks")
+    return world
 
 
 def _native(x: Tensor, weights: Sequence[Tensor], dim: int, group_name: str) -> bool:
@@ -366,8 +351,6 @@ def _group(name: str) -> ProcessGroup:
 
 
 # -- torch's -----------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _symm_mem() -> ModuleType:
     """Return torch's module of symmetric memory, whose import defines the operators."""
@@ -407,7 +390,7 @@ def _installed() -> torch.library.Library:
     implementations |= {SCALED_GATHER: _all_gather_scaled, SCALED_SCATTER: _scaled_reduce_scatter}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # about overridden operators
-        for name, fn in implementations.items():
+        for name, compute in implementations.items():
             for key in ("CUDA", "CPU"):
-                library.impl(name, fn, key, allow_override=True)
+                library.impl(name, _with_fallback(name, compute), key, allow_override=True)
     return library

@@ -6,6 +6,8 @@ that is known only on the device (MoE). The functions of a StaticMapping are pla
 `static_rows.fn(mapping, tile)`, with Python ints as arguments and results.
 """
 
+import bisect
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -142,6 +144,13 @@ def first_row(rank, M, W: tl.constexpr):
     return rank * (M // W) + tl.minimum(rank, M % W)
 
 
+def shard_offsets(shards: Sequence[int], channel_rows: int) -> tuple[list[int], list[int]]:
+    """Return the first row and the first channel of each shard, and those after the last shard (`shard_tables`)."""
+    rows = list(map(operator.index, shards))
+    channels = [triton.cdiv(n, channel_rows) for n in rows]
+    return [0, *itertools.accumulate(rows)], [0, *itertools.accumulate(channels)]
+
+
 def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) -> dict[str, list[int]]:
     """Return the tables of a `TableMapping` for shards of any length, one after another without padding.
 
@@ -150,14 +159,13 @@ def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) ->
     with world + 1 entries.
     """
     check_numbers(tile_rows=(tile_rows, 1), channel_rows=(channel_rows, 1))
-    shards = [operator.index(rows) for rows in shards]
-    offset, base = [0], [0]
-    for rows in shards:
-        offset.append(offset[-1] + rows)
-        base.append(base[-1] + triton.cdiv(rows, channel_rows))
+    offset, base = shard_offsets(shards, channel_rows)
+
+    def rank_of(row: int) -> int:
+        return bisect.bisect_right(offset, row) - 1
 
     def channel_of(row: int) -> int:
-        rank = max(r for r in range(len(shards)) if offset[r] <= row and shards[r])
+        rank = rank_of(row)
         return base[rank] + (row - offset[rank]) // channel_rows
 
     starts = range(0, offset[-1], tile_rows)
@@ -165,7 +173,7 @@ def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) ->
     return {
         "row_lo": list(starts),
         "row_hi": ends,
-        "rank": [max(r for r in range(len(shards)) if offset[r] <= lo and shards[r]) for lo in starts],
+        "rank": [rank_of(lo) for lo in starts],
         "channel_lo": [channel_of(lo) for lo in starts],
         "channel_hi": [channel_of(hi - 1) + 1 for hi in ends],
         "offset": offset,

@@ -22,6 +22,7 @@ from itertools import takewhile
 import numpy as np
 import torch
 
+from ..nn.sharded import divide_by_ranks
 from ..nn.weave import LayerPlan
 from ..world import World
 from .config import Config
@@ -50,7 +51,8 @@ class Cache:
     ) -> None:
         c = Config.from_hf(config)
         self.slots, self.max_len = slots, max_len
-        shape = (c.num_hidden_layers, slots, max_len, heads_of(c.num_key_value_heads, world), c.head_dim)
+        heads = divide_by_ranks("num_key_value_heads", c.num_key_value_heads, world)
+        shape = (c.num_hidden_layers, slots, max_len, heads, c.head_dim)
         with torch.inference_mode(False):  # calls outside inference mode write here too
             self.keys, self.values = world.zeros(shape, dtype), world.zeros(shape, dtype)
 
@@ -58,12 +60,6 @@ class Cache:
 def is_long(tokens: int, end: int) -> bool:
     """Return whether attention of the last `tokens` of `end` tokens is a separate library call."""
     return tokens >= LONG_PROMPT and tokens % LENGTH_STEP == 0 == end % LENGTH_STEP
-
-
-def heads_of(heads: int, world: World) -> int:
-    if heads % world.size:
-        raise ValueError(f"{heads} key and value heads do not split over {world.size} ranks")
-    return heads // world.size
 
 
 @dataclass(frozen=True)

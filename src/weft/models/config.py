@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,8 +96,7 @@ class Config:
         if isinstance(source, Config):
             return source
 
-        values = _Values(source)
-        get = values.get
+        get = _values_of(source)
         kind = get("model_type", "llama")
         if kind not in MODEL_TYPES:
             raise ValueError(f"model_type {kind!r}: only {', '.join(MODEL_TYPES)} are computed")
@@ -108,7 +107,7 @@ class Config:
             if get(name, False):
                 raise ValueError(f"{name}={get(name)!r} is not computed")
         hidden, heads = get("hidden_size"), get("num_attention_heads")
-        theta, rope, numbers = _rope(values)
+        theta, rope, numbers = _rope(get)
         return cls(
             vocab_size=get("vocab_size"),
             hidden_size=hidden,
@@ -124,7 +123,7 @@ class Config:
             tie_word_embeddings=bool(get("tie_word_embeddings", False)),
             qkv_bias=kind == "qwen2" or (kind == "qwen2_moe" and bool(get("qkv_bias", True))),
             qk_norm=kind in ("qwen3", "qwen3_moe"),
-            mixture=_mixture(kind, values),
+            mixture=_mixture(kind, get),
         )
 
     def rotary(self, length: int, device: torch.device) -> torch.Tensor:
@@ -151,23 +150,21 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Values:
-    """The values of a config, from a dict's keys or an object's attributes."""
+def _values_of(source: Mapping[str, object] | object) -> Callable[..., Any]:
+    """Return a function of a name and a default, which returns a value of a config: a dict's key or an object's
+    attribute. A value that is missing or None without a default is a ValueError."""
 
-    source: Mapping[str, object] | object
-
-    def get(self, name: str, default: Any = _MISSING) -> Any:
-        source = self.source
+    def get(name: str, default: object = _MISSING) -> object:
         value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
         if value is None and default is _MISSING:
             raise ValueError(f"config has no {name}")
         return default if value is None else value
 
+    return get
 
-def _rope(values: _Values) -> tuple[float, str, tuple[float, ...]]:
+
+def _rope(get: Callable[..., Any]) -> tuple[float, str, tuple[float, ...]]:
     """Return the base, kind and numbers of the rotary embedding."""
-    get = values.get
     scaling = dict(get("rope_parameters", None) or get("rope_scaling", {}))  # rope_parameters since transformers 5
     rope = scaling.get("rope_type", scaling.get("type"))
     if rope is None and scaling.keys() - {"rope_theta"}:
@@ -180,8 +177,7 @@ def _rope(values: _Values) -> tuple[float, str, tuple[float, ...]]:
     return theta, rope, tuple(float(scaling[name]) for name in names)
 
 
-def _mixture(kind: str, values: _Values) -> Mixture | None:
-    get = values.get
+def _mixture(kind: str, get: Callable[..., Any]) -> Mixture | None:
     if kind == "mixtral":
         return Mixture(get("num_local_experts"), get("num_experts_per_tok"), get("intermediate_size"))
     if kind not in ("qwen2_moe", "qwen3_moe"):

@@ -58,7 +58,7 @@ from ..scaled_tensor import ScaledTensor
 from ..transport.memory import lock
 from ..world import World
 from .attention import attend, flash_works
-from .cache import Batch, Cache, Layout, Part, heads_of
+from .cache import Batch, Cache, Layout, Part
 from .config import Config
 from .mixture import MixtureMLP, mlp_of
 from .weight import Weight
@@ -87,7 +87,8 @@ class Attention(ScaledModule):
 
     def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
         super().__init__(world, dtype, config.recipe)
-        self.kv_heads, d, hidden = heads_of(config.num_key_value_heads, world), config.head_dim, config.hidden_size
+        d, hidden = config.head_dim, config.hidden_size
+        self.kv_heads = divide_by_ranks("num_key_value_heads", config.num_key_value_heads, world)
         self.heads, self.head_dim = divide_by_ranks("num_attention_heads", config.num_attention_heads, world), d
         q, kv, device = self.heads * d, self.kv_heads * d, world.device
         rows = q + 2 * kv
@@ -400,23 +401,6 @@ class Llama(nn.Module):
             )
         return self._rotary
 
-    def _linear(self, x: Activation, weight: Activation, out: Tensor | None, sms: int) -> Tensor:
-        """Return x @ weight.T, by weft's own GEMM on `sms` SMs or by the library's GEMM, in `out` if it is not None. x
-        is quantized if the weight has 8 bits."""
-        world = self.world
-        if isinstance(weight, ScaledTensor):
-            operands = ScaledOperands(quantized(x, weight, world), weight, None, fast_accum=True)
-            out = world.empty((len(operands.x.values), len(weight.values)), self.dtype) if out is None else out
-            multiply(world, operands, world.current_stream(), out)
-            return out
-        assert isinstance(x, torch.Tensor)
-        out = self.world.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
-        if sms:
-            matmul(x, weight, out, self.world, sms)
-        else:
-            self.world.backend.linear(x, weight, None, self.world.current_stream(), out)
-        return out
-
     def _heads(
         self, layer: Attention, layer_index: int, part: Part, layout: Layout, qkv: Tensor, out: Tensor
     ) -> Tensor:
@@ -453,7 +437,21 @@ class _SublayerOfPass:
     memory: _PassMemory
 
     def linear(self, x: Activation, weight: Activation, out: Tensor | None) -> Tensor:
-        return self.model._linear(x, weight, out, self.layout.plan.sms)
+        """Return x @ weight.T, by weft's own GEMM on the plan's SMs or by the library's GEMM, in `out` if it is not
+        None. x is quantized if the weight has 8 bits."""
+        world, sms = self.model.world, self.layout.plan.sms
+        if isinstance(weight, ScaledTensor):
+            operands = ScaledOperands(quantized(x, weight, world), weight, None, fast_accum=True)
+            out = world.empty((len(operands.x.values), len(weight.values)), self.model.dtype) if out is None else out
+            multiply(world, operands, world.current_stream(), out)
+            return out
+        assert isinstance(x, torch.Tensor)
+        out = world.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
+        if sms:
+            matmul(x, weight, out, world, sms)
+        else:
+            world.backend.linear(x, weight, None, world.current_stream(), out)
+        return out
 
     def dense(self, mlp: ParallelMLP, x: Tensor, out: Tensor | None) -> Tensor:
         world, sms = self.model.world, self.layout.plan.sms

@@ -25,6 +25,3 @@ class Weight(Sharded):
 
     def get_shard(self, name: str) -> torch.Tensor:
         return self.weight
-
-    def set_shard(self, name: str, value: torch.Tensor) -> None:
-        self.weight.copy_(value)

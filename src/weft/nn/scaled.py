@@ -127,11 +127,6 @@ class ScaledModule(Sharded):
             value = in_shape(value, shape, self.world.size, self.sharded_dim[name])
         return super().local_shard(name, value, shape)
 
-    def set_shard(self, name: str, value: torch.Tensor) -> None:
-        shard = self.get_shard(name)
-        assert shard is not None
-        shard.copy_(value)
-
     def unsharded(self, name: str, shard: torch.Tensor) -> torch.Tensor:
         if name.rpartition(".")[2] in NAMES.values() and self.sharded_dim[name] is None:
             of_ranks = gathered(self.world, shard, 0).view(self.world.size, *shard.shape)

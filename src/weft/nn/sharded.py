@@ -60,7 +60,10 @@ class Sharded(nn.Module):
         raise NotImplementedError
 
     def set_shard(self, name: str, value: torch.Tensor) -> None:
-        raise NotImplementedError
+        """Write this rank's shard of a tensor. A subclass overrides this method if `get_shard` returns a copy."""
+        shard = self.get_shard(name)
+        assert shard is not None
+        shard.copy_(value)
 
     def local_shard(self, name: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
         """Return this rank's shard, of shape `shape`, of an unsharded tensor; the tensor itself if it is a shard; None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -26,7 +27,6 @@ from ..plans import (
     Signaled,
     TileShape,
     TwoLevel,
-    TwoShot,
     is_low_latency,
 )
 from ..scaled_tensor import E4M3, Scaling
@@ -62,7 +62,7 @@ class MatmulCall(Call):
         """Return the dtype of x and the weight."""
         return self.dtype if self.scaling is None else E4M3
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return sum(self.shards)
 
@@ -111,8 +111,6 @@ class MatmulOp(Op[M]):
         trials decide."""
         return super().expected(world, call, mode) if call.scaling is None else Sequential()
 
-    scatters_rows: ClassVar[bool] = True  # whether rows are sharded over ranks, before or after
-
     def choose(self, world: World, call: M, asked: str | Plan, capturing: bool) -> Plan:
         """Return the Plan to run. A Plan that the caller passed keeps its tiles; the plan for "auto" or a kind's name
         gets tiles that suit the shape. With 8-bit operands every plan gets tiles that suit the operands."""
@@ -150,13 +148,13 @@ class MatmulOp(Op[M]):
     def unsupported(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         if call.scaling is not None and (reason := self.why_not_8_bits(world, call.scaling, plan)):
             return reason
-        if isinstance(plan, OneShot | TwoShot) and is_low_latency(plan):
+        if is_low_latency(plan):
             return (
                 world.backend.peers_unsupported
                 or check_16_byte_rows(K=call.k, N=call.n)
                 or self.why_uneven(world, call, plan, asked)
             )
-        if isinstance(plan, Fused | TwoShot):
+        if isinstance(plan, Fused):
             return (
                 world.backend.symmetric_unsupported
                 or check_16_byte_rows(K=call.k, N=call.n)
@@ -189,7 +187,7 @@ class MatmulOp(Op[M]):
         """Return why the plan does not support shards of these lengths, or None. If the caller did not ask for the
         plan, the reason is "", which is not logged."""
         why = None
-        if isinstance(plan, OneShot) and self.scatters_rows:
+        if isinstance(plan, OneShot) and self.collective != "all_reduce":
             if asked == "auto" and world.size * max(call.shards) > 2 * call.rows:
                 return ""  # the plan would allocate the longest shard for every rank
             if min(call.shards) == 0 < max(call.shards):

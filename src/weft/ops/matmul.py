@@ -66,25 +66,22 @@ def matmul(
     """Compute out [M, N] = x [M, K] @ weight.T [N, K] with `programs` programs, one on each SM, on the current stream;
     with `gated`, out [M, gated] = silu(gate) * up for a weight as in `all_gather_swiglu`. All tensors are contiguous,
     and their rows are whole 16-byte words."""
-    (m, k), n, t = x.shape, weight.shape[0], usual_tile(world)
+    (m, k), n, stream = x.shape, weight.shape[0], world.current_stream()
     if m == 0:
         return
-    tiles, steps = -(-m // t.block_m) * -(-n // t.block_n), -(-k // t.block_k)
-    shares = Shares.choose(world, tiles, steps, programs)
-    stream = world.current_stream()
-    if shares.shared_tiles:
+    launch, shares_tiles = _matmul(world, m, n, k, out.shape[1], gated > 0, programs)
+    if shares_tiles:
         world.order(lock(world, "parts of tiles"), stream)
-    launch = _matmul(world, m, n, k, out.shape[1], gated > 0, programs)
     launch(stream, a_desc=x, b_desc=weight, out_desc=out)
 
 
 @prepared
-def _matmul(world: World, m: int, n: int, k: int, columns: int, gated: bool, programs: int) -> Launch:
-    """Return the launch. columns: the output's columns."""
+def _matmul(world: World, m: int, n: int, k: int, columns: int, gated: bool, programs: int) -> tuple[Launch, bool]:
+    """Return the launch, and whether its programs share tiles. columns: the output's columns."""
     t, block = usual_tile(world), world.backend.scale.interleave
     tiles, steps = -(-m // t.block_m) * -(-n // t.block_n), -(-k // t.block_k)
     shares = Shares.choose(world, tiles, steps, programs)
-    return Launch(
+    launch = Launch(
         world,
         kernel,
         programs if shares.shared_tiles else min(programs, tiles),
@@ -99,6 +96,7 @@ def _matmul(world: World, m: int, n: int, k: int, columns: int, gated: bool, pro
         GATED=block if gated else 0,
         **(share_arguments(world, t, shares, programs) if shares.shared_tiles else ALONE),
     )
+    return launch, shares.shared_tiles > 0
 
 
 def share_arguments(world: World, t: GemmTile, shares: Shares, programs: int) -> dict[str, object]:

@@ -4,7 +4,7 @@ another."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import overload
 
 import torch
 from triton import JITFunction
@@ -129,14 +129,8 @@ def rms_norm(
         r = max(1, world.backend.scale.norm_block // (runs * cols))
         warps = min(32, max(4, r * runs * cols // 1024))
         programs = min(-(-rows // r), world.sm_count * max(1, 16 // warps))
-        shape, numbers = (
-            LaunchSizes(programs, warps, rows, n),
-            (
-                *(("eps", eps), ("R", r), ("RUNS", runs)),
-                ("PAIRS", world.batch_invariant),
-            ),
-        )
-        launch = _launch(world, norm_kernel, shape, remap, residual is not None, numbers)
+        own_parameters = ("eps", eps), ("R", r), ("RUNS", runs), ("PAIRS", world.batch_invariant)
+        launch = _launch(world, norm_kernel, programs, warps, (rows, n), remap, residual is not None, own_parameters)
         absent_is_x = x if residual is None else residual
         launch(world.current_stream(), x=x, residual=absent_is_x, weight=weight, out=out, total=total)
     world.finish(world.current_stream())
@@ -171,7 +165,7 @@ def put_rows(
     cols = columns(world, remap)
     r = max(1, world.backend.scale.block // cols)
     programs = min(world.sm_count * 4, -(-rows // r) * -(-n // cols))
-    launch = _launch(world, add_rows, LaunchSizes(programs, 8, rows, n), remap, residual is not None, (("R", r),))
+    launch = _launch(world, add_rows, programs, 8, (rows, n), remap, residual is not None, (("R", r),))
     launch(world.current_stream(), x=x, residual=x if residual is None else residual, out=out)
 
 
@@ -214,36 +208,30 @@ def validate(
     return rows, n
 
 
-class LaunchSizes(NamedTuple):
-    """The number of programs and their warps, and the rows and columns that they process."""
-
-    programs: int
-    warps: int
-    rows: int
-    columns: int
-
-
 @prepared
 def _launch(
     world: World,
     kernel: JITFunction,
-    shape: LaunchSizes,
+    programs: int,
+    warps: int,
+    size: tuple[int, int],
     remap: Remap | None,
     residual: bool,
-    numbers: tuple[tuple[str, float], ...],
+    own_parameters: tuple[tuple[str, float], ...],
 ) -> Launch:
-    """Return the launch. numbers: the kernel's own parameters, by name."""
+    """Return the launch. size: the rows and columns. own_parameters: the kernel's own ones, by name."""
+    rows, n = size
     tiled = dict(BM=1, GROUP_M=1) if remap is None else dict(BM=remap.block_m, GROUP_M=remap.group_m)
     return Launch(
         world,
         kernel,
-        shape.programs,
-        dict(num_warps=shape.warps, local=True, enable_fp_fusion=not world.batch_invariant),
-        rows=shape.rows,
-        N=shape.columns,
-        **dict(numbers),
+        programs,
+        dict(num_warps=warps, local=True, enable_fp_fusion=not world.batch_invariant),
+        rows=rows,
+        N=n,
+        **dict(own_parameters),
         tiles_m=0 if remap is None else remap.tiles_m,
         layout=constants(TileRuns, TILED=remap is not None, COLS=columns(world, remap), **tiled),
         RESIDUAL=residual,
-        ALIGNED=shape.columns % 8 == 0,
+        ALIGNED=n % 8 == 0,
     )

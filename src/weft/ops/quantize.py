@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from ..compute.quantize import LARGEST, LEAST, Groups, quantize_rows
-from ..kernel_launch import Launch, prepared
+from ..kernel_launch import Launch
 from ..lang.jit import constants
 from ..op import Local, RowsCall, check_call, registered
 from ..plans import Plan, Sequential
-from ..prepared import unprepared
+from ..prepared import Run
 from ..scaled_tensor import E4M3, SCALE_BLOCK, ScaledTensor, scales_shape
 from ..tensor_checks import DTYPES, bulk, check_device, dims
 from ..torch_library import CallOptions
@@ -53,23 +53,23 @@ class QuantizeCall(RowsCall):
         return self.recipe == "tensor"
 
 
-def run_quantize(
-    world: World, call: QuantizeCall, plan: Plan, operands: QuantizeOperands, out: torch.Tensor
-) -> tuple[torch.Tensor]:
-    (x, scale), stream = operands, world.current_stream()
-    if call.by_tensor:
-        scales = world.empty((1,), torch.float32)
-        if scale is None:
-            world.call(lambda: scales.copy_(_largest(x) / LARGEST.value), [x], [scales], stream)
-        else:
+def prepare_quantize(world: World, call: QuantizeCall, plan: Plan) -> Run:
+    by_tensor, by_columns, launch = call.by_tensor, call.by_columns, _launch(world, call) if call.n else None
+    shape = call.scales[::-1] if by_columns else call.scales
+
+    def run(operands: QuantizeOperands, out: torch.Tensor) -> tuple[torch.Tensor]:
+        (x, scale), stream, scales = operands, world.current_stream(), world.empty(shape, torch.float32)
+        if scale is not None:
             world.copy(scales, scale.view(1), stream)
-    elif call.by_columns:
-        scales = world.empty(call.scales[::-1], torch.float32).t()
-    else:
-        scales = world.empty(call.scales, torch.float32)
-    if call.n:
-        _launch(world, call)(stream, x=x, out=out, scales=scales)
-    return (scales,)
+        elif by_tensor:
+            world.call(lambda: scales.copy_(_largest(x) / LARGEST.value), [x], [scales], stream)
+        if by_columns:
+            scales = scales.t()
+        if launch is not None:
+            launch(stream, x=x, out=out, scales=scales)
+        return (scales,)
+
+    return run
 
 
 class Quantize(Local[QuantizeCall]):
@@ -82,7 +82,7 @@ class Quantize(Local[QuantizeCall]):
     )
     results = 2
     operand_type = QuantizeOperands
-    runs = {Sequential: unprepared(run_quantize)}
+    runs = {Sequential: prepare_quantize}
 
     def check(self, world: World, operands: QuantizeOperands, options: CallOptions) -> QuantizeCall:
         (x, scale), (recipe, columns, interleave, block_rows, by_columns) = operands, options
@@ -118,7 +118,6 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low, high).float().clamp_min(LEAST.value)
 
 
-@prepared
 def _launch(world: World, call: QuantizeCall) -> Launch:
     block, by_row, shared = world.backend.scale.gate_block, call.recipe == "row", call.block_rows > 1
     width = 1 << (call.n - 1).bit_length()

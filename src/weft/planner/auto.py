@@ -96,15 +96,11 @@ def _is_measured(device: torch.device) -> bool:
     return features(device_capability(device)).wgmma
 
 
-def _limited(plan: Plan) -> bool:
-    """Return whether the plan needs a communicator that is limited to the plan's number of CTAs."""
-    return isinstance(plan, Signaled) and not plan.copies
-
-
 def _stored(gpu: str, op: str, size: int, m: int, n: int, k: int, mode: str, limits: bool) -> Plan | None:
     """Return the table's plan for exactly this shape, or None. limits: whether communicators can be limited to CTAs."""
     plan = exact(gpu, op, size, m, n, k, mode)
-    return None if plan is not None and _limited(plan) and not limits else plan
+    limited = isinstance(plan, Signaled) and not plan.copies  # NCCL moves the groups, with the plan's number of CTAs
+    return None if limited and not limits else plan
 
 
 def _planner_or_unusable(world: World) -> Planner | str | None:

@@ -12,12 +12,13 @@ import numpy as np
 class Smooth:
     """A smooth function through scattered points, by local linear regression: each value comes from a linear fit that
     weights near points most. The function passes (almost) through the points, never leaves their range, and is constant
-    beyond the outermost points."""
+    beyond the outermost points. SLOPE is the penalty for a slope."""
 
-    def __init__(self, points: Sequence[Sequence[float]], values: Sequence[float], slope: float = 0.05) -> None:
-        """Fit a smooth curve. slope: the penalty for a slope, which is large for few or noisy points."""
+    SLOPE = 0.05
+
+    def __init__(self, points: Sequence[Sequence[float]], values: Sequence[float]) -> None:
         self.points, self.values = np.asarray(points, float), np.asarray(values, float)
-        self.ridge = np.diag([0.0] + [slope] * self.points.shape[1])
+        self.ridge = np.diag([0.0] + [self.SLOPE] * self.points.shape[1])
         self.lowest, self.highest = self.points.min(0), self.points.max(0)
         self.least, self.largest = float(self.values.min()), float(self.values.max())
 

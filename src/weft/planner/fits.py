@@ -31,8 +31,8 @@ Fit = TypeVar("Fit", Chunking, Moving, Pulling, Signaling)
 class Fits(PartTimes):
     """The parts, and the parameters fitted to the profile's calls. Each parameter is fitted when first needed."""
 
-    def __init__(self, profile: Profile, clock: float = 1.0) -> None:
-        super().__init__(profile, clock)
+    def __init__(self, profile: Profile) -> None:
+        super().__init__(profile)
         self.calls: dict[tuple[str, str], list[TimedCall]] = defaultdict(list)  # by (op, family)
         self._measured: dict[str, dict[Plan, None]] = defaultdict(dict)
         for r in profile.calls:

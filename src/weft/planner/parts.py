@@ -44,7 +44,7 @@ class Gemms:
         self.per_byte = min(g.us / self._bytes(g.m, g.n, g.k) for g in rows)
         log_sizes = [(math.log2(g.m), math.log2(g.n), math.log2(g.k)) for g in rows]
         self.ratio = Smooth(log_sizes, [math.log(g.us / self._model(g.m, g.n, g.k)) for g in rows])
-        self._cache: dict[tuple[int, int, int], float] = {}
+        self._unmeasured = functools.cache(self._corrected)
 
     def _waves(self, m: int, n: int, k: int) -> float:
         bm, bn = _SHAPES.T
@@ -65,11 +65,10 @@ class Gemms:
 
     def __call__(self, m: int, n: int, k: int) -> float:
         size = (max(m, 1), max(n, 1), max(k, 1))
-        if size in self.known:
-            return self.known[size]
-        if size not in self._cache:
-            self._cache[size] = self._model(*size) * math.exp(self.ratio(*(math.log2(s) for s in size)))
-        return self._cache[size]
+        return self.known[size] if size in self.known else self._unmeasured(*size)
+
+    def _corrected(self, m: int, n: int, k: int) -> float:
+        return self._model(m, n, k) * math.exp(self.ratio(math.log2(m), math.log2(n), math.log2(k)))
 
 
 class Tiles:
@@ -103,21 +102,20 @@ class Tiles:
 
 
 class PartTimes:
-    """us of the parts of calls on the profile's machine. clock: time of a GEMM now over its time in the profile.
-    over_nodes: times between nodes, for ranks on several nodes."""
+    """us of the parts of calls on the profile's machine. over_nodes: times between nodes, if there are several."""
 
     over_nodes: OverNodes | None = None
 
-    def __init__(self, profile: Profile, clock: float = 1.0) -> None:
-        self.profile, self.machine, self.clock = profile, profile.machine, clock
+    def __init__(self, profile: Profile) -> None:
+        self.profile, self.machine = profile, profile.machine
         self.world, self.sms = profile.machine.world, profile.machine.sms
         points: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
         for x in profile.latencies:
             points[x.operation, x.ctas].append((x.nbytes, x.us))
         self.curves = {key: Curve(p) for key, p in points.items()}  # keyed by operation and CTAs
         self.contention = {(b.operation, b.ctas): b for b in profile.slowdowns}
-        self._closest_cache: dict[Occupancy, tuple] = {}
-        self._tile_times: dict[tuple[Occupancy, int, int, int], float] = {}
+        self._closest = functools.cache(self._find_closest)
+        self._tiles_us = functools.cache(self._time_tiles)
 
     @functools.cached_property
     def _gemms(self) -> Gemms:
@@ -125,7 +123,7 @@ class PartTimes:
 
     def gemm(self, m: int, n: int, k: int) -> float:
         """Return the us of the library's GEMM alone."""
-        return self._gemms(m, n, k) * self.clock
+        return self._gemms(m, n, k)
 
     @functools.cached_property
     def _tiles(self) -> dict[tuple, Tiles]:
@@ -141,23 +139,15 @@ class PartTimes:
         if us < 2 * memory:
             library = self._gemms(m, n, k)
             us = max(us, library if library < 2 * memory else memory)
-        return us * self.clock
+        return us
 
-    def _tiles_us(self, on: Occupancy, programs: int, tiles: int, k: int) -> float:
-        key = (on, programs, tiles, k)
-        if key not in self._tile_times:
-            closest = self._closest(on)
-            area = on.tile.block_m * on.tile.block_n * on.per_sm / (closest[0] * closest[1] * closest[5])
-            self._tile_times[key] = self._tiles[closest](tiles, programs, on.per_sm, k) * area
-        return self._tile_times[key]
-
-    def _closest(self, occupancy: Occupancy) -> tuple:
-        """Return the key of the measured tile configuration that is closest to this one."""
-        if occupancy not in self._closest_cache:
-            self._closest_cache[occupancy] = self._find_closest(occupancy)
-        return self._closest_cache[occupancy]
+    def _time_tiles(self, on: Occupancy, programs: int, tiles: int, k: int) -> float:
+        closest = self._closest(on)
+        area = on.tile.block_m * on.tile.block_n * on.per_sm / (closest[0] * closest[1] * closest[5])
+        return self._tiles[closest](tiles, programs, on.per_sm, k) * area
 
     def _find_closest(self, occupancy: Occupancy) -> tuple:
+        """Return the key of the measured tile configuration that is closest to this one."""
         if not self._tiles:
             raise NotMeasured("no waves of tiles measured")
         tile = occupancy.tile

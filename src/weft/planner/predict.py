@@ -11,12 +11,12 @@ corrects the prediction for effects that the model omits.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
-from ..cost.queues import Step
 from ..cost.signaled import SignaledCost, SignaledParts
 from ..op import REGISTRY, collectives
 from ..plans import Plan, Signaled
@@ -32,17 +32,16 @@ class Predictor(Fits):
     """Times of any plan at any shape on the profile's machine, in us. N and K are the GEMM's on one rank; M counts the
     rows of all ranks.
 
-    clock: time of a GEMM now over its time in the profile. launch: us that the host currently needs for one of a call's
-    `operations`; None: the profile's time, if it has one.
+    launch: us that the host currently needs for one of a call's operations; None: the profile's time, if it has one.
     """
 
-    def __init__(self, profile: Profile, clock: float = 1.0, launch: float | None = None) -> None:
-        super().__init__(profile, clock)
+    def __init__(self, profile: Profile, launch: float | None = None) -> None:
+        super().__init__(profile)
         profile_launch = profile.constant("launch")
         self.launch = profile_launch if launch is None else launch
         # The host's time for a launch now, over its time in the profile.
         self.pace = 1.0 if self.launch is None or profile_launch is None else self.launch / profile_launch
-        self._eagers: dict[str, tuple[float, float]] = {}
+        self._eager = functools.cache(self._eager_times)
         self._corrections: dict[Hashable, Callable[[int, int, int], float]] = {}
 
     def time(
@@ -67,28 +66,22 @@ class Predictor(Fits):
             return max(us + gap, slow * host * self.pace * cost.launches(plan, self.world), slow * launches_us)
         return us
 
-    def operations(self, op: str, plan: Plan) -> int:
-        """Return the number of operations that the host submits in one call (`Cost.operations`)."""
-        return self.cost(op, plan).operations(plan, self.world)
-
-    def _eager(self, group: str) -> tuple[float, float]:
+    def _eager_times(self, group: str) -> tuple[float, float]:
         """Return, for a family (all fused plans form one), the us by which an eager call takes longer than a captured
         call, and the host's us for a launch, for which the shortest measured eager call is an upper bound."""
-        if group not in self._eagers:
-            calls = [
-                (r, cost.launches(plan, self.world))
-                for r in self.profile.calls
-                for plan in [Plan.from_json(r.plan)]
-                for cost in [REGISTRY[r.op].costs.get(type(plan))]
-                if cost is not None and cost.eager_family(plan) == group
-            ]
-            graph = {identity(replace(r, mode="eager")): r.us for r, _ in calls if r.mode == "graph"}
-            eager = [(r, launches) for r, launches in calls if r.mode == "eager"]
-            host = min((r.us / launches for r, launches in eager), default=0.0)
-            gpu_bound = [r for r, launches in eager if identity(r) in graph and r.us > GPU_BOUND * host * launches]
-            differences = [r.us - graph[identity(r)] for r in gpu_bound]  # in these calls GPU time hides host time
-            self._eagers[group] = max(min(differences, default=0.0), 0.0), host
-        return self._eagers[group]
+        calls = [
+            (r, cost.launches(plan, self.world))
+            for r in self.profile.calls
+            for plan in [Plan.from_json(r.plan)]
+            for cost in [REGISTRY[r.op].costs.get(type(plan))]
+            if cost is not None and cost.eager_family(plan) == group
+        ]
+        graph = {identity(replace(r, mode="eager")): r.us for r, _ in calls if r.mode == "graph"}
+        eager = [(r, launches) for r, launches in calls if r.mode == "eager"]
+        host = min((r.us / launches for r, launches in eager), default=0.0)
+        gpu_bound = [r for r, launches in eager if identity(r) in graph and r.us > GPU_BOUND * host * launches]
+        differences = [r.us - graph[identity(r)] for r in gpu_bound]  # in these calls GPU time hides host time
+        return max(min(differences, default=0.0), 0.0), host
 
     def model(self, op: str, plan: Plan, m: int, n: int, k: int, received: int | None = None) -> float:
         """Return `time` in a CUDA graph without the correction by measured calls."""
@@ -99,18 +92,11 @@ class Predictor(Fits):
         call = REGISTRY[op].gemm_call(m, n, k, received)
         return self.cost(op, plan).us(self, call, plan, self.parameters(op, plan))
 
-    def steps(self, op: str, plan: Plan, m: int, n: int, k: int, received: int | None = None) -> list[Step]:
-        """Return the start and end of each step, for plans of several steps."""
-        call = REGISTRY[op].gemm_call(m, n, k, received)
-        return self.cost(op, plan).steps(self, call, plan, self.parameters(op, plan))
-
-    def signaled_parts(
-        self, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None = None
-    ) -> SignaledParts:
+    def signaled_parts(self, op: str, plan: Signaled, m: int, n: int, k: int) -> SignaledParts:
         """Return the times of parts that the accumulate rule combines."""
         cost = self.cost(op, plan)
         assert isinstance(cost, SignaledCost)
-        return cost.parts(self, REGISTRY[op].gemm_call(m, n, k, received), plan, self.parameters(op, plan))
+        return cost.parts(self, REGISTRY[op].gemm_call(m, n, k), plan, self.parameters(op, plan))
 
     def fit(self) -> None:
         """Fit all parameters now, so that no prediction waits for a fit."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from ..errors import WeftError
 from ..op import REGISTRY, collectives
@@ -174,9 +175,9 @@ class Profile:
         }
         return replace(self, **sections)
 
-    def constant(self, operation: str, ctas: int = 0) -> float | None:
+    def constant(self, operation: str) -> float | None:
         """Return the us of an operation that has no size, or None."""
-        return next((x.us for x in self.latencies if (x.operation, x.ctas) == (operation, ctas)), None)
+        return next((x.us for x in self.latencies if x.operation == operation), None)
 
     def to_json(self) -> str:
         head = {"format": FORMAT, "machine": asdict(self.machine), "made": self.created, "source": self.source}
@@ -244,8 +245,7 @@ def _check(profile: Profile) -> None:
             if row.op not in collectives() or row.mode not in ("graph", "eager"):
                 raise ValueError(f"{row} is of no op and mode that this weft plans")
             plan = Plan.from_json(row.plan)
-            if type(plan) not in REGISTRY[row.op].runs:
-                raise ValueError(f"{row} is of a plan that {row.op} does not have")
+            REGISTRY[row.op].check_plan(plan)
             pulling = plan.pull_programs if isinstance(plan, FusedGather) else 0
             ctas = plan.ctas if isinstance(plan, Signaled) else 0
             if ctas >= sms or pulling >= sms * getattr(plan, "per_sm", 1):
@@ -279,15 +279,9 @@ def this_machine(device: torch.device, world: int) -> Hardware:
         "network" if world > gpus else _link(device, gpus),
         torch.cuda.get_device_properties(device).multi_processor_count,
         _plain(torch.__version__),
-        _plain(_triton_version()),
+        _plain(triton.__version__),
         ".".join(map(str, torch.cuda.nccl.version())),
     )
-
-
-def _triton_version() -> str:
-    import triton
-
-    return triton.__version__
 
 
 def _plain(version: str) -> str:

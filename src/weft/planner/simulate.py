@@ -79,7 +79,7 @@ class Topology:
             left //= counts[-1]
         counts.append(left)
         levels = tuple(replace(x, count=c) for x, c in zip(self.levels, counts, strict=True))
-        return replace(self, name=self.name, levels=levels)
+        return replace(self, levels=levels)
 
     def rate(self) -> float:
         """Return the GB/s of a GPU in a ring through all GPUs. The slowest boundary sets it; all GPUs inside a boundary
@@ -259,11 +259,6 @@ class Simulated:
     @property
     def speedup(self) -> float:
         return self.sequential / self.us
-
-    @property
-    def bound_share(self) -> float:
-        """Return the longer of the times of GEMMs alone and transfers alone, over the predicted time."""
-        return max(self.gemm, self.comm) / self.us
 
 
 @dataclass(frozen=True)

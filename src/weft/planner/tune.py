@@ -57,8 +57,7 @@ def probes_of(b: Bench) -> Iterator[Probe]:
         yield Probe("the host's launches", (Latency("launch", 0, 0, 1.0),), lambda: launch(b))
     if b.copies:
         yield b.latency("barrier", 0, lambda: b.world.barrier())
-    for operation in ("all_gather", "reduce_scatter", "all_reduce"):
-        yield from (moves.collective(b, operation, 0, size) for size in coarse)
+    yield from moves.collectives(b, ("all_gather", "reduce_scatter", "all_reduce"), 0, coarse)
     yield from moves.copies(b, coarse)
     yield from (gemms.gemm(b, *size) for size in b.sizes.gemms[0])
     for wave in b.sizes.tiles:
@@ -68,20 +67,19 @@ def probes_of(b: Bench) -> Iterator[Probe]:
     yield from calls.low_latency_calls(b) if b.copies else ()
     for ctas in b.sizes.ctas[:2]:
         for operation in AFTER:
-            yield from (moves.collective(b, operation, ctas, size) for size in coarse)
+            yield from moves.collectives(b, [operation], ctas, coarse)
             yield from moves.concurrent_probes(b, operation, ctas)
     yield from calls.signaled_calls(b, 0)
     yield from calls.eager_calls(b)
     for operation in ("all_reduce", "all_gather", "reduce_scatter"):
         yield from moves.concurrent_probes(b, operation, 0)
     yield from (gemms.gemm(b, *size) for size in b.sizes.gemms[1])
-    for operation in ("all_gather", "reduce_scatter", "all_reduce"):
-        yield from (moves.collective(b, operation, 0, size) for size in rest)
+    yield from moves.collectives(b, ("all_gather", "reduce_scatter", "all_reduce"), 0, rest)
     yield from moves.copies(b, rest)
-    yield from (moves.collective(b, "all_to_all", 0, size) for size in (*coarse, *rest))
+    yield from moves.collectives(b, ["all_to_all"], 0, (*coarse, *rest))
     for ctas in b.sizes.ctas:
         for operation in AFTER:
-            yield from (moves.collective(b, operation, ctas, size) for size in (*coarse, *rest))
+            yield from moves.collectives(b, [operation], ctas, (*coarse, *rest))
             yield from moves.concurrent_probes(b, operation, ctas)
     yield from calls.calls(b, 1)
     yield from calls.signaled_calls(b, 1)

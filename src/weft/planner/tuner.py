@@ -94,37 +94,28 @@ class CudaTimer:
             def on_main(count: int) -> Events:
                 return span(repeated(fn, count))
 
-            def alone(run: Timed, count: int) -> float:
-                times = []
-                for _ in range(3):
-                    self._rendezvous()
-                    side.wait_stream(self.stream)
-                    timed = run(count)
-                    torch.cuda.synchronize()
-                    times.append(length(timed))
-                return self._slowest(statistics.median(times))
-
-            def within(long: Timed, long_calls: int, short: Timed, short_calls: int) -> float:
+            def timed(run: Timed, count: int, load: Timed | None = None, load_calls: int = 0) -> float:
                 streams: dict[Timed, torch.cuda.Stream] = {on_side: side, on_main: self.stream}
                 times = []
                 for _ in range(3):
                     self._rendezvous()
                     side.wait_stream(self.stream)
-                    long(max(long_calls // 4, 1))
-                    streams[short].wait_stream(streams[long])
-                    long(long_calls)
-                    timed = short(short_calls)
+                    if load:
+                        load(max(load_calls // 4, 1))
+                        streams[run].wait_stream(streams[load])
+                        load(load_calls)
+                    events = run(count)
                     torch.cuda.synchronize()
-                    times.append(length(timed))
+                    times.append(length(events))
                 return self._slowest(statistics.median(times))
 
             on_side(1)
             on_main(1)
             torch.cuda.synchronize()
-            a, b = alone(on_main, 2) / 2, alone(on_side, 2) / 2
+            a, b = timed(on_main, 2) / 2, timed(on_side, 2) / 2
             short_a, short_b = (max(2, int(2000 / us)) for us in (a, b))
             long_a, long_b = (max(2, int(8000 / us)) for us in (a, b))
-            a, b = alone(on_main, short_a), alone(on_side, short_b)
-            slow_a = within(on_side, long_b, on_main, short_a) / a
-            slow_b = within(on_main, long_a, on_side, short_b) / b
+            a, b = timed(on_main, short_a), timed(on_side, short_b)
+            slow_a = timed(on_main, short_a, on_side, long_b) / a
+            slow_b = timed(on_side, short_b, on_main, long_a) / b
             return max(slow_a, 1.0), max(slow_b, 1.0)

@@ -99,14 +99,14 @@ def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream:
         world.call(lambda: out.add_(bias), [out, bias], [out], stream)
 
 
-def gather_at_once(gather: Callable[..., torch.Tensor]) -> GatherTransport:
-    """Return the transport with one arrival, which calls gather(tensor, world, plan, shards, stream)."""
+def gather_at_once(gather: Callable[..., list[torch.Tensor]]) -> GatherTransport:
+    """Return the transport with one arrival, which calls gather(tensors, world, plan, shards, stream)."""
 
     def gather_rows(world: World, plan: Plan, shards: tuple[int, ...], specs: TensorSpecs, keep: bool) -> GatherRows:
         @contextmanager
         def gather_tensors(tensors: TensorList) -> Iterator[GatheredTensors]:
             stream = world.current_stream()
-            full = [gather(t, world, plan, shards, stream) for t in tensors]
+            full = gather(tensors, world, plan, shards, stream)
             yield GatheredTensors(full, [ArrivedRows(slice(None), full, stream)])
 
         return gather_tensors
@@ -129,28 +129,23 @@ def reduce_at_once(reduce: Callable[..., object]) -> ReduceTransport:
     return reduce_rows
 
 
-def gather_rows(world: World, plan: Plan, shards: tuple[int, ...], specs: TensorSpecs, keep: bool) -> GatherRows:
-    """Prepare a gather of tensors by NCCL, with one arrival. NCCL has no 8-bit floats: they are sent as bytes. If
-    shards have equal lengths, scales are sent with the rows, as bytes too: a sequential call with one launch takes up
-    to 4% less time than with two launches (bench/measure/fp8_ranks.py)."""
-    together = world.size > 1 and len(specs) > 1 and min(shards) == max(shards)
-    as_bytes = specs[0][1].itemsize == 1
-
-    @contextmanager
-    def gather_tensors(tensors: TensorList) -> Iterator[GatheredTensors]:
-        stream = world.current_stream()
-        sent = [t.view(torch.uint8) for t in tensors] if as_bytes else [*tensors]
-        if together:
-            full = [world.empty((sum(shards), t.shape[1]), t.dtype) for t in sent]
-            world.backend.all_gather_together(full, sent, stream)
-        else:
-            full = [gather(t, world, shards, stream) for t in sent]
-        full = [gathered.view(t.dtype) for gathered, t in zip(full, tensors, strict=True)]
-        yield GatheredTensors(full, [ArrivedRows(slice(None), full, stream)])
-
-    return gather_tensors
+def gather_all(
+    tensors: TensorList, world: World, plan: Plan, shards: tuple[int, ...], stream: Stream
+) -> list[torch.Tensor]:
+    """Return the tensors with the rows of all ranks, gathered by NCCL. NCCL has no 8-bit floats: they are sent as
+    bytes. If shards have equal lengths, scales are sent with the rows, as bytes too: a sequential call with one launch
+    takes up to 4% less time than with two launches (bench/measure/fp8_ranks.py)."""
+    as_bytes = tensors[0].itemsize == 1
+    sent = [t.view(torch.uint8) for t in tensors] if as_bytes else [*tensors]
+    if world.size > 1 and len(sent) > 1 and min(shards) == max(shards):
+        full = [world.empty((sum(shards), t.shape[1]), t.dtype) for t in sent]
+        world.backend.all_gather_together(full, sent, stream)
+    else:
+        full = [gather(t, world, shards, stream) for t in sent]
+    return [gathered.view(t.dtype) for gathered, t in zip(full, tensors, strict=True)]
 
 
+gather_rows = gather_at_once(gather_all)
 reduce_rows = reduce_at_once(lambda partial, world, plan, *arguments: reduce_scatter(partial, world, *arguments))
 
 

@@ -164,4 +164,5 @@ def gather(
 # Store this rank's rows of the sum over ranks of x [M, N] in `out`. Rows are whole 16-byte words, and every rank must
 # have rows. The arguments are x, world, plan, shards, stream and out.
 scatter = functools.partial(_post, scatter_low_latency, "reduce_scatter")
-gather_rows, reduce_rows = gather_at_once(gather), reduce_at_once(scatter)
+gather_rows = gather_at_once(lambda tensors, *arguments: [gather(t, *arguments) for t in tensors])
+reduce_rows = reduce_at_once(scatter)

@@ -22,11 +22,6 @@ def rank_word(world: World) -> torch.Tensor:
     return world.cached("rank word", lambda: world.tensor([world.rank], torch.int32))
 
 
-def descriptor(t: torch.Tensor, rows: int, cols: int, block: tuple[int, int]) -> TensorDescriptor:
-    """Return the TMA descriptor of a row-major [rows, cols] matrix at the start of `t`."""
-    return TensorDescriptor(t, [rows, cols], [cols, 1], list(block))
-
-
 def half_elements(half_bytes: int, cols: int, dtype: torch.dtype) -> int:
     """Return the element at which an arena's second half starts: the first whole row of `cols` elements after the first
     half's bytes."""

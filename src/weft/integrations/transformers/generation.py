@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -52,7 +53,6 @@ def without_draws() -> AbstractContextManager[object]:
 
 def same_draws(method: Method, world: World) -> Method:
     """Return the model's `generate`, with the random draws of rank 0 on every rank."""
-
     return functools.update_wrapper(functools.partial(_generate, method, world), method)
 
 
@@ -61,13 +61,8 @@ def _generate(method: Method, world: World, *args: object, **kwargs: object) -> 
         return method(*args, **kwargs)
 
 
-def not_emulated(method: Method) -> Method:
-    """Return a `generate_batch` that raises Unsupported."""
-
-    return functools.update_wrapper(functools.partial(_refuse_batch), method)
-
-
-def _refuse_batch(*args: object, **kwargs: object) -> object:
+def refuse_batch(*args: object, **kwargs: object) -> NoReturn:
+    """Raise Unsupported. This is the `generate_batch` of an emulated rank."""
     raise Unsupported(
         "generate_batch runs the model on a thread of its own, on which an emulated rank cannot call an operator: "
         "call generate, or run on GPUs"

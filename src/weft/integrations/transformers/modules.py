@@ -126,21 +126,23 @@ class Layers:
 
     def _comparison(self) -> Callable[[], bool]:
         """Return a function that returns whether nothing has changed. It runs at every pass, so its loops are in C."""
-        dicts = [module._modules for _, module, _, _ in self._children] + [
-            vars(module) for _, module, _ in self._forwards
-        ]
-        names = [name for _, _, name, _ in self._children] + ["forward"] * len(self._forwards)
-        values: list[object] = [child for *_, child in self._children] + [forward for *_, forward in self._forwards]
+        _, dicts, names, values = map(list, zip(*self._entries(), strict=True))
         for module, number_names, numbers in self._numbers:
             dicts += [vars(module)] * len(numbers)
             names, values = [*names, *number_names], [*values, *numbers]
         return lambda: all(map(operator.eq, map(dict.get, dicts, names), values))
 
+    def _entries(self) -> Iterator[tuple[str, Mapping[str, object], str, object]]:
+        """Yield, for each child and each forward, its path, the dictionary that has it, its name in the dictionary, and
+        its value when the model was woven."""
+        for path, module, name, child in self._children:
+            yield path, module._modules, name, child
+        for path, module, forward in self._forwards:
+            yield path, vars(module), "forward", forward
+
     def _name_change(self) -> None:
-        children = [(path, module._modules.get(name) is child) for path, module, name, child in self._children]
-        forwards = [(path, vars(module).get("forward") == forward) for path, module, forward in self._forwards]
-        for path, unchanged in (*children, *forwards):
-            if not unchanged:
+        for path, values, name, value in self._entries():
+            if values.get(name) != value:
                 raise Unsupported(
                     f"{path} was replaced after the model was woven, which has no effect on a woven model: call "
                     "weft.hf.unweave(model) and weave it again"

@@ -91,7 +91,7 @@ def parallel_of(parameter: Tensor) -> str:
 # -- experts -----------------------------------------------------------------------------------------------------------
 class RankExperts(Bound):
     """This rank's experts, in the layout of `weft.moe.moe`, of a module that every rank has whole or that Transformers
-    has split. `split` says which experts they are. Packed gate and up need their bytes a second time, and so do the
+    has split. `split` describes them. Packed gate and up need their bytes a second time, and so do the
     transposed second matrices of GPT-OSS.
 
     With `local` the module's tensors are already this rank's experts, and routed ids count from 0 among them. `numbers`
@@ -167,7 +167,8 @@ class Router(Bound):
 
     def _bind(self) -> None:
         bias = getattr(self.module, "bias", None)
-        self.weight, self.bias = replicated(self.module.weight), None if bias is None else replicated(bias)
+        self.weight = local_of(self.module.weight).detach()
+        self.bias = None if bias is None else local_of(bias).detach()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(x.flatten(0, -2), self.weight, self.bias)
@@ -175,11 +176,6 @@ class Router(Bound):
         renormalise = self.always_renormalises or module.norm_topk_prob
         ids, weights = gate(logits, k=module.top_k, world=self.world, scoring=self.scoring, renormalise=renormalise)
         return logits, weights, ids
-
-
-def replicated(t: Tensor) -> Tensor:
-    """Return the tensor of a parameter that is the same on all ranks."""
-    return local_of(t).detach()
 
 
 def experts_forward(world_of: Callable[[], World]) -> Callable[..., Tensor]:
@@ -318,9 +314,8 @@ def split_of(experts: Module) -> str:
     return "whole experts" if parallel_of(experts.gate_up_proj) == "expert" else "columns of all experts"
 
 
-def split_reason(experts: Module, world: World) -> str | None:
-    """Return why the ranks cannot split these experts, or None."""
+def check_split(experts: Module, world: World) -> None:
+    """Raise Unsupported for experts that the ranks cannot split."""
     count = experts.gate_up_proj.shape[0]
     if parallel_of(experts.gate_up_proj) == "expert" and count % world.size:
-        return f"{count} experts do not divide by {world.size} ranks"
-    return None
+        raise Unsupported(f"{count} experts do not divide by {world.size} ranks")

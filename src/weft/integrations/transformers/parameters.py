@@ -89,7 +89,6 @@ class ParameterState(NamedTuple):
     name: str
     parameter: nn.Parameter | None
     local: torch.Tensor | None
-    address: int
     form: str
     writes: tuple[int, ...]
 
@@ -103,7 +102,7 @@ class Unchanged:
         dtensors = [s for s in states if isinstance(s.parameter, DTensor)]
         plain = [s for s in states if s.parameter is not None and not isinstance(s.parameter, DTensor)]
         self._plain, self._dtensors = [s.parameter for s in plain], [s.parameter for s in dtensors]
-        self._addresses = [s.address for s in (*plain, *dtensors)]
+        self._addresses = [s.local.data_ptr() for s in (*plain, *dtensors) if s.local is not None]
 
     def holds(self) -> bool:
         if not all(map(operator.is_, map(dict.get, self._owners, self._names), self._parameters)):
@@ -152,7 +151,7 @@ class Parameters:
 
     def _state(self, owner: dict[str, nn.Parameter | None], name: str, p: nn.Parameter | None) -> ParameterState:
         if p is None:
-            return ParameterState(owner, name, None, None, 0, "None", ())
+            return ParameterState(owner, name, None, None, "None", ())
         if self.packed and p.is_inference():
             raise Unsupported(
                 f"{name} was made under torch.inference_mode, whose tensors do not count writes: load the model outside"
@@ -160,8 +159,7 @@ class Parameters:
             )
         if self.packed and type(p) is nn.Parameter:
             p.__class__ = WatchedParameter
-        local = local_of(p)
-        return ParameterState(owner, name, p, local.detach(), local.data_ptr(), _form(p), self._writes(p))
+        return ParameterState(owner, name, p, local_of(p).detach(), _form(p), self._writes(p))
 
     def _writes(self, p: nn.Parameter | None) -> tuple[int, ...]:
         if p is None or not self.packed:

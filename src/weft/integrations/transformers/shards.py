@@ -204,7 +204,7 @@ class AttentionShard(HeadsShard):
         self.norm_modules = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
         self.parameters = Parameters(self.norm_modules, self._bind)
         self.window_in_module = hasattr(attention, "sliding_window")
-        self.window_in_config = not self.window_in_module and hasattr(attention.config, "sliding_window")
+        self.has_window = self.window_in_module or hasattr(attention.config, "sliding_window")
         self.takes_cache = "cache" in inspect.signature(type(attention).forward).parameters
         self.eager = sys.modules[type(attention).__module__].eager_attention_forward
         self.has_cudnn = fastest(
@@ -219,11 +219,9 @@ class AttentionShard(HeadsShard):
     @property
     def window(self) -> int | None:
         """Return the window of sliding-window attention that Transformers passes to an attention function."""
-        window: int | None = None
-        if self.window_in_module:
-            window = self.module.sliding_window
-        elif self.window_in_config:
-            window = self.module.config.sliding_window
+        if not self.has_window:
+            return None
+        window: int | None = (self.module if self.window_in_module else self.module.config).sliding_window
         return window
 
     def norm_eps(self) -> float:
@@ -285,8 +283,7 @@ class AttentionShard(HeadsShard):
             # The query heads of one key head are rows of one call, so that keys and values are not repeated.
             rows = q.reshape(b, kv, heads // kv, d)
             return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
-        if self.has_cudnn and mask is None and causal and m == k.shape[2]:
-            if is_long(m, m):
-                args = q, k, v, None, False, 0.0, True, False
-                return torch.ops.aten._scaled_dot_product_cudnn_attention(*args, scale=scale)[0].transpose(1, 2)
+        if self.has_cudnn and mask is None and causal and m == k.shape[2] and is_long(m, m):
+            args = q, k, v, None, False, 0.0, True, False
+            return torch.ops.aten._scaled_dot_product_cudnn_attention(*args, scale=scale)[0].transpose(1, 2)
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def styles(plan: str | Plan = "auto") -> Styles:
     return Styles(plan)
 
 
-class Styles:
+class Styles(AbstractContextManager["Styles"]):
     """weft's styles while they are registered. `linears` counts the linears that have weft's forward."""
 
     def __init__(self, plan: str | Plan) -> None:
@@ -72,9 +73,6 @@ class Styles:
     def close(self) -> None:
         for name, style in self._before.items():
             self._table[name] = style
-
-    def __enter__(self) -> Styles:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -20,7 +20,7 @@ from ...tensor_checks import DTYPES
 from ...world import World
 from . import moe
 from .forwards import SHARDED_FROM, LayerForward, ModelForward, norm_forward
-from .generation import not_emulated, same_draws
+from .generation import refuse_batch, same_draws
 from .modules import Hooks, Layers, Numbers, check_modules, class_of, copy_reason, refuse_copy
 from .shards import AttentionShard, HeadShard, HeadsShard, MlpShard, Module
 from .woven import Woven
@@ -53,7 +53,7 @@ def weave(
     Logits agree with the model's own to rounding: sums over ranks, residual and norm are computed in float32 and
     rounded once. `forward`, `generate`, caches and CUDA graphs work as before. All ranks must make the same calls, and
     if `generate` samples, they use the draws of rank 0. `output_hidden_states` gathers the hidden states;
-    `output_attentions` is rejected. `unweave` restores the model, `report` says what was replaced. On a batch-invariant
+    `output_attentions` is rejected. `unweave` restores the model, `report` lists replaced modules. On a batch-invariant
     World (`weft.init`) weft's results are batch-invariant; attention, the embedding and an output head that is whole on
     every rank stay Transformers' own, and experts are rejected.
 
@@ -114,7 +114,7 @@ def _generate(model: Module, woven: Woven) -> None:
     if hasattr(model, "generate") and woven.world.size > 1:
         woven.replace(model, "generate", same_draws(model.generate, woven.world))
     if hasattr(model, "generate_batch") and woven.world.backend.name == "emulated":
-        woven.replace(model, "generate_batch", not_emulated(model.generate_batch))
+        woven.replace(model, "generate_batch", refuse_batch)
 
 
 def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
@@ -285,8 +285,7 @@ def _check_split(layers: list[Module], world: World) -> None:
             raise Unsupported(f"{count} {name} of {head} columns do not divide by {world.size} ranks")
     for mlp in (layer.mlp for layer in layers):
         if hasattr(mlp, "experts"):
-            if why := moe.split_reason(mlp.experts, world):
-                raise Unsupported(why)
+            moe.check_split(mlp.experts, world)
         elif config.intermediate_size % (8 * world.size):
             raise Unsupported(
                 f"intermediate size {config.intermediate_size} is not a multiple of 8 times {world.size} ranks"

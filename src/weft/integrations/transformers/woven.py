@@ -26,10 +26,10 @@ class Woven:
 
     `replaced` has a line for each kind of module that was replaced, `left` the name of and the reason for each module
     that was not. The functions of `undo` restore the modules. With at least `two_parts` tokens (None: never) a pass
-    runs in two token parts, and `all_reduce_rms_norm` uses `two_parts_plan`. `experts` says whether any layer has
-    experts, `shards_tokens` whether the hidden states of many tokens are sharded. For the current pass, `causal` says
-    that a dense mask is only causal, `depth` how many layers run, and `recorded` that Transformers records hidden
-    states.
+    runs in two token parts, and `all_reduce_rms_norm` uses `two_parts_plan`. `experts` is true if any layer
+    has experts, `shards_tokens` if the hidden states of many tokens are sharded. For the current pass, `causal` is true
+    if a dense mask is only causal, `depth` is the number of layers that run, and `recorded` is true if Transformers
+    records hidden states.
     """
 
     model: nn.Module

@@ -185,7 +185,7 @@ class Compared(Switched):
 
     def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
         passes: Passes = self.__dict__["weft_passes"]
-        ids = (dict(zip(passes.names, args, strict=False)) | kwargs).get("input_ids")
+        ids = passes.named(args, kwargs).get("input_ids")
         if ids is not None:
             ids.copy_(self.__dict__["weft_ids"][: len(ids)])
         return super().__call__(*args, **kwargs)

@@ -13,31 +13,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import fx, nn
 
+from .layers import Classes
+
 Reduces: TypeAlias = Callable[[nn.Module], bool]  # whether a module ends in a reduction
-
-
-class Kinds(Protocol):
-    """The kinds of an engine's modules."""
-
-    def reduces(self, module: nn.Module) -> bool:
-        """Return whether the module ends in an all-reduce that can be left out."""
-
-    def gives_bias(self, module: nn.Module) -> bool:
-        """Return whether the module returns (output, bias)."""
-
-    def is_norm(self, module: nn.Module) -> bool: ...
-
-    def is_column(self, module: nn.Module) -> bool: ...
 
 
 @dataclass
 class Site:
-    """A chain reduction -> norm -> column. `residual` says whether the norm adds a residual. `column` is the only
+    """A chain reduction -> norm -> column. `residual` is true if the norm adds a residual. `column` is the only
     reader of the normalised rows if that reader is a column-parallel linear, else None. `name` is the norm's name."""
 
     name: str
@@ -49,7 +37,7 @@ class Site:
 
 @dataclass
 class Flow:
-    """The sites of a model, in the order of the forward pass. `by_rows` says whether only sites' norms read the
+    """The sites of a model, in the order of the forward pass. `by_rows` is true if only sites' norms read the
     residuals that sites' norms return. `left` has the reason for each part of the model that could not be traced."""
 
     sites: list[Site] = field(default_factory=list)
@@ -142,11 +130,11 @@ def functions_called(method: FunctionType, modules: tuple[str, ...]) -> Iterator
                 yield getattr(function, "__name__", "")
 
 
-def stacks(model: nn.Module, kinds: Kinds) -> Iterator[nn.Module]:
+def stacks(model: nn.Module, classes: Classes) -> Iterator[nn.Module]:
     """Yield the modules with a list of layers that contain reductions."""
     for module in model.modules():
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
-        if any(contains(layer, kinds.reduces) for layers in lists for layer in layers):
+        if any(contains(layer, classes.reduces) for layers in lists for layer in layers):
             yield module
 
 
@@ -169,26 +157,26 @@ def traced(module: nn.Module, reduces: Reduces, absent: Sequence[str] = EMBEDDED
 
 
 # -- reading the graph -------------------------------------------------------------------------------------------------
-def flow_of(model: nn.Module, kinds: Kinds) -> Flow:
+def flow_of(model: nn.Module, classes: Classes) -> Flow:
     """Return the sites of every stack of layers. A stack whose forward cannot be traced is traced layer by layer, which
     misses the sites between its layers."""
     flow, graphs, names = Flow(), [], {id(module): name for name, module in model.named_modules()}
-    for stack in stacks(model, kinds):
+    for stack in stacks(model, classes):
         try:
-            graphs.append(traced(stack, kinds.reduces))
+            graphs.append(traced(stack, classes.reduces))
             continue
         except Exception as error:
             flow.left.append(f"{type(stack).__name__}: {first_sentence(error)}")
         for layer in (layer for child in stack.children() if isinstance(child, nn.ModuleList) for layer in child):
-            if contains(layer, kinds.reduces):
+            if contains(layer, classes.reduces):
                 try:
-                    graphs.append(traced(layer, kinds.reduces))
+                    graphs.append(traced(layer, classes.reduces))
                 except Exception as error:
                     flow.left.append(f"{type(layer).__name__}: {first_sentence(error)}")
     flow.left = list(dict.fromkeys(flow.left))
     chained = not flow.left
     for graph in graphs:
-        graph_sites = sites(graph, kinds, names)
+        graph_sites = sites(graph, classes, names)
         chained &= bool(graph_sites) and residuals_stay(graph, {id(site.norm) for site in graph_sites})
         flow.sites += graph_sites
     flow.by_rows = chained and bool(flow.sites)
@@ -200,18 +188,18 @@ def first_sentence(error: Exception) -> str:
     return f"{error}".split(". ")[0].splitlines()[0] if f"{error}" else type(error).__name__
 
 
-def sites(graph: Graph, kinds: Kinds, names: Mapping[int, str]) -> list[Site]:
+def sites(graph: Graph, classes: Classes, names: Mapping[int, str]) -> list[Site]:
     """Return the sites in a graph."""
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     graph_sites = []
     for node in graph.nodes:
         reduction = module_of(graph, node)
-        if reduction is None or not kinds.reduces(reduction):
+        if reduction is None or not classes.reduces(reduction):
             continue
-        total = first_item(node) if kinds.gives_bias(reduction) else node
+        total = first_item(node) if classes.gives_bias(reduction) else node
         reader = only_reader(total)
         norm = module_of(graph, reader)
-        if reader is None or norm is None or not kinds.is_norm(norm) or reader.kwargs:
+        if reader is None or norm is None or not classes.is_norm(norm) or reader.kwargs:
             continue
         if len(reader.args) > 2 or reader.args[0] is not total or calls[node.target] + calls[reader.target] > 2:
             continue
@@ -220,7 +208,7 @@ def sites(graph: Graph, kinds: Kinds, names: Mapping[int, str]) -> list[Site]:
         site = Site(names[id(norm)], reduction, norm, len(reader.args) == 2 and reader.args[1] is not None)
         following = only_reader(first_item(reader) if site.residual else reader)
         column = module_of(graph, following)
-        if following is not None and column is not None and kinds.is_column(column) and calls[following.target] == 1:
+        if following is not None and column is not None and classes.is_column(column) and calls[following.target] == 1:
             site.column = column
         graph_sites.append(site)
     return graph_sites

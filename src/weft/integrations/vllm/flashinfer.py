@@ -11,9 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -21,12 +19,12 @@ from torch import Tensor
 
 from ...plans import Plan
 from ...world import World
-from .interface import VllmObject
+from .. import installed_version
+from .interface import VllmObject, gather_objects, option
 
 ROW_BUFFERS = 4  # buffers for the rows of all ranks in a workspace: one for two shots, three for one shot
 WORKSPACE_BYTES = 256 << 20  # bytes of a workspace: half the size of vLLM's own with two ranks
 
-Gather: TypeAlias = Callable[[tuple[str, ...]], Sequence[tuple[str, ...]]]
 WorkspaceKey: TypeAlias = tuple[int, torch.dtype]  # the columns and the dtype of the rows
 
 
@@ -47,16 +45,12 @@ class FlashInferWorkspace(NamedTuple):
 
 def installed() -> str | None:
     """Return the version of the installed FlashInfer, or None."""
-    try:
-        return metadata.version("flashinfer-python")
-    except metadata.PackageNotFoundError:
-        return None
+    return installed_version("flashinfer-python")
 
 
 def asked_for(config: VllmObject) -> bool:
     """Return whether vLLM's own passes use the kernel."""
-    passes = getattr(getattr(config, "compilation_config", None), "pass_config", None)
-    return bool(getattr(passes, "fuse_allreduce_rms", False)) and installed() is not None
+    return bool(option(config, "compilation_config.pass_config.fuse_allreduce_rms")) and installed() is not None
 
 
 def workspaces(world: World) -> dict[WorkspaceKey, FlashInferWorkspace]:
@@ -70,19 +64,18 @@ def limit(world: World, h: int, dtype: torch.dtype, max_tokens: int) -> int:
     return min(max_tokens, WORKSPACE_BYTES // (ROW_BUFFERS * world.size * h * dtype.itemsize))
 
 
-def prepare(world: World, h: int, dtype: torch.dtype, tokens: int, gather: Gather) -> str:
+def prepare(world: World, h: int, dtype: torch.dtype, tokens: int, group: VllmObject) -> str:
     """Make the workspace for `tokens` tokens, and call the kernel with few and with all of them. Return the first error
-    of any rank, "" if there is none; `gather` returns the value of every rank. Collective."""
+    of any rank of vLLM's group, "" if there is none. Collective."""
     for step in (make_workspace, call_kernel):  # no rank waits in a kernel for a rank without a workspace
+        error = ""
         try:
             step(world, h, dtype, tokens)
-            error = ""
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-        errors = [error for (error,) in gather((error,)) if error]
-        if errors:
+        if first_error := next(filter(None, gather_objects(error, group)), ""):
             drop(world)
-            return errors[0]
+            return first_error
     return ""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -21,7 +21,7 @@ from ...ops.product import matmul
 from ...scaled_tensor import E4M3, SCALE_BLOCK, ScaledTensor
 from ...tensor_checks import DTYPES
 from ...world import World
-from .interface import VllmObject
+from .interface import VllmObject, gather_objects
 
 WEFT_VLLM_FP8 = "WEFT_VLLM_FP8"  # the environment variable that turns FP8 GEMMs on with 1
 SAMPLE_ROWS = 64  # random rows for comparing products; below 32 vLLM may use a different kernel
@@ -66,11 +66,6 @@ def scale_of(linear: VllmObject) -> VllmObject:
     return getattr(linear, "weight_scale", None) if inverse is None else inverse
 
 
-def recipe_of(scale: Tensor | None) -> str | None:
-    """Return the recipe of a weight with these scales, None for an unquantised weight."""
-    return None if scale is None else "row" if scale.dim() == 1 else "block"
-
-
 def is_of_whole_weight(scale: Tensor) -> bool:
     return scale.shape == (1,)
 
@@ -83,7 +78,7 @@ def operand_specs(
     name: str, weight: Tensor | None, scale: Tensor | None, shape: tuple[int, int], dtype: torch.dtype
 ) -> dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]]:
     """Return the shapes and dtypes that the operands `name` and `name`_scale must have, for `check_operands`."""
-    scale_shape: tuple[int, ...] = block_scale_shape(*shape) if recipe_of(scale) == "block" else shape[:1]
+    scale_shape: tuple[int, ...] = shape[:1] if scale is None or scale.dim() == 1 else block_scale_shape(*shape)
     if scale is not None and is_of_whole_weight(scale):
         scale_shape = (1,)
     return {
@@ -193,17 +188,11 @@ class Fp8Linears:
     def accepts(self, linear: VllmObject) -> bool:
         return self.reasons.get(id(linear)) == ""
 
-    def compare(
-        self,
-        linears: Sequence[nn.Module],
-        world: World,
-        dtype: torch.dtype,
-        gather: Callable[[tuple[str, ...]], Sequence[tuple[str, ...]]],
-    ) -> None:
+    def compare(self, linears: Sequence[nn.Module], world: World, dtype: torch.dtype, group: VllmObject) -> None:
         """Compare weft's products with vLLM's for the accepted linears, and reject the linears with products that
-        differ on any rank. `gather` returns the value of every rank. Collective."""
+        differ on any rank of vLLM's group. Collective."""
         compared = [linear for linear in linears if self.accepts(linear)]
-        by_rank = gather(tuple(difference(world, linear, dtype) for linear in compared))
+        by_rank = gather_objects([difference(world, linear, dtype) for linear in compared], group)
         for linear, reasons in zip(compared, zip(*by_rank, strict=True), strict=True):
             self.reasons[id(linear)] = next(filter(None, reasons), "")
             if self.accepts(linear):

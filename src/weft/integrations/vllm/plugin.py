@@ -25,13 +25,14 @@ from ...backends.library_gemm import one_trial_per_power_of_two
 from ...launch import init
 from ...plans import Plan
 from ...world import World
+from .. import switched_off
 from . import compare, flashinfer, fp8, layers
 from .dataflow import Flow, calls_of, first_sentence, flow_of, stacks
-from .interface import COMMUNICATING, FP8_METHODS, Interface, VllmObject, read_interface
+from .interface import COMMUNICATING, FP8_METHODS, Interface, VllmObject, gather_objects, option, read_interface
 from .layers import Classes
 from .row_norm_column import PASS_FORMS
 from .served import ServedModel, models, text
-from .start import gather_objects, hook_worker
+from .start import hook_worker
 from .twin import PADDED, Passes, copied, twin_of
 from .woven import woven_pass
 
@@ -50,7 +51,7 @@ _worlds: dict[tuple[str, bool], World] = {}  # by the group's name, and whether 
 # -- vLLM's side -------------------------------------------------------------------------------------------------------
 def register() -> None:
     """Register the plugin. This function is the entry point in the group `vllm.general_plugins`, and never raises."""
-    if (os.environ.get(WEFT_VLLM) or "1") != "1":
+    if switched_off(WEFT_VLLM):
         return
     try:
         interface = read_interface(fp8.asked_for())
@@ -134,7 +135,7 @@ def serve(model: nn.Module, config: VllmObject, interface: Interface) -> None:
     report.left += [f"calls of {why}" for why in interface.missing.values()]
     try:
         if group.world_size > 1:
-            _serve(model, config, interface, group, report)
+            _serve(model, interface, report)
         else:
             report.left.append("all: one rank has nothing to overlap")
     except Exception as error:
@@ -145,15 +146,12 @@ def serve(model: nn.Module, config: VllmObject, interface: Interface) -> None:
         log.info("%s", report.line())
 
 
-def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: VllmObject, report: ServedModel) -> None:
+def _serve(model: nn.Module, interface: Interface, report: ServedModel) -> None:
+    config, group = report.config, report.group
     fp8_methods = () if batch_invariant() else FP8_METHODS
+    names = "row", "column", "norm", "unquantized", "gemma_norm", "runner"
     classes = Classes(
-        row=interface.objects["row"],
-        column=interface.objects["column"],
-        norm=interface.objects["norm"],
-        unquantized=interface.objects["unquantized"],
-        gemma_norm=interface.objects.get("gemma_norm"),
-        runner=interface.objects.get("runner"),
+        **{name: interface.objects.get(name) for name in names},
         fp8=fp8.Fp8Linears(tuple(interface.objects[name] for name in fp8_methods if name in interface.objects)),
     )
     candidates = find_candidates(model, config, classes)
@@ -164,9 +162,9 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
     if any(fingerprint != fingerprints[0] for fingerprint in fingerprints):
         report.give_up("ranks have different models")
         return
-    report.depends_on = what_times_depend_on(candidates, config, group, interface)
+    report.depends_on = what_times_depend_on(candidates, interface, report)
     stored = compare.read(compare.stored_at(report.model, report.depends_on))
-    report.ranges = gather_objects((stored,), group)[0][0]
+    report.ranges = gather_objects(stored, group)[0]
     if report.ranges is not None and not any(compared.form for compared in report.ranges):
         report.give_up("no pass was 1% faster with weft at an earlier start")
         return
@@ -174,12 +172,12 @@ def _serve(model: nn.Module, config: VllmObject, interface: Interface, group: Vl
     if report.world.backend.clock is None and not asked_for():
         report.give_up(f"passes cannot be timed here; {WEFT_VLLM}=1 serves them all")
         return
-    keep_equal_products(candidates, config, classes, report.world, group)
+    keep_equal_products(candidates, classes, report)
     limit_captures(report.world, config)
-    report.passes = passes_of(candidates, config, classes, interface, report)
+    report.passes = passes_of(candidates, classes, interface, report)
     report.forms = compare.forms_of(candidates.flow.by_rows, report.passes)
     if report.world.backend.clock is not None:
-        add_flashinfer(candidates, config, classes, report)
+        add_flashinfer(candidates, classes, report)
         one_trial_per_power_of_two()
         hook_worker()
     else:  # times are meaningless, as on CPUs
@@ -193,20 +191,21 @@ def untimed(passes: Passes) -> list[tuple[int, int, Plan]]:
     return [(1, passes.max_tokens, PASS_FORMS[0])]
 
 
-def add_flashinfer(candidates: Candidates, config: VllmObject, classes: Classes, report: ServedModel) -> None:
+def add_flashinfer(candidates: Candidates, classes: Classes, report: ServedModel) -> None:
     """Add FlashInfer's kernel to the forms to compare, if vLLM's own passes would use it for the model's norms, unless
     stored ranges do not use it. If it is not available, stored ranges with it are dropped. Collective."""
-    world, dtype = report.world, config.model_config.dtype
+    world, config = report.world, report.config
     assert world is not None
     if world.batch_invariant:
         return
     wanted = report.ranges is None or any(isinstance(c.form, flashinfer.FlashInfer) for c in report.ranges)
     norms: list[VllmObject] = [site.norm for site in candidates.flow.sites]
+    dtype = config.model_config.dtype
     widths = {norm.weight.numel() for norm in norms if type(norm) is classes.norm and norm.weight.dtype == dtype}
     if wanted and len(widths) == 1 and flashinfer.asked_for(config):
         (h,) = widths
         tokens = flashinfer.limit(world, h, dtype, config.scheduler_config.max_num_batched_tokens)
-        error = flashinfer.prepare(world, h, dtype, tokens, lambda errors: gather_objects(errors, report.group))
+        error = flashinfer.prepare(world, h, dtype, tokens, report.group)
         if not error:
             report.forms = [*report.forms, flashinfer.FlashInfer(tokens)]
             return
@@ -215,36 +214,32 @@ def add_flashinfer(candidates: Candidates, config: VllmObject, classes: Classes,
         report.ranges = None
 
 
-def what_times_depend_on(
-    candidates: Candidates, config: VllmObject, group: VllmObject, interface: Interface
-) -> dict[str, object]:
+def what_times_depend_on(candidates: Candidates, interface: Interface, report: ServedModel) -> dict[str, object]:
     """Return by name everything that the times of passes depend on: the model's shape, the GPU, the ranks, the
     versions, weft's sources, and the engine's options."""
-    compilation = getattr(config, "compilation_config", None)
+    config = report.config
     return dict(
         layers=sorted(candidates.shapes().items(), key=repr),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        ranks=group.world_size,
+        ranks=report.group.world_size,
         versions=(versions(interface), torch.__version__, hash_of_sources()),
         tokens=config.scheduler_config.max_num_batched_tokens,
-        requests=getattr(config.scheduler_config, "max_num_seqs", None),
+        requests=option(config, "scheduler_config.max_num_seqs"),
         captured=captured_sizes(config),
-        passes=repr(getattr(compilation, "pass_config", None)),
+        passes=repr(option(config, "compilation_config.pass_config")),
         flashinfer=flashinfer.installed(),
-        mode=(str(getattr(compilation, "mode", None)), str(getattr(compilation, "cudagraph_mode", None))),
+        mode=tuple(str(option(config, f"compilation_config.{name}")) for name in ("mode", "cudagraph_mode")),
         fp8=fp8.asked_for(),
         batch_invariant=batch_invariant(),
     )
 
 
-def keep_equal_products(
-    candidates: Candidates, config: VllmObject, classes: Classes, world: World, group: VllmObject
-) -> None:
+def keep_equal_products(candidates: Candidates, classes: Classes, report: ServedModel) -> None:
     """Leave the GEMMs of FP8 linears to vLLM if weft's results differ. Collective if there are any."""
     if not candidates.fp8_reasons:
         return
-    dtype = config.model_config.dtype
-    classes.fp8.compare(candidates.linears(), world, dtype, lambda reasons: gather_objects(reasons, group))
+    assert report.world is not None
+    classes.fp8.compare(candidates.linears(), report.world, report.config.model_config.dtype, report.group)
     for site in candidates.flow.sites:
         if site.column is not None and not classes.is_column(site.column):
             site.column = None
@@ -292,7 +287,7 @@ def batch_invariant() -> bool:
 
 def has_experts(model: nn.Module, config: VllmObject, classes: Classes) -> bool:
     runs_experts = classes.runner is not None and any(isinstance(m, classes.runner) for m in model.modules())
-    return runs_experts or bool(getattr(config.model_config, "is_moe", False))
+    return runs_experts or bool(option(config, "model_config.is_moe"))
 
 
 def arguments_of_pass(stack: nn.Module) -> set[str]:
@@ -303,23 +298,20 @@ def arguments_of_pass(stack: nn.Module) -> set[str]:
 
 def reason_to_skip(config: VllmObject) -> str | None:
     """Return why the whole model stays vLLM's own, or None."""
-    parallel, compilation = config.parallel_config, getattr(config, "compilation_config", None)
-    passes, mode = getattr(compilation, "pass_config", None), getattr(compilation, "cudagraph_mode", None)
+    parallel, passes = config.parallel_config, option(config, "compilation_config.pass_config")
+    captures = option(config, "compilation_config.cudagraph_mode.name")
     reasons = {
-        "its passes shard the tokens (enable_sp)": getattr(passes, "enable_sp", False),
-        "its passes fuse collectives (fuse_gemm_comms)": getattr(passes, "fuse_gemm_comms", False),
-        "LoRA adapters wrap the linears": getattr(config, "lora_config", None) is not None,
-        "speculative decoding reads hidden states between layers": getattr(config, "speculative_config", None)
-        is not None,
-        "two batches at once (enable_dbo)": getattr(parallel, "enable_dbo", False),
-        "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        "data parallelism, whose engines run their passes in step": getattr(parallel, "data_parallel_size", 1) > 1,
-        "pipeline parallelism": getattr(parallel, "pipeline_parallel_size", 1) > 1,
-        "experts move between ranks (enable_eplb)": getattr(parallel, "enable_eplb", False),
-        "sleep mode discards weft's memory too (enable_sleep_mode)": getattr(
-            getattr(config, "model_config", None), "enable_sleep_mode", False
-        ),
-        "only batches that decode are captured": getattr(mode, "name", "") == "FULL_DECODE_ONLY",
+        "its passes shard the tokens (enable_sp)": option(passes, "enable_sp"),
+        "its passes fuse collectives (fuse_gemm_comms)": option(passes, "fuse_gemm_comms"),
+        "LoRA adapters wrap the linears": option(config, "lora_config") is not None,
+        "speculative decoding reads hidden states between layers": option(config, "speculative_config") is not None,
+        "two batches at once (enable_dbo, ubatch_size)": option(parallel, "use_ubatching"),
+        "prefill context parallelism": option(parallel, "prefill_context_parallel_size", 1) > 1,
+        "data parallelism, whose engines run their passes in step": option(parallel, "data_parallel_size", 1) > 1,
+        "pipeline parallelism": option(parallel, "pipeline_parallel_size", 1) > 1,
+        "experts move between ranks (enable_eplb)": option(parallel, "enable_eplb"),
+        "sleep mode discards weft's memory too (enable_sleep_mode)": option(config, "model_config.enable_sleep_mode"),
+        "only batches that decode are captured": captures == "FULL_DECODE_ONLY",
         f"VLLM_BATCH_INVARIANT is served with {WEFT_VLLM}=1": batch_invariant() and not asked_for(),
     }
     return next((reason for reason, so in reasons.items() if so), None)
@@ -336,25 +328,22 @@ def world_of(group: VllmObject) -> World:
 
 def captured_sizes(config: VllmObject) -> tuple[int, ...]:
     """Return the numbers of tokens that vLLM captures in CUDA graphs."""
-    compilation = getattr(config, "compilation_config", None)
-    if getattr(getattr(compilation, "cudagraph_mode", None), "name", "NONE") == "NONE":
+    if option(config, "compilation_config.cudagraph_mode.name", "NONE") == "NONE":
         return ()
-    return tuple(getattr(compilation, "cudagraph_capture_sizes", None) or ())
+    return tuple(option(config, "compilation_config.cudagraph_capture_sizes", ()))
 
 
 def limit_captures(world: World, config: VllmObject) -> None:
     """Prepare no call with more tokens than vLLM captures for a capture. A prompt's number of tokens is often new, and
     such a preparation runs a second plan at the second layer."""
-    sizes = getattr(getattr(config, "compilation_config", None), "cudagraph_capture_sizes", None)
+    sizes = option(config, "compilation_config.cudagraph_capture_sizes")
     if sizes is not None:
         world.max_captured_rows = max([world.max_captured_rows or 0, *sizes])
 
 
-def passes_of(
-    candidates: Candidates, config: VllmObject, classes: Classes, interface: Interface, report: ServedModel
-) -> Passes:
+def passes_of(candidates: Candidates, classes: Classes, interface: Interface, report: ServedModel) -> Passes:
     """Return the stack's passes with a new twin, and add lines to the report."""
-    world, flow = report.world, candidates.flow
+    world, config, flow = report.world, report.config, candidates.flow
     assert world is not None
     counted: Counter[str] = Counter()
     copies: dict[int, VllmObject] = {}
@@ -389,7 +378,7 @@ def passes_of(
         passes.woven = woven_pass(candidates.stack, served_modules, world, config, classes, interface.objects)
     except Exception as error:
         why = first_sentence(error)
-    passes.weave_on_all_ranks(why, lambda reasons: gather_objects(reasons, report.group))
+    passes.weave_on_all_ranks(why, report.group)
     return passes
 
 

@@ -16,7 +16,7 @@ from ...plans import Plan, Sequential
 from ...prepared import OwnResult
 from ...tensor_checks import check_operands
 from ...world import World
-from .fp8 import operand_specs, recipe_of, scaled_operands
+from .fp8 import operand_specs, scaled_operands
 
 
 class RowTensors(NamedTuple):
@@ -31,9 +31,7 @@ class RowTensors(NamedTuple):
 @dataclass(frozen=True)
 class RowCall(RowsCall):
     n: int
-    k: int
     dtype: torch.dtype
-    recipe: str | None
 
 
 def prepare_sequential(world: World, call: RowCall, plan: Plan) -> OwnResult:
@@ -65,7 +63,7 @@ class RowAllReduce(Op[RowCall]):
             n, k = weight.shape
             specs = {"x": (x, (None, k), x.dtype), "bias": (bias, (n,), x.dtype)}
             check_operands(self.name, world, specs | operand_specs("weight", weight, scale, (n, k), x.dtype))
-        return RowCall(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, recipe_of(scale))
+        return RowCall(x.shape[0], weight.shape[0], x.dtype)
 
     def meta(
         self, world: World, operands: RowTensors, options: tuple[object, ...]
@@ -75,14 +73,8 @@ class RowAllReduce(Op[RowCall]):
     def outputs(self, world: World, call: RowCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((call.m, call.n), call.dtype)]
 
-    def sizes(self, call: RowCall) -> tuple[int, int, int]:
-        return call.m, call.n, call.k
-
     def expected(self, world: World, call: RowCall, mode: str) -> Plan:
         return Sequential()
-
-    def scaling(self, call: RowCall) -> str:
-        return call.recipe or ""
 
     def check_same_on_all_ranks(self, world: World, call: RowCall, plan: Plan, **further: Hashable) -> None:
         """Do nothing: the operators that this op calls check that all ranks make the same call."""

@@ -43,7 +43,7 @@ from ...torch_library import CallOptions
 from ...world import World
 from . import flashinfer
 from .flashinfer import FlashInfer
-from .fp8 import operand_specs, product, recipe_of, scaled_operands
+from .fp8 import operand_specs, product, scaled_operands
 
 
 @dataclass(frozen=True)
@@ -103,16 +103,24 @@ def forms(world: World) -> dict[int, Plan]:
 
 
 class LayerTensors(NamedTuple):
-    """The operands. x is [M, K], or without a row-parallel weight this rank's partial sum [M, H]. row_scale and
-    column_scale are the scales of weights in e4m3 (`fp8.LinearWeight`)."""
+    """The operands.
+
+    x: [M, K], this rank's columns of the activation; without `row` this rank's partial sum [M, H].
+    residual: [M, H], or None: the residual of an earlier call with the same plan, or the same tensor on all ranks.
+    norm: the RMSNorm's weight [H], of x's dtype or float32.
+    row: [H, K], this rank's shard of the row-parallel weight. row_bias: [H], the same on all ranks.
+    column: [N, H], this rank's shard of the column-parallel weight. column_bias: [N], this rank's.
+    row_scale, column_scale: the scales of weights in e4m3 (`fp8.LinearWeight`). x and the normalised rows are quantised
+        by row, or by block for scales by block.
+    """
 
     x: Tensor
     residual: Tensor | None
     norm: Tensor
-    row: Tensor | None
-    row_bias: Tensor | None
-    column: Tensor | None
-    column_bias: Tensor | None
+    row: Tensor | None = None
+    row_bias: Tensor | None = None
+    column: Tensor | None = None
+    column_bias: Tensor | None = None
     row_scale: Tensor | None = None
     column_scale: Tensor | None = None
 
@@ -120,7 +128,7 @@ class LayerTensors(NamedTuple):
 @dataclass(frozen=True)
 class RowNormColumnCall(RowsCall):
     """A checked call. m is the number of tokens; k and n are the columns of x and of the result, 0 without that GEMM.
-    `plain_norm` says that the norm's weight has the dtype of x. The recipes belong to weights in e4m3."""
+    `plain_norm` is true if the norm's weight has the dtype of x."""
 
     h: int
     k: int
@@ -129,8 +137,6 @@ class RowNormColumnCall(RowsCall):
     eps: float
     residual: bool
     plain_norm: bool
-    row_recipe: str | None = None
-    column_recipe: str | None = None
 
 
 # -- the plans ---------------------------------------------------------------------------------------------------------
@@ -275,9 +281,13 @@ def column_product(world: World, t: LayerTensors, y: Tensor) -> Tensor:
 
 # -- the operator ------------------------------------------------------------------------------------------------------
 class RowNormColumn(Op[RowNormColumnCall]):
-    """The op row_norm_column. The operands are the fields of LayerTensors, the option is eps. Plan "auto" is the
-    World's form for the number of tokens. Returns the product [M, N], or without a column-parallel weight the
-    normalised rows [M, H], and the residual [M, H]."""
+    """The op row_norm_column. It computes norm(h) @ column.T + column_bias, and h = residual + the sum over ranks of
+    x @ row.T, + row_bias. The operands are LayerTensors, the option is the norm's eps.
+
+    Plan "auto" is the World's form for the number of tokens. All plans but sequential and FlashInfer need symmetric
+    memory and a token for each rank; without these the call runs sequentially. The results are [M, N], or without
+    `column` the normalised rows [M, H]; and h [M, H]. Unless the plan is sequential or FlashInfer, a rank has only its
+    own rows of h, and none if there is no residual."""
 
     name = "row_norm_column"
     signature = (
@@ -337,8 +347,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
         check_operands(self.name, world, specs)
         (eps,) = options
         assert isinstance(eps, float)
-        same_dtype, recipes = norm.dtype == x.dtype, (recipe_of(row_scale), recipe_of(column_scale))
-        return RowNormColumnCall(m, h, k, n, x.dtype, eps, residual is not None, same_dtype, *recipes)
+        return RowNormColumnCall(m, h, k, n, x.dtype, eps, residual is not None, norm.dtype == x.dtype)
 
     def meta(
         self, world: World, operands: LayerTensors, options: tuple[object, ...]
@@ -352,9 +361,6 @@ class RowNormColumn(Op[RowNormColumnCall]):
 
     def sizes(self, call: RowNormColumnCall) -> tuple[int, int, int]:
         return call.m, call.n or call.h, call.k or call.h
-
-    def scaling(self, call: RowNormColumnCall) -> str:
-        return call.row_recipe or call.column_recipe or ""
 
     def unsupported(self, world: World, call: RowNormColumnCall, plan: Plan, asked: str | Plan) -> str | None:
         """Return the reason, which is the same for all calls of a pass."""
@@ -370,43 +376,3 @@ class RowNormColumn(Op[RowNormColumnCall]):
 
 
 ROW_NORM_COLUMN = registered(RowNormColumn())
-
-
-def row_norm_column(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: Tensor,
-    eps: float,
-    *,
-    row: Tensor | None = None,
-    row_bias: Tensor | None = None,
-    column: Tensor | None = None,
-    column_bias: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    column_scale: Tensor | None = None,
-    world: World,
-    plan: str | Plan = "auto",
-) -> tuple[Tensor, Tensor]:
-    """Return norm(h) @ column.T + column_bias, and h = residual + the sum over ranks of x @ row.T, + row_bias.
-
-    Args:
-        x: [M, K], this rank's columns of the activation; without `row` this rank's partial sum [M, H].
-        residual: [M, H], or None: the residual of an earlier call with the same plan, or the same tensor on all ranks.
-        norm, eps: the RMSNorm's weight [H], of x's dtype or float32, and its epsilon.
-        row: [H, K], this rank's shard of the row-parallel weight. row_bias: [H], the same on all ranks.
-        column: [N, H], this rank's shard of the column-parallel weight, or None. column_bias: [N], this rank's.
-        row_scale, column_scale: the scales of weights in e4m3, float32. With [N], or [1] for the whole weight, x and
-            the normalised rows are quantised by row; with [N / 128, K / 128], by block.
-        world: as in `weft.all_reduce_rms_norm`.
-        plan: "auto", "sequential", "own_rows", "sequence_parallel", "woven", or a Plan. All but sequential and
-            FlashInfer need symmetric memory and a token for each rank; without these the call runs sequentially.
-
-    Returns:
-        [M, N], or without `column` the normalised rows [M, H]; and h [M, H]. Unless the plan is sequential or
-        FlashInfer, a rank has only its own rows of h, and none if there is no residual.
-
-    Raises the errors of `weft.all_reduce_rms_norm`.
-    """
-    operands = LayerTensors(x, residual, norm, row, row_bias, column, column_bias, row_scale, column_scale)
-    results: tuple[Tensor, Tensor] = ROW_NORM_COLUMN(world, plan, operands, (eps,))
-    return results

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...chooser import Chooser
 from ...plans import Plan
-from ...prepared import CallDecision
+from ...prepared import Prepared
 from ...world import World
 from . import flashinfer
 from .compare import Range
@@ -25,13 +25,13 @@ class ServedModel:
     """One loaded model. `served` has a line for each kind of module in the twin, `left` one for each reason why a part
     of the model stays vLLM's. `passes` is None if the whole model does. `ranges` is None until they are compared, in
     `seconds` seconds, or read from the file that an earlier start stored for a model described by `depends_on`. `error`
-    is the error of an attempt to run the twin; `started` says that the passes to serve are decided. `counts` are the
+    is the error of an attempt to run the twin; `started` is true once the passes to serve are decided. `counts` are the
     counts at the end of the start."""
 
     model: str
     version: str
-    config: VllmObject = None
-    group: VllmObject = None
+    config: VllmObject
+    group: VllmObject
     served: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     world: World | None = None
@@ -79,8 +79,7 @@ class ServedModel:
     def decided(self) -> Counter[tuple[str, str]]:
         """Count the different calls so far, by operator and kind of plan."""
         decided = {} if self.world is None else self.world.decided
-        decisions = [decision for decision in decided.values() if isinstance(decision, CallDecision)]
-        calls = [call for decision in decisions for call in (decision.eager, decision.graph) if call is not None]
+        calls = [call for call in decided.values() if isinstance(call, Prepared)]
         return Counter((call.op.name, call.plan.kind) for call in calls if call.op.name in OPS)
 
 

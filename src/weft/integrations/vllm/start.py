@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from ...errors import WeftError
 from ...world import World
 from . import compare, flashinfer
 from .dataflow import first_sentence
-from .interface import VllmObject, resolve
+from .interface import VllmObject, gather_objects, resolve
 from .row_norm_column import WovenLayers
 from .served import ServedModel, counts, models
 
@@ -26,8 +25,8 @@ WORKER = "vllm.v1.worker.gpu_worker:Worker"
 def hook_worker() -> None:
     """Make the worker that starts an engine run each model's twin when it measures memory, and compare model and twin
     before it captures. Raises ImportError, AttributeError or TypeError for an unknown worker."""
-    worker = resolve(f"{WORKER}.compile_or_warm_up_model", ("self",))
-    resolve(f"{WORKER}.determine_available_memory", ("self",))
+    worker = resolve(f"{WORKER}.compile_or_warm_up_model(self)")
+    resolve(f"{WORKER}.determine_available_memory(self)")
     if hasattr(worker.compile_or_warm_up_model, "weft"):
         return
     warm_up, measure = worker.compile_or_warm_up_model, worker.determine_available_memory
@@ -132,9 +131,9 @@ def start(model: ServedModel, runner: VllmObject) -> None:
 
 def raise_errors(model: ServedModel) -> None:
     """Raise WeftError on all ranks if there was an error on any rank. Collective."""
-    errors = gather_objects((model.error,), model.group)
-    if any(error for (error,) in errors):
-        raise WeftError("; ".join(f"rank {rank}: {error}" for rank, (error,) in enumerate(errors) if error))
+    errors = gather_objects(model.error, model.group)
+    if any(errors):
+        raise WeftError("; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error))
 
 
 def decide(model: ServedModel, runner: VllmObject) -> None:
@@ -188,7 +187,7 @@ def attach(model: ServedModel, runner: VllmObject) -> None:
         passes.woven.attach(runner)
     except Exception as error:  # vLLM's constructors may raise any exception
         why = first_sentence(error)
-    passes.weave_on_all_ranks(why, lambda reasons: gather_objects(reasons, model.group))
+    passes.weave_on_all_ranks(why, model.group)
     if passes.woven is None:
         model.forms = [form for form in model.forms if not isinstance(form, WovenLayers)]
 
@@ -198,10 +197,3 @@ def store(model: ServedModel) -> None:
         compare.write(compare.stored_at(model.model, model.depends_on), model.ranges or (), model.depends_on)
     except OSError as error:
         log.warning("weft: the comparison is not stored: %s", error)
-
-
-def gather_objects(value: tuple[VllmObject, ...], group: VllmObject) -> list[tuple[VllmObject, ...]]:
-    """Return the `value` of every rank. Collective."""
-    values: list[VllmObject] = [None] * group.world_size
-    dist.all_gather_object(values, value, group=group.cpu_group)
-    return values

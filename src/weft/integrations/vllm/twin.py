@@ -25,7 +25,6 @@ that compiles nothing has no compiler passes.
 from __future__ import annotations
 
 import inspect
-import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,8 +38,7 @@ from torch.nn.functional import pad
 from ...errors import WeftError
 from ...plans import Plan
 from ...world import World
-from .flashinfer import Gather
-from .interface import VllmObject
+from .interface import VllmObject, gather_objects
 from .row_norm_column import WovenLayers, forms
 
 if TYPE_CHECKING:
@@ -90,11 +88,6 @@ def own_forward(forward: Callable[..., object], name: str) -> FunctionType:
     return function
 
 
-def compiles(stack: VllmObject) -> bool:
-    """Return whether vLLM compiles the forward of this module."""
-    return not getattr(stack, "do_not_compile", True)
-
-
 def twin_of(stack: VllmObject, copies: dict[int, nn.Module], name: str, wrapper: VllmObject) -> VllmObject:
     """Return the stack's twin, with `copies` in place of the modules that weft serves. `name` is the name of its
     compiled code: vLLM's cache has one entry for each name. `wrapper` is the class with which vLLM compiles. The caller
@@ -104,7 +97,7 @@ def twin_of(stack: VllmObject, copies: dict[int, nn.Module], name: str, wrapper:
     twin = with_copies(stack, copies)
     forward = own_forward(type(stack).forward, f"{type(stack).__name__}.forward with {name}")
     twin.__class__ = type(f"Weft{type(stack).__name__}", (type(stack),), {"forward": forward, "__module__": __name__})
-    if compiles(stack):
+    if not getattr(stack, "do_not_compile", True):  # vLLM compiles its forward
         if wrapper is None or not isinstance(stack, wrapper):
             raise WeftError(f"{type(stack).__name__} is compiled by another class than is known")
         wrapper.__init__(twin, compile_prefix=name)
@@ -118,8 +111,8 @@ class Passes:
     """A stack of layers with its twin, for passes of up to `max_tokens` tokens; `captured` are the numbers of tokens
     that vLLM captures, and `context` returns the context of a pass, in which attention finds its slots. `sizes` maps
     each number of tokens to the number with which the twin runs, or to 0 for vLLM's own pass. `names` are the names of
-    the arguments of a pass, `positions` is the index of that argument. `woven` runs passes in two parts over whole
-    layers; if it is None, `unwoven` is the reason."""
+    the arguments of a pass. `woven` runs passes in two parts over whole layers; if it is None, `unwoven` is the
+    reason."""
 
     stack: VllmObject
     twin: VllmObject
@@ -133,7 +126,6 @@ class Passes:
     def __post_init__(self) -> None:
         self.own_class = type(self.stack)
         self.names = tuple(inspect.signature(self.own_class.forward).parameters)[1:]
-        self.positions = self.names.index("positions")
         self.sizes = [0] * (self.max_tokens + 1)
         self.captured = tuple(sorted({size for size in self.captured if size <= self.max_tokens}))
 
@@ -161,14 +153,13 @@ class Passes:
         padded_tokens = {table[size]: tokens for tokens, size in reversed(list(enumerate(self.sizes))) if size > tokens}
         return [*sorted(set(self.sizes) - {0}, reverse=True), *padded_tokens.values()]
 
-    def weave_on_all_ranks(self, why: str, gather: Gather) -> None:
+    def weave_on_all_ranks(self, why: str, group: VllmObject) -> None:
         """Use no passes in two parts over whole layers if any rank cannot run them. why: this rank's reason, or "".
         Collective."""
-        reasons = [reason for (reason,) in gather((why,)) if reason]
-        if reasons:
+        if reason := next(filter(None, gather_objects(why, group)), ""):
             if self.woven is not None:
                 self.woven.release()
-            self.woven, self.unwoven = None, reasons[0]
+            self.woven, self.unwoven = None, reason
 
     def put(self, kind: type | None = None) -> None:
         """Make the stack look up the number of tokens at each pass. `kind` is the class with that lookup."""
@@ -184,11 +175,9 @@ class Passes:
         for name in [name for name in self.stack.__dict__ if name.startswith("weft_")]:
             del self.stack.__dict__[name]
 
-    def others(self, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]) -> Iterator[bool]:
-        """Yield, for each argument that the twin cannot pad, whether it is present."""
-        for name, value in itertools.chain(zip(self.names, args, strict=False), kwargs.items()):
-            if name not in PADDED:
-                yield value is not None
+    def named(self, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]) -> dict[str, VllmObject]:
+        """Return the arguments of a pass by name."""
+        return dict(zip(self.names, args, strict=False)) | dict(kwargs)
 
     def run(self, size: int, tokens: int, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]) -> VllmObject:
         """Run the twin with `size` tokens; all after the first `tokens` are padding."""
@@ -206,7 +195,7 @@ class Passes:
     ) -> VllmObject:
         """Run the pass in two parts of `size` tokens in all, or vLLM's own pass if this pass cannot be split. All ranks
         do the same, since they have the same batch."""
-        arguments = dict(zip(self.names, args, strict=False)) | dict(kwargs)
+        arguments = self.named(args, kwargs)
         if self.woven is None or arguments.get("inputs_embeds") is not None or not self.woven.can_run(size):
             return self.own_class.__call__(self.stack, *args, **kwargs)
         input_ids, positions = (padded(name, arguments[name], size - tokens) for name in ("input_ids", "positions"))
@@ -220,10 +209,10 @@ class Switched:
 
     def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
         passes: Passes = self.__dict__["weft_passes"]
-        index = passes.positions
-        tokens = (args[index] if len(args) > index else kwargs["positions"]).shape[-1]
+        arguments = passes.named(args, kwargs)
+        tokens = arguments["positions"].shape[-1]
         size = passes.sizes[tokens] if tokens <= passes.max_tokens else 0
-        if not size or any(passes.others(args, kwargs)):
+        if not size or any(value is not None for name, value in arguments.items() if name not in PADDED):
             if size and passes.world.batch_invariant:
                 passes.world.log_once("a pass with further arguments is vLLM's own, whose rows have other bits")
             return super().__call__(*args, **kwargs)  # type: ignore[misc]

@@ -32,7 +32,7 @@ from ...tensor_checks import DTYPES
 from ...world import World
 from .dataflow import Graph, first_item, module_of, traced
 from .fp8 import product, weight_of
-from .interface import VllmObject
+from .interface import VllmObject, option
 from .layers import SummedNorm
 from .row_norm_column import WovenLayers
 from .twin import copied, with_copies
@@ -196,18 +196,16 @@ class AttentionParts:
 
 def unsplit_reason(config: VllmObject, runner: VllmObject) -> str | None:
     """Return why no batch of an engine can be split, or None."""
-    parallel, model, cache = config.parallel_config, config.model_config, getattr(config, "cache_config", None)
     groups = [group for groups in getattr(runner, "attn_groups", ()) for group in groups]
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     reasons = {
         f"{len(groups)} kinds of attention: {', '.join(kinds)}": len(groups) != 1,
         f"attention by {', '.join(kinds)}": not set(kinds) <= set(ATTENTION),
-        "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
-        "keys and values go to other engines (kv_transfer_config)": getattr(config, "kv_transfer_config", None)
-        is not None,
-        "scales of keys are computed from a pass (calculate_kv_scales)": getattr(cache, "calculate_kv_scales", False),
-        "attention to a window beside the prompt (rswa_window)": getattr(model, "rswa_window", None) is not None,
-        "the experts of tokens are returned": getattr(model, "enable_return_routed_experts", False),
+        "decode context parallelism": option(config, "parallel_config.decode_context_parallel_size", 1) > 1,
+        "keys and values go to other engines (kv_transfer_config)": option(config, "kv_transfer_config") is not None,
+        "scales of keys come from a pass (calculate_kv_scales)": option(config, "cache_config.calculate_kv_scales"),
+        "attention to a window beside the prompt (rswa_window)": option(config, "model_config.rswa_window") is not None,
+        "the experts of tokens are returned": option(config, "model_config.enable_return_routed_experts"),
     }
     return next((reason for reason, so in reasons.items() if so), None)
 
@@ -366,7 +364,7 @@ def woven_pass(
     missing = [name for name in ("entered", "split_metadata", "token_slices") if name not in interface]
     if missing:
         raise WeftError(f"vLLM has no {', '.join(missing)}")
-    opaque = getattr(getattr(config, "compilation_config", None), "static_forward_context", {}).values()
+    opaque = option(config, "compilation_config.static_forward_context", {}).values()
     eager = dict(copies)
     if (
         world.backend.symmetric_unsupported is None

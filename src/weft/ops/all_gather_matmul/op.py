@@ -241,8 +241,7 @@ def all_gather_matmul(
     if removed:
         raise unexpected(GATHER_GEMM, removed)
     operands, options = scaled_factors(GATHER_GEMM, x_shard, weight, bias, out_dtype, use_fast_accum)
-    named = None if rows is None else plain_rows(GATHER_GEMM, rows)
-    return ALL_GATHER_MATMUL(world, plan, operands, (named, 0, False) + options, out)[0]
+    return ALL_GATHER_MATMUL(world, plan, operands, (plain_rows(GATHER_GEMM, rows), 0, False) + options, out)[0]
 
 
 def all_gather_matmul_with_gathered(
@@ -271,10 +270,10 @@ def all_gather_matmul_with_gathered(
         >>> weft.spmd(shapes, 2, backend="emulated")
         [((4, 8), (4, 16)), ((4, 8), (4, 16))]
     """
-    options: CallOptions
     operands, options = scaled_factors(GATHER_GEMM, x_shard, weight, bias, out_dtype, use_fast_accum)
-    named = None if rows is None else plain_rows(GATHER_GEMM, rows)
-    y, gathered, scales = ALL_GATHER_MATMUL(world, plan, operands, (named, 0, True) + options, out)
+    y, gathered, scales = ALL_GATHER_MATMUL(
+        world, plan, operands, (plain_rows(GATHER_GEMM, rows), 0, True) + options, out
+    )
     if isinstance(x_shard, ScaledTensor):
         return y, x_shard._replace(values=gathered, scales=x_shard.scales if scales is None else scales)
     return y, gathered

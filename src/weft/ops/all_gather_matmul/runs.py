@@ -22,7 +22,7 @@ from ...compute.scaled_gemm import Scales
 from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
-from ...lang.mapping import StaticMapping, TableMapping, shard_tables
+from ...lang.mapping import StaticMapping, TableMapping, shard_offsets, shard_tables
 from ...plans import (
     Decomposed,
     FlagGated,
@@ -184,8 +184,8 @@ def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int)
 
     def make() -> tuple[BlockChannel, Shards]:
         shards, bm = call.shards, plan.tile.block_m
-        tables = shard_tables(list(shards), tile_rows=bm, channel_rows=bm)
-        chunks = tables["channel_base"][-1]
+        offsets, channel_base = shard_offsets(shards, bm)
+        chunks = channel_base[-1]
         mapping: StaticMapping | TableMapping
         if _whole_tiles(shards, plan.tile):
             mapping = StaticMapping.over(call.rows, world.size, tile_rows=bm, channel_rows=bm, arrivals=parts)
@@ -194,7 +194,7 @@ def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int)
         own_arrivals = -(-shards[world.rank] // bm) * parts + 1
         name = f"{GATHER_GEMM} {list(shards)}x{call.n}x{call.k} {call.dtype} {plan}"
         ch = world.channel(name, chunks + 1, mapping, [parts] * chunks + [own_arrivals])
-        return ch, Shards(*world.words(tables["offset"], tables["channel_base"]))
+        return ch, Shards(*world.words(offsets, channel_base))
 
     return world.cached((GATHER_GEMM, call.shards, call.n, call.k, call.dtype, plan), make)
 

@@ -12,7 +12,7 @@ from ...transport.memory import lock
 from ...world import World
 from .call import SumCall, Tensors
 from .kernels import multicast_shot
-from .runs import SHARED, SumRun, share_rows, summing, take_rows
+from .runs import SHARED, SumRun, prepare_sharing, summing, take_rows
 
 
 def why_no_multicast(world: World, call: SumCall) -> str | None:
@@ -26,12 +26,12 @@ def why_no_multicast(world: World, call: SumCall) -> str | None:
 
 @summing
 def prepare_multicast(world: World, call: SumCall, plan: Multicast) -> SumRun:
-    holder = lock(world, SHARED)
+    holder, share = lock(world, SHARED), prepare_sharing(world, call)
 
     def sum_rows(t: Tensors, stream: Stream) -> None:
         world.order(holder, stream)
         t = t.as_matrices(world, call, True)
-        shared = share_rows(world, call, t, stream)
+        shared = share(t, stream)
         launch = _multicast_launch(world, call, plan, tuple(memory.multicast if memory else 0 for memory in shared[:3]))
         launch(stream, **{name: value for name, value in t.arguments().items() if name != "scale"})
         take_rows(world, t, shared, stream)

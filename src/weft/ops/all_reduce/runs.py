@@ -198,26 +198,29 @@ class SharedRows(NamedTuple):
     scales: Symmetric
 
 
-def share_rows(world: World, call: SumCall, t: Tensors, stream: Stream, read: bool = True) -> SharedRows:
-    """Return the memory, into which x is copied if other ranks `read` it. The caller orders uses of the memory with the
-    lock SHARED."""
-    shared = shared_rows(world, call, read, t.x_shared, t.out_shared)
-    if shared.x is not None and t.x_shared is None:
-        world.copy(shared.x.local, t.x, stream)
-    return shared
-
-
-def shared_rows(world: World, call: SumCall, read: bool, x: Symmetric, out: Symmetric) -> SharedRows:
-    """Return the memory of a call. x, out: the caller's tensors, if they are in symmetric memory."""
+def prepare_sharing(world: World, call: SumCall, read: bool = True) -> Callable[[Tensors, Stream], SharedRows]:
+    """Return a function that returns a call's memory, into which it copies x if other ranks `read` it. The caller
+    orders uses of the memory with the lock SHARED."""
     shape = (call.m, call.h)
-    if x is None and read:
-        x = workspace(world, f"{SHARED}, x", shape, call.dtype)
-    return SharedRows(
-        x,
-        out or workspace(world, f"{SHARED}, out", shape, call.out_dtype),
-        workspace(world, f"{SHARED}, sums", shape, call.dtype) if call.keep == WHOLE.value else None,
-        workspace(world, f"{SHARED}, scales", call.scales, torch.float32) if call.group else None,
-    )
+
+    def memory(x: Symmetric, out: Symmetric) -> SharedRows:
+        """Return the memory. x, out: the caller's tensors, if they are in symmetric memory."""
+        return SharedRows(
+            workspace(world, f"{SHARED}, x", shape, call.dtype) if read and x is None else x,
+            out or workspace(world, f"{SHARED}, out", shape, call.out_dtype),
+            workspace(world, f"{SHARED}, sums", shape, call.dtype) if call.keep == WHOLE.value else None,
+            workspace(world, f"{SHARED}, scales", call.scales, torch.float32) if call.group else None,
+        )
+
+    memory_of = made_once(memory)
+
+    def share(t: Tensors, stream: Stream) -> SharedRows:
+        shared = memory_of(t.x_shared, t.out_shared)
+        if shared.x is not None and t.x_shared is None:
+            world.copy(shared.x.local, t.x, stream)
+        return shared
+
+    return share
 
 
 def take_rows(world: World, t: Tensors, shared: SharedRows, stream: Stream) -> None:
@@ -234,18 +237,14 @@ def _count(world: World, call: SumCall, plan: TwoShotCounted) -> SumRun:
         rows = world.size * -(-call.m // world.size)
         staging = workspace(world, f"{SHARED}, staging", (rows, call.h), call.dtype)
 
-    shared_by = made_once(shared_rows, world, call, plan.pull)
+    share = prepare_sharing(world, call, plan.pull)
     launch_with = made_once(_two_shot_launch, world, call, plan, staging)
 
     def sum_rows(t: Tensors, stream: Stream) -> None:
         world.order(holder, stream)
         t = t.as_matrices(world, call, plan.pull)
-        shared = shared_by(t.x_shared, t.out_shared)
-        arguments = t.arguments()
-        if plan.pull:
-            arguments["staging"] = t.x
-            if t.x_shared is None and shared.x is not None:
-                world.copy(shared.x.local, t.x, stream)
+        shared = share(t, stream)
+        arguments = t.arguments() | (dict(staging=t.x) if plan.pull else {})
         launch_with(shared)(stream, **arguments, x=t.x)
         take_rows(world, t, shared, stream)
 
@@ -299,13 +298,14 @@ def prepare_decomposed(world: World, call: SumCall, plan: Decomposed) -> SumRun:
     ends = list(itertools.accumulate(split_rows(world, call.m), initial=0))
     own_rows, holders = slice(ends[me], ends[me + 1]), (lock(world, COPIES), lock(world, SHARED))
     sum_own_rows = _sum_norm(world, replace(call, keep=OWN.value if call.keep else ABSENT.value))
+    share = prepare_sharing(world, call)
 
     def sum_rows(t: Tensors, stream: Stream) -> None:
         for holder in holders:
             world.order(holder, stream)
         world.wait_event(copies, world.record(stream))
         t = t.as_matrices(world, call, True)
-        shared = share_rows(world, call, t, copies)
+        shared = share(t, copies)
         source, out, sums, scales = shared
         assert source is not None
         kept = t.kept if sums is None else sums.local[own_rows]

@@ -12,31 +12,16 @@ rounded once before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...plans import Plan, Segmented
+from ...plans import Plan
 from ...tensor_checks import dense
 from ...world import World
 from .key_ranges import KeyRanges
 from .libraries import AttentionLibrary, BackwardOperands, Packed
 from .segmented import AttentionConfig, GroupsByRank, KeyValues, prepare_fetch, sequence_offsets
-
-
-class ForwardResult(NamedTuple):
-    """Queries q [m, heads, D] and results out [m, heads, D] and lse [heads, m] of a forward call, and the gradient dout
-    [m, heads, D]."""
-
-    q: Tensor
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-
-    def from_query(self, query: int) -> ForwardResult:
-        return ForwardResult(self.q[query:], self.out[query:], self.lse[:, query:], self.dout[query:])
 
 
 def backward(
@@ -45,28 +30,30 @@ def backward(
     plan: Plan,
     key_ranges: KeyRanges,
     groups_by_rank: GroupsByRank,
-    result: ForwardResult,
-    local_kv: KeyValues,
+    operands: BackwardOperands,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Return dq, dk and dv, with None for one that is not needed."""
-    stream, m, n, packed = world.current_stream(), len(result.q), len(local_kv.k), key_ranges.packed
+    """Return dq, dk and dv, with None for one that is not needed. k and v are those of this rank."""
     # cuDNN reads aligned 16-byte words, and a gradient may begin at any address.
-    result = ForwardResult(*map(dense, result))
+    operands = BackwardOperands(*map(dense, operands))
+    q, k, v, *_ = operands
+    stream, m, n, packed = world.current_stream(), len(q), len(k), key_ranges.packed
     kv_shape = (2, config.kv_heads, config.dim)
-    if packed and isinstance(plan, Segmented):
-        plan = replace(plan, calls=1)
-    remote, end = prepare_fetch(world, config, plan, key_ranges.remote, groups_by_rank)(local_kv)
+    remote, end = prepare_fetch(world, config, plan, key_ranges, groups_by_rank)(KeyValues(k, v))
     local_dkv = world.zeros((n, *kv_shape), torch.float32)
     dqs: list[tuple[int, Tensor]] = []
     dkv_by_rank: dict[int, Tensor] = {}
     for block in key_ranges.local if m else ():
-        dq, *dkv = gradients(world, config, result, local_kv.rows(block.lo, block.hi), packed or block.causal)
+        local_operands = operands.part(0, k[block.lo : block.hi], v[block.lo : block.hi])
+        dq, *dkv = gradients(world, config, local_operands, packed or block.causal)
         dqs.append((0, dq))
         add(world, local_dkv[block.lo : block.hi].unbind(1), dkv)
-    for group, remote_kv in remote:
+    for group, (remote_k, remote_v, wait) in remote:
         if m > group.first_query:
-            dq, *dkv = gradients(world, config, result.from_query(group.first_query), remote_kv, packed or False)
+            if wait is not None:
+                wait()
+            remote_operands = operands.part(group.first_query, remote_k, remote_v)
+            dq, *dkv = gradients(world, config, remote_operands, packed or False)
             dqs.append((group.first_query, dq))
             group_dkv = stack_dkv(world, dkv)
         else:
@@ -87,26 +74,20 @@ def backward(
         rounded(world, t, config.dtype) if need else None
         for t, need in zip(local_dkv.unbind(1), needs[1:3], strict=True)
     )
-    return [sum_dq(world, dqs, result.q) if needs[0] else None, dk, dv]
+    return [sum_dq(world, dqs, q) if needs[0] else None, dk, dv]
 
 
 def gradients(
-    world: World, config: AttentionConfig, result: ForwardResult, kv: KeyValues, mask: bool | Packed
+    world: World, config: AttentionConfig, operands: BackwardOperands, mask: bool | Packed
 ) -> Sequence[Tensor]:
     """Return dq, dk and dv of these keys and values."""
-    (q, out, lse, dout), (k, v, wait) = result, kv
-    operands = BackwardOperands(q, k, v, out, lse, dout)
+    q, k, v, *_ = operands
     use, sizes = "packed_backward" if isinstance(mask, Packed) else "backward", (len(q), len(k), mask is True)
     outputs = [(t.shape, config.dtype) for t in (q, k, v)]
-    offsets = sequence_offsets(world, mask) if isinstance(mask, Packed) else None
-    if wait is not None:
-        wait()
+    offsets = sequence_offsets(world, mask)
 
-    def attention(library: AttentionLibrary) -> tuple[Tensor, Tensor, Tensor]:
-        if isinstance(mask, bool):
-            return library.backward(operands, mask, config.scale)
-        assert library.packed_backward is not None and offsets is not None
-        return library.packed_backward(operands, mask, offsets, config.scale)
+    def attention(library: AttentionLibrary) -> Sequence[Tensor]:
+        return library.function(use)(operands, mask, offsets, config.scale)
 
     library = config.library(world, use, sizes, attention)
     reads = [*operands, *(offsets or ())]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -154,34 +154,32 @@ def buffer_rows(groups: tuple[KeyGroup, ...]) -> tuple[tuple[KeyRange, int], ...
 
 
 # -- the zigzag layout -------------------------------------------------------------------------------------------------
-def _chunks(length: int, size: int) -> list[range]:
+def _chunks(length: int, size: int) -> list[tuple[range, range]]:
+    """Return, for each of `size` ranks, its two chunks of a sequence of `length`."""
     ends = accumulate(balanced_rows(length, 2 * size), initial=0)
-    return [range(lo, hi) for lo, hi in pairwise(ends)]
+    chunks = [range(lo, hi) for lo, hi in pairwise(ends)]
+    return [(chunks[r], chunks[-1 - r]) for r in range(size)]
 
 
 def zigzag_rows(length: int, size: int) -> tuple[int, ...]:
     """Return the number of rows that each of `size` ranks holds of a sequence of `length` in the zigzag layout."""
-    chunks = _chunks(length, size)
-    return tuple(len(chunks[r]) + len(chunks[2 * size - 1 - r]) for r in range(size))
+    return tuple(len(early) + len(late) for early, late in _chunks(length, size))
 
 
 @functools.lru_cache(maxsize=1024)
 def zigzag_chunks(shards: tuple[int, ...]) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """Return, for each rank, its two chunks as (first row in the rank's shard, first row in the sequence, rows)."""
-    first_rows = [first_chunk(n) for n in shards]
-    second_rows = [n // 2 for n in shards]
-    starts, last = list(accumulate([*first_rows, *reversed(second_rows)], initial=0)), 2 * len(shards) - 1
     return tuple(
-        ((0, starts[r], first_rows[r]), (first_rows[r], starts[last - r], second_rows[r])) for r in range(len(shards))
+        ((0, early.start, len(early)), (len(early), late.start, len(late)))
+        for early, late in _chunks(sum(shards), len(shards))
     )
 
 
 def zigzag_positions(length: int, world: World) -> torch.Tensor:
     """Return int64 [n_r], the positions of this rank's rows in a sequence of `length` (for rotary embeddings, masks and
     labels)."""
-    chunks = _chunks(length, world.size)
-    positions = [*chunks[world.rank], *chunks[2 * world.size - 1 - world.rank]]
-    return torch.tensor(positions, dtype=torch.int64, device=world.device)
+    early, late = _chunks(length, world.size)[world.rank]
+    return torch.tensor([*early, *late], dtype=torch.int64, device=world.device)
 
 
 def zigzag_split(x: torch.Tensor, world: World) -> torch.Tensor:
@@ -190,9 +188,8 @@ def zigzag_split(x: torch.Tensor, world: World) -> torch.Tensor:
     Chunks differ by at most one row. If 2 W does not divide S, ranks have different numbers of rows; attention then
     needs `rows=weft.zigzag_rows(S, world.size)`.
     """
-    chunks = _chunks(x.shape[0], world.size)
-    pair = chunks[world.rank], chunks[2 * world.size - 1 - world.rank]
-    return torch.cat([x[chunk.start : chunk.stop] for chunk in pair])
+    chunks = _chunks(x.shape[0], world.size)[world.rank]
+    return torch.cat([x[chunk.start : chunk.stop] for chunk in chunks])
 
 
 def zigzag_restore(x: torch.Tensor, world: World, length: int | None = None) -> torch.Tensor:
@@ -211,12 +208,11 @@ def zigzag_restore(x: torch.Tensor, world: World, length: int | None = None) -> 
         world.check_same_on_all_ranks("zigzag_restore", rows=rows, columns=tuple(x.shape[1:]), dtype=str(x.dtype))
     )
     flat = gather(x.detach().reshape(x.shape[0], math.prod(x.shape[1:])).contiguous(), world, rows, stream)
-    out, chunks, start = world.empty((length, *x.shape[1:]), x.dtype), _chunks(length, world.size), 0
-    for rank in range(world.size):
-        for chunk in (chunks[rank], chunks[2 * world.size - 1 - rank]):
-            if len(chunk):
-                rows_of_chunk = flat[start : start + len(chunk)].view(len(chunk), *x.shape[1:])
-                world.copy(out[chunk.start : chunk.stop], rows_of_chunk, stream)
-            start += len(chunk)
+    out, start = world.empty((length, *x.shape[1:]), x.dtype), 0
+    for chunk in chain.from_iterable(_chunks(length, world.size)):
+        if len(chunk):
+            rows_of_chunk = flat[start : start + len(chunk)].view(len(chunk), *x.shape[1:])
+            world.copy(out[chunk.start : chunk.stop], rows_of_chunk, stream)
+        start += len(chunk)
     world.finish(stream)
     return out

@@ -54,29 +54,37 @@ class BackwardOperands(NamedTuple):
     lse: Tensor
     dout: Tensor
 
+    def part(self, first_query: int, k: Tensor, v: Tensor) -> BackwardOperands:
+        """Return the operands of the queries from `first_query` on and these keys and values."""
+        q, _, _, out, lse, dout = self
+        return BackwardOperands(q[first_query:], k, v, out[first_query:], lse[:, first_query:], dout[first_query:])
+
 
 SequenceOffsets = tuple[Tensor, Tensor]  # Packed.cu_queries and cu_keys as int32 tensors on the device
 Result = tuple[Tensor, Tensor]  # out, lse
 QkvGradients = tuple[Tensor, Tensor, Tensor]  # the gradients of q, k and v
-ForwardDense = Callable[[Tensor, Tensor, Tensor, bool, float], Result]
-BackwardDense = Callable[[BackwardOperands, bool, float], QkvGradients]
-ForwardPacked = Callable[[Tensor, Tensor, Tensor, Packed, SequenceOffsets, float], Result]
-BackwardPacked = Callable[[BackwardOperands, Packed, SequenceOffsets, float], QkvGradients]
+ForwardFunction = Callable[..., Result]  # of q, k, v, mask, offsets, scale
+BackwardFunction = Callable[..., QkvGradients]  # of operands, mask, offsets, scale
 
 
 @dataclass(frozen=True)
 class AttentionLibrary:
-    """A library's attention: forward(q, k, v, causal, scale) returns out and lse, and backward(operands, causal, scale)
-    returns dq, dk and dv for the keys of `operands`, whose out and lse may cover more keys. packed and packed_backward
-    have packed sequences and their offsets as arguments in place of `causal`. The library is not called with fewer than
-    `min_rows` queries or keys."""
+    """A library's attention: forward(q, k, v, causal, None, scale) returns out and lse, and backward(operands, causal,
+    None, scale) returns dq, dk and dv for the keys of `operands`, whose out and lse may cover more keys. The arguments
+    of packed and packed_backward have packed sequences and their offsets in place of `causal` and None. The library is
+    not called with fewer than `min_rows` queries or keys."""
 
     name: str
-    forward: ForwardDense
-    backward: BackwardDense
-    packed: ForwardPacked | None = None
-    packed_backward: BackwardPacked | None = None
+    forward: ForwardFunction
+    backward: BackwardFunction
+    packed: ForwardFunction | None = None
+    packed_backward: BackwardFunction | None = None
     min_rows: int = 1
+
+    def function(self, use: str) -> Callable[..., tuple[Tensor, ...]]:
+        """Return the function for `use`, one of USES, which this library has."""
+        function: Callable[..., tuple[Tensor, ...]] = getattr(self, use)
+        return function
 
 
 def _by_head(t: Tensor) -> Tensor:
@@ -93,46 +101,35 @@ def _result(results: tuple[Tensor, ...], q: Tensor) -> Result:
     return _by_row(results[0]), results[1].reshape(q.shape[1], q.shape[0])
 
 
-def _gradients(attention: Callable[..., QkvGradients], operands: BackwardOperands) -> QkvGradients:
-    """Call attention(dout, q, k, v, out, lse) with operands in torch's layout, lse [1, heads, m]."""
-    q, k, v, out, lse, dout = operands
-    dq, dk, dv = attention(*map(_by_head, (dout, q, k, v, out)), dense(lse)[None])
+def _gradients(gradients: QkvGradients) -> QkvGradients:
+    dq, dk, dv = gradients
     return _by_row(dq), _by_row(dk), _by_row(dv)
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Result:
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, offsets: None, scale: float) -> Result:
     args = *map(_by_head, (q, k, v)), None, True, 0.0, causal, False
     return _result(_aten._scaled_dot_product_cudnn_attention(*args, scale=scale), q)
 
 
-def _cudnn_backward(operands: BackwardOperands, causal: bool, scale: float) -> QkvGradients:
-    q, k = operands.q, operands.k
+def _cudnn_backward(operands: BackwardOperands, causal: bool, offsets: None, scale: float) -> QkvGradients:
+    q, k, v, out, lse, dout = operands
     seed = torch.zeros(1, dtype=torch.int64, device=q.device)  # the dropout's seed; its probability is 0
-
-    def attention(*tensors: Tensor) -> QkvGradients:
-        *inputs, lse = tensors
-        args = *inputs, lse[..., None], seed, seed, None, None, None, len(q), len(k), 0.0, causal
-        gradients: QkvGradients = _aten._scaled_dot_product_cudnn_attention_backward(*args, scale=scale)
-        return gradients
-
-    return _gradients(attention, operands)
+    tensors = *map(_by_head, (dout, q, k, v, out)), dense(lse)[None, ..., None]
+    args = *tensors, seed, seed, None, None, None, len(q), len(k), 0.0, causal
+    return _gradients(_aten._scaled_dot_product_cudnn_attention_backward(*args, scale=scale))
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Result:
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, offsets: None, scale: float) -> Result:
     args = *map(_by_head, (q, k, v)), 0.0, causal, False
     return _result(_aten._scaled_dot_product_flash_attention(*args, scale=scale), q)
 
 
-def _flash_backward(operands: BackwardOperands, causal: bool, scale: float) -> QkvGradients:
-    q, k = operands.q, operands.k
+def _flash_backward(operands: BackwardOperands, causal: bool, offsets: None, scale: float) -> QkvGradients:
+    q, k, v, out, lse, dout = operands
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-
-    def attention(*tensors: Tensor) -> QkvGradients:
-        args = *tensors, None, None, len(q), len(k), 0.0, causal, seed, seed
-        gradients: QkvGradients = _aten._scaled_dot_product_flash_attention_backward(*args, scale=scale)
-        return gradients
-
-    return _gradients(attention, operands)
+    tensors = *map(_by_head, (dout, q, k, v, out)), dense(lse)[None]
+    args = *tensors, None, None, len(q), len(k), 0.0, causal, seed, seed
+    return _gradients(_aten._scaled_dot_product_flash_attention_backward(*args, scale=scale))
 
 
 def _flash_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, offsets: SequenceOffsets, scale: float) -> Result:
@@ -175,14 +172,16 @@ def _repeated(t: Tensor, heads: int) -> Tensor:
     return t.float().repeat_interleave(heads // t.shape[1], 1)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int = 0) -> Result:
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, offsets: None, scale: float, window: int = 0) -> Result:
     s = _scores(q, k, causal, scale, window)
     lse = s.logsumexp(-1)
     out = torch.einsum("hmn,nhd->mhd", (s - lse[:, :, None]).exp(), _repeated(v, q.shape[1]))
     return out.to(q.dtype), lse
 
 
-def _plain_backward(operands: BackwardOperands, causal: bool, scale: float, window: int = 0) -> QkvGradients:
+def _plain_backward(
+    operands: BackwardOperands, causal: bool, offsets: None, scale: float, window: int = 0
+) -> QkvGradients:
     q, k, v, out, lse, dout = operands
     heads, (n, kv_heads, d) = q.shape[1], k.shape
     dout = dout.float()
@@ -204,7 +203,7 @@ def _sequences(packed: Packed) -> list[tuple[slice, slice]]:
 
 
 def _plain_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, offsets: SequenceOffsets, scale: float) -> Result:
-    results = [_plain(q[i], k[j], v[j], packed.causal, scale, packed.window) for i, j in _sequences(packed)]
+    results = [_plain(q[i], k[j], v[j], packed.causal, None, scale, packed.window) for i, j in _sequences(packed)]
     return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results], 1)
 
 
@@ -215,7 +214,7 @@ def _plain_packed_backward(
     gradients = []
     for i, j in _sequences(packed):
         sequence = BackwardOperands(q[i], k[j], v[j], out[i], lse[:, i], dout[i])
-        gradients.append(_plain_backward(sequence, packed.causal, scale, packed.window))
+        gradients.append(_plain_backward(sequence, packed.causal, None, scale, packed.window))
     dq, dk, dv = (torch.cat(parts) for parts in zip(*gradients, strict=True))
     return dq, dk, dv
 
@@ -256,21 +255,21 @@ def library_errors(
     packed = Packed((0, 50, 128), (0, 70, 192), True, 40)
     offsets = torch.tensor(packed.cu_queries, device=device).int(), torch.tensor(packed.cu_keys, device=device).int()
 
+    of_packed = use.startswith("packed")
+    masks = [(192, packed, offsets)] if of_packed else [(192, False, None), (128, True, None)]
+
     def results(library: AttentionLibrary) -> list[Tensor]:
-        if use == "packed":
-            return list(library.packed(q, k, v, packed, offsets, scale)) if library.packed else []
-        if use == "packed_backward":
-            assert REFERENCE.packed is not None
-            operands = BackwardOperands(q, k, v, *REFERENCE.packed(q, k, v, packed, offsets, scale), dout)
-            return list(library.packed_backward(operands, packed, offsets, scale)) if library.packed_backward else []
         tensors: list[Tensor] = []
-        for causal, n in ((False, 192), (True, 128)):
-            qkv = q, k[:n], v[:n]
-            if use == "forward":
-                tensors += library.forward(*qkv, causal, scale)
+        if getattr(library, use) is None:
+            return tensors
+        function = library.function(use)
+        for keys, *mask in masks:
+            qkv = q, k[:keys], v[:keys]
+            if use.endswith("backward"):
+                out, lse = REFERENCE.function("packed" if of_packed else "forward")(*qkv, *mask, scale)
+                tensors += function(BackwardOperands(*qkv, out, lse, dout), *mask, scale)
             else:
-                operands = BackwardOperands(*qkv, *REFERENCE.forward(*qkv, causal, scale), dout)
-                tensors += library.backward(operands, causal, scale)
+                tensors += function(*qkv, *mask, scale)
         return tensors
 
     return {library: _error(results, library) for library in (CUDNN, FLASH)}

@@ -19,17 +19,17 @@ from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
 import torch
 
 from ...errors import Unsupported
-from ...op import Call, Op, registered
+from ...op import Call, Op, Operands, Shapes, registered
 from ...plans import HeadParallel, Plan, Segmented, Sequential
 from ...prepared import OwnResult, Run
-from ...tensor_checks import DTYPES, check_device, dense, dims
+from ...tensor_checks import DTYPES, check_device, dims
 from ...torch_library import Backward, CallOptions
 from ...world import World
 from ..common import check_rows, plain_rows
 from . import head_parallel, segmented
-from .backward import ForwardResult, backward, sinks_gradient
+from .backward import backward, sinks_gradient
 from .key_ranges import KeyGroup, KeyRange, KeyRanges, causal_key_ranges, packed_key_ranges, zigzag_rows
-from .libraries import MAX_HEAD_DIM
+from .libraries import MAX_HEAD_DIM, BackwardOperands
 from .segmented import AttentionConfig, GroupsByRank, KeyValues
 
 _NAME = "gathered_attention"
@@ -140,9 +140,9 @@ class GatheredAttention(Op[AttentionCall]):
     emulator_plan = Segmented()
 
     def check(self, world: World, operands: AttentionOperands, options: CallOptions) -> AttentionCall:
-        (q, k, v, sinks), (causal, scale, window, cu_seqlens, rows, layout) = operands, options
+        (q, k, *_), (causal, scale, window, cu_seqlens, rows, layout) = operands, options
         cu_seqlens = tuple(cu_seqlens or ())
-        check_operands(world, q, k, v, sinks)
+        check_operands(world, operands)
         if layout not in LAYOUTS:
             raise ValueError(f"{_NAME}: layout {layout!r} is not one of {list(LAYOUTS)}")
         shards = (k.shape[0],) * world.size if rows is None else check_rows(_NAME, world, rows, k, whole=False)
@@ -165,22 +165,16 @@ class GatheredAttention(Op[AttentionCall]):
         config = AttentionConfig(shards, q.shape[1], k.shape[1], q.shape[2], q.dtype, scale)
         return AttentionCall(config, q.shape[0], causal, zigzag, window, cu_seqlens)
 
-    def meta(
-        self, world: World, operands: AttentionOperands, options: CallOptions
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def meta(self, world: World, operands: AttentionOperands, options: CallOptions) -> Shapes:
         q = operands.q
         return [(tuple(q.shape), q.dtype), ((q.shape[1], q.shape[0]), torch.float32)]
 
-    def outputs(self, world: World, call: AttentionCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: AttentionCall) -> Shapes:
         config = call.config
         return [((call.queries, config.heads, config.dim), config.dtype), ((config.heads, call.queries), torch.float32)]
 
     def saved_tensors(
-        self,
-        operands: AttentionOperands,
-        results: Sequence[torch.Tensor | None],
-        options: CallOptions,
-        needs: Sequence[bool],
+        self, operands: AttentionOperands, results: Operands, options: CallOptions, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
         (q, k, *_), (_, _, window, cu_seqlens, *_) = operands, options
         if (window or cu_seqlens is not None) and q.shape[0] != k.shape[0]:
@@ -201,9 +195,9 @@ class GatheredAttention(Op[AttentionCall]):
         if dout is None or not call.rows:
             needed = zip((q, k, v, sinks), ctx.needs, strict=True)
             return [torch.zeros_like(t) if t is not None and need else None for t, need in needed]
-        result, local_kv = ForwardResult(q, out, lse, dout), KeyValues(dense(k), dense(v))
+        operands = BackwardOperands(q, k, v, out, lse, dout)
         key_ranges, groups_by_rank = key_ranges_of(call, world.rank, call.queries), groups_of_ranks(call)
-        dqkv = backward(world, call.config, plan, key_ranges, groups_by_rank, result, local_kv, ctx.needs)
+        dqkv = backward(world, call.config, plan, key_ranges, groups_by_rank, operands, ctx.needs)
         return *dqkv, sinks_gradient(world, sinks, out, lse, dout) if ctx.needs[3] else None
 
     def sizes(self, call: AttentionCall) -> tuple[int, int, int]:
@@ -236,9 +230,10 @@ class GatheredAttention(Op[AttentionCall]):
 GATHERED_ATTENTION = registered(GatheredAttention())
 
 
-def check_operands(world: World, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> None:
-    for name, t in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
-        if t is not None or name != "sinks":
+def check_operands(world: World, operands: AttentionOperands) -> None:
+    q, k, v, sinks = operands
+    for name, t in operands._asdict().items():
+        if t is not None:
             check_device(_NAME, world, name, t)
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(

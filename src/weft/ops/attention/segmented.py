@@ -9,15 +9,15 @@ range (`copy_engine.prepare_exchange`). Readers wait for those notifications bet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...backends.base import Event, Stream
+from ...backends.base import Event
 from ...backends.library_gemm import stepped
 from ...chooser import Choice, Chooser
 from ...kernel_launch import Launch, prepared
@@ -54,23 +54,9 @@ class AttentionConfig:
         """Return the fastest attention library for `run`, which computes with the library passed to it. `sizes` are
         queries, keys, and whether the mask is causal; libraries are timed at the first call of these sizes."""
         key = use, sizes, self.dtype, self.heads, self.kv_heads, self.dim
-        return world.decided.get(key) or self._choose(world, key, use, sizes, run)
-
-    def usable(self, world: World, use: str, rows: int) -> Sequence[AttentionLibrary]:
-        """Return the libraries that compute correctly for a call of at least `rows` queries and keys, the library
-        expected to be the fastest first."""
-        kind = use, world.device, self.dtype, self.heads, self.kv_heads, self.dim
-        correct = world.cached(("attention libraries", *kind), lambda: libraries.right(*kind))
-        return [library for library in correct if library.min_rows <= rows] or correct[-1:]
-
-    def _choose(
-        self,
-        world: World,
-        key: Hashable,
-        use: str,
-        sizes: tuple[int, int, bool],
-        run: Callable[[AttentionLibrary], object],
-    ) -> AttentionLibrary:
+        library: AttentionLibrary | None = world.decided.get(key)
+        if library is not None:
+            return library
         queries, keys, causal = sizes
         usable = self.usable(world, use, min(queries, keys))
         library, decided = usable[0], True
@@ -83,6 +69,13 @@ class AttentionConfig:
             world.decided[key] = library
         return library
 
+    def usable(self, world: World, use: str, rows: int) -> Sequence[AttentionLibrary]:
+        """Return the libraries that compute correctly for a call of at least `rows` queries and keys, the library
+        expected to be the fastest first."""
+        kind = use, world.device, self.dtype, self.heads, self.kv_heads, self.dim
+        correct = world.cached(("attention libraries", *kind), lambda: libraries.right(*kind))
+        return [library for library in correct if library.min_rows <= rows] or correct[-1:]
+
 
 class KeyValues(NamedTuple):
     """k and v [n, kv heads, D]. `wait` makes the current stream wait until they have arrived; None if they have already
@@ -91,9 +84,6 @@ class KeyValues(NamedTuple):
     k: Tensor
     v: Tensor
     wait: Callable[[], None] | None = None
-
-    def rows(self, lo: int, hi: int) -> KeyValues:
-        return self._replace(k=self.k[lo:hi], v=self.v[lo:hi])
 
 
 class FetchedKeyValues(NamedTuple):
@@ -115,54 +105,44 @@ class Partial(NamedTuple):
 
 # -- fetching keys and values ------------------------------------------------------------------------------------------
 def prepare_fetch(
-    world: World, config: AttentionConfig, plan: Plan, groups: Sequence[KeyGroup], groups_by_rank: GroupsByRank
+    world: World, config: AttentionConfig, plan: Plan, key_ranges: KeyRanges, groups_by_rank: GroupsByRank
 ) -> Callable[[KeyValues], FetchedKeyValues]:
-    """Return a function of the local keys and values that fetches the remote ones of this rank's `groups`."""
+    """Return a function of the local keys and values that fetches the remote ones of this rank's key ranges, for one
+    call of the library if sequences are packed."""
     if world.size == 1:
         return lambda local_kv: FetchedKeyValues([])
     if isinstance(plan, Segmented):
-        return _prepare_push(world, config, split_groups(tuple(groups), plan.calls), groups_by_rank)
-    return lambda local_kv: FetchedKeyValues(all_gather_key_values(world, config, local_kv, groups))
+        groups = split_groups(key_ranges.remote, 1 if key_ranges.packed else plan.calls)
+        return _prepare_push(world, config, groups, groups_by_rank)
+    return lambda local_kv: FetchedKeyValues(all_gather_key_values(world, config, local_kv, key_ranges.remote))
 
 
 def all_gather_key_values(
     world: World, config: AttentionConfig, local_kv: KeyValues, groups: Sequence[KeyGroup]
 ) -> list[tuple[KeyGroup, KeyValues]]:
-    """All-gather K and V with NCCL, and copy a group's ranges together where they are not contiguous. Return each group
-    with its keys and values."""
+    """All-gather K and V with NCCL, and copy a group's ranges into one tensor where they are not contiguous. Return
+    each group with its keys and values."""
     stream, columns = world.current_stream(), config.kv_heads * config.dim
     gathered = [gather(t.reshape(-1, columns), world, config.shards, stream) for t in (local_kv.k, local_kv.v)]
     starts = [sum(config.shards[:r]) for r in range(world.size)]
     fetched = []
     for first_query, unsorted in groups:
         group = KeyGroup(first_query, tuple(sorted(unsorted)))
-        spans = merge_adjacent([(starts[r.source] + r.lo, starts[r.source] + r.hi) for r in group.ranges])
-        if len(spans) == 1:
-            k, v = (t[slice(*spans[0])] for t in gathered)
+        spans = [slice(starts[r.source] + r.lo, starts[r.source] + r.hi) for r in group.ranges]
+        start, stop = spans[0].start, spans[-1].stop
+        if stop - start == group.rows:
+            k, v = (t[start:stop] for t in gathered)
         else:
-            k, v = (concatenate(world, t, spans, stream) for t in gathered)
+            k, v = (concatenate(world, [t[span] for span in spans]) for t in gathered)
         shape = (-1, config.kv_heads, config.dim)
         fetched.append((group, KeyValues(k.view(shape), v.view(shape))))
     return fetched
 
 
-def merge_adjacent(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the spans, with touching spans merged."""
-    merged: list[tuple[int, int]] = []
-    for lo, hi in spans:
-        if merged and merged[-1][1] == lo:
-            merged[-1] = merged[-1][0], hi
-        else:
-            merged.append((lo, hi))
-    return merged
-
-
-def concatenate(world: World, t: Tensor, spans: Sequence[tuple[int, int]], stream: Stream) -> Tensor:
-    """Return the rows of `t` in `spans` as one tensor."""
-    rows = [hi - lo for lo, hi in spans]
-    out = world.empty((sum(rows), t.shape[1]), t.dtype)
-    for part, (lo, hi) in zip(out.split(rows), spans, strict=True):
-        world.copy(part, t[lo:hi], stream)
+def concatenate(world: World, parts: list[Tensor]) -> Tensor:
+    """Return the rows of these matrices as one matrix."""
+    out = world.empty((sum(map(len, parts)), parts[0].shape[1]), parts[0].dtype)
+    world.call(lambda: torch.cat(parts, out=out), parts, [out], world.current_stream())
     return out
 
 
@@ -205,16 +185,13 @@ def prepare_forward(
     """Return a function of q with m rows, local keys and values, sinks, and `out` or None, which returns out [m, heads,
     D] and lse float32 [heads, m]."""
     packed = key_ranges.packed
-    if packed and isinstance(plan, Segmented):
-        plan = replace(plan, calls=1)
-    fetch = prepare_fetch(world, config, plan, key_ranges.remote if m else (), groups_by_rank)
+    fetch = prepare_fetch(world, config, plan, key_ranges if m else KeyRanges((), ()), groups_by_rank)
     local = [(block.lo, block.hi, packed or block.causal) for block in key_ranges.local if m]
-    own_keys, shape = config.shards[world.rank], (config.heads, m)
 
     def forward(q: Tensor, local_kv: KeyValues, sinks: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
         fetched, partials = fetch(local_kv), []
         for lo, hi, mask in local:
-            kv = local_kv if hi - lo == own_keys else local_kv.rows(lo, hi)
+            kv = KeyValues(local_kv.k[lo:hi], local_kv.v[lo:hi])
             partials.append(attend(world, config, 0, q, kv, mask))
         for (first_query, _), kv in fetched.remote:
             partials.append(attend(world, config, first_query, q[first_query:], kv, packed or False))
@@ -222,7 +199,8 @@ def prepare_forward(
             world.wait_event(world.current_stream(), fetched.end)
         if out is None and len(partials) == 1 and sinks is None:
             return partials[0].out, partials[0].lse
-        result, lse = world.empty(q.shape, q.dtype) if out is None else out, world.empty(shape, torch.float32)
+        result = world.empty(q.shape, q.dtype) if out is None else out
+        lse = world.empty((config.heads, m), torch.float32)
         merge_partials(world, partials, sinks, result, lse)
         return result, lse
 
@@ -235,25 +213,24 @@ def attend(
     """Compute attention of q over `kv` with a library. `mask` is a Packed, or whether the mask is causal."""
     use, sizes = "packed" if isinstance(mask, Packed) else "forward", (len(q), len(kv.k), mask is True)
     outputs = ((q.shape, q.dtype), ((config.heads, len(q)), torch.float32))
-    offsets = sequence_offsets(world, mask) if isinstance(mask, Packed) else None
+    offsets = sequence_offsets(world, mask)
     if kv.wait is not None:
         kv.wait()
 
-    def attention(library: AttentionLibrary) -> tuple[Tensor, Tensor]:
-        if isinstance(mask, bool):
-            return library.forward(q, kv.k, kv.v, mask, config.scale)
-        assert library.packed is not None and offsets is not None
-        return library.packed(q, kv.k, kv.v, mask, offsets, config.scale)
+    def attention(library: AttentionLibrary) -> Sequence[Tensor]:
+        return library.function(use)(q, kv.k, kv.v, mask, offsets, config.scale)
 
     library, operands = config.library(world, use, sizes, attention), [q, kv.k, kv.v, *(offsets or ())]
     out, lse = world.backend.results(lambda: attention(library), outputs, operands, world.current_stream())
     return Partial(first_query, out, lse)
 
 
-def sequence_offsets(world: World, packed: Packed) -> SequenceOffsets:
+def sequence_offsets(world: World, mask: bool | Packed) -> SequenceOffsets | None:
     """Return the offsets of packed sequences as tensors. They are kept, since a CUDA graph reads them at every
     replay."""
-    queries, keys = packed.cu_queries, packed.cu_keys
+    if isinstance(mask, bool):
+        return None
+    queries, keys = mask.cu_queries, mask.cu_keys
     tensor = world.tensor
     return world.cached(
         ("sequence offsets", queries, keys), lambda: (tensor(queries, torch.int32), tensor(keys, torch.int32))

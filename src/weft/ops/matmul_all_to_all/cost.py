@@ -34,7 +34,7 @@ class SignaledExchange(SignaledCost):
             if part > 0:
                 pullable = Work("meet", "barrier", barrier, gemm)
                 works += [pullable, Work("comm 3", "copy", p.latency("copy", part * nbytes) * fit.copy, pullable)]
-        return side_by_side(works, p.slowdown("copy", 0), fit.gemm)
+        return side_by_side(works, p.slowdown("copy", 0))
 
 
 EXCHANGE_COSTS: dict[type[Plan], AnyCost] = {Sequential: SortedCost(), Signaled: SignaledExchange()}

@@ -24,7 +24,7 @@ import torch
 from ...backends.base import Stream
 from ...errors import Mismatch
 from ...kernel_launch import Launch
-from ...op import check_call, registered
+from ...op import Shapes, check_call, registered
 from ...plans import Plan, Sequential, Signaled, TwoLevel
 from ...prepared import Prepared, unprepared
 from ...tensor_checks import check_device
@@ -177,14 +177,12 @@ class RoutedCall(MatmulCall):
 
 def run_sequential(world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
     """Run the plan: one GEMM, then one all-to-all."""
-    stream, me, routing, (m, n) = world.current_stream(), world.rank, call.routing, (call.sent, call.n)
-    y = world.empty((m, n), call.dtype)
-    world.backend.linear(
-        *operands, stream, y
-    )  # called without rows too, because ranks that share a GPU enter it together
+    stream, me, routing = world.current_stream(), world.rank, call.routing
+    # The GEMM runs without rows too, because ranks that share a GPU enter it together.
+    y = world.backend.linear(*operands, stream)
     order = routing.by_destination(world)
-    pool = world.empty((m, n), call.dtype)
-    if m:
+    pool = world.empty(y.shape, y.dtype)
+    if call.sent:
         world.call(lambda: torch.index_select(y, 0, order, out=pool), [y, order], [pool], stream)
     world.backend.all_to_all(
         out.split([counts[me] for counts in routing.counts]), pool.split(routing.counts[me]), stream
@@ -193,18 +191,15 @@ def run_sequential(world: World, call: RoutedCall, plan: Plan, operands: Factors
 
 @dataclass
 class GroupTables:
-    """The tables of one routing, N and plan. By group and rank: send_counts and send_offsets, the rows sent to
-    that rank and their offset in this rank's `pool`; receive_counts and receive_offsets, the number of rows received
-    from that rank and their offset in `out`; source_offsets, their offset in that rank's pool. row_map: the row_map of
+    """The tables of one routing, N and plan. By group and rank: sent, the rows of this rank's `pool` for that rank;
+    received, the rows of `out` from that rank; pulled, the same rows in that rank's pool. row_map: the row_map of
     signaled_gemm."""
 
     signals: Signals
     row_map: torch.Tensor
-    send_counts: list[list[int]]
-    send_offsets: list[list[int]]
-    receive_counts: list[list[int]]
-    receive_offsets: list[list[int]]
-    source_offsets: list[list[int]]
+    sent: list[list[slice]]
+    received: list[list[slice]]
+    pulled: list[list[slice]]
     group_m: int
 
 
@@ -224,6 +219,11 @@ def group_tables(world: World, routing: Routing, n: int, plan: Signaled) -> Grou
         """Return the exclusive cumulative sums."""
         return counts.cumsum() - counts
 
+    def slices(starts: np.ndarray, counts: np.ndarray) -> list[list[slice]]:
+        """Return the rows of each group and rank."""
+        stops = (starts + counts).tolist()
+        return [list(map(slice, *ends)) for ends in zip(starts.tolist(), stops, strict=True)]
+
     # By sender, group and receiver: the number of rows, their offset in the sender's pool, and their offset in the
     # receiver's out.
     shape = size, len(ends), size
@@ -237,11 +237,9 @@ def group_tables(world: World, routing: Routing, n: int, plan: Signaled) -> Grou
     return GroupTables(
         prepare(world, f"{_OP} {routing.key} x{n} {plan}", own_schedule, plan, [0]),
         world.tensor(row_map.tolist(), torch.int32),
-        send_counts[me].tolist(),
-        send_offsets[me].tolist(),
-        send_counts[:, :, me].T.tolist(),
-        receive_offsets[:, :, me].T.tolist(),
-        send_offsets[:, :, me].T.tolist(),
+        slices(send_offsets[me], send_counts[me]),
+        slices(receive_offsets[:, :, me].T, send_counts[:, :, me].T),
+        slices(send_offsets[:, :, me].T, send_counts[:, :, me].T),
         group_m,
     )
 
@@ -273,22 +271,14 @@ def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Facto
             gemm(stream, x_desc=operands.x, w_desc=operands.weight, bias=operands.bias, out=pool)
 
     def collective(g: int, stream: Stream) -> None:
-        parts = [pool[lo : lo + count] for lo, count in zip(groups.send_offsets[g], groups.send_counts[g], strict=True)]
-        outs = [
-            out[lo : lo + count] for lo, count in zip(groups.receive_offsets[g], groups.receive_counts[g], strict=True)
-        ]
+        parts, outs = [pool[rows] for rows in groups.sent[g]], [out[rows] for rows in groups.received[g]]
         world.backend.all_to_all(outs, parts, stream, groups.signals.communicator)
 
     def pull(g: int, stream: Stream) -> None:
         assert pools is not None
-        slices = zip(
-            pools.peers, groups.receive_offsets[g], groups.source_offsets[g], groups.receive_counts[g], strict=True
-        )
-        parts = [
-            (out[lo : lo + count], peer_pool[source_offset : source_offset + count])
-            for peer_pool, lo, source_offset, count in slices
-        ]
-        pull_from_all(world, parts, stream, last=g == len(groups.receive_counts) - 1)
+        by_rank = zip(groups.received[g], pools.peers, groups.pulled[g], strict=True)
+        parts = [(out[rows], peer_pool[pulled]) for rows, peer_pool, pulled in by_rank]
+        pull_from_all(world, parts, stream, last=g == len(groups.received) - 1)
 
     exchange_groups(world, groups.signals, multiply, pull if plan.copies else collective)
 
@@ -324,7 +314,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         n, k = weight.shape
         return RoutedCall(rows, n, k, x.dtype, False, routing=routing, kept=kept, sent=named)
 
-    def outputs(self, world: World, call: RoutedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: RoutedCall) -> Shapes:
         return [((sum(counts[world.rank] for counts in call.routing.counts), call.n), call.dtype)]
 
     def unsupported(self, world: World, call: RoutedCall, plan: Plan, asked: str | Plan) -> str | None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...op import registered
+from ...op import Operands, Shapes, registered
 from ...plans import FusedAllToAll, Plan, Sequential
 from ...prepared import unprepared
 from ...tensor_checks import check_operands, dense
@@ -24,7 +24,7 @@ from ...world import World
 from ..common import MatmulOp
 from ..recipes import validate
 from . import runs
-from .call import GEMM_ALL_TO_ALL_ROUTED, RoutedFactors, StaticCall
+from .runs import GEMM_ALL_TO_ALL_ROUTED, RoutedFactors, StaticCall
 
 MAX_RANKS = 32  # the most counters that one notify of all ranks increments and one wait polls
 
@@ -104,12 +104,10 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
         check_operands(self.name, world, dict(destinations=(destinations, (m,), torch.int32)))
         return StaticCall((m,), n, k, x.dtype, False, gradient=gradient)
 
-    def outputs(self, world: World, call: StaticCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: StaticCall) -> Shapes:
         return [((world.size, call.rows, call.n), call.dtype), ((world.size,), torch.int32)]
 
-    def saved_shapes(
-        self, world: World, call: StaticCall, plan: str | Plan
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def saved_shapes(self, world: World, call: StaticCall, plan: str | Plan) -> Shapes:
         return [((call.rows,), torch.int32)]
 
     def without_rows(self, world: World, call: StaticCall, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -125,11 +123,7 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
         return super().unsupported(world, call, plan, asked)
 
     def saved_tensors(
-        self,
-        operands: RoutedFactors,
-        results: Sequence[torch.Tensor | None],
-        options: CallOptions,
-        needs: Sequence[bool],
+        self, operands: RoutedFactors, results: Operands, options: CallOptions, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
         (x, weight, *_), (_, counts, target_rows) = operands, results
         return x if needs[1] else None, weight if needs[0] else None, counts, target_rows
@@ -143,13 +137,10 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
         if call.rows:
             world.begin(self.check_same_on_all_ranks(world, call, context.plan, backward=True))
             give_back = runs.return_sequential if isinstance(context.plan, Sequential) else runs.return_fused
-            give_back(world, call, context.plan, dense(dout), counts, target_rows, dy)
+            give_back(world, call, dense(dout), counts, target_rows, dy)
         dx = product(world, dy, weight) if needs[0] and weight is not None else None
         dw = product(world, dy.t(), x) if needs[1] and x is not None else None
         return dx, dw, column_sums(world, dy) if needs[2] else None, None
-
-    def multiply_adds(self, call: StaticCall) -> int:
-        return call.rows * call.n * call.k
 
 
 MATMUL_ALL_TO_ALL_ROUTED = registered(MatmulAllToAllRouted())

@@ -1,10 +1,15 @@
-"""How each plan runs GEMM + all-to-all by a routing on the device, and how it returns the gradient's rows (op.py,
-kernels.py)."""
+"""The calls of GEMM + all-to-all by a routing on the device: how each plan runs them, and how it returns the gradient's
+rows (op.py, kernels.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from triton import JITFunction
 
 from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, prepared
 from ...lang.channel import BlockChannel
@@ -13,13 +18,33 @@ from ...plans import FusedAllToAll, Plan
 from ...prepared import Run
 from ...tensor_checks import DTYPES
 from ...world import Arena, World
-from ..common import tile_of, weight_matrix
+from ..common import MatmulCall, tile_of, weight_matrix
 from ..moe.routing.route_tables import power
-from .call import GEMM_ALL_TO_ALL_ROUTED, RoutedFactors, StaticCall
 from .kernels import BlockShape, Inbox, gemm_to_ranks, number_rows, receive_rows, return_rows
 
+GEMM_ALL_TO_ALL_ROUTED = "matmul_all_to_all_routed"
 NUMBER_WARPS, NUMBERED_ELEMENTS = 8, 4096  # of a program of `number_rows`, which holds rows by ranks in registers
 COPY_WARPS, COPY_STAGES = 16, 3  # a program that copies rows has 48 KiB in flight, enough for an SM by itself
+
+
+class RoutedFactors(NamedTuple):
+    """The operands of the GEMM, and the destination rank of each row of its result."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    destinations: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StaticCall(MatmulCall):
+    """A call with shapes that do not depend on the routing. shards: the rows of one rank, since all ranks have equally
+    many. Each rank chooses for itself whether it has a bias and a gradient, so ranks do not compare these."""
+
+    gradient: bool = field(kw_only=True)
+
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
+        return dict(m=self.rows, N=self.n, K=self.k, dtype=str(self.dtype))
 
 
 # -- the library's collectives -----------------------------------------------------------------------------------------
@@ -57,7 +82,7 @@ def run_sequential(
 
 
 def return_sequential(
-    world: World, call: StaticCall, plan: Plan, dout: Tensor, counts: Tensor, target_rows: Tensor, returned: Tensor
+    world: World, call: StaticCall, dout: Tensor, counts: Tensor, target_rows: Tensor, returned: Tensor
 ) -> None:
     """Compute returned [m, N] = the gradients of the rows that this rank sent, by an all-to-all of whole blocks."""
     stream, blocks = world.current_stream(), world.empty(dout.shape, dout.dtype)
@@ -102,12 +127,12 @@ def prepare_fused(world: World, call: StaticCall, plan: FusedAllToAll) -> Run:
 
 
 def return_fused(
-    world: World, call: StaticCall, plan: Plan, dout: Tensor, counts: Tensor, target_rows: Tensor, returned: Tensor
+    world: World, call: StaticCall, dout: Tensor, counts: Tensor, target_rows: Tensor, returned: Tensor
 ) -> None:
     """Compute returned [m, N] = the gradients of the rows that this rank sent, pushed by the other ranks."""
     stream, arena = world.current_stream(), _arena(world, call)
     world.order(arena, stream)
-    launch = _return_launch(world, call, arena)
+    launch = _copy_launch(world, return_rows, call, arena, "gradient", None)
     launch(stream, dout=dout, counts=counts, target_rows=target_rows, returned=returned)
 
 
@@ -120,13 +145,6 @@ def _inbox(arena: Arena) -> Inbox:
     return Inbox(arena.memory.addresses, arena.epoch, arena.half)
 
 
-def _block_shape(world: World, n: int) -> BlockShape:
-    """Return the block that a program copies at once: two 16-byte words of each thread."""
-    elements = 2 * world.backend.scale.block
-    cols = min(power(n), elements, 1024)
-    return constants(BlockShape, ROWS=elements // cols, COLS=cols, STAGES=COPY_STAGES)
-
-
 def _channel(world: World, direction: str, call: StaticCall, plan: Plan | None) -> BlockChannel:
     """Return the channel of one shape, with a counter for each source. Every program of the source notifies it once."""
     name = f"{GEMM_ALL_TO_ALL_ROUTED}, {direction} {call.rows}x{call.n}x{call.k} {call.dtype} {plan}"
@@ -137,18 +155,10 @@ def _fused_launches(world: World, call: StaticCall, plan: FusedAllToAll, arena: 
     """Return the launches that number the rows, compute and send them, and receive them."""
     tile, programs = plan.tile, world.sm_count
     block = min(world.backend.scale.routes, NUMBERED_ELEMENTS // power(world.size))
-    inbox, ch = _inbox(arena), _channel(world, "rows", call, plan)
-    numbering = Launch(
-        world,
-        number_rows,
-        min(-(-call.rows // block), programs),
-        dict(num_warps=NUMBER_WARPS, local=True),
-        inbox=inbox,
-        ch=ch,
-        m=call.rows,
-        N=call.n,
-        BLOCK=block,
-    )
+    shared: dict[str, object] = dict(ch=_channel(world, "rows", call, plan), m=call.rows, N=call.n)
+    options = dict(num_warps=NUMBER_WARPS, local=True)
+    number_programs = min(-(-call.rows // block), programs)
+    numbering = Launch(world, number_rows, number_programs, options, inbox=_inbox(arena), BLOCK=block, **shared)
     gemm = Launch(
         world,
         gemm_to_ranks,
@@ -156,40 +166,31 @@ def _fused_launches(world: World, call: StaticCall, plan: FusedAllToAll, arena: 
         dict(num_warps=tile.warps, num_stages=tile.stages, local=True),
         x_desc=Matrix(call.rows, call.k, (tile.block_m, tile.block_k)),
         w_desc=weight_matrix(call, tile),
-        ch=ch,
-        m=call.rows,
-        N=call.n,
         K=call.k,
         DTYPE=DTYPES[call.dtype],
         tile=tile_of(tile, tile.group_m),
+        **shared,
     )
-    receiving = Launch(
-        world,
-        receive_rows,
-        programs,
-        dict(num_warps=COPY_WARPS),
-        inbox=inbox,
-        ch=ch,
-        m=call.rows,
-        N=call.n,
-        ARRIVALS=programs,
-        shape=_block_shape(world, call.n),
-    )
-    return numbering, gemm, receiving
+    return numbering, gemm, _copy_launch(world, receive_rows, call, arena, "rows", plan)
 
 
 @prepared
-def _return_launch(world: World, call: StaticCall, arena: Arena) -> Launch:
-    """Return the launch that sends the gradients of received rows and receives the gradients of sent rows."""
+def _copy_launch(
+    world: World, kernel: JITFunction, call: StaticCall, arena: Arena, direction: str, plan: Plan | None
+) -> Launch:
+    """Return the launch of `receive_rows` or `return_rows`. A program copies two 16-byte words of each thread at
+    once."""
+    elements = 2 * world.backend.scale.block
+    cols = min(power(call.n), elements, 1024)
     return Launch(
         world,
-        return_rows,
+        kernel,
         world.sm_count,
         dict(num_warps=COPY_WARPS),
         inbox=_inbox(arena),
-        ch=_channel(world, "gradient", call, None),
+        ch=_channel(world, direction, call, plan),
         m=call.rows,
         N=call.n,
         ARRIVALS=world.sm_count,
-        shape=_block_shape(world, call.n),
+        shape=constants(BlockShape, ROWS=elements // cols, COLS=cols, STAGES=COPY_STAGES),
     )

@@ -20,7 +20,7 @@ from ...cost.model import (
     WholeShotCost,
 )
 from ...cost.queues import Step, Work, side_by_side
-from ...cost.signaled import LARGE_COPY, Moving, SignaledCost, Signaling
+from ...cost.signaled import Moving, SignaledCost, Signaling
 from ...cost.two_level import OverNodes, TwoLevelCost
 from ...plans import (
     Decomposed,
@@ -132,32 +132,14 @@ class SignaledScatter(SignaledCost):
         barrier_after_pushes = Work("comm", "barrier", barrier)
         sum_us = p.optional("sum", nbytes / p.world)
         works += [barrier_after_pushes, Work("gemm", "sum", sum_us, barrier_after_pushes)]
-        return side_by_side(works, p.slowdown("copy", 0), Moving().gemm)
+        return side_by_side(works, p.slowdown("copy", 0))
 
 
 class SignaledReduce(SignaledCost):
-    """When every rank has computed a group, programs on SMs sum it from all ranks; when all sums are there, copy
-    engines pull them."""
+    """When every rank has computed a group, NCCL's all-reduce sums it."""
 
     def in_place(self, n: int) -> bool:
         return n % 8 == 0
-
-    def by_copies(self, p: Parts, call: GemmCall, plan: Signaled, fit: Moving | None) -> list[Step]:
-        fit = fit or Moving()
-        barrier, nbytes, share = p.latency("barrier") + fit.gap, self.nbytes(call), (p.world - 1) / p.world
-        works: list[Work] = []
-        for gemm, before, done in self.groups_by_copies(p, call, plan):
-            works.append(gemm)
-            part = (done - before) * share
-            if part <= 0:
-                continue
-            summable = Work("meet", "barrier", barrier, gemm)
-            rate = p.latency("copy", LARGE_COPY) / LARGE_COPY  # us a byte; loads have no start-up time
-            sum_work = Work("comm 2", "sum", part * nbytes * rate, summable)
-            pullable = Work("meet 2", "barrier", barrier, sum_work)
-            pull = Work("comm 3", "copy", p.latency("copy", part * nbytes) * fit.copy, pullable)
-            works += [summable, sum_work, pullable, pull]
-        return side_by_side(works, p.slowdown("copy", 0), fit.gemm)
 
 
 class ScatterTwoLevel(TwoLevelCost):

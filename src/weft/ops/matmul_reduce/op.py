@@ -19,10 +19,8 @@ from ...plans import (
     Sequential,
     Signaled,
     TwoLevel,
-    TwoShot,
     TwoShotLowLatency,
-    TwoShotPull,
-    TwoShotPush,
+    is_low_latency,
 )
 from ...prepared import unprepared
 from ...scaled_tensor import ScaledTensor
@@ -44,7 +42,7 @@ from ..recipes import (
 from ..removed import unexpected
 from .call import GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, ReduceCall
 from .cost import ALL_REDUCE_COSTS, SCATTER_COSTS
-from .runs import prepare_fused, prepare_reduced, prepare_sequential, prepare_shots
+from .runs import prepare_fused, prepare_reduced, prepare_sequential, prepare_shot
 from .signaled import prepare_signaled
 from .two_level import run_reduce_all, run_scatter
 
@@ -55,7 +53,7 @@ class MatmulReduce(MatmulOp[ReduceCall]):
     operand_type = ScaledFactors
 
     everywhere: ClassVar[bool]  # all-reduce; otherwise reduce-scatter
-    transposes = Sequential, Decomposed, Fused, OneShot, TwoShot, TwoLevel
+    transposes = Sequential, Decomposed, Fused, OneShot, TwoShotLowLatency, TwoLevel
 
     def saved_tensors(
         self,
@@ -71,24 +69,14 @@ class MatmulReduce(MatmulOp[ReduceCall]):
         rows = call.rows if self.everywhere else call.shards[world.rank]
         return [((rows, call.n), call.dtype)]
 
-    def unsupported(self, world: World, call: ReduceCall, plan: Plan, asked: str | Plan) -> str | None:
-        reason = super().unsupported(world, call, plan, asked)
-        if reason is None and isinstance(plan, Signaled) and plan.copies:
-            reason = check_16_byte_rows(N=call.n)
-            if reason is None and not (self.everywhere or (call.even and self.movable(plan, call.rows, world.size))):
-                reason = f"shards {list(call.shards)} must be equal, and whole tiles of {plan.tile.block_m} rows"
-        return reason
-
     def batch_invariance_unsupported(self, world: World, call: ReduceCall, plan: Plan) -> str | None:
-        if call.bias and world.size > 1 and isinstance(plan, OneShot | TwoShot):
+        if call.bias and world.size > 1 and is_low_latency(plan):
             return "it adds the bias to a sum that is rounded already, other plans before they round it"
         return super().batch_invariance_unsupported(world, call, plan)
 
-    def _checked(
-        self, world: World, operands: ScaledFactors, rows: Sequence[int] | None, reorder: bool, options: ProductOptions
-    ) -> ReduceCall:
-        x, weight, bias, *_ = operands
-        scaling, dtype = check_product(self.name, world, operands, options)
+    def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ReduceCall:
+        (x, weight, bias, *_), (rows, reorder, *rest) = operands, (None, *options) if self.everywhere else options
+        scaling, dtype = check_product(self.name, world, operands, ProductOptions(*rest))
         (n, k), m = weight.shape, x.shape[0]
         shards = split_rows(world, m) if rows is None else check_rows(self.name, world, rows, x, whole=True)
         return ReduceCall(shards, n, k, dtype, bias is not None, m, self.everywhere, reorder, scaling=scaling)
@@ -131,13 +119,17 @@ class MatmulReduceScatter(MatmulReduce):
         dw = product(world, full.t(), x) if needs[1] and x is not None and full is not None else None
         return dx, dw, column_sums(world, full) if needs[2] and full is not None else None, None, None
 
+    def unsupported(self, world: World, call: ReduceCall, plan: Plan, asked: str | Plan) -> str | None:
+        reason = super().unsupported(world, call, plan, asked)
+        if reason is None and isinstance(plan, Signaled) and plan.copies:
+            reason = check_16_byte_rows(N=call.n)
+            if reason is None and not (call.even and self.movable(plan, call.rows, world.size)):
+                reason = f"shards {list(call.shards)} must be equal, and whole tiles of {plan.tile.block_m} rows"
+        return reason
+
     def movable(self, plan: Plan, m: int, world: int) -> bool:
         """Return whether copies can move the plan's groups: shards must be equal and consist of whole tiles."""
         return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.tile.block_m) == 0
-
-    def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ReduceCall:
-        rows, reorder, *rest = options
-        return self._checked(world, operands, rows, reorder, ProductOptions(*rest))
 
 
 class MatmulAllReduce(MatmulReduce):
@@ -149,21 +141,19 @@ class MatmulAllReduce(MatmulReduce):
     everywhere = True
     # In 76 shapes and modes on 2 to 8 H200s, 4 forward programs were at most 2.1% faster than 16 (2026-11).
     variants = (FusedAllReduce(),)
-    scatters_rows = False
     runs = {
         Sequential: prepare_sequential,
         Decomposed: prepare_reduced,
         FusedAllReduce: prepare_fused,
-        OneShot: prepare_shots,
-        TwoShotPush: prepare_shots,
-        TwoShotPull: prepare_shots,
-        TwoShotLowLatency: prepare_shots,
+        OneShot: prepare_shot,
+        TwoShotLowLatency: prepare_shot,
         Signaled: prepare_signaled,
         TwoLevel: unprepared(run_reduce_all),
     }
     over_nodes = (TwoLevel(2), TwoLevel(4))
-    unsupported_fields = {Decomposed: ("pieces",)}
-    batch_invariant_plans = FusedAllReduce, TwoShotPush, TwoShotPull, TwoShotLowLatency, OneShot
+    # By copies, signaled plans took at least 1.3% longer than the fastest plan in 52 calls on 2 and 4 H200s (2026-11).
+    unsupported_fields = {Decomposed: ("pieces",), Signaled: ("copies",)}
+    batch_invariant_plans = FusedAllReduce, TwoShotLowLatency, OneShot
     emulator_plan = FusedAllReduce
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
@@ -178,10 +168,6 @@ class MatmulAllReduce(MatmulReduce):
         dx = product(world, dy, weight) if needs[0] and weight is not None else None
         dw = product(world, dy.t(), x) if needs[1] and x is not None else None
         return dx, dw, column_sums(world, dy) if needs[2] else None, None, None
-
-    def check(self, world: World, operands: ScaledFactors, options: CallOptions) -> ReduceCall:
-        reorder, *rest = options
-        return self._checked(world, operands, None, reorder, ProductOptions(*rest))
 
 
 MATMUL_REDUCE_SCATTER = registered(MatmulReduceScatter())
@@ -244,8 +230,7 @@ def matmul_reduce_scatter(
     if removed:
         raise unexpected(GEMM_REDUCE_SCATTER, removed)
     operands, options = scaled_factors(GEMM_REDUCE_SCATTER, x, weight, bias, out_dtype, use_fast_accum)
-    named = None if rows is None else plain_rows(GEMM_REDUCE_SCATTER, rows)
-    return MATMUL_REDUCE_SCATTER(world, plan, operands, (named, True) + options, out)
+    return MATMUL_REDUCE_SCATTER(world, plan, operands, (plain_rows(GEMM_REDUCE_SCATTER, rows), True) + options, out)
 
 
 def matmul_reduce_scatter_tiles(
@@ -275,8 +260,7 @@ def matmul_reduce_scatter_tiles(
     """
     check_plain(f"{GEMM_REDUCE_SCATTER}_tiles", x, weight, bias)
     operands, options = scaled_factors(GEMM_REDUCE_SCATTER, x, weight, bias, out_dtype, use_fast_accum)
-    named = None if rows is None else plain_rows(GEMM_REDUCE_SCATTER, rows)
-    results = MATMUL_REDUCE_SCATTER(world, plan, operands, (named, False) + options)
+    results = MATMUL_REDUCE_SCATTER(world, plan, operands, (plain_rows(GEMM_REDUCE_SCATTER, rows), False) + options)
     return results if isinstance(results, tuple) else (results, None)
 
 
@@ -296,8 +280,8 @@ def matmul_all_reduce(
     parallelism (TileLink, section 5).
 
     The arguments are as for `matmul_reduce_scatter`, without `rows`: x [M, K], weight [N, K], bias [N] the same on all
-    ranks, out [M, N], and for 8-bit operands out_dtype and use_fast_accum. plan may also be "two_shot" or, for few
-    rows, TwoShotLowLatency(). Dtypes, devices and errors are as for `all_gather_matmul`.
+    ranks, out [M, N], and for 8-bit operands out_dtype and use_fast_accum. plan may also be "two_shot", for few
+    rows. Dtypes, devices and errors are as for `all_gather_matmul`.
 
     Returns:
         [M, N], the same bits on every rank.
@@ -308,9 +292,8 @@ def matmul_all_reduce(
 
     Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential,
     decomposed) or 2 M N elements with rows rounded up to whole tiles (fused). Signaled plans use none if N is a
-    multiple of 8, otherwise M N elements of ordinary memory, rounded up to whole tiles; with `copies` they use
-    M N (1 + 1 / W), with M rounded up a little. One-shot and two-shot plans use M N of ordinary memory, and the memory
-    of `weft.all_reduce`.
+    multiple of 8, otherwise M N elements of ordinary memory, rounded up to whole tiles. One-shot and two-shot plans use
+    M N of ordinary memory, and the memory of `weft.all_reduce`.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()

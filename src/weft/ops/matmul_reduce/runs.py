@@ -27,11 +27,10 @@ from ...plans import (
     Decomposed,
     FusedAllReduce,
     FusedReduce,
+    LowLatencyShot,
     OneShot,
     Plan,
     Sequential,
-    TwoShot,
-    is_low_latency,
 )
 from ...prepared import OwnResult, Run, made_once
 from ...transport import collectives, copy_engine, low_latency
@@ -40,7 +39,6 @@ from ...transport.interfaces import ReduceTransport
 from ...transport.memory import Halves, flat
 from ...world import Arena, World
 from .. import by_collectives
-from ..all_reduce.op import ALL_REDUCE
 from ..all_reduce.runs import all_reduce_low_latency
 from ..common import tile_of, weight_matrix
 from ..product import linear
@@ -121,18 +119,13 @@ def prepare_sequential(world: World, call: ReduceCall, plan: Sequential) -> Run 
     return OwnResult(run)
 
 
-def prepare_shots(world: World, call: ReduceCall, plan: OneShot | TwoShot) -> Run:
+def prepare_shot(world: World, call: ReduceCall, plan: LowLatencyShot) -> Run:
     """Prepare the GEMM and one launch that sums its result."""
-    if is_low_latency(plan):
-        post = all_reduce_low_latency(world, (call.m, call.n), call.dtype, plan)
+    post = all_reduce_low_latency(world, (call.m, call.n), call.dtype, plan)
 
     def run(operands: ScaledFactors, out: torch.Tensor) -> None:
         stream = world.current_stream()
-        partial = multiply(world, call, operands, stream)
-        if is_low_latency(plan):
-            post(partial, out, stream)
-        else:
-            ALL_REDUCE.call(world, plan, (partial,), (), out)
+        post(multiply(world, call, operands, stream), out, stream)
         add_bias(world, out, operands.bias, stream)
 
     return run

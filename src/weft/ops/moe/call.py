@@ -39,6 +39,17 @@ class Layer:
     activation: str = "swiglu"
     max_rows: int | None = None
 
+    def same_on_all_ranks(self) -> dict[str, Hashable]:
+        """Return the sizes that ranks compare, besides their numbers of tokens and rows."""
+        return dict(
+            experts=self.experts,
+            k=self.k,
+            H=self.hidden,
+            I=self.inner,
+            dtype=str(self.dtype),
+            activation=self.activation,
+        )
+
 
 class RouterOptions(NamedTuple):
     """The options of the router that a layer's launch includes, as in `weft.moe.gate`, besides k."""
@@ -48,6 +59,11 @@ class RouterOptions(NamedTuple):
     groups: int
     top_groups: int
     scale: float
+
+    @property
+    def renormalises(self) -> bool:
+        """Return whether the weights are divided by their sum; for other scorings the option has no meaning."""
+        return self.renormalise and self.scoring in ("softmax", "sigmoid")
 
 
 class Weights(NamedTuple):
@@ -75,12 +91,10 @@ class Kept(NamedTuple):
     preactivation: torch.Tensor | None = None
 
 
-NONE_KEPT = Kept()
-
-
 class MoeOperands(NamedTuple):
     """The operands of `weft.moe.moe`, with the first matrices and their biases flat: [El, N, H] and [El, N]. Eager
-    calls without a gradient write `received`; other calls return its values."""
+    calls without a gradient write `received`; other calls return its values. router, router_bias, choice_bias: the
+    tensors of a router that the call includes (`TopKRouter`); such a call writes ids and weights."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -91,6 +105,9 @@ class MoeOperands(NamedTuple):
     b2: torch.Tensor | None = None
     shared: torch.Tensor | None = None
     received: torch.Tensor | None = None
+    router: torch.Tensor | None = None
+    router_bias: torch.Tensor | None = None
+    choice_bias: torch.Tensor | None = None
 
     @property
     def experts(self) -> Weights:
@@ -124,18 +141,8 @@ class MoeCall(Call):
         return self.layer.max_tokens_per_rank
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:
-        layer = self.layer
-        values: dict[str, Hashable] = dict(
-            rows=self.tokens,
-            max_tokens=layer.max_tokens_per_rank,
-            max_rows=layer.max_rows,
-            experts=layer.experts,
-            k=layer.k,
-            H=layer.hidden,
-            I=layer.inner,
-            dtype=str(layer.dtype),
-            activation=layer.activation,
-        )
+        rows = dict(rows=self.tokens, max_tokens=self.layer.max_tokens_per_rank, max_rows=self.layer.max_rows)
+        values = rows | self.layer.same_on_all_ranks()
         if self.router is not None:
             values["router"] = self.router
         return values if self.keep is None else dict(values, keep=self.keep)

@@ -5,7 +5,6 @@ Sorts and searches make the same routes as `place_routes`, so that the two halve
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -34,6 +33,25 @@ def gathered(world: World, layer: Split, t: Tensor, fill_value: int) -> Tensor:
     full = world.empty((world.size * max_tokens_per_rank, *t.shape[1:]), t.dtype)
     world.all_gather(full, t, stream)
     return full
+
+
+def all_to_all(world: World, sent: Tensor) -> Tensor:
+    """Return [W, ..], by source rank, the parts of all ranks' `sent` [W, ..] for this rank."""
+    if world.size == 1:
+        return sent
+    received = world.empty(sent.shape, sent.dtype)
+    world.backend.all_to_all(list(received), list(sent), world.current_stream())
+    return received
+
+
+def sum_over_ranks(world: World, sent: Tensor, weights: Tensor) -> Tensor:
+    """Return float32 of the shape of weights [T, k], the sum in rank order of all ranks' `sent` [W, max_tokens k] for
+    this rank's routes."""
+    received, total = all_to_all(world, sent), world.empty(weights.shape, torch.float32)
+    own_routes = received[:, : weights.numel()]
+    add = lambda: torch.sum(own_routes, 0, out=total.view(-1))  # noqa: E731
+    world.call(add, [received], [total], world.current_stream())
+    return total
 
 
 def tables(ids: Tensor, me: int, layer: Split, local_experts: int) -> dict[str, Tensor]:
@@ -140,9 +158,10 @@ class RowOrder:
     @classmethod
     def from_routes(cls, world: World, layer: Split, routes: Tensor) -> RowOrder:
         """Return the order in these routes."""
-        parts, n, k = route_parts(world, layer, routes), world.size * layer.max_tokens_per_rank * layer.k, layer.k
-        route_rows, weights = (t[:n].view(-1, k) for t in (parts.route_rows, parts.weights))
-        return cls(route_rows, weights, parts.sources[: layer.rows(world)], parts.offsets[: layer.local(world) + 1])
+        all_weights, tables = route_parts(world, layer, routes)
+        n = world.size * layer.max_tokens_per_rank * layer.k
+        route_rows, weights = (t[:n].view(-1, layer.k) for t in (tables.route_rows, all_weights))
+        return cls(route_rows, weights, tables.sources[: layer.rows(world)], tables.offsets[: layer.local(world) + 1])
 
     @property
     def read(self) -> list[Tensor]:
@@ -177,12 +196,22 @@ class RowOrder:
         return torch.where(self.route_rows >= 0, values[self.route_rows.clamp(min=0).long()], 0).flatten()
 
 
+def activated(preactivation: Tensor, activation: str, inner: int, block: int) -> Tensor:
+    """Return the activation [rows, inner] of preactivation, in its dtype."""
+    if activation == "gelu":
+        return torch.nn.functional.gelu(preactivation.float()).to(preactivation.dtype)
+    gate, up = halves(preactivation, inner, block)
+    if activation == "gpt_oss":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(preactivation.dtype)
+    return (torch.nn.functional.silu(gate) * up).to(preactivation.dtype)
+
+
 def activation_gradient(preactivation: Tensor, dy: Tensor, activation: str, block: int) -> Tensor:
     """Return the gradient of preactivation, in its layout."""
     if activation == "gelu":
-        x = preactivation.float()
-        below = 0.5 * (1 + torch.erf(x * 0.5**0.5))
-        return (dy.float() * (below + x * torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5)).to(preactivation.dtype)
+        gradient: Tensor = torch.ops.aten.gelu_backward(dy.float(), preactivation.float())
+        return gradient.to(preactivation.dtype)
     inner = dy.shape[1]
     gate, up = halves(preactivation, inner, block)
     if activation == "gpt_oss":
@@ -203,21 +232,3 @@ def halves(preactivation: Tensor, inner: int, block: int) -> tuple[Tensor, Tenso
     """Return float32 gate and up [rows, I] of columns that `pack` interleaved."""
     parts = preactivation.float().view(preactivation.shape[0], preactivation.shape[1] // (2 * block), 2, block)
     return parts[:, :, 0].flatten(1)[:, :inner], parts[:, :, 1].flatten(1)[:, :inner]
-
-
-def swiglu(preactivation: Tensor, inner: int, block: int) -> Tensor:
-    gate, up = halves(preactivation, inner, block)
-    return (torch.nn.functional.silu(gate) * up).to(preactivation.dtype)
-
-
-def gelu(preactivation: Tensor, inner: int, block: int) -> Tensor:
-    return torch.nn.functional.gelu(preactivation.float()).to(preactivation.dtype)
-
-
-def clamped(preactivation: Tensor, inner: int, block: int) -> Tensor:
-    gate, up = halves(preactivation, inner, block)
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return ((up + 1) * gate * torch.sigmoid(1.702 * gate)).to(preactivation.dtype)
-
-
-ACTIVATED: dict[str, Callable[[Tensor, int, int], Tensor]] = {"swiglu": swiglu, "gelu": gelu, "gpt_oss": clamped}

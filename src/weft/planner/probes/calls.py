@@ -71,10 +71,9 @@ def calls(b: Bench, part: int) -> Iterator[Probe]:
     while sum(doubling) < world and world & (world - 1) == 0:
         doubling.append(sum(doubling))
     chunks = [Decomposed((1,) * world), Decomposed(tuple(doubling))] if sum(doubling) == world else [Decomposed()]
+    chunks.append(Decomposed((1,) * world, 2))
     for op, fused in variants(b.world.backend.capability).items():
-        takes_pieces = "pieces" not in REGISTRY[op].unsupported_fields.get(Decomposed, ())
-        in_pieces = [Decomposed((1,) * world, 2)] if takes_pieces else []
-        plans: list[Plan] = [Sequential(), *((*chunks, *in_pieces, *fused) if b.copies else ())]
+        plans: list[Plan] = [Sequential(), *(p for p in (*chunks, *fused) if b.copies and REGISTRY[op].has(p))]
         yield from (call(b, op, plan, *shape) for plan in plans for shape in shapes_of(b, op, part))
     yield from (
         call(b, op_around("all_to_all"), Sequential(), *shape) for shape in shapes_of(b, op_around("all_to_all"), part)
@@ -88,8 +87,9 @@ def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
             for groups in ((), (1, 2, 4, 8, 16), (2,) * 16):
                 plan = replace(b.sizes.signaled, groups=groups, ctas=ctas)
                 yield from (call(b, op, plan, *shape) for shape in shapes_of(b, op, part))
-        for groups in ((), SINGLE) if b.copies else ():
-            plan = replace(b.sizes.signaled, groups=groups, ctas=min(b.sizes.ctas), copies=True)
+        by_copies = replace(b.sizes.signaled, ctas=min(b.sizes.ctas), copies=True)
+        for groups in ((), SINGLE) if b.copies and REGISTRY[op].has(by_copies) else ():
+            plan = replace(by_copies, groups=groups)
             yield from (call(b, op, plan, *shape) for shape in shapes_of(b, op, part))
 
 
@@ -97,11 +97,9 @@ def eager_calls(b: Bench) -> Iterator[Probe]:
     """Yield, for every op and kind of plan, an eager call with negligible GPU time, which measures the host's time, and
     a call that the GPU bounds."""
     for op, fused in variants(b.world.backend.capability).items():
-        plans: list[Plan] = [Sequential(), *((Decomposed(), fused[0]) if b.copies else ())]
-        if Signaled in REGISTRY[op].costs:
-            plans.append(b.sizes.signaled)
-            if b.copies:
-                plans.append(replace(b.sizes.signaled, ctas=min(b.sizes.ctas), copies=True))
+        by_copies = replace(b.sizes.signaled, ctas=min(b.sizes.ctas), copies=True)
+        plans = [Sequential(), b.sizes.signaled, *((Decomposed(), fused[0], by_copies) if b.copies else ())]
+        plans = [plan for plan in plans if REGISTRY[op].has(plan)]
         large = shapes_of(b, op, 0)[0]
         small = (min(b.world.size * 128, large[0]), min(256, large[1]), min(256, large[2]))
         for plan in plans:

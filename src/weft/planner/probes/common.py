@@ -113,14 +113,13 @@ class Bench:
         self.world, self.timer, self.sizes = world, timer, fitted(sizes, world.backend.capability)
         sizes = self.sizes
         most_bytes = max(s for part in sizes.nbytes for s in part)
-        elements = max(max(m * k, n * k, m * n) for part in sizes.gemms for m, n, k in part)
-        elements = max(elements, *(_wave_need(w, r, c, k) for w in sizes.tiles for r, c, k in sizes.waves))
         shapes = [
-            *(s for part in (*sizes.gather, *sizes.reduce) for s in part),
+            *(shape for part in (*sizes.gemms, *sizes.gather, *sizes.reduce) for shape in part),
+            *(_wave_shape(occupancy, *wave) for occupancy in sizes.tiles for wave in sizes.waves),
             sizes.concurrent_gemm,
             *sizes.low_latency_shapes,
         ]
-        elements = max(elements, *(max(m * k, n * k, m * n) for m, n, k in shapes))
+        elements = max(max(m * k, n * k, m * n) for m, n, k in shapes)
         self.x, self.w = (self._random(elements) for _ in range(2))
         self.out = world.empty((elements,), BF)
         self.full, self.part = (world.zeros((max(most_bytes // 2, 1),), BF) for _ in range(2))
@@ -131,8 +130,8 @@ class Bench:
         values.copy_(torch.randn(count, dtype=BF, device=values.device) * 0.1)
         return values
 
-    def latency(self, operation: str, nbytes: int, fn: Callable[[], object], ctas: int = 0, per: int = 1) -> Probe:
-        row = Latency(operation, ctas, nbytes, 1.0)
+    def latency(self, operation: str, nbytes: int, fn: Callable[[], object], per: int = 1) -> Probe:
+        row = Latency(operation, 0, nbytes, 1.0)
         name = f"{operation} {size_of(nbytes)}" if nbytes else operation
         return Probe(name, (row,), lambda: [replace(row, us=self.timer.graph(fn) / per)])
 
@@ -141,9 +140,8 @@ class Bench:
         self.world.backend.linear(x, w, None, self.world.current_stream(), out)
 
 
-def _wave_need(occupancy: Occupancy, row_tiles: int, col_tiles: int, k: int) -> int:
-    m, n = row_tiles * occupancy.tile.block_m, col_tiles * occupancy.tile.block_n * occupancy.per_sm
-    return max(m * k, n * k, m * n)
+def _wave_shape(occupancy: Occupancy, row_tiles: int, col_tiles: int, k: int) -> GemmShape:
+    return row_tiles * occupancy.tile.block_m, col_tiles * occupancy.tile.block_n * occupancy.per_sm, k
 
 
 def size_of(nbytes: int) -> str:

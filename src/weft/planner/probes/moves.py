@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,7 @@ import torch
 
 from ...backends.base import Stream
 from ...cost.model import low_latency_name
-from ...op import REGISTRY
-from ...op import collective as collective_of
+from ...op import REGISTRY, collective
 from ...plans import LowLatencyShot
 from ...transport import low_latency as low_latency
 from ...transport.copy_engine import sum_parts
@@ -42,14 +42,15 @@ def collective_call(b: Bench, operation: str, ctas: int, nbytes: int) -> Callabl
     return lambda stream: world.backend.all_to_all(outs, parts, stream, *communicator)
 
 
-def collective(b: Bench, operation: str, ctas: int, nbytes: int) -> Probe:
-    row = Latency(operation, ctas, nbytes, 1.0)
+def collectives(b: Bench, operations: Sequence[str], ctas: int, sizes: Sequence[int]) -> Iterator[Probe]:
+    for operation, nbytes in itertools.product(operations, sizes):
+        row = Latency(operation, ctas, nbytes, 1.0)
 
-    def run() -> list[Measurement]:
-        move = collective_call(b, operation, ctas, nbytes)
-        return [replace(row, us=b.timer.graph(lambda: move(b.world.current_stream())))]
+        def run(row: Latency = row) -> list[Measurement]:
+            move = collective_call(b, row.operation, row.ctas, row.nbytes)
+            return [replace(row, us=b.timer.graph(lambda: move(b.world.current_stream())))]
 
-    return Probe(f"{operation} {size_of(nbytes)}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
+        yield Probe(f"{operation} {size_of(nbytes)}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
 
 
 def low_latency_collective(b: Bench, op: str, plan: LowLatencyShot, nbytes: int) -> Probe:
@@ -60,14 +61,14 @@ def low_latency_collective(b: Bench, op: str, plan: LowLatencyShot, nbytes: int)
 
     def fn() -> None:
         stream = world.current_stream()
-        if collective_of(op) == "all_reduce":
+        if collective(op) == "all_reduce":
             REGISTRY["all_reduce"].call(world, plan, (full,), (), None)
-        elif collective_of(op) == "all_gather":
+        elif collective(op) == "all_gather":
             low_latency.gather(part, world, plan, shards, stream)
         else:
             low_latency.scatter(full, world, plan, shards, stream, part)
 
-    return b.latency(low_latency_name(collective_of(op), plan), nbytes, fn)
+    return b.latency(low_latency_name(collective(op), plan), nbytes, fn)
 
 
 def copies(b: Bench, sizes: Sequence[int]) -> Iterator[Probe]:

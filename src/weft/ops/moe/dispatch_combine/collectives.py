@@ -14,7 +14,7 @@ from torch import Tensor
 from ....kernel_launch import Launch, prepared
 from ....world import World
 from ..expert_parallel.place_rows_kernels import ExpertOrder, count_received
-from ..expert_rows import gathered, sum_over_topk, tables
+from ..expert_rows import all_to_all, gathered, sum_over_topk, tables
 from ..routing.kernels import LEFT_OUT
 from ..tensor_parallel.call import Split
 
@@ -56,7 +56,7 @@ def combine(
     """Compute out [T, H] = the sum over a token's routes of weight * its row of y, + shared. route_rows [W max_tokens
     k]."""
     stream, (size, max_tokens_per_rank, k) = world.current_stream(), weights.shape
-    rank_sums, received = (world.empty((size, max_tokens_per_rank, layer.hidden), layer.dtype) for _ in range(2))
+    rank_sums = world.empty((size, max_tokens_per_rank, layer.hidden), layer.dtype)
 
     def add() -> None:
         total = sum_over_topk(y.view(-1, layer.hidden), route_rows.view(-1, k), weights.view(-1, k))
@@ -64,10 +64,7 @@ def combine(
 
     # The list of reads omits y: its rows without a token are undefined, and the host does not know their number.
     world.call(add, [route_rows, weights], [rank_sums], stream)
-    if world.size > 1:
-        world.backend.all_to_all(list(received), list(rank_sums), stream)
-    else:
-        received = rank_sums
+    received = all_to_all(world, rank_sums)
 
     def total() -> None:
         result = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
@@ -84,15 +81,14 @@ def tell_sources(world: World, route_rows: Tensor) -> None:
     stream = world.current_stream()
     if world.size == 1:
         return
-    lost, received = (world.empty((world.size, 1), torch.int32) for _ in range(2))
+    lost = world.empty((world.size, 1), torch.int32)
 
     def count() -> None:
         lost.copy_((route_rows.view(world.size, -1) == LEFT_OUT.value).sum(1, keepdim=True))
         lost[world.rank].zero_()  # this rank has already counted all rows that it left out
 
     world.call(count, [route_rows], [lost], stream)
-    world.backend.all_to_all(list(received), list(lost), stream)
-    _count_received(world)(stream, words=received)
+    _count_received(world)(stream, words=all_to_all(world, lost))
 
 
 @prepared

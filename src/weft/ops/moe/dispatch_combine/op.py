@@ -28,18 +28,18 @@ from ....kernel_launch import BoundLaunch, Launch, prepared
 from ....op import Call, Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, Plan, Sequential
 from ....prepared import unprepared
-from ....tensor_checks import bulk, check_device, dense, dims, requires_grad
+from ....tensor_checks import Expected, bulk, check_device, check_operands, dense, dims, requires_grad
 from ....torch_library import Backward, CallOptions
 from ....transport.memory import lock, rank_word
 from ....world import World
 from ...common import check_rows, plain_rows
 from ..call import MAX_TOPK, check_routes
 from ..expert_parallel import dispatched
-from ..expert_parallel.dispatched import DispatchedState, FinalSumOptions, LayerWorkspace, make_state, token_memory
+from ..expert_parallel.dispatched import DispatchedState, LayerWorkspace, make_state, token_memory
 from ..expert_parallel.kernels import RoutedRows
 from ..expert_parallel.place_rows import order_of, place_rows_launch
 from ..expert_parallel.place_rows_kernels import ExpertOrder, Masked, mask_rows
-from ..expert_rows import RowOrder
+from ..expert_rows import RowOrder, sum_over_ranks
 from ..routing import route_tables
 from ..tensor_parallel.call import Split
 from . import collectives
@@ -48,7 +48,6 @@ DISPATCH, COMBINE = "moe.dispatch", "moe.combine"
 BUFFERS = 2
 ALIGNMENTS = (1, 16, 128)
 ROW_LAYOUTS = ("contiguous", "masked")
-FINAL_SUM_PROGRAMS = 2  # programs of `sum_ranks` on an SM
 _numbers = itertools.count()
 
 
@@ -79,11 +78,6 @@ class Exchange:
         """Return the shape of rows."""
         layer = self.layer
         return (layer.local(world), self.max_m, layer.hidden) if self.max_m else (layer.rows(world), layer.hidden)
-
-    def compared_values(self, buffer_index: int) -> dict[str, Hashable]:
-        layer = self.layer
-        sizes = dict(experts=layer.experts, k=layer.k, H=layer.hidden, dtype=str(layer.dtype))
-        return dict(rows=self.tokens, **sizes, expert_alignment=layer.tile, max_m=self.max_m, buffer_index=buffer_index)
 
 
 @dataclass(frozen=True)
@@ -123,36 +117,25 @@ class CombineOperands(NamedTuple):
 
 @dataclass(eq=False)
 class ExchangeState:
-    """The state that calls of one kind and buffer share. kernels: None if NCCL's collectives move the rows."""
+    """The state that calls of one kind and buffer share. order: the tables. row_order: the positions of rows, which
+    differ from the tables in the layout "masked". kernels: None if NCCL's collectives move the rows."""
 
     exchange: Exchange
     numbers: tuple[int, int]  # the calls' numbers of dispatch and of combine (`World.begin`)
     buffer_index: int
-    local_experts: int  # experts of this rank
-    shape: tuple[int, ...]  # shape of rows
     order: ExpertOrder
+    row_order: ExpertOrder
     weights: torch.Tensor  # float32 [W, max_tokens, k], of all ranks
-    offsets: torch.Tensor  # int32 [El + 1], the first row of each expert
     masked: Masked | None
     kernels: KernelState | None
-    row_order: ExpertOrder = field(init=False)  # positions of rows; for masked rows they differ from the tables
-
-    def __post_init__(self) -> None:
-        self.row_order = self.order if self.masked is None else self.order._replace(route_rows=self.masked.route_rows)
-
-    @property
-    def counts(self) -> torch.Tensor:
-        return self.order.received if self.masked is None else self.masked.counts
-
-    @property
-    def sources(self) -> torch.Tensor:
-        return self.order.sources if self.masked is None else self.masked.sources
 
 
 class KernelState(NamedTuple):
     """The state of the kernels that move the rows."""
 
     dispatched: DispatchedState
+    builder: route_tables.TableBuilder
+    tables: route_tables.Tables
     inbox: SymmetricTensor
     outbox: SymmetricTensor
     zero_counters: torch.Tensor  # int32 [W], zeros: counters and targets of sums that wait for no tile
@@ -167,7 +150,6 @@ class PendingDispatch:
     dispatch of a gradient, the number of the dispatch whose backward pass combines it."""
 
     state: ExchangeState
-    tokens: int  # dispatched by this rank
     is_held: Callable[[], bool]
     backward_of: int | None = None
 
@@ -341,7 +323,11 @@ def combine(
         [2.0, 2.0]
     """
     check_handle(handle, world)
-    check_sums(handle, y, shared)
+    expected: Expected = {
+        "y": (y, handle.shape, handle.dtype),
+        "shared": (shared, (len(handle.ids), handle.shape[-1]), handle.dtype),
+    }
+    check_operands(COMBINE, handle.world, expected)
     gradient = torch.is_grad_enabled() and requires_grad(y, shared, handle.weights)
     before, current_versions = handle.versions, versions(handle.ids, handle.weights)
     if gradient and before and current_versions and before != current_versions:
@@ -352,35 +338,6 @@ def combine(
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
-
-
-def check(world: World, operands: DispatchOperands, options: CallOptions) -> None:
-    """Raise for every fault that this rank can detect alone."""
-    (x, ids, weights, _), (rows, experts, layout, alignment, max_m, buffer_index) = operands, options
-    for name, t in (("x", x), ("ids", ids), ("weights", weights)):
-        check_device(DISPATCH, world, name, t)
-    check_routes(x, ids, weights, DISPATCH)
-    if layout not in ROW_LAYOUTS or alignment not in ALIGNMENTS:
-        raise ValueError(
-            f"{DISPATCH}: layout {layout!r} is one of {list(ROW_LAYOUTS)}, expert_alignment {alignment!r} of"
-            f" {list(ALIGNMENTS)}"
-        )
-    if not isinstance(experts, int) or experts < 1 or experts % world.size or world.size > 32:
-        raise ValueError(f"{DISPATCH}: {experts!r} experts over {world.size} ranks, of which there are at most 32")
-    local_experts, k = experts // world.size, ids.shape[1]
-    if local_experts > route_tables.MAX_LOCAL_EXPERTS or k > min(experts, MAX_TOPK):
-        raise ValueError(
-            f"{DISPATCH}: k {k} of ids {dims(ids)}: at most {MAX_TOPK}, and no more than {experts} experts, of which a"
-            f" rank has at most {route_tables.MAX_LOCAL_EXPERTS}"
-        )
-    if x.shape[1] % 8 or not x.shape[1]:
-        raise ValueError(f"{DISPATCH}: rows must be whole 16-byte words, and H of x {dims(x)} is no multiple of 8")
-    if max_m is not None and (layout != "masked" or not isinstance(max_m, int) or max_m < 1):
-        raise ValueError(f'{DISPATCH}: max_m {max_m!r} is a number of rows, of layout "masked", not {layout!r}')
-    if buffer_index is not None and buffer_index not in range(BUFFERS):
-        raise ValueError(f"{DISPATCH}: buffer_index {buffer_index!r} is not 0, 1 or None")
-    if rows is not None:
-        check_rows(DISPATCH, world, rows, x, whole=False)
 
 
 def check_handle(handle: Handle, world: World | None) -> None:
@@ -400,20 +357,6 @@ def check_handle(handle: Handle, world: World | None) -> None:
             f"{COMBINE}: the handle of buffer {handle.buffer_index} is out of order: that of buffer"
             f" {oldest.state.buffer_index} was dispatched before it, and must be combined or cancelled first"
         )
-
-
-def check_sums(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None) -> None:
-    """Raise ValueError or TypeError if y or shared do not fit the handle."""
-    tokens, dtype, h = handle.ids.shape[0], handle.dtype, handle.shape[-1]
-    for name, t, shape in (("y", y, handle.shape), ("shared", shared, (tokens, h))):
-        if t is None and name == "shared":
-            continue
-        check_device(COMBINE, handle.world, name, t)
-        assert t is not None
-        if t.shape != shape:
-            raise ValueError(f"{COMBINE}: {name} {dims(t)} must be {list(shape)}, as the handle's")
-        if t.dtype != dtype:
-            raise TypeError(f"{COMBINE}: {name} is {dims(t)}, and what was dispatched {dtype}")
 
 
 # -- pending dispatches ------------------------------------------------------------------------------------------------
@@ -453,8 +396,9 @@ def give_back(world: World) -> None:
 def cancel(world: World, number: int) -> None:
     """Combine a dispatch into memory that is never read."""
     call = pending_dispatches(world)[number]
-    state, dtype = call.state, call.state.exchange.layer.dtype
-    y, out = (world.zeros(shape, dtype) for shape in (state.shape, (call.tokens, state.shape[-1])))
+    exchange = call.state.exchange
+    shapes = exchange.shape(world), (exchange.tokens[world.rank], exchange.layer.hidden)
+    y, out = (world.zeros(shape, exchange.layer.dtype) for shape in shapes)
     launch_combine(world, number, y, None, out)
 
 
@@ -469,23 +413,24 @@ def exchange_state(world: World, exchange: Exchange, plan: Plan, buffer_index: i
         return world.zeros(shape, torch.int32)
 
     def make() -> ExchangeState:
-        kind = dict(exchange.compared_values(buffer_index), plan=plan)
+        sizes = dict(experts=layer.experts, k=layer.k, H=layer.hidden, dtype=str(layer.dtype), max_m=max_m)
+        kind = dict(rows=exchange.tokens, **sizes, expert_alignment=layer.tile, buffer_index=buffer_index, plan=plan)
         numbers = world.check_same_on_all_ranks(DISPATCH, **kind), world.check_same_on_all_ranks(COMBINE, **kind)
         el, shape = layer.local(world), (world.size, layer.max_tokens_per_rank, layer.k)
-        routes, kernels = math.prod(shape), None
+        num_routes, kernels = math.prod(shape), None
         if isinstance(plan, Dispatched):
             kernels = kernel_state(world, layer, plan, buffer_index)
-            ids, weights, tables = route_tables.memory(world, *shape[1:], el, layer.tile, buffer_index)
-            order = order_of(tables, ids)
+            routes = kernels.builder.routes
+            order, weights = order_of(kernels.tables, routes.ids), routes.shared_weights.local
         else:
-            order = ExpertOrder(ints(*shape), ints(routes), ints(layer.rows(world)), ints(el + 1), ints(el))
+            order = ExpertOrder(ints(*shape), ints(num_routes), ints(layer.rows(world)), ints(el + 1), ints(el))
             weights = world.zeros(shape, torch.float32)
-        masked, offsets = None, order.offsets
+        masked, row_order = None, order
         if max_m:
-            masked = Masked(ints(routes), ints(el, max_m), ints(el))
+            masked = Masked(ints(num_routes), ints(el, max_m), ints(el))
             offsets = world.tensor([max_m * e for e in range(el + 1)], torch.int32)
-        common = exchange, numbers, buffer_index, el, exchange.shape(world)
-        state = ExchangeState(*common, order, weights, offsets, masked, kernels)
+            row_order = ExpertOrder(order.ids, masked.route_rows, masked.sources, offsets, masked.counts)
+        state = ExchangeState(exchange, numbers, buffer_index, order, row_order, weights, masked, kernels)
         if kernels is not None:
             load(world, state, kernels)
         return state
@@ -498,10 +443,11 @@ def kernel_state(world: World, layer: Split, plan: Dispatched, buffer_index: int
     dispatch_name, combine_name = f"{DISPATCH} {buffer_index}", f"{COMBINE} {buffer_index}"
     names = f"{dispatch_name}, rows", f"{combine_name}, sums"
     left_out = route_tables.left_out_words(world, buffer_index)
-    sizes = layer.local(world), layer.rows(world)
-    state = make_state(world, layer, plan, *sizes, *names, left_out, combine_name)
+    state = make_state(world, layer, plan, layer.local(world), layer.rows(world), *names, left_out, combine_name)
+    sizes = route_tables.TableSizes(state.local_experts, layer.max_tokens_per_rank, layer.tile)
+    tables = route_tables.builder_of(world, layer.k, sizes, buffer_index)
     inbox, outbox = (token_memory(world, layer, name) for name in (dispatch_name, combine_name))
-    return KernelState(state, inbox, outbox, world.zeros((max(world.size, 16),), torch.int32))
+    return KernelState(state, *tables, inbox, outbox, world.zeros((max(world.size, 16),), torch.int32))
 
 
 def load(world: World, state: ExchangeState, kernels: KernelState) -> None:
@@ -533,7 +479,8 @@ def mask_launch(world: World, state: ExchangeState, is_backward: bool) -> Launch
     """Return the launch of `mask_rows`. A backward pass counts no rows, since its forward pass has counted them."""
     left_out = None if state.kernels is None or is_backward else state.kernels.dispatched.left_out
     routes, block = state.row_order.route_rows.numel(), world.backend.scale.routes
-    programs = min(max(-(-routes // block), state.local_experts), world.sm_count)
+    layer, local_experts = state.exchange.layer, state.exchange.layer.local(world)
+    programs = min(max(-(-routes // block), local_experts), world.sm_count)
     return Launch(
         world,
         mask_rows,
@@ -546,8 +493,8 @@ def mask_launch(world: World, state: ExchangeState, is_backward: bool) -> Launch
         left_out=left_out,
         routes=routes,
         MAX_M=state.exchange.max_m,
-        max_tokens=state.exchange.layer.max_tokens_per_rank,
-        EL=state.local_experts,
+        max_tokens=layer.max_tokens_per_rank,
+        EL=local_experts,
         BLOCK=block,
         PROGRAMS=programs,
     )
@@ -569,9 +516,8 @@ def combine_launches(
     """
     rows, space = RoutedRows(y, state.row_order.route_rows, state.weights), kernels.space(y)
     zeros = kernels.zero_counters
-    sum_options = FinalSumOptions(per_sm=FINAL_SUM_PROGRAMS, co_resident=co_resident)
     final_sum = dispatched.final_sum_launch(
-        world, kernels.dispatched, rows, state.order.ids[world.rank], shared, out, space, sum_options=sum_options
+        world, kernels.dispatched, rows, state.order.ids[world.rank], shared, out, space, co_resident=co_resident
     )
     return dispatched.combine_launch(world, kernels.dispatched, rows, zeros, zeros, space), final_sum
 
@@ -593,14 +539,11 @@ def launch_dispatch(
     stream, kernels = world.current_stream(), state.kernels
     world.order(lock(world, f"{DISPATCH} {state.buffer_index}"), stream)
     if kernels is not None:
-        side, buffer_index = world.side_stream(f"{DISPATCH} {state.buffer_index}"), state.buffer_index
-        max_tokens_per_rank, alignment = state.exchange.layer.max_tokens_per_rank, state.exchange.layer.tile
-        start = world.record(stream)
-        ids_all, _ = route_tables.share(world, ids, weights, max_tokens_per_rank, buffer_index=buffer_index)
+        side, start = world.side_stream(f"{DISPATCH} {state.buffer_index}"), world.record(stream)
+        route_tables.share_routes(world, kernels.builder.routes, ids, weights)
         world.wait_event(side, start)
         dispatched.dispatch_launch(world, kernels.dispatched, x, ids, kernels.space(rows)).on(side)
-        sizes = state.local_experts, max_tokens_per_rank, alignment
-        route_tables.build_tables(world, ids_all, *sizes, buffer_index=buffer_index, is_backward=is_backward)
+        route_tables.run_builder(world, kernels.builder, kernels.tables, state.weights, is_backward)
     else:
         tokens = collectives.gather_tokens(world, state.exchange.layer, state.order, state.weights, x, ids, weights)
     if state.masked is not None:
@@ -609,7 +552,7 @@ def launch_dispatch(
         place_launch(world, state, kernels, rows).on(stream)
         world.wait_event(stream, world.record(side))  # the caller may write x and ids again
     else:
-        collectives.pick_rows(world, tokens, state.sources, rows)
+        collectives.pick_rows(world, tokens, state.row_order.sources, rows)
 
 
 def run_dispatch(
@@ -620,8 +563,9 @@ def run_dispatch(
     launch_dispatch(world, state, operands.x, operands.ids, operands.weights, out)
     handle_id = torch.tensor([number, state.buffer_index])
     memory = StorageWeakRef(handle_id.untyped_storage())
-    pending_dispatches(world)[number] = PendingDispatch(state, operands.x.shape[0], lambda: not memory.expired())
-    return state.offsets, state.counts, state.sources, handle_id
+    pending_dispatches(world)[number] = PendingDispatch(state, lambda: not memory.expired())
+    _, _, sources, offsets, counts = state.row_order
+    return offsets, counts, sources, handle_id
 
 
 def run_combine(world: World, call: ExchangeCall, plan: Plan, operands: CombineOperands, out: torch.Tensor) -> None:
@@ -689,8 +633,32 @@ class Dispatch(ExchangeOp):
     runs = {Sequential: unprepared(run_dispatch), Dispatched: unprepared(run_dispatch)}
 
     def check(self, world: World, operands: DispatchOperands, options: CallOptions) -> ExchangeCall:
-        check(world, operands, options)
-        return ExchangeCall(Exchange.from_options(world, operands.ids, operands.x, options[:-1]), options[-1])
+        (x, ids, weights, _), (rows, experts, layout, alignment, max_m, buffer_index) = operands, options
+        for name, t in (("x", x), ("ids", ids), ("weights", weights)):
+            check_device(DISPATCH, world, name, t)
+        check_routes(x, ids, weights, DISPATCH)
+        if layout not in ROW_LAYOUTS or alignment not in ALIGNMENTS:
+            raise ValueError(
+                f"{DISPATCH}: layout {layout!r} is one of {list(ROW_LAYOUTS)}, expert_alignment {alignment!r} of"
+                f" {list(ALIGNMENTS)}"
+            )
+        if not isinstance(experts, int) or experts < 1 or experts % world.size or world.size > 32:
+            raise ValueError(f"{DISPATCH}: {experts!r} experts over {world.size} ranks, of which there are at most 32")
+        local_experts, k = experts // world.size, ids.shape[1]
+        if local_experts > route_tables.MAX_LOCAL_EXPERTS or k > min(experts, MAX_TOPK):
+            raise ValueError(
+                f"{DISPATCH}: k {k} of ids {dims(ids)}: at most {MAX_TOPK}, and no more than {experts} experts, of"
+                f" which a rank has at most {route_tables.MAX_LOCAL_EXPERTS}"
+            )
+        if x.shape[1] % 8 or not x.shape[1]:
+            raise ValueError(f"{DISPATCH}: rows must be whole 16-byte words, and H of x {dims(x)} is no multiple of 8")
+        if max_m is not None and (layout != "masked" or not isinstance(max_m, int) or max_m < 1):
+            raise ValueError(f'{DISPATCH}: max_m {max_m!r} is a number of rows, of layout "masked", not {layout!r}')
+        if buffer_index is not None and buffer_index not in range(BUFFERS):
+            raise ValueError(f"{DISPATCH}: buffer_index {buffer_index!r} is not 0, 1 or None")
+        if rows is not None:
+            check_rows(DISPATCH, world, rows, x, whole=False)
+        return ExchangeCall(Exchange.from_options(world, ids, x, options[:-1]), buffer_index)
 
     def outputs(self, world: World, call: ExchangeCall) -> Shapes:
         shape, local_experts = call.exchange.shape(world), call.exchange.layer.experts // world.size
@@ -768,21 +736,16 @@ class Combine(ExchangeOp):
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
         y, weights, ids, handle_id = (dense(t) for t in ctx.saved if t is not None)
-        (dout,), call, stream = ctx.gradients, ctx.call, world.current_stream()
+        (dout,), call = ctx.gradients, ctx.call
         assert dout is not None
         state, number = exchange_state(world, call.exchange, ctx.plan, free_buffer(world, None)), next(_numbers)
-        drows = world.zeros(state.shape, dout.dtype)
+        drows = world.zeros(call.exchange.shape(world), dout.dtype)
         launch_dispatch(world, state, dense(dout), ids, weights, drows, is_backward=True)
         task = torch._C._current_graph_task_id()
         is_held = lambda: torch._C._current_graph_task_id() == task  # noqa: E731
-        pending_dispatches(world)[number] = PendingDispatch(state, len(ids), is_held, int(handle_id[0]))
+        pending_dispatches(world)[number] = PendingDispatch(state, is_held, int(handle_id[0]))
         dy, dots = route_gradients(world, state, drows, y)
-        received_dots = dots
-        if world.size > 1:
-            received_dots = world.empty(dots.shape, torch.float32)
-            world.backend.all_to_all(list(received_dots), list(dots), stream)
-        own_dots, dweights = received_dots[:, : weights.numel()], world.empty(weights.shape, torch.float32)
-        world.call(lambda: torch.sum(own_dots, 0, out=dweights.view(-1)), [received_dots], [dweights], stream)
+        dweights = sum_over_ranks(world, dots, weights)
         if not call.dispatch_has_gradient:  # otherwise the dispatch's backward pass combines it
             launch_combine(world, number, drows, None, world.empty(dout.shape, dout.dtype))
         return [dy, dweights, None, None, dout]
@@ -796,8 +759,9 @@ def route_gradients(
     layer = state.exchange.layer
     dy = world.empty(rows.shape, rows.dtype)
     dots = world.empty((world.size, layer.max_tokens_per_rank * layer.k), torch.float32)
-    route_rows, weights = (t.view(-1, layer.k) for t in (state.row_order.route_rows, state.weights))
-    order = RowOrder(route_rows, weights, state.sources.view(-1), state.offsets)
+    _, rows_by_route, sources, offsets, _ = state.row_order
+    route_rows, weights = (t.view(-1, layer.k) for t in (rows_by_route, state.weights))
+    order = RowOrder(route_rows, weights, sources.view(-1), offsets)
 
     def fill() -> None:
         gradient, y_rows = rows.view(-1, layer.hidden).float(), y.view(-1, layer.hidden)

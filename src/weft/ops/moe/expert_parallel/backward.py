@@ -27,7 +27,7 @@ from ..call import ACTIVATIONS, NAME, Kept, Layer, MoeOperands, Weights
 from ..routing import route_tables
 from ..routing.route_tables import Tables
 from . import dispatched
-from .backward_kernels import GradientSizes, activation_gradient, grouped_wgrad, row_sums, take_gradients
+from .backward_kernels import IDENTITY, GradientSizes, activation_gradient, grouped_wgrad, row_sums, take_gradients
 from .dispatched import COMBINE_REGISTERS, DispatchedState, GroupedProduct, LayerWorkspace, scratch
 from .kernels import RoutedRows
 from .place_rows import order_of, place_rows_launch
@@ -64,7 +64,6 @@ class BackwardMemory:
     x_inbox: SymmetricTensor
     dweights_inbox: SymmetricTensor
     ones: Tensor  # float32 [W, max_tokens, k]
-    unused_counters: Tensor  # counters for which no program waits
 
 
 def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMemory:
@@ -91,7 +90,6 @@ def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMem
         x_inbox=x_inbox,
         dweights_inbox=world.cached((name, *shape), lambda: world.symmetric(shape, torch.float32, name)),
         ones=world.cached((NAME, "ones", *shape), ones),
-        unused_counters=unused_counters(world),
     )
 
 
@@ -107,8 +105,7 @@ def activation_gradient_launch(
     world: World, state: DispatchedState, tables: Tables, weights: Tensor, w: Weights, memory: BackwardMemory
 ) -> BoundLaunch:
     """Return the launch of `activation_gradient`. weights: float32 [W, max_tokens, k]."""
-    gate = 0 if ACTIVATIONS[state.layer.activation] == GELU.value else world.backend.scale.interleave
-    form = GradientForm(ACTIVATIONS[state.layer.activation], gate, w.w13.shape[1], world.size, w.b2 is not None)
+    activation, columns = ACTIVATIONS[state.layer.activation], w.w13.shape[1]
     moving: dict[str, Moved] = dict(
         preactivation=memory.preactivation,
         hidden=memory.workspace.hidden,
@@ -120,33 +117,22 @@ def activation_gradient_launch(
         weights=weights,
         dweights_inbox=memory.dweights_inbox.addresses,
     )
-    return BoundLaunch(activation_launch(world, state, form), moving)
+    return BoundLaunch(activation_launch(world, state, activation, columns, world.size, w.b2 is not None), moving)
 
 
-class GradientForm(NamedTuple):
-    """The form of an activation's gradient. gate_block: columns of a gate block, 0 without a gate. columns: N, the
-    columns of its input. ranks: the number of ranks that receive gradients of routing weights, 0 for this rank alone.
-    bias: whether the second matrix has a bias."""
-
-    activation: int
-    gate_block: int
-    columns: int
-    ranks: int
-    bias: bool
-
-
-def gradient_sizes(world: World, state: DispatchedState, form: GradientForm) -> GradientSizes:
-    """Return the sizes of the gradients' kernels."""
+def gradient_sizes(world: World, state: DispatchedState, activation: int, ranks: int) -> GradientSizes:
+    """Return the sizes of the gradients' kernels. ranks: the number of ranks that receive gradients of routing weights,
+    0 for this rank alone."""
     rows, cols = world.backend.scale.gradient_block
     return constants(
         GradientSizes,
-        W=form.ranks,
+        W=ranks,
         K=state.layer.k,
         BM=state.plan.tile.block_m,
         ROWS=rows,
         COLS=cols,
-        ACT=form.activation,
-        GATE_BLOCK=form.gate_block,
+        ACT=activation,
+        GATE_BLOCK=0 if activation in (GELU.value, IDENTITY.value) else world.backend.scale.interleave,
     )
 
 
@@ -156,7 +142,11 @@ def between_gemms(world: World) -> tuple[int, dict[str, int]]:
 
 
 @prepared
-def activation_launch(world: World, state: DispatchedState, form: GradientForm) -> Launch:
+def activation_launch(
+    world: World, state: DispatchedState, activation: int, columns: int, ranks: int, bias: bool
+) -> Launch:
+    """Return the launch of `activation_gradient`. columns: N, the columns of the activation's input. ranks: as in
+    `gradient_sizes`. bias: whether the second matrix has a bias."""
     programs, options = between_gemms(world)
     return Launch(
         world,
@@ -164,22 +154,16 @@ def activation_launch(world: World, state: DispatchedState, form: GradientForm) 
         programs,
         options,
         max_tokens=state.layer.max_tokens_per_rank,
-        N=form.columns,
+        N=columns,
         H=state.layer.hidden,
         inner=state.layer.inner,
-        s=gradient_sizes(world, state, form),
-        BIAS=form.bias,
+        s=gradient_sizes(world, state, activation, ranks),
+        BIAS=bias,
     )
 
 
-def wgrad(world: World, state: DispatchedState, tables: Tables, a: Tensor, b: Tensor, out: Tensor) -> BoundLaunch:
-    """Return the launch of out [El, M, N] = a^T b over each expert's rows; a [rows, M], b [rows, N]."""
-    launch = _wgrad(world, state, a.shape[1], b.shape[1])
-    return BoundLaunch(launch, dict(a_desc=a, b_desc=b, out_desc=out, offsets=tables.offsets))
-
-
 @prepared
-def _wgrad(world: World, state: DispatchedState, memory: int, n: int) -> Launch:
+def _wgrad(world: World, state: DispatchedState, m: int, n: int) -> Launch:
     plan = state.plan
     bm, bn, bk = plan.tile.block_m, plan.tile.block_n, min(plan.tile.block_k, plan.tile.block_m)
     return Launch(
@@ -187,10 +171,10 @@ def _wgrad(world: World, state: DispatchedState, memory: int, n: int) -> Launch:
         grouped_wgrad,
         state.gemm_programs(world),
         state.gemm(COMBINE_REGISTERS, bn // 2, with_dispatch=True),
-        a_desc=Matrix(state.rows, memory, (bk, bm)),
+        a_desc=Matrix(state.rows, m, (bk, bm)),
         b_desc=Matrix(state.rows, n, (bk, bn)),
-        out_desc=Matrices(state.local_experts, memory, n, (bm, bn // 2)),
-        M=memory,
+        out_desc=Matrices(state.local_experts, m, n, (bm, bn // 2)),
+        M=m,
         N=n,
         EL=state.local_experts,
         BM=bm,
@@ -201,32 +185,11 @@ def _wgrad(world: World, state: DispatchedState, memory: int, n: int) -> Launch:
     )
 
 
-def bias_gradient_launch(
-    world: World, state: DispatchedState, tables: Tables, rows: Tensor, row_weights: Tensor | None, out: Tensor
-) -> BoundLaunch:
-    """Return the launch of out [El, N] = the sums of each expert's rows, multiplied by row_weights unless None."""
-    launch = _row_sums(world, state, rows.shape[1], row_weights is not None)
-    return BoundLaunch(
-        launch,
-        dict(rows=rows, row_weights=rows if row_weights is None else row_weights, offsets=tables.offsets, out=out),
-    )
-
-
 @prepared
 def _row_sums(world: World, state: DispatchedState, n: int, weighted: bool) -> Launch:
     block, cols = world.backend.scale.sum_block
     sizes = dict(N=n, EL=state.local_experts, ROWS=block, COLS=cols, WEIGHTED=weighted)
     return Launch(world, row_sums, world.sm_count, dict(num_warps=4, co_resident=True), **sizes)
-
-
-def take_gradients_launch(
-    world: World, state: DispatchedState, ids: Tensor, out: Tensor, memory: BackwardMemory
-) -> BoundLaunch:
-    """Return the launch of `take_gradients`. out: float32 [T, k]."""
-    return BoundLaunch(
-        _take_gradients(world, state.layer.experts, ids.numel()),
-        dict(dweights_inbox=memory.dweights_inbox.local, ids=ids, out=out),
-    )
 
 
 @prepared
@@ -243,12 +206,19 @@ def expert_gradient_launches(
     matrix: tuple[Tensor, Tensor, Tensor | None],
     bias: tuple[Tensor | None, Tensor | None],
 ) -> tuple[list[BoundLaunch], list[BoundLaunch]]:
-    """Return the launches of a bias's gradient, the sums of a's rows times their weights if there are any, and of a
-    matrix's gradient, a^T b. matrix: a, b and the gradient; bias: the rows' weights and the gradient. A gradient that
-    is not wanted is None."""
-    (a, b, dw), (row_weights, db) = matrix, bias
-    bias_gradients = [] if db is None else [bias_gradient_launch(world, state, tables, a, row_weights, db)]
-    return bias_gradients, [] if dw is None else [wgrad(world, state, tables, a, b, dw)]
+    """Return the launches of a bias's gradient [El, M], the sums of each expert's rows of a times their weights if any,
+    and of a matrix's gradient [El, M, N], a^T b over each expert's rows. matrix: a [rows, M], b [rows, N] and the
+    gradient; bias: the rows' weights and the gradient. A gradient that is not wanted is None."""
+    (a, b, dw), (row_weights, db), offsets = matrix, bias, tables.offsets
+    bias_gradients, matrix_gradients = [], []
+    if db is not None:
+        launch = _row_sums(world, state, a.shape[1], row_weights is not None)
+        row_weights = a if row_weights is None else row_weights
+        bias_gradients.append(BoundLaunch(launch, dict(rows=a, row_weights=row_weights, offsets=offsets, out=db)))
+    if dw is not None:
+        launch = _wgrad(world, state, a.shape[1], b.shape[1])
+        matrix_gradients.append(BoundLaunch(launch, dict(a_desc=a, b_desc=b, out_desc=dw, offsets=offsets)))
+    return bias_gradients, matrix_gradients
 
 
 # -- a pass ------------------------------------------------------------------------------------------------------------
@@ -282,7 +252,7 @@ def backward(
     stream, side = world.current_stream(), dispatched.side_stream(world)
     world.order(lock(world, NAME), stream)
     state = dispatched.plan_state(world, layer, plan)
-    builder, tables, counters = dispatched.tables_of(world, state)
+    builder, tables, _ = dispatched.tables_of(world, layer, plan.tile.block_m)
     memory = backward_memory(world, state, w.w13.shape[1])
     gradients = Gradients(world.empty(x.shape, x.dtype), world.empty(weights.shape, torch.float32))
     if experts:
@@ -348,8 +318,8 @@ def pass_launches(
     kept: Kept,
 ) -> PassLaunches:
     """Return the launches of a pass. operands: dy, x, ids and the experts."""
-    (dy, x, ids, w), space = operands, memory.workspace
-    builder, tables, counters = dispatched.tables_of(world, state)
+    (dy, x, ids, w), space, layer = operands, memory.workspace, state.layer
+    builder, tables, counters = dispatched.tables_of(world, layer, state.plan.tile.block_m)
     if kept.preactivation is not None:
         memory = replace(memory, preactivation=kept.preactivation)
 
@@ -359,10 +329,11 @@ def pass_launches(
     def place(inbox: Tensor, rows: Tensor, arrivals: int) -> BoundLaunch:
         return place_rows_launch(world, state, inbox, rows, order_of(tables, builder.routes.ids), arrivals)
 
-    arrivals, unused = state.dispatch_programs, memory.unused_counters
+    arrivals, unused = state.dispatch_programs, unused_counters(world)
     recomputed = GroupedProduct(memory.x, w.w13, w.b13)
     sent_x = dispatched.dispatch_launch(world, state, x, ids, replace(space, inbox=memory.x_inbox))
     rows = RoutedRows(space.y, tables.route_rows, memory.ones)
+    arrived: dict[str, Moved] = dict(dweights_inbox=memory.dweights_inbox.local, ids=ids, out=gradients.weights)
     b13, w13 = expert_gradient_launches(
         world, state, tables, (memory.dpreactivation, memory.x, gradients.w13), (None, gradients.b13)
     )
@@ -382,5 +353,5 @@ def pass_launches(
         [*b13, *b2],
         [*w13, *w2],
         dispatched.final_sum_launch(world, state, rows, ids, None, gradients.x, space),
-        take_gradients_launch(world, state, ids, gradients.weights, memory),
+        BoundLaunch(_take_gradients(world, layer.experts, ids.numel()), arrived),
     )

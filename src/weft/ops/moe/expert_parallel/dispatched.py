@@ -32,6 +32,7 @@ from ..call import ACTIVATIONS, NAME, Layer, MoeCall, MoeOperands, Weights, firs
 from ..routing import route_tables
 from ..routing.kernels import LeftOut
 from ..routing.route_tables import Tables, power
+from ..tensor_parallel.call import Split
 from .fused_kernels import LayerSizes
 from .kernels import (
     ROW_OF_TILES,
@@ -52,6 +53,7 @@ SM_MEMORY = 225 << 10  # bytes of shared memory for the tiles of a GEMM's and a 
 WGMMA_ROWS = 64  # tiles of fewer rows use mma.sync with operands in registers: one buffer less than stages
 RESERVED_MEMORY = 1 << 10  # bytes of shared memory that CUDA reserves for each program
 FINAL_SUM_WARPS, FINAL_SUM_PER_SM = 4, 4  # warps of a program of `sum_ranks`, and its programs on an SM
+SHARED_SUM_PER_SM = 2  # its programs on an SM that they share with other kernels' programs
 
 
 @dataclass(eq=False)
@@ -113,17 +115,13 @@ class DispatchedState:
         """Return the number of programs of a GEMM."""
         return world.sm_count * self.plan.per_sm
 
-    def side_launch(
-        self,
-        world: World,
-        kernel: JITFunction,
-        programs: int,
-        registers: int,
-        ch: BlockChannel,
-        **sizes: int,
-    ) -> Launch:
-        """Return a side-stream kernel's launch, which moves rows of H elements with `registers` registers a thread."""
-        layer, options = self.layer, dict(num_warps=self.plan.side_warps, maxnreg=registers, co_resident=True)
+    def side_launch(self, world: World, kernel: JITFunction, is_dispatch: bool, **sizes: int) -> Launch:
+        """Return the launch of a side-stream kernel that moves rows of H elements. is_dispatch: whether the rows are
+        tokens; otherwise they are sums."""
+        layer, programs, registers, ch = self.layer, self.combine_programs, COMBINE_REGISTERS, self.combine_flags
+        if is_dispatch:
+            programs, registers, ch = self.dispatch_programs, DISPATCH_REGISTERS, self.dispatch_flags
+        options = dict(num_warps=self.plan.side_warps, maxnreg=registers, co_resident=True)
         sizes |= dict(max_tokens=layer.max_tokens_per_rank, H=layer.hidden, PROGRAMS=programs)
         return Launch(world, kernel, programs, options, ch=ch, DTYPE=DTYPES[layer.dtype], **sizes)
 
@@ -142,27 +140,6 @@ class LayerWorkspace:
     y: torch.Tensor
     epoch: torch.Tensor | None = None
     half_size: int = 0
-
-
-@dataclass(frozen=True)
-class FinalSumOptions:
-    """How the programs that sum over ranks run.
-
-    tp_size: neighbouring ranks that share the columns of experts. per_sm: programs on an SM. co_resident: None if they
-    do not share the SMs; otherwise whether programs of the kernel that is loaded next must fit on an SM with one of
-    them.
-    """
-
-    tp_size: int = 1
-    per_sm: int = FINAL_SUM_PER_SM
-    co_resident: bool | None = None
-
-    @property
-    def options(self) -> dict[str, int]:
-        if self.co_resident is None:
-            registers = 65536 // (32 * FINAL_SUM_WARPS * FINAL_SUM_PER_SM)
-            return dict(num_warps=FINAL_SUM_WARPS, maxnreg=registers, per_sm=self.per_sm)
-        return dict(num_warps=FINAL_SUM_WARPS, co_resident=self.co_resident, per_sm=self.per_sm)
 
 
 def unsupported(world: World, layer: Layer, plan: DispatchedGemms | FusedMoe | LowLatency) -> str | None:
@@ -264,19 +241,6 @@ def scratch(world: World, name: str, rows: int, cols: int, dtype: torch.dtype) -
     return allocations[-1][: rows * cols].view(rows, cols)
 
 
-def step_counters(world: World, targets: torch.Tensor) -> torch.Tensor:
-    """Return counters by source step that belong to `targets` and grow with them. The call is collective the first
-    time."""
-    channels: dict[int, tuple[BlockChannel, torch.Tensor]] = world.cached((NAME, "step counters"), dict)
-    if targets.data_ptr() not in channels:
-        world._no_capture(NAME)
-        channels[targets.data_ptr()] = (
-            world.channel(f"{NAME}, tiles by source step, {len(channels)}", world.size, None),
-            targets,
-        )
-    return channels[targets.data_ptr()][0].counters
-
-
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
@@ -293,15 +257,7 @@ def dispatch_launch(
 def _dispatch_launch(world: World, state: DispatchedState) -> Launch:
     layer, k = state.layer, state.layer.k
     sizes = dict(P=power(layer.hidden), K=k, KP=power(k), EL=state.local_experts, ROWS=state.send_block)
-    return state.side_launch(
-        world,
-        dispatch_rows,
-        state.dispatch_programs,
-        DISPATCH_REGISTERS,
-        state.dispatch_flags,
-        STAGES=state.plan.send_stages,
-        **sizes,
-    )
+    return state.side_launch(world, dispatch_rows, True, STAGES=state.plan.send_stages, **sizes)
 
 
 def first_gemm(
@@ -448,15 +404,7 @@ def _combine_launch(world: World, state: DispatchedState, half_size: int) -> Lau
     block = 32 * plan.side_warps * ELEMENTS_PER_THREAD
     cols = min(power(layer.hidden), block)
     sizes = dict(COLS=cols, K=layer.k, ROWS=min(plan.sum_rows, block // cols))
-    return state.side_launch(
-        world,
-        combine_rows,
-        state.combine_programs,
-        COMBINE_REGISTERS,
-        state.combine_flags,
-        half_size=half_size,
-        **sizes,
-    )
+    return state.side_launch(world, combine_rows, False, half_size=half_size, **sizes)
 
 
 def final_sum_launch(
@@ -468,9 +416,11 @@ def final_sum_launch(
     out: torch.Tensor,
     workspace: LayerWorkspace,
     counters: torch.Tensor | None = None,
-    sum_options: FinalSumOptions = FinalSumOptions(),  # noqa: B008  # frozen
+    co_resident: bool | None = None,
 ) -> BoundLaunch:
-    """Return the launch of `sum_ranks`. counters: GEMM 2's counters if they must be cleared."""
+    """Return the launch of `sum_ranks`. counters: GEMM 2's counters if they must be cleared. co_resident: None if its
+    programs do not share the SMs; otherwise whether programs of the kernel that is loaded next must fit on an SM with
+    one of them."""
     moving: dict[str, Moved] = dict(
         routed=rows,
         outbox=workspace.outbox.local,
@@ -482,21 +432,25 @@ def final_sum_launch(
         T=out.shape[0],
         number=world.number,
     )
-    return BoundLaunch(_final_sum_launch(world, state, workspace.half_size, sum_options), moving)
+    return BoundLaunch(_final_sum_launch(world, state, workspace.half_size, co_resident), moving)
 
 
 @prepared
-def _final_sum_launch(world: World, state: DispatchedState, half_size: int, sum_options: FinalSumOptions) -> Launch:
-    layer = state.layer
-    block = min(32 * FINAL_SUM_WARPS * ELEMENTS_PER_THREAD // 2, world.backend.scale.norm_block)
+def _final_sum_launch(world: World, state: DispatchedState, half_size: int, co_resident: bool | None) -> Launch:
+    layer, threads = state.layer, 32 * FINAL_SUM_WARPS
+    if co_resident is None:
+        options = dict(maxnreg=65536 // (threads * FINAL_SUM_PER_SM), per_sm=FINAL_SUM_PER_SM)
+    else:
+        options = dict(co_resident=co_resident, per_sm=SHARED_SUM_PER_SM)
+    block = min(threads * ELEMENTS_PER_THREAD // 2, world.backend.scale.norm_block)
     cols = min(power(layer.hidden), block)
     rows = block // cols
     blocks = -(-layer.max_tokens_per_rank // rows) * -(-layer.hidden // cols)
     return Launch(
         world,
         sum_ranks,
-        min(sum_options.per_sm * world.sm_count, blocks),
-        sum_options.options,
+        min(options["per_sm"] * world.sm_count, blocks),
+        dict(options, num_warps=FINAL_SUM_WARPS),
         ch=state.combine_flags,
         calls=state.calls,
         left_out=state.left_out,
@@ -508,7 +462,7 @@ def _final_sum_launch(world: World, state: DispatchedState, half_size: int, sum_
             H=layer.hidden,
             K=layer.k,
             EL=state.local_experts,
-            TP_SIZE=sum_options.tp_size,
+            TP_SIZE=layer.tp_size if isinstance(layer, Split) else 1,
             ROWS=rows,
             COLS=cols,
         ),
@@ -574,28 +528,27 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
         Overflow: at such a call too, on a rank whose experts received more rows than `layer_rows`, and on their tokens'
         ranks.
     """
-    layer, state = call.layer, plan_state(world, call.layer, plan)
-    space, (builder, tables, counters) = make_workspace(world, layer, state.rows), tables_of(world, state)
-    routes, saved = builder.routes, call.saved_shapes(world, plan.tile.block_m)
+    layer, state, block_m = call.layer, plan_state(world, call.layer, plan), plan.tile.block_m
+    space = make_workspace(world, layer, state.rows)
+    builder, tables, counters = tables_of(world, layer, block_m)
+    routes, saved = builder.routes, call.saved_shapes(world, block_m)
     weights_all, holder = routes.shared_weights.local, lock(world, NAME)
     share, send = route_tables.share_launch(world, routes), _dispatch_launch(world, state)
     gemm_in = _first_gemm(world, state, first_columns(world, layer), False, 0, len(saved) > 1)
     gemm_out = _grouped_gemm(world, state, layer.inner, layer.hidden, False, False)
-    combine, final_sum = _combine_launch(world, state, 0), _final_sum_launch(world, state, 0, FinalSumOptions())
+    rows = RoutedRows(space.y, tables.route_rows, weights_all)
+    combine, combined = combine_launch(world, state, rows, tables.targets, counters, space)
+    final_sum = _final_sum_launch(world, state, 0, None)
     pairs = send, gemm_in, combine, gemm_out, final_sum  # whose programs share an SM
     side_of_many = world.side_stream(NAME) if world.size > 1 else None  # `side_stream`
 
     listed: dict[str, Moved] = dict(tiles=tables.tiles, tile_count=tables.tile_count)
     in_fixed = dict(listed, inbox=space.inbox.local, sources=tables.sources, hidden_desc=space.hidden, epoch=None)
     out_fixed = dict(listed, hidden_desc=space.hidden, y_desc=space.y, counters=counters)
-    rows = RoutedRows(space.y, tables.route_rows, weights_all)
-    combined: dict[str, Moved] = dict(
-        routed=rows, targets=tables.targets, counters=counters, outboxes=space.outbox.addresses, epoch=None
-    )
     sum_fixed: dict[str, Moved] = dict(routed=rows, outbox=space.outbox.local, counters=None, epoch=None)
 
     def run(operands: MoeOperands, out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, ids, weights, w13, w2, b13, b2, shared, received = operands
+        x, ids, weights, w13, w2, b13, b2, shared, received, *_ = operands
         stream, kept = world.current_stream(), tuple([world.empty(*spec) for spec in saved])
         side, preactivation = side_of_many or stream, kept[1] if len(kept) > 1 else None
         if received is None and call.counted:
@@ -635,12 +588,11 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
 
 
 @prepared
-def tables_of(world: World, state: DispatchedState) -> tuple[route_tables.TableBuilder, Tables, torch.Tensor]:
-    """Return the builder of a layer's tables, the tables, and the counters that grow with their `targets`. The call is
-    collective the first time."""
-    layer = state.layer
-    sizes = route_tables.TableSizes(
-        state.local_experts, layer.max_tokens_per_rank, state.plan.tile.block_m, layer.max_rows
-    )
+def tables_of(world: World, layer: Layer, block_m: int) -> tuple[route_tables.TableBuilder, Tables, torch.Tensor]:
+    """Return the builder of a layer's tables in tiles of block_m rows, the tables, and the counters that grow with
+    their `targets`. The call is collective the first time."""
+    local_experts = layer.experts // world.size
+    sizes = route_tables.TableSizes(local_experts, layer.max_tokens_per_rank, block_m, layer.max_rows)
     builder, tables = route_tables.builder_of(world, layer.k, sizes)
-    return builder, tables, step_counters(world, tables.targets)
+    counters = world.channel(f"{NAME}, tiles by source step, for k {layer.k} and {sizes}", world.size, None).counters
+    return builder, tables, counters

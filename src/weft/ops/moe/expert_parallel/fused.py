@@ -3,22 +3,19 @@ router in the same launch if the plan says `route` (route_kernels.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 
 from ....backends.barrier import compare
-from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix, prepared
-from ....lang.channel import BlockChannel
+from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix
 from ....lang.jit import constants
 from ....plans import FusedMoe
+from ....prepared import Run, made_once
 from ....transport.memory import lock
 from ....world import World
-from ..call import NAME, Layer, MoeCall, MoeOperands, RouterOptions, first_columns
-from ..routing import route_tables
-from ..routing.route_tables import MAX_LOCAL_EXPERTS, TableBuilder, Tables, TableSizes, power
+from ..call import NAME, Layer, MoeCall, MoeOperands, first_columns
+from ..routing.route_tables import MAX_LOCAL_EXPERTS, power
 from ..routing.router import gate_sizes
 from .dispatched import (
     ELEMENTS_PER_THREAD,
@@ -27,34 +24,13 @@ from .dispatched import (
     make_workspace,
     persistent_options,
     scratch,
-    step_counters,
+    tables_of,
 )
 from .dispatched import unsupported as dispatched_unsupported
 from .fused_kernels import STAMPS, LayerMemory, LayerOperands, LayerSizes, moe_layer
 from .route_kernels import RouterSizes, RouterTensors
 
 LOGITS_ROWS, LOGITS_COLS = 64, 64  # of a tile of logits at most, small so that few tokens occupy many programs
-
-
-@dataclass(eq=False)
-class FusedState:
-    """The state that calls of one layer and plan share, besides the memory and counters of all layers. done,
-    epoch, barrier_arrivals: counters of finished tiles, calls and grid barriers (fused_kernels.py)."""
-
-    layer: Layer
-    plan: FusedMoe
-    local_experts: int
-    rows: int
-    programs: int
-    ch: BlockChannel
-    calls: BlockChannel
-    done: torch.Tensor
-    epoch: torch.Tensor
-    barrier_arrivals: torch.Tensor
-    sizes: LayerSizes
-    tables: Tables
-    builder: TableBuilder
-    ahead: Ahead = field(default_factory=Ahead)
 
 
 def unsupported(world: World, layer: Layer, plan: FusedMoe) -> str | None:
@@ -67,87 +43,40 @@ def unsupported(world: World, layer: Layer, plan: FusedMoe) -> str | None:
     return dispatched_unsupported(world, layer, plan)
 
 
-def plan_state(world: World, layer: Layer, plan: FusedMoe) -> FusedState:
-    """Return the state of this layer and plan. The call is collective the first time."""
-
-    def make() -> FusedState:
-        copy_programs = plan.copy_programs
-        ch = world.channel(f"{NAME}, a layer by {copy_programs} copy programs", 3 * world.size - 2, None, copy_programs)
-        programs, local_experts = world.sm_count * plan.per_sm, layer.experts // world.size
-        table_sizes = TableSizes(local_experts, layer.max_tokens_per_rank, plan.tile.block_m, layer.max_rows)
-        builder, tables = route_tables.builder_of(world, layer.k, table_sizes)
-        shapes = ((2, builder.rows // plan.tile.block_m), (1,), (4 if plan.route else 2,))
-        done, epoch, barrier_arrivals = (world.zeros(shape, torch.int32) for shape in shapes)
-        return FusedState(
-            layer,
-            plan,
-            local_experts,
-            builder.rows,
-            programs,
-            ch,
-            world.calls(NAME),
-            done,
-            epoch,
-            barrier_arrivals,
-            sizes(world, layer, plan),
-            tables,
-            builder,
-        )
-
-    return world.cached((NAME, layer, plan), make)
-
-
-def sizes(world: World, layer: Layer, plan: FusedMoe) -> LayerSizes:
-    elements, p = 32 * plan.tile.warps * ELEMENTS_PER_THREAD, power(layer.hidden)
+def layer_sizes_of(world: World, call: MoeCall, plan: FusedMoe) -> LayerSizes:
+    """Return the kernel's sizes, with those of the router if the call includes it."""
+    layer, tile, options = call.layer, plan.tile, call.router
+    elements, p = 32 * tile.warps * ELEMENTS_PER_THREAD, power(layer.hidden)
     cols = min(p, elements // 2)
     blocks = dict(SEND_ROWS=max(1, min(plan.copy_rows, elements // p)), STAGES=plan.copy_stages)
     blocks |= dict(SUM_ROWS=min(plan.copy_rows, elements // 2 // cols), COLS=cols)
-    return layer_sizes(world, layer, plan.tile, GROUP_M=plan.tile.group_m, **blocks)
-
-
-def router_sizes(layer: Layer, plan: FusedMoe, options: RouterOptions) -> RouterSizes:
-    """Return the sizes of the router for that layer and plan."""
-    tile, groups = plan.tile, (options.groups, options.top_groups)
-    return constants(
+    sizes = layer_sizes(world, layer, tile, GROUP_M=tile.group_m, **blocks)
+    if options is None:
+        return sizes
+    router = constants(
         RouterSizes,
         ROWS=min(tile.block_m, LOGITS_ROWS),
         COLS=min(tile.block_n, LOGITS_COLS),
         BK=tile.block_k,
         EVEN_K=layer.hidden % tile.block_k == 0,
         SCALE=options.scale,
-        gate=gate_sizes(layer.experts, layer.k, groups, options.scoring, options.renormalise, warps=tile.warps),
+        gate=gate_sizes(layer.experts, layer.k, options, warps=tile.warps),
     )
-
-
-class RouterMemory(NamedTuple):
-    """The last fields of `LayerMemory`."""
-
-    logits: torch.Tensor
-    calls: BlockChannel
-    number: torch.Tensor
-
-
-def router_memory(world: World, state: FusedState, number: int) -> RouterMemory:
-    """Return the router's memory for the call of that number. A kernel loads the number, because Triton would compile a
-    separate kernel for some values."""
-    layer = state.layer
-    logits = scratch(world, "logits", layer.max_tokens_per_rank, layer.experts, layer.dtype)
-    word = world.cached((NAME, "number", number), lambda: world.tensor([number], torch.int32))
-    return RouterMemory(logits, state.calls, word)
+    return sizes._replace(router=router)
 
 
 def layer_memory(
-    state: FusedState,
-    counters: torch.Tensor,
-    stamps: torch.Tensor | None,
-    workspace: LayerWorkspace,
-    router: RouterMemory | None,
+    world: World, layer: Layer, plan: FusedMoe, workspace: LayerWorkspace, timed: bool, number: int | None
 ) -> LayerMemory:
-    """Return the kernel's memory."""
-    routes = state.builder.routes
-    # A router's experts are distinct, so that there is room for all rows unless max_rows says otherwise.
-    left_out = None if router is not None and state.layer.max_rows is None else routes.left_out
-    return LayerMemory(
+    """Return the kernel's memory. All further arguments are as in `layer_launch`. The call is collective the first
+    time."""
+    builder, tables, counters = tables_of(world, layer, plan.tile.block_m)
+    routes, programs = builder.routes, world.sm_count * plan.per_sm
+    shapes = (2, builder.rows // plan.tile.block_m), (1,), (4 if plan.route else 2,)
+    done, epoch, barrier_arrivals = world.cached(
+        (NAME, layer, plan), lambda: [world.zeros(shape, torch.int32) for shape in shapes]
+    )
+    memory = LayerMemory(
         workspace.inbox.local,
         workspace.inbox.addresses,
         workspace.outbox.local,
@@ -157,66 +86,57 @@ def layer_memory(
         routes.shared_ids.addresses,
         routes.shared_weights.local,
         routes.shared_weights.addresses,
-        state.tables.route_rows,
-        state.builder.counts,
-        state.tables,
-        state.rows,
-        state.barrier_arrivals,
+        tables.route_rows,
+        builder.counts,
+        tables,
+        builder.rows,
+        barrier_arrivals,
         counters,
-        state.done,
-        state.done.shape[1],
-        state.plan.copy_programs,
-        state.epoch,
-        left_out,
-        stamps,
-        *(router or ()),
+        done,
+        done.shape[1],
+        plan.copy_programs,
+        epoch,
+        routes.left_out,
+        stamped(world, programs) if timed else None,
     )
+    if number is None:
+        return memory
+    if layer.max_rows is None:  # a router's experts are distinct, so that there is room for all rows
+        memory = memory._replace(left_out=None)
+    logits = scratch(world, "logits", layer.max_tokens_per_rank, layer.experts, layer.dtype)
+    # The kernel loads the number, because Triton would compile a separate kernel for some values.
+    word = world.cached((NAME, "number", number), lambda: world.tensor([number], torch.int32))
+    return memory._replace(logits=logits, calls=world.calls(NAME), number=word)
 
 
-@prepared
-def _layer(
-    world: World,
-    state: FusedState,
-    workspace: LayerWorkspace,
-    tokens: int,
-    n: int,
-    timed: bool,
-    router: RouterOptions | None,
-    number: int | None,
-) -> Launch:
-    """Return the launch of the layer. timed: whether `stamped` was called. router, number: the router in this launch,
-    and the call's number, or None."""
-    layer, plan, h, i = state.layer, state.plan, state.layer.hidden, state.layer.inner
+def layer_launch(world: World, call: MoeCall, plan: FusedMoe, timed: bool, number: int | None) -> Launch:
+    """Return the launch of the layer. timed: whether `stamped` was called. number: the call's number if this launch
+    includes the router, otherwise None."""
+    layer, h, i, n = call.layer, call.layer.hidden, call.layer.inner, first_columns(world, call.layer)
     bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
-    times = world.decided[NAME, "stamps", state.programs] if timed else None
-    routing = None if number is None else router_memory(world, state, number)
+    sizes, local_experts, copies = layer_sizes_of(world, call, plan), layer.experts // world.size, plan.copy_programs
+    builder, *_ = tables_of(world, layer, bm)
+    workspace = make_workspace(world, layer, builder.rows, "inbox of one launch")
     return Launch(
         world,
         moe_layer,
-        state.programs,
+        world.sm_count * plan.per_sm,
         persistent_options(plan),
-        memory=layer_memory(state, step_counters(world, state.tables.targets), times, workspace, routing),
-        w13_desc=Matrix(state.local_experts * n, h, (bn, bk)),
-        w2_desc=Matrix(state.local_experts * h, i, (bn, bk)),
-        hidden_in=Matrix(state.rows, i, (bm, state.sizes.GATE_BLOCK.value or bn // 2)).argument(workspace.hidden),
-        hidden_out=Matrix(state.rows, i, (bm, bk)).argument(workspace.hidden),
-        y_desc=Matrix(state.rows, h, (bm, bn // 2)).argument(workspace.y),
-        ch=state.ch,
-        T=tokens,
+        memory=layer_memory(world, layer, plan, workspace, timed, number),
+        w13_desc=Matrix(local_experts * n, h, (bn, bk)),
+        w2_desc=Matrix(local_experts * h, i, (bn, bk)),
+        hidden_in=Matrix(builder.rows, i, (bm, sizes.GATE_BLOCK.value or bn // 2)).argument(workspace.hidden),
+        hidden_out=Matrix(builder.rows, i, (bm, bk)).argument(workspace.hidden),
+        y_desc=Matrix(builder.rows, h, (bm, bn // 2)).argument(workspace.y),
+        ch=world.channel(f"{NAME}, a layer by {copies} copy programs", 3 * world.size - 2, None, copies),
+        T=call.own_tokens,
         max_tokens=layer.max_tokens_per_rank,
         N=n,
         H=h,
         K=i,
-        s=state.sizes if router is None else state.sizes._replace(router=router_sizes(layer, plan, router)),
-        table_sizes=state.builder.sizes,
+        s=sizes,
+        table_sizes=builder.sizes,
     )
-
-
-@prepared
-def _compare(world: World, state: FusedState) -> Launch:
-    """Return the launch that compares the ranks' calls. It is separate because inside the layer's kernel it would need
-    registers that are not free (8 bytes of spills on sm_90a)."""
-    return Launch(world, compare, 1, dict(num_warps=1), calls=state.calls)
 
 
 def stamped(world: World, programs: int) -> torch.Tensor:
@@ -233,39 +153,38 @@ def stamped(world: World, programs: int) -> torch.Tensor:
     return times
 
 
-def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Callable[..., tuple[torch.Tensor | None]]:
+def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Run:
     """Prepare calls that compute what plan Dispatched does, with the same bits and in the same memory except for the
     inbox. `out` may be shared, not x. First a small launch compares the ranks' calls; it takes some us, as a barrier
     does.
 
-    A run takes operands, out, and the router's tensors if the call has a router. Then the launch writes the operands
-    ids and weights, and compares the calls itself. A run raises Unsupported if the plan's programs are not all resident
-    at once.
+    If the call has a router, the launch writes the operands ids and weights, and compares the calls itself. A run
+    raises Unsupported if the plan's programs are not all resident at once.
     """
-    layer, has_router, holder = call.layer, call.router is not None, lock(world, NAME)
-    if not has_router:  # a state of its own, since only launches with a router count all barriers
+    has_router, holder, ahead = call.router is not None, lock(world, NAME), Ahead()
+    if not has_router:  # counters of its own, since only launches with a router count all barriers
         plan = replace(plan, route=False)
-    state = plan_state(world, layer, plan)
-    workspace = make_workspace(world, layer, state.rows, "inbox of one launch")
-    n, compare_calls = first_columns(world, layer), _compare(world, state)
+    launch_of, stamps = made_once(layer_launch, world, call, plan), (NAME, "stamps", world.sm_count * plan.per_sm)
+    _, tables, _ = tables_of(world, call.layer, plan.tile.block_m)
+    # A launch of its own, because inside the layer's kernel the comparison would need registers that are not free (8
+    # bytes of spills on sm_90a).
+    compare_calls = Launch(world, compare, 1, dict(num_warps=1), calls=world.calls(NAME))
 
-    def run(
-        operands: MoeOperands, out: torch.Tensor, router: RouterTensors | None = None
-    ) -> tuple[torch.Tensor | None]:
-        x, ids, weights, w13, w2, b13, b2, shared, _ = operands
+    def run(operands: MoeOperands, out: torch.Tensor) -> tuple[torch.Tensor | None]:
+        x, ids, weights, w13, w2, b13, b2, shared, _, weight, bias, choice_bias = operands
+        router = None if weight is None else RouterTensors(weight, bias, choice_bias)
         received, stream, number = call.received(world, operands), world.current_stream(), world.number
         world.order(holder, stream)
-        stamps = (NAME, "stamps", state.programs) in world.decided
+        launch = launch_of(stamps in world.decided, number if has_router else None)
         layer_operands = LayerOperands(x, ids, weights, shared, out, b13, b2, router)
-        launch = _layer(world, state, workspace, x.shape[0], n, stamps, call.router, number if has_router else None)
         launches = [BoundLaunch(launch, dict(operands=layer_operands, w13_desc=w13, w2_desc=w2))]
         if not has_router:
             launches.insert(0, BoundLaunch(compare_calls, dict(number=number)))
-        state.ahead((*layer_operands[:-1], *(router or ()), w13, w2), lambda: launches)
+        ahead((*layer_operands[:-1], *(router or ()), w13, w2), lambda: launches)
         for launch, arguments in launches:
             launch(stream, **arguments)
         if received is not None:
-            world.copy(received, state.tables.received, stream)
+            world.copy(received, tables.received, stream)
         return (received,)
 
     return run

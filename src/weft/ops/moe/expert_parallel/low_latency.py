@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
 
-from ....backends.base import SymmetricTensor
 from ....kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved, prepared
-from ....lang.channel import BlockChannel
 from ....plans import LowLatency
 from ....prepared import Run
 from ....tensor_checks import overlap
@@ -18,29 +17,12 @@ from ....transport.memory import lock
 from ....world import World
 from ..call import NAME, Layer, MoeCall, MoeOperands, first_columns
 from ..routing.route_tables import power
-from .dispatched import ELEMENTS_PER_THREAD, layer_sizes, make_workspace, persistent_options
+from .dispatched import ELEMENTS_PER_THREAD, layer_sizes, make_workspace, persistent_options, scratch
 from .dispatched import unsupported as dispatched_unsupported
-from .fused_kernels import LayerSizes
 from .low_latency_kernels import LowLatencyMemory, low_latency_gemm, low_latency_sums
 
 MAX_ROUTES = 8192  # the most routes that every program scans
 SCAN_ELEMENTS = 8192  # pairs of a route and a row that are compared at once
-
-
-@dataclass(eq=False)
-class LowLatencyState:
-    """The state that calls of one layer and plan share, besides the memory of all layers."""
-
-    layer: Layer
-    plan: LowLatency
-    local_experts: int
-    programs: int
-    copy_programs: int
-    ch: BlockChannel
-    calls: BlockChannel
-    route_rows: torch.Tensor
-    sizes: LayerSizes
-    ahead: Ahead = field(default_factory=Ahead)
 
 
 def unsupported(world: World, layer: Layer, plan: LowLatency) -> str | None:
@@ -55,55 +37,61 @@ def unsupported(world: World, layer: Layer, plan: LowLatency) -> str | None:
     return dispatched_unsupported(world, layer, plan)
 
 
-def plan_state(world: World, layer: Layer, plan: LowLatency) -> LowLatencyState:
-    """Return the state of this layer and plan. The call is collective the first time."""
+class LayerLaunches(NamedTuple):
+    """The launches of one layer and plan. gemms: both GEMMs, by whether each call passes `memory` with a tensor for the
+    numbers of received rows."""
 
-    def make() -> LowLatencyState:
-        programs = world.sm_count * plan.per_sm
-        copy_programs, local_experts = min(plan.copy_programs, programs), layer.experts // world.size
-        other_ranks = world.size - 1  # a single rank signals no rank
-        name = f"{NAME}, low-latency rows and sums by {copy_programs} programs"
-        ch = world.channel(name, 2 * other_ranks or 1, None, copy_programs if other_ranks else None)
-        route_rows = world.empty((world.size * layer.max_tokens_per_rank * layer.k,), torch.int32)
-        return LowLatencyState(
-            layer,
-            plan,
-            local_experts,
-            programs,
-            copy_programs,
-            ch,
-            world.calls(NAME),
-            route_rows,
-            sizes(world, layer, plan),
-        )
-
-    return world.cached((NAME, layer, plan), make)
-
-
-def sizes(world: World, layer: Layer, plan: LowLatency) -> LayerSizes:
-    """Return the kernels' sizes. A block that is sent or summed is one row or a part of it, so that many programs have
-    work."""
-    cols = min(power(layer.hidden), 32 * plan.tile.warps * ELEMENTS_PER_THREAD // 4)
-    return layer_sizes(world, layer, plan.tile, GROUP_M=1, SEND_ROWS=1, STAGES=2, SUM_ROWS=1, COLS=cols)
-
-
-def route_memory(world: World, layer: Layer) -> list[SymmetricTensor]:
-    """Return the ids and weights [W, max_tokens, k] of all ranks. The call is collective the first time."""
-    shape = (world.size, layer.max_tokens_per_rank, layer.k)
-    name, dtypes = f"{NAME}, low-latency routes", (torch.int32, torch.float32)
-    return world.cached((name, *shape), lambda: [world.symmetric(shape, dtype, name) for dtype in dtypes])
+    memory: LowLatencyMemory
+    gemms: dict[bool, list[Launch]]
+    sums: Launch
 
 
 @prepared
-def memory(world: World, state: LowLatencyState) -> LowLatencyMemory:
+def layer_launches(world: World, layer: Layer, plan: LowLatency) -> LayerLaunches:
+    """Return the launches of this layer and plan. The call is collective when memory has to grow."""
+    tile, h, programs = plan.tile, layer.hidden, world.sm_count * plan.per_sm
+    copy_programs, local_experts = min(plan.copy_programs, programs), layer.experts // world.size
+    other_ranks = world.size - 1  # a single rank signals no rank
+    name = f"{NAME}, low-latency rows and sums by {copy_programs} programs"
+    ch = world.channel(name, 2 * other_ranks or 1, None, copy_programs if other_ranks else None)
+    # A block that is sent or summed is one row or a part of it, so that many programs have work.
+    cols = min(power(h), 32 * tile.warps * ELEMENTS_PER_THREAD // 4)
+    sizes = layer_sizes(world, layer, tile, GROUP_M=1, SEND_ROWS=1, STAGES=2, SUM_ROWS=1, COLS=cols)
+    memory, options = layer_memory(world, layer, plan, copy_programs), persistent_options(plan)
+    common = dict(ch=ch, max_tokens=layer.max_tokens_per_rank, s=sizes)
+
+    def gemm(n: int, k: int, is_first_gemm: bool, received: bool) -> Launch:
+        return Launch(
+            world,
+            low_latency_gemm,
+            programs,
+            options,
+            **common,
+            **({} if received else dict(memory=memory)),
+            w_desc=Matrix(local_experts * n, k, (tile.block_n, tile.block_k)),
+            N=n,
+            K=k,
+            FIRST_GEMM=is_first_gemm,
+            EVEN_K=k % tile.block_k == 0,
+            ELP=max(32, power(local_experts)),
+        )
+
+    products = (first_columns(world, layer), h, True), (h, layer.inner, False)
+    gemms = {received: [gemm(*product, received) for product in products] for received in (False, True)}
+    return LayerLaunches(memory, gemms, Launch(world, low_latency_sums, programs, options, **common, memory=memory))
+
+
+def layer_memory(world: World, layer: Layer, plan: LowLatency, copy_programs: int) -> LowLatencyMemory:
     """Return the memory of the kernels. The call is collective when it has to grow.
 
     All layers share the inbox and outbox. Only layers with one max_tokens_per_rank and k share ids and weights, so that
     the part of one rank does not overlap another rank's part in the next call, which some ranks begin while others
     still sum.
     """
-    workspace = make_workspace(world, state.layer, state.route_rows.numel())
-    ids, weights = route_memory(world, state.layer)
+    shape = (world.size, layer.max_tokens_per_rank, layer.k)
+    name, dtypes, routes = f"{NAME}, low-latency routes", (torch.int32, torch.float32), math.prod(shape)
+    ids, weights = world.cached((name, *shape), lambda: [world.symmetric(shape, dtype, name) for dtype in dtypes])
+    workspace = make_workspace(world, layer, routes)
     return LowLatencyMemory(
         workspace.inbox.local,
         workspace.inbox.addresses,
@@ -113,51 +101,13 @@ def memory(world: World, state: LowLatencyState) -> LowLatencyMemory:
         ids.addresses,
         weights.local,
         weights.addresses,
-        state.route_rows,
+        scratch(world, "route rows", routes, 1, torch.int32),
         workspace.hidden,
         workspace.y,
-        state.copy_programs,
+        copy_programs,
         None,
-        state.calls,
-        tl.constexpr(SCAN_ELEMENTS // state.plan.tile.block_m),
-    )
-
-
-@prepared
-def _gemm(world: World, state: LowLatencyState, n: int, k: int, is_first_gemm: bool, received: bool) -> Launch:
-    """Return the launch of one GEMM. received: each call says in `memory` where to write the numbers of received
-    rows."""
-    plan = state.plan
-    fixed_arguments: dict[str, object] = {} if received else dict(memory=memory(world, state))
-    return Launch(
-        world,
-        low_latency_gemm,
-        state.programs,
-        persistent_options(plan),
-        **fixed_arguments,
-        ch=state.ch,
-        max_tokens=state.layer.max_tokens_per_rank,
-        s=state.sizes,
-        w_desc=Matrix(state.local_experts * n, k, (plan.tile.block_n, plan.tile.block_k)),
-        N=n,
-        K=k,
-        FIRST_GEMM=is_first_gemm,
-        EVEN_K=k % plan.tile.block_k == 0,
-        ELP=max(32, power(state.local_experts)),
-    )
-
-
-@prepared
-def _sums(world: World, state: LowLatencyState) -> Launch:
-    sizes = dict(max_tokens=state.layer.max_tokens_per_rank, s=state.sizes)
-    return Launch(
-        world,
-        low_latency_sums,
-        state.programs,
-        persistent_options(state.plan),
-        ch=state.ch,
-        memory=memory(world, state),
-        **sizes,
+        world.calls(NAME),
+        tl.constexpr(SCAN_ELEMENTS // plan.tile.block_m),
     )
 
 
@@ -167,17 +117,16 @@ def prepare_low_latency(world: World, call: MoeCall, plan: LowLatency) -> Run:
 
     A run raises Unsupported if the plan's programs are not all resident at once.
     """
-    layer, holder, state = call.layer, lock(world, NAME), plan_state(world, call.layer, plan)
-    fixed_memory, sums = memory(world, state), _sums(world, state)
-    sizes = (first_columns(world, layer), layer.hidden, True), (layer.hidden, layer.inner, False)
-    gemms = {received: [_gemm(world, state, *size, received) for size in sizes] for received in (False, True)}
+    layer, holder, ahead = call.layer, lock(world, NAME), Ahead()
+    fixed_memory, gemms, sums = layer_launches(world, layer, plan)
 
     def run(operands: MoeOperands, out: torch.Tensor) -> tuple[torch.Tensor | None]:
-        (x, ids, weights, w13, w2, b13, b2, shared, _), stream = operands, world.current_stream()
+        (x, ids, weights, w13, w2, b13, b2, shared, *_), stream = operands, world.current_stream()
         received = call.received(world, operands)
-        # Some programs write the numbers of received rows while others still read operands.
-        write_apart = received is not None and overlap(received, *operands[:-1])
-        counts = world.empty((state.local_experts,), torch.int32) if write_apart else received
+        counts = received
+        if received is not None and overlap(received, *operands[:8]):
+            # Some programs write the numbers of received rows while others still read operands.
+            counts = world.empty(received.shape, torch.int32)
         world.order(holder, stream)
         moving: dict[str, Moved] = dict(x=x, ids=ids, weights=weights, T=x.shape[0], number=world.number)
         if counts is not None:
@@ -188,10 +137,10 @@ def prepare_low_latency(world: World, call: MoeCall, plan: LowLatency) -> Run:
             BoundLaunch(gemm_out, dict(moving, w_desc=w2, bias=b2)),
             BoundLaunch(sums, dict(ids=ids, shared=shared, out=out, T=x.shape[0])),
         )
-        state.ahead((*operands[:-1], out, counts), lambda: launches)
+        ahead((*operands[:8], out, counts), lambda: launches)
         for launch, arguments in launches:
             launch(stream, **arguments)
-        if received is not None and counts is not None and write_apart:
+        if received is not None and counts is not None and counts is not received:
             world.copy(received, counts, stream)
         return (received,)
 

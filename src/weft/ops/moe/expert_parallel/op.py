@@ -19,7 +19,7 @@ passes a router, which `FusedMoe(route=True)` runs in the layer's launch (`MoeWi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import ClassVar, NamedTuple, TypeVar
@@ -30,19 +30,18 @@ from ....architectures import lacks
 from ....chooser import bucket
 from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
-from ....prepared import Run, unprepared
+from ....prepared import unprepared
 from ....symmetric import check_tensors
-from ....tensor_checks import bulk, check_device, check_operands, dense, dims
+from ....tensor_checks import Expected, bulk, check_device, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
 from ...common import check_rows, plain_rows
-from ..call import ACTIVATIONS, KEEPS, MAX_TOPK, NAME, Kept, Layer, MoeCall, MoeOperands, RouterOptions, check_routes
-from ..routing.router import RENORMALISED, TopKRouter, check_gate, run_gate
+from ..call import ACTIVATIONS, KEEPS, MAX_TOPK, NAME, Kept, Layer, MoeCall, MoeOperands, check_routes
+from ..routing.router import RouterOperands, TopKRouter, check_gate, run_gate
 from . import backward, dispatched, fused, low_latency, sequential
 from .dispatched import prepare_dispatched
 from .fused import prepare_fused
 from .low_latency import prepare_low_latency
-from .route_kernels import RouterTensors
 from .sequential import run_sequential
 
 LOW_LATENCY_MAX_ROWS = 8  # average rows of an expert up to which the low-latency plan is expected to be the fastest
@@ -77,6 +76,13 @@ BY_ROWS = (
     RowRange(Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16)), 0, 48, 192),
     RowRange(Dispatched(), inf, 48, inf),
 )
+
+# By plan class, the function that returns why the plan cannot serve a layer, or None.
+UNSUPPORTED: Mapping[type[Plan], Callable[..., str | None]] = {
+    Dispatched: dispatched.unsupported,
+    FusedMoe: fused.unsupported,
+    LowLatency: low_latency.unsupported,
+}
 
 
 def moe(
@@ -174,8 +180,8 @@ def moe(
         if ids is not None or weights is not None:
             raise ValueError(f"{NAME}: a router chooses ids and weights, which must be None")
         if isinstance(plan, FusedMoe) and plan.route and not torch.compiler.is_compiling():
-            operands = RoutedMoeOperands.for_call(world, router, x, w13, w2, b13, b2, shared, received)
-            result: torch.Tensor = MOE_WITH_ROUTER(world, plan, operands, (*options, False, options_of(router)), out)
+            operands = operands_with_router(world, router, x, w13, w2, b13, b2, shared, received)
+            result: torch.Tensor = MOE_WITH_ROUTER(world, plan, operands, (*options, False, router.options), out)
             return result
         ids, weights, _ = router(x, world=world)
     layer_operands = MoeOperands(x, ids, weights, w13, w2, b13, b2, shared, received)  # type: ignore[arg-type]
@@ -197,7 +203,7 @@ class Moe(Op[MoeCall]):
         " SymInt[]? rows, str activation, SymInt? max_tokens, SymInt? max_rows, str keep, bool counted, bool gradient"
     )
     results, num_saved = 2, 2
-    operand_type: ClassVar[Callable[..., Operands] | None] = MoeOperands
+    operand_type = MoeOperands
     runs = {
         Sequential: unprepared(run_sequential),
         Dispatched: prepare_dispatched,
@@ -278,8 +284,7 @@ class Moe(Op[MoeCall]):
             kept = Kept(*(t for t in saved[7:] if t is not None and t.numel()))
             gradients = backward.backward(world, layer, ctx.plan, dy, operands, kept, wants_experts)
         else:
-            dx, dweights, expert_gradients = sequential.backward(world, layer, dy, operands, wants_experts)
-            gradients = backward.Gradients(dx, dweights, *expert_gradients)
+            gradients = sequential.backward(world, layer, dy, operands, wants_experts)
         return [gradients.x, None, *gradients[1:], dy]
 
     def sizes(self, call: MoeCall) -> tuple[int, int, int]:
@@ -348,84 +353,37 @@ class Moe(Op[MoeCall]):
     def unsupported(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
         if call.keep is not None and not isinstance(plan, Dispatched):
             raise ValueError(f"{NAME}: plan {plan.kind!r} has no gradient; 'auto', 'dispatched' and 'sequential' have")
-        if isinstance(plan, FusedMoe):
-            reason = fused.unsupported(world, call.layer, plan)
-        elif isinstance(plan, LowLatency):
-            reason = low_latency.unsupported(world, call.layer, plan)
-        else:
-            assert isinstance(plan, Dispatched)
-            reason = dispatched.unsupported(world, call.layer, plan)
         return (
             world.backend.symmetric_unsupported
             or lacks(world.backend.capability, "tma", "an MoE layer's kernels")
-            or reason
+            or UNSUPPORTED[type(plan)](world, call.layer, plan)
         )
 
-    def dense_operands(self, plan: Plan, operands: MoeOperands) -> Operands:
+    def dense_operands(self, plan: Plan, operands: MoeOperands) -> MoeOperands:
         """Make all operands contiguous but `received`, which is written and must stay where it is."""
-        *read, received = operands
-        return MoeOperands._make([*bulk(read), received])
+        read = MoeOperands._make(bulk(operands._replace(received=None)))
+        return read._replace(received=operands.received)
 
 
 MOE = registered(Moe())
 
 
-class RoutedMoeOperands(NamedTuple):
-    """The operands of `weft.moe.moe` with a router. A call writes ids and weights, which are new. The router's tensors
-    are as in `TopKRouter`."""
-
-    x: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-    w13: torch.Tensor
-    w2: torch.Tensor
-    b13: torch.Tensor | None
-    b2: torch.Tensor | None
-    shared: torch.Tensor | None
-    received: torch.Tensor | None
-    router: torch.Tensor
-    router_bias: torch.Tensor | None
-    choice_bias: torch.Tensor | None
-
-    @classmethod
-    def for_call(
-        cls, world: World, router: TopKRouter, x: torch.Tensor, *experts: torch.Tensor | None
-    ) -> RoutedMoeOperands:
-        """Return the operands of a call. experts: w13 to received."""
-        check_tensors(NAME, x)
-        shape = *x.shape[:1], router.k
-        routes = world.empty(shape, torch.int32), world.empty(shape, torch.float32)
-        return cls._make([x, *routes, *experts, router.weight, router.bias, router.choice_bias])
-
-    @property
-    def layer(self) -> MoeOperands:
-        """Return the operands of the layer."""
-        return MoeOperands._make(self[: len(MoeOperands._fields)])
-
-    @property
-    def tensors(self) -> RouterTensors:
-        """Return the router's tensors."""
-        return RouterTensors(self.router, self.router_bias, self.choice_bias)
-
-
-def options_of(router: TopKRouter) -> RouterOptions:
-    """Return the options for which a launch with the router is compiled."""
-    renormalise = router.renormalise and router.scoring in RENORMALISED
-    return RouterOptions(router.scoring, renormalise, router.groups, router.top_groups, float(router.scale))
-
-
-def prepare_fused_with_router(world: World, call: MoeCall, plan: FusedMoe) -> Run:
-    """Prepare calls whose launch includes the router."""
-    run = prepare_fused(world, call, plan)
-    return lambda operands, out: run(operands.layer, out, operands.tensors)
+def operands_with_router(
+    world: World, router: TopKRouter, x: torch.Tensor, *experts: torch.Tensor | None
+) -> MoeOperands:
+    """Return the operands of a call that includes the router. experts: w13 to received."""
+    check_tensors(NAME, x)
+    shape = *x.shape[:1], router.k
+    routes = world.empty(shape, torch.int32), world.empty(shape, torch.float32)
+    return MoeOperands._make([x, *routes, *experts, router.weight, router.bias, router.choice_bias])
 
 
 def run_sequential_with_router(
-    world: World, call: MoeCall, plan: Plan, operands: RoutedMoeOperands, out: torch.Tensor
+    world: World, call: MoeCall, plan: Plan, operands: MoeOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None]:
     """Run the router before the layer."""
-    x, (weight, bias, choice_bias), options = operands.x, operands.tensors, call.router
-    assert options is not None
+    x, weight, bias, options = operands.x, operands.router, operands.router_bias, call.router
+    assert weight is not None and options is not None
     logits = world.empty((x.shape[0], weight.shape[0]), x.dtype)
 
     def multiply() -> None:
@@ -435,34 +393,30 @@ def run_sequential_with_router(
             torch.addmm(bias, x, weight.t(), out=logits)
 
     world.call(multiply, [t for t in (x, weight, bias) if t is not None], [logits], world.current_stream())
-    ids = run_gate(world, logits, choice_bias, None, operands.weights, (call.layer.k, *options))
-    return run_sequential(world, call, plan, operands.layer._replace(ids=ids), out)
+    route_operands = RouterOperands(logits, operands.choice_bias)
+    ids = run_gate(world, route_operands, operands.weights, call.layer.k, options)
+    return run_sequential(world, call, plan, operands._replace(ids=ids), out)
 
 
 class MoeWithRouter(Moe):
     """The definition of `weft.moe.moe` for a router that the plan includes. It has no gradient, and torch.compile does
     not see it.
 
-    Operands: `RoutedMoeOperands`. Options: the options of `Moe`, and `RouterOptions`.
+    Operands: the operands of `Moe` and the router's tensors. Options: the options of `Moe`, and `RouterOptions`.
     """
 
     name, public, signature, num_saved = "moe_with_router", NAME, "", 0
-    operand_type = RoutedMoeOperands
-    runs = {
-        Sequential: unprepared(run_sequential_with_router),
-        FusedMoe: prepare_fused_with_router,
-    }
+    runs = {Sequential: unprepared(run_sequential_with_router), FusedMoe: prepare_fused}
     autotune_plans = ()
 
-    def check(self, world: World, operands: Operands, options: CallOptions) -> MoeCall:
+    def check(self, world: World, operands: MoeOperands, options: CallOptions) -> MoeCall:
         *layer_options, router = options
-        x, experts = operands.x, operands.w13.shape[0] * world.size
-        call = super().check(world, operands.layer, tuple(layer_options))
-        weight, bias, choice_bias = operands.tensors
-        shape = experts, x.shape[1]
-        check_operands(NAME, world, {"router": (weight, shape, x.dtype), "router bias": (bias, shape[:1], x.dtype)})
-        logits = x.new_empty(x.shape[0], experts)
-        check_gate(logits, call.layer.k, world, router.scoring, choice_bias, router.groups, router.top_groups, None)
+        call, x = super().check(world, operands, tuple(layer_options)), operands.x
+        shape = call.layer.experts, x.shape[1]
+        bias = operands.router_bias, shape[:1], x.dtype
+        check_operands(NAME, world, {"router": (operands.router, shape, x.dtype), "router bias": bias})
+        logits = x.new_empty(x.shape[0], call.layer.experts)
+        check_gate(world, RouterOperands(logits, operands.choice_bias), call.layer.k, router)
         return replace(call, router=router)
 
     def multiply_adds(self, call: MoeCall) -> int:
@@ -472,10 +426,6 @@ class MoeWithRouter(Moe):
 
     def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
         return "a plan that includes the router does not have"
-
-    def dense_operands(self, plan: Plan, operands: Operands) -> Operands:
-        """Make all operands contiguous but `received`, which is written and must stay where it is."""
-        return RoutedMoeOperands._make([*super().dense_operands(plan, operands.layer), *bulk(operands.tensors)])
 
 
 MOE_WITH_ROUTER = MoeWithRouter()  # not among the ops that the planner and torch.compile look up
@@ -490,7 +440,7 @@ def max_decode_tokens(world: World, experts: int, k: int) -> int:
 
 def check_experts(world: World, operands: MoeOperands, activation: str) -> None:
     """Raise ValueError or TypeError if the experts' tensors do not fit x or each other."""
-    x, _, _, w13, w2, b13, b2, shared, received = operands
+    x, _, _, w13, w2, b13, b2, shared, received, *_ = operands
     if w13.dim() != 3 or w2.dim() != 3 or w13.shape[0] != w2.shape[0] or w13.shape[0] < 1:
         raise ValueError(f"{NAME}: w13 {dims(w13)} and w2 {dims(w2)} must be [El, N, H] and [El, H, I]")
     local_experts, n, h = w13.shape
@@ -501,20 +451,18 @@ def check_experts(world: World, operands: MoeOperands, activation: str) -> None:
             f"{NAME}: for x {dims(x)} and w2 {dims(w2)}, w13 must be [{local_experts}, {wanted}, {x.shape[1]}] as"
             f" weft.moe.pack makes it, and w2 [{local_experts}, {x.shape[1]}, I]; w13 is {dims(w13)}"
         )
-    for name, t, shape in (
-        ("b13", b13, (local_experts, n)),
-        ("b2", b2, (local_experts, h)),
-        ("shared", shared, tuple(x.shape)),
-    ):
-        if t is not None and t.shape != shape:
-            raise ValueError(f"{NAME}: {name} {dims(t)} must be {list(shape)}")
+    expected: Expected = {
+        "w13": (w13, tuple(w13.shape), x.dtype),
+        "w2": (w2, tuple(w2.shape), x.dtype),
+        "b13": (b13, (local_experts, n), x.dtype),
+        "b2": (b2, (local_experts, h), x.dtype),
+        "shared": (shared, tuple(x.shape), x.dtype),
+    }
+    check_operands(NAME, world, expected)
     if received is not None and (
         received.shape != (local_experts,) or received.dtype != torch.int32 or not received.is_contiguous()
     ):
         raise ValueError(f"{NAME}: received {dims(received)} must be int32 [{local_experts}], contiguous")
-    for name, t in (("w13", w13), ("w2", w2), ("b13", b13), ("b2", b2), ("shared", shared)):
-        if t is not None and t.dtype != x.dtype:
-            raise TypeError(f"{NAME}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
 
 
 MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, "torch.Tensor | None")

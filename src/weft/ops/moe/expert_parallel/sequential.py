@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +15,22 @@ from ....errors import WeftError
 from ....plans import Plan
 from ....world import World
 from ..call import NAME, Layer, MoeCall, MoeOperands, Weights
-from ..expert_rows import ACTIVATED, activation_gradient, linear, products, sums
+from ..expert_rows import activated, activation_gradient, linear, products, sums
+from .backward import Gradients
 
 
 def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperands, out: Tensor) -> tuple[Tensor | None]:
     """Run a call as plan Dispatched does. The run saves nothing for any `keep`: the backward pass sends x again."""
-    x, ids, weights, *_, shared, _ = operands
-    layer, w, stream, (tokens, h) = call.layer, operands.experts, world.current_stream(), x.shape
+    x, ids, weights, shared, layer = operands.x, operands.ids, operands.weights, operands.shared, call.layer
+    w, stream, (tokens, h) = operands.experts, world.current_stream(), x.shape
     received, routes = call.received(world, operands), SortedRoutes.of_ids(world, layer, ids)
     rows = routes.sent(x, layer.k)
     y = world.empty(rows.shape, x.dtype)
 
     def experts() -> None:
-        outputs = grouped(rows[routes.expert_order], routes.groups(layer), w)
-        y.index_copy_(0, routes.expert_order, outputs.to(y.dtype))
+        preactivation = linear(rows[routes.expert_order], w.w13, w.b13, routes.offsets)
+        hidden = activated(preactivation, layer.activation, layer.inner, world.backend.scale.interleave)
+        y.index_copy_(0, routes.expert_order, linear(hidden, w.w2, w.b2, routes.offsets).to(y.dtype))
 
     world.call(experts, [rows, *routes.by_expert, *(t for t in w if t is not None)], [y], stream)
     returned_rows = routes.returned(y)
@@ -48,11 +49,8 @@ def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperand
     return (received,)
 
 
-def backward(
-    world: World, layer: Layer, dy: Tensor, operands: MoeOperands, experts: bool
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Return the gradients of x, of weights, and (if `experts`) of the experts, for `run_sequential` of these
-    operands."""
+def backward(world: World, layer: Layer, dy: Tensor, operands: MoeOperands, experts: bool) -> Gradients:
+    """Return the gradients, those of the experts only if `experts`, for `run_sequential` of these operands."""
     x, ids, weights, *_ = operands
     w, stream, (tokens, h), k = operands.experts, world.current_stream(), x.shape, layer.k
     routes = SortedRoutes.of_ids(world, layer, ids)
@@ -63,7 +61,8 @@ def backward(
 
     def gradients() -> None:
         rows, dout, weight = (t[routes.expert_order] for t in (x_rows, dy_rows, row_weights))
-        dots, dx, expert_gradients = grouped_gradients(rows, dout, weight, routes.groups(layer), w)
+        block = world.backend.scale.interleave
+        dots, dx, expert_gradients = grouped_gradients(rows, dout, weight, routes.offsets, w, layer, block)
         results[0].index_copy_(0, routes.expert_order, dx)
         results[1].index_copy_(0, routes.expert_order, dots)
         for t, gradient in zip(results[2:], (g for g in expert_gradients if g is not None), strict=False):
@@ -81,15 +80,7 @@ def backward(
 
     world.call(add, [dx_rows, dots, routes.order], [dx, dweights], stream)
     expert_gradients = iter(results[2:])
-    return dx, dweights, [None if t is None or not experts else next(expert_gradients) for t in w]
-
-
-class RowGroups(NamedTuple):
-    """The offsets of the experts' rows, int32 [El + 1], their activation, and the rows of a block of w13."""
-
-    offsets: Tensor
-    activation: str
-    block: int
+    return Gradients(dx, dweights, *(None if t is None or not experts else next(expert_gradients) for t in w))
 
 
 @dataclass(frozen=True)
@@ -98,6 +89,7 @@ class SortedRoutes:
 
     order: int64 [T k]. send_counts, recv_counts: rows to and from every rank. counts: rows of every expert of this
     rank. expert_order: int64, the positions, among the rows as they are received by source, of the rows by expert.
+    offsets: int32 [El + 1], the first row of every expert, and the end of the last one.
     """
 
     world: World
@@ -148,9 +140,6 @@ class SortedRoutes:
         """Return the tensors that a function of the rows by expert reads."""
         return [self.expert_order, self.offsets]
 
-    def groups(self, layer: Layer) -> RowGroups:
-        return RowGroups(self.offsets, layer.activation, self.world.backend.scale.interleave)
-
     def sent(self, t: Tensor, k: int) -> Tensor:
         """Return the rows that this rank's experts receive when every rank sends row r // k of its t for route r."""
         rows, world = self.world.empty((sum(self.send_counts), t.shape[1]), t.dtype), self.world
@@ -172,25 +161,17 @@ def exchanged(world: World, rows: Tensor, send_counts: list[int], recv_counts: l
     return received_rows
 
 
-def grouped(rows: Tensor, groups: RowGroups, w: Weights) -> Tensor:
-    """Return [rows, H], the experts' results for rows in the order of the experts."""
-    preactivation = linear(rows, w.w13, w.b13, groups.offsets)
-    hidden = ACTIVATED[groups.activation](preactivation, w.w2.shape[2], groups.block)
-    return linear(hidden, w.w2, w.b2, groups.offsets)
-
-
 def grouped_gradients(
-    rows: Tensor, dy: Tensor, weight: Tensor, groups: RowGroups, w: Weights
+    rows: Tensor, dy: Tensor, weight: Tensor, offsets: Tensor, w: Weights, layer: Layer, block: int
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Return the gradients of weight, of rows, and of w13, w2, b13 and b2, for the product of weight [rows, 1] and
-    `grouped`."""
-    offsets, activation, block = groups
+    """Return the gradients of weight, of rows, and of w13, w2, b13 and b2, for the product of weight [rows, 1] and the
+    experts' results for the rows. block: the gate rows of a block of w13."""
     preactivation = linear(rows, w.w13, w.b13, offsets)
-    hidden = ACTIVATED[activation](preactivation, w.w2.shape[2], block)
+    hidden = activated(preactivation, layer.activation, layer.inner, block)
     dots = (linear(hidden, w.w2, w.b2, offsets).float() * dy.float()).sum(1, keepdim=True)
     dy = (dy.float() * weight).to(dy.dtype)
     dhidden = linear(dy, w.w2.transpose(1, 2), None, offsets)
-    dpreactivation = activation_gradient(preactivation, dhidden, activation, block)
+    dpreactivation = activation_gradient(preactivation, dhidden, layer.activation, block)
     dx = linear(dpreactivation, w.w13.transpose(1, 2), None, offsets)
     biases = ((dpreactivation, w.b13), (dy, w.b2))
     bias_gradients = [None if bias is None else sums(rows, offsets) for rows, bias in biases]

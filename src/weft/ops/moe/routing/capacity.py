@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from ....kernel_launch import Launch, prepared
-from ....op import Local, RowsCall, check_call, registered
+from ....op import Local, RowsCall, Shapes, registered
 from ....plans import Plan, Sequential
-from ....prepared import unprepared
+from ....prepared import Run
 from ....tensor_checks import check_device, dims
 from ....torch_library import CallOptions
 from ....world import World
@@ -48,22 +48,26 @@ class CapacityOperands(NamedTuple):
     weights: torch.Tensor
 
 
-def run_capacity(
-    world: World, call: CapacityCall, plan: Plan, operands: CapacityOperands, out: torch.Tensor
-) -> tuple[torch.Tensor]:
+def prepare_capacity(world: World, call: CapacityCall, plan: Plan) -> Run:
     routes, by_weight = call.m * call.k, call.drop == "probability"
-    dropped = world.empty((call.experts,), torch.int32)
-    _limit(world, call.experts, by_weight, min(power(routes), world.backend.scale.block))(
-        world.current_stream(),
-        ids=operands.ids,
-        weights=operands.weights,
-        kept_ids=out,
-        dropped=dropped,
-        listed=world.empty((2, routes), torch.int32) if by_weight else None,
-        routes=routes,
-        capacity=min(call.expert_capacity, routes),
-    )
-    return (dropped,)
+    launch = _limit(world, call.experts, by_weight, min(power(routes), world.backend.scale.block))
+    capacity = min(call.expert_capacity, routes)
+
+    def run(operands: CapacityOperands, out: torch.Tensor) -> tuple[torch.Tensor]:
+        dropped = world.empty((call.experts,), torch.int32)
+        launch(
+            world.current_stream(),
+            ids=operands.ids,
+            weights=operands.weights,
+            kept_ids=out,
+            dropped=dropped,
+            listed=world.empty((2, routes), torch.int32) if by_weight else None,
+            routes=routes,
+            capacity=capacity,
+        )
+        return (dropped,)
+
+    return run
 
 
 @prepared
@@ -82,21 +86,24 @@ class CapacityOp(Local[CapacityCall]):
     signature = "Tensor ids, Tensor weights, SymInt experts, float capacity_factor, str drop"
     results = 2
     operand_type = CapacityOperands
-    runs = {Sequential: unprepared(run_capacity)}
+    runs = {Sequential: prepare_capacity}
 
     def check(self, world: World, operands: CapacityOperands, options: CallOptions) -> CapacityCall:
         (ids, weights), (experts, factor, drop) = operands, options
-        check_call(APPLY_CAPACITY, world)
         for name, t in operands._asdict().items():
             check_device(APPLY_CAPACITY, world, name, t)
-        _check_capacity(ids, weights, experts, factor, drop)
+        if ids.dim() != 2 or ids.shape[1] < 1 or weights.shape != ids.shape:
+            raise ValueError(f"{APPLY_CAPACITY}: ids {dims(ids)} and weights {dims(weights)} must be [T, k]")
+        if ids.dtype != torch.int32 or weights.dtype != torch.float32:
+            raise TypeError(f"{APPLY_CAPACITY}: ids {dims(ids)} must be int32, weights {dims(weights)} float32")
+        if experts < 1 or not 0 < factor < math.inf:
+            raise ValueError(f"{APPLY_CAPACITY}: {experts} experts, capacity_factor {factor!r}: both must be above 0")
+        if drop not in DROPS:
+            raise ValueError(f"{APPLY_CAPACITY}: drop {drop!r} is not one of {list(DROPS)}")
         return CapacityCall(ids.shape[0], ids.shape[1], experts, factor, drop)
 
-    def outputs(self, world: World, call: CapacityCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: CapacityCall) -> Shapes:
         return [((call.m, call.k), torch.int32), ((call.experts,), torch.int32)]
-
-    def dense_operands(self, plan: Plan, operands: CapacityOperands) -> CapacityOperands:
-        return CapacityOperands(*(t.contiguous() for t in operands))
 
     def without_rows(self, world: World, call: CapacityCall, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return out, world.zeros((call.experts,), torch.int32)
@@ -137,14 +144,3 @@ def apply_capacity(
     options = experts, float(capacity_factor), drop
     kept_ids, dropped = CAPACITY(world, Sequential(), CapacityOperands(ids, weights), options)
     return kept_ids, dropped
-
-
-def _check_capacity(ids: torch.Tensor, weights: torch.Tensor, experts: int, factor: float, drop: str) -> None:
-    if ids.dim() != 2 or ids.shape[1] < 1 or weights.shape != ids.shape:
-        raise ValueError(f"{APPLY_CAPACITY}: ids {dims(ids)} and weights {dims(weights)} must be [T, k]")
-    if ids.dtype != torch.int32 or weights.dtype != torch.float32:
-        raise TypeError(f"{APPLY_CAPACITY}: ids {dims(ids)} must be int32, weights {dims(weights)} float32")
-    if experts < 1 or not 0 < factor < math.inf:
-        raise ValueError(f"{APPLY_CAPACITY}: {experts} experts, capacity_factor {factor!r}: both must be above 0")
-    if drop not in DROPS:
-        raise ValueError(f"{APPLY_CAPACITY}: drop {drop!r} is not one of {list(DROPS)}")

@@ -19,7 +19,7 @@ Memory order. `count_routes` reads a source's ids after it has waited for that s
 them because it runs later on the same stream. Only the programs of one source increment that source's flag, each once a
 call, so one counter per source is enough. `share` only increments flags; the epoch is read and advanced by
 `count_routes`, which waits for all W flags in every call. If HALVES is 1, nothing in this file keeps a source from
-overwriting routes that this rank still reads: see `share` in route_tables.py.
+overwriting routes that this rank still reads: see `share_routes` in route_tables.py.
 
 If HALVES is 2, calls alternate between two halves of the shared memory, and `count_routes`, its only reader, copies the
 routes to local memory. A rank shares call n + 2 after its own `count_routes` of call n + 1, which waited for every

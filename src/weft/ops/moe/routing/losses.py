@@ -11,7 +11,7 @@ import torch
 from triton import JITFunction
 
 from ....kernel_launch import Launch, prepared
-from ....op import Local, Operands, RowsCall, check_call, registered
+from ....op import Local, Operands, RowsCall, Shapes, registered
 from ....plans import Plan, Sequential
 from ....prepared import unprepared
 from ....tensor_checks import check_device, dims
@@ -37,12 +37,7 @@ class BalanceOperands(NamedTuple):
     ids: torch.Tensor
 
 
-class SquareOperands(NamedTuple):
-    logits: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Partials:
+class Partials(NamedTuple):
     """Memory in which the programs of a loss leave their sums for the last of them; all calls share it."""
 
     arrivals: torch.Tensor  # int32 [1], 0 between launches
@@ -56,8 +51,8 @@ def _partials(world: World, columns: int) -> Partials:
     shape = world.sm_count, columns
 
     def make() -> Partials:
-        counts = world.zeros((1,), torch.int32), world.empty(shape, torch.int32)
-        return Partials(counts[0], world.empty(shape, torch.float32), counts[1])
+        sums, counts = world.empty(shape, torch.float32), world.empty(shape, torch.int32)
+        return Partials(world.zeros((1,), torch.int32), sums, counts)
 
     return world.cached(("partial sums of losses", columns), make)
 
@@ -102,7 +97,14 @@ def run_balance(
     return (share,)
 
 
-class BalanceOp(Local[LossCall]):
+class Loss(Local[LossCall]):
+    """The base of both losses, which are 0 without tokens."""
+
+    def without_rows(self, world: World, call: LossCall, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(world.zeros(shape, dtype) for shape, dtype in self.outputs(world, call))
+
+
+class BalanceOp(Loss):
     """Operands: logits, ids. Results: the loss, and each expert's share of the routes, float32 [E], which the gradient
     needs."""
 
@@ -115,21 +117,14 @@ class BalanceOp(Local[LossCall]):
 
     def check(self, world: World, operands: BalanceOperands, options: CallOptions) -> LossCall:
         logits, ids = operands
-        check_call(BALANCE, world)
         for name, t in operands._asdict().items():
             check_device(BALANCE, world, name, t)
         if logits.dim() != 2 or ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
             raise ValueError(f"{BALANCE}: logits {dims(logits)} are not [T, E], or ids {dims(ids)} not [T, k]")
         return LossCall(logits.shape[0], logits.shape[1], ids.shape[1])
 
-    def outputs(self, world: World, call: LossCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: LossCall) -> Shapes:
         return [((), torch.float32), ((call.e,), torch.float32)]
-
-    def dense_operands(self, plan: Plan, operands: BalanceOperands) -> BalanceOperands:
-        return BalanceOperands(*(t.contiguous() for t in operands))
-
-    def without_rows(self, world: World, call: LossCall, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return world.zeros((), torch.float32), world.zeros((call.e,), torch.float32)
 
     def saved_tensors(
         self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
@@ -144,38 +139,30 @@ class BalanceOp(Local[LossCall]):
         return [_gradient(world, balance_backward, logits, share=share, dloss=dloss.contiguous()), None]
 
 
-def run_square(world: World, call: LossCall, plan: Plan, operands: SquareOperands, out: torch.Tensor) -> None:
+def run_square(world: World, call: LossCall, plan: Plan, operands: tuple[torch.Tensor], out: torch.Tensor) -> None:
     memory = _partials(world, 1)
     _loss(world, square_loss, call)(
-        world.current_stream(), logits=operands.logits, sums=memory.sums, arrivals=memory.arrivals, loss=out
+        world.current_stream(), logits=operands[0], sums=memory.sums, arrivals=memory.arrivals, loss=out
     )
 
 
-class SquareOp(Local[LossCall]):
+class SquareOp(Loss):
     """Operand: logits. Result: the loss."""
 
     name = "moe_z_loss"
     public = Z_LOSS
     signature = "Tensor logits"
-    operand_type = SquareOperands
     runs = {Sequential: unprepared(run_square)}
 
-    def check(self, world: World, operands: SquareOperands, options: CallOptions) -> LossCall:
+    def check(self, world: World, operands: tuple[torch.Tensor], options: CallOptions) -> LossCall:
         (logits,) = operands
-        check_call(Z_LOSS, world)
         check_device(Z_LOSS, world, "logits", logits)
         if logits.dim() != 2:
             raise ValueError(f"{Z_LOSS}: logits must be [T, E], got {dims(logits)}")
         return LossCall(logits.shape[0], logits.shape[1], 0)
 
-    def outputs(self, world: World, call: LossCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: LossCall) -> Shapes:
         return [((), torch.float32)]
-
-    def dense_operands(self, plan: Plan, operands: SquareOperands) -> SquareOperands:
-        return SquareOperands(operands.logits.contiguous())
-
-    def without_rows(self, world: World, call: LossCall, out: torch.Tensor) -> tuple[torch.Tensor]:
-        return (world.zeros((), torch.float32),)
 
     def backward(self, world: World, ctx: Backward) -> list[torch.Tensor | None]:
         (logits,), (dloss,) = ctx.saved, ctx.gradients
@@ -223,5 +210,5 @@ def z_loss(logits: torch.Tensor, *, world: World) -> torch.Tensor:
     Raises:
         ValueError, TypeError: shape or device does not fit; the message quotes it.
     """
-    loss: torch.Tensor = SQUARE_OP(world, Sequential(), SquareOperands(logits))
+    loss: torch.Tensor = SQUARE_OP(world, Sequential(), (logits,))
     return loss

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from ....kernel_launch import Launch, prepared
-from ....op import Local, RowsCall, check_call, registered
+from ....op import Local, RowsCall, Shapes, registered
 from ....plans import Plan, Sequential
-from ....prepared import unprepared
+from ....prepared import Run
 from ....tensor_checks import check_device, dims
 from ....torch_library import CallOptions
 from ....transport.memory import rank_word
@@ -39,15 +39,17 @@ class PlacementOperands(NamedTuple):
     table: torch.Tensor
 
 
-def run_placement(
-    world: World, call: PlacementCall, plan: Plan, operands: PlacementOperands, out: torch.Tensor
-) -> None:
-    if routes := call.m * call.k:
-        columns = power(max(call.replicas, 1))
-        block = max(16, world.backend.scale.gate_block // columns)
-        programs = min(-(-routes // block), 4 * world.sm_count)
-        launch = _place(world, programs, block, columns, call.k, call.experts, call.replicas)
-        launch(world.current_stream(), ids=operands.ids, table=operands.table, physical_ids=out, routes=routes)
+def prepare_placement(world: World, call: PlacementCall, plan: Plan) -> Run:
+    routes, columns = call.m * call.k, power(max(call.replicas, 1))
+    block = max(16, world.backend.scale.gate_block // columns)
+    programs = min(-(-routes // block), 4 * world.sm_count)
+    launch = _place(world, programs, block, columns, call.k, call.experts, call.replicas)
+
+    def run(operands: PlacementOperands, out: torch.Tensor) -> None:
+        if routes:
+            launch(world.current_stream(), ids=operands.ids, table=operands.table, physical_ids=out, routes=routes)
+
+    return run
 
 
 @prepared
@@ -64,11 +66,10 @@ class PlacementOp(Local[PlacementCall]):
     public = EXPERT_PLACEMENT
     signature = "Tensor ids, Tensor table"
     operand_type = PlacementOperands
-    runs = {Sequential: unprepared(run_placement)}
+    runs = {Sequential: prepare_placement}
 
     def check(self, world: World, operands: PlacementOperands, options: CallOptions) -> PlacementCall:
         ids, table = operands
-        check_call(EXPERT_PLACEMENT, world)
         for name, t in operands._asdict().items():
             check_device(EXPERT_PLACEMENT, world, name, t)
         if table.dim() not in (1, 2) or table.dtype != torch.int32 or ids.dim() != 2 or ids.dtype != torch.int32:
@@ -77,11 +78,8 @@ class PlacementOp(Local[PlacementCall]):
             )
         return PlacementCall(ids.shape[0], ids.shape[1], table.shape[0], table.shape[1] if table.dim() == 2 else 1)
 
-    def outputs(self, world: World, call: PlacementCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: PlacementCall) -> Shapes:
         return [((call.m, call.k), torch.int32)]
-
-    def dense_operands(self, plan: Plan, operands: PlacementOperands) -> PlacementOperands:
-        return PlacementOperands(*(t.contiguous() for t in operands))
 
 
 PLACEMENT = registered(PlacementOp())

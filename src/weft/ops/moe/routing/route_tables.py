@@ -8,7 +8,6 @@ Rank d holds experts d * El .. (d + 1) * El - 1. All data stay on the device: tw
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,12 +17,9 @@ from ....backends.base import SymmetricTensor
 from ....kernel_launch import Launch, prepared
 from ....lang.channel import BlockChannel
 from ....lang.jit import constants
-from ....op import check_call
-from ....tensor_checks import check_device, dense, dims
 from ....transport.memory import rank_word
 from ....world import World
-from .kernels import LeftOut, TableKernelSizes, count_routes, place_routes
-from .kernels import share as share_kernel
+from .kernels import LeftOut, TableKernelSizes, count_routes, place_routes, share
 
 SHARE, TABLES = "share", "tables"
 MAX_SHARE_PROGRAMS = 32  # the most programs of `share`, each of which sets a flag on every rank
@@ -99,65 +95,21 @@ class TableBuilder:
     place_again_launch: Launch  # for a backward pass: the forward pass has counted the rows without room
 
 
-def share(
-    world: World,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    max_tokens_per_rank: int,
-    *,
-    buffer_index: int | None = None,
-    alternating: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def share_routes(world: World, routes: Routes, ids: torch.Tensor, weights: torch.Tensor) -> None:
     """Store this rank's routes on every rank and set a flag there, on the current stream. The launch waits until all
-    ranks are in the same call; it does not wait for their routes.
+    ranks are in the same call; it does not wait for their routes, for which `run_builder` waits.
 
     Args:
-        world: the ranks. All of them must make the same calls in the same order, each followed by `build_tables` of the
-            same max_tokens_per_rank and k.
-        ids: int32 [T, k], the experts of each token among all ranks' experts, -1 for none; a token's ids are
-            distinct. T is at most max_tokens_per_rank and may differ between ranks.
-        weights: float32 [T, k].
-        max_tokens_per_rank: at least 1, the same on all ranks.
-        buffer_index: the buffer of a `dispatch` by itself (dispatch_combine), which has memory of its own; None: a
-            layer's memory.
-        alternating: calls alternate between two halves of memory of their own; `run_builder` follows instead of
-            `build_tables`.
+        world: the ranks. All of them must make the same calls in the same order, each followed by `run_builder`.
+        ids: int32 [T, k], contiguous, the experts of each token among all ranks' experts, -1 for none; a token's ids
+            are distinct. T is at most max_tokens_per_rank and may differ between ranks.
+        weights: float32 [T, k], contiguous.
 
-    Returns:
-        ids_all int32 and weights_all float32 [W, max_tokens, k], by source rank; from row T of a source on they are -1
-            and 0. Other ranks' routes are there after the waits of `build_tables`. The memory is shared by all calls of
-            these sizes and buffer. With alternating halves only `run_builder` can use them.
-
-    A rank may share again only after every other rank has read the routes that it shared before. In a whole layer the
-    rows that are sent back ensure this order; otherwise the caller needs a barrier in between (`World.barrier`), or
-    calls alternate. The caller orders calls on two streams, even if calls alternate.
-
-    The first call of a size allocates memory and is collective; it cannot be captured in a CUDA graph.
-
-    Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
-        Mismatch: on every rank, if max_tokens_per_rank or k differ.
+    From row T of a source on, the shared ids are -1 and the shared weights 0. A rank may share again only after every
+    other rank has read the routes that it shared before. In a whole layer the rows that are sent back ensure this
+    order; otherwise the caller needs a barrier in between (`World.barrier`), or calls alternate. The caller orders
+    calls on two streams, even if calls alternate.
     """
-    check_call(SHARE, world)
-    for name, t, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
-        check_device(SHARE, world, name, t)
-        if t.dtype != dtype:
-            raise TypeError(f"{SHARE}: {name} {dims(t)} must be {dtype}")
-        if t.dim() != 2 or t.shape != ids.shape or t.shape[1] < 1:
-            raise ValueError(f"{SHARE}: {name} must be [T, k], as ids {dims(ids)}, got {dims(t)}")
-    if not isinstance(max_tokens_per_rank, int) or max_tokens_per_rank < max(1, ids.shape[0]):
-        raise ValueError(
-            f"{SHARE}: max_tokens_per_rank {max_tokens_per_rank!r} must be an int and at least T of ids {dims(ids)}"
-        )
-    routes = routes_of(world, max_tokens_per_rank, ids.shape[1], buffer_index, alternating)
-    ids, weights = dense(ids), dense(weights)
-
-    share_routes(world, routes, ids, weights)
-    return routes.ids, routes.shared_weights.local
-
-
-def share_routes(world: World, routes: Routes, ids: torch.Tensor, weights: torch.Tensor) -> None:
-    """Run `share` for contiguous tensors that were checked."""
     launch, num_routes = share_launch(world, routes), ids.numel()
     launch(world.current_stream(), ids=ids, weights=weights, num_routes=num_routes, number=world.number)
 
@@ -168,7 +120,7 @@ def share_launch(world: World, routes: Routes) -> Launch:
     _, max_tokens_per_rank, k = routes.ids.shape
     return Launch(
         world,
-        share_kernel,
+        share,
         routes.programs,
         dict(num_warps=4),
         all_ids=routes.shared_ids.addresses,
@@ -182,83 +134,33 @@ def share_launch(world: World, routes: Routes) -> Launch:
     )
 
 
-def build_tables(
-    world: World,
-    ids_all: torch.Tensor,
-    local_experts: int,
-    max_tokens_per_rank: int,
-    block_m: int,
-    max_rows: int | None = None,
-    *,
-    name: Hashable = None,
-    buffer_index: int | None = None,
-    is_backward: bool = False,
-) -> Tables:
-    """Build the tables of this rank's experts after all ranks' routes have arrived, on the current stream.
-
-    Args:
-        world: the ranks.
-        ids_all: int32 [W, max_tokens, k], what `share` returned. An expert that occurs twice in one token's ids has two
-            rows.
-        local_experts: El, experts on every rank, at most 512.
-        max_tokens_per_rank: as passed to `share`.
-        block_m: rows of a tile.
-        max_rows: the least number of rows for which there is room, whatever their experts are. None: as many as can
-            arrive if the experts of a token are distinct.
-        name: calls of one name and these sizes share one set of tables and `targets`; layers with different counters
-            need different names.
-        buffer_index: as passed to `share`. For a `dispatch` by itself the tiles are not listed.
-        is_backward: the routes come from a forward pass, which has counted the rows that it left out.
-
-    Routes to experts from W * El on have no row. Rows beyond `rows_of` are left out, starting with the last experts,
-    and counted (Overflow). The first call of its kind allocates memory; it cannot be captured in a CUDA graph.
-
-    Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
-        Timeout: at a later call or `World.synchronize`, naming a rank whose routes did not arrive.
-        Overflow: at such a call too, if this rank left rows out, and on the ranks of their tokens once `take_left_out`
-        has run.
-    """
-    check_call(TABLES, world)
-    check_device(TABLES, world, "ids_all", ids_all)
-    if ids_all.dtype != torch.int32 or ids_all.dim() != 3 or ids_all.shape[:2] != (world.size, max_tokens_per_rank):
-        raise ValueError(f"{TABLES}: ids_all {dims(ids_all)} must be int32 [{world.size}, {max_tokens_per_rank}, k]")
-    if not 1 <= local_experts <= MAX_LOCAL_EXPERTS or block_m < 1 or (max_rows is not None and max_rows < 0):
-        message = f"{local_experts} experts of 1 to {MAX_LOCAL_EXPERTS}, tiles of {block_m} rows, max_rows {max_rows}"
-        raise ValueError(f"{TABLES}: {message}")
-    routes = routes_of(world, max_tokens_per_rank, ids_all.shape[2], buffer_index)
-    if ids_all.data_ptr() != routes.ids.data_ptr():
-        raise ValueError(f"{TABLES}: ids_all {dims(ids_all)} is not what `share` returned")
-    sizes = TableSizes(local_experts, max_tokens_per_rank, block_m, max_rows)
-    builder, tables = _builder_and_tables(world, routes, sizes, name, buffer_index)
-    run_builder(world, builder, tables, routes.shared_weights.local, is_backward)
-    return tables
-
-
 def run_builder(
     world: World, builder: TableBuilder, tables: Tables, weights: torch.Tensor, is_backward: bool = False
 ) -> None:
-    """Fill `tables` from the routes that were shared last, and with alternating halves also `weights`, on the current
-    stream."""
+    """Wait for all ranks' routes and fill `tables` from them, and with alternating halves also `weights`, on the
+    current stream. is_backward: the routes come from a forward pass, which has counted the rows that it left out.
+
+    Routes to experts from W * El on have no row. An expert that occurs twice in one token's ids has two rows. Rows
+    beyond `rows_of` are left out, starting with the last experts, and counted: Overflow is raised at a later call or
+    `World.synchronize`, and on the ranks of their tokens once `take_left_out` has run. Such a call also raises Timeout,
+    naming a rank whose routes did not arrive.
+    """
     stream = world.current_stream()
     builder.count_launch(stream, weights=weights, sources=tables.sources)
     (builder.place_again_launch if is_backward else builder.place_launch)(stream, tables=tables)
 
 
-def memory(
-    world: World, max_tokens_per_rank: int, k: int, local_experts: int, block_m: int, buffer_index: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor, Tables]:
-    """Return the tensors of `share` and the tables, for calls of these sizes. The call is collective the first time."""
-    routes = routes_of(world, max_tokens_per_rank, k, buffer_index)
-    _, tables = _builder_and_tables(
-        world, routes, TableSizes(local_experts, max_tokens_per_rank, block_m), None, buffer_index
-    )
-    return routes.ids, routes.shared_weights.local, tables
+def builder_of(world: World, k: int, sizes: TableSizes, buffer_index: int | None = None) -> tuple[TableBuilder, Tables]:
+    """Return the builder and the tables of these sizes; all such calls share the tables. buffer_index: the buffer of a
+    `dispatch` by itself (dispatch_combine), which has memory of its own, and whose tiles are not listed; None: a
+    layer's memory. The first call of its kind is collective; a CUDA graph cannot capture it."""
 
+    def make() -> tuple[TableBuilder, Tables]:
+        routes, list_tiles = routes_of(world, sizes.max_tokens_per_rank, k, buffer_index), buffer_index is None
+        builder = make_builder(world, routes, sizes, list_tiles=list_tiles)
+        return builder, _tables(world, builder, sizes, list_tiles)
 
-def builder_of(world: World, k: int, sizes: TableSizes) -> tuple[TableBuilder, Tables]:
-    """Return the builder and the tables of these sizes. The call is collective the first time."""
-    return _builder_and_tables(world, routes_of(world, sizes.max_tokens_per_rank, k), sizes, None, None)
+    return world.cached((TABLES, buffer_index, k, sizes), make)
 
 
 def rows_of(
@@ -301,16 +203,6 @@ def left_out_words(world: World, buffer_index: int | None = None) -> LeftOut:
     owner = "layers" if buffer_index is None else f"buffer {buffer_index}"
     channel = world.channel(f"rows left out, {owner}", world.size, None)
     return LeftOut(channel.counters, channel.peers)
-
-
-def _builder_and_tables(
-    world: World, routes: Routes, sizes: TableSizes, name: Hashable, buffer_index: int | None
-) -> tuple[TableBuilder, Tables]:
-    def make() -> tuple[TableBuilder, Tables]:
-        builder = make_builder(world, routes, sizes, list_tiles=buffer_index is None)
-        return builder, _tables(world, builder, sizes, list_tiles=buffer_index is None)
-
-    return world.cached((TABLES, name, buffer_index, routes.ids.shape, sizes), make)
 
 
 def power(n: int) -> int:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ....kernel_launch import Launch, prepared
 from ....lang.jit import constants
-from ....op import Local, Operands, RowsCall, check_call, registered
+from ....op import Local, Operands, RowsCall, Shapes, registered
 from ....plans import Plan, Sequential
 from ....prepared import unprepared
-from ....tensor_checks import check_device, dims, requires_grad
+from ....tensor_checks import check_device, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
+from ..call import RouterOptions
 from .route_tables import power
 from .router_kernels import LLAMA4, SIGMOID, SOFTMAX, SOFTMAX_AFTER, GateSizes, choose, router_backward
 
 OP = "gate"
 SCORINGS = {"softmax": SOFTMAX, "softmax_after": SOFTMAX_AFTER, "sigmoid": SIGMOID, "llama4": LLAMA4}
-RENORMALISED = ("softmax", "sigmoid")
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_EXPERTS, MAX_K = 512, 16  # the largest E and k
 GATE_WARPS = 4  # of a program of `choose`
@@ -73,13 +73,7 @@ def gate(
         ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message quotes them.
     """
     options = k, scoring, renormalise, groups, top_groups, float(scale)
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and requires_grad(logits)):
-        weights, ids = ROUTER(world, Sequential(), RouterOperands(logits, bias, ids), options)
-        return ids, weights
-    check_gate(logits, k, world, scoring, bias, groups, top_groups, ids)
-    weights = world.empty((logits.shape[0], k), torch.float32)
-    ids = run_gate(world, logits, bias, ids, weights, options)
-    world.finish(world.current_stream())
+    weights, ids = ROUTER(world, Sequential(), RouterOperands(logits, bias, ids), options)
     return ids, weights
 
 
@@ -111,79 +105,56 @@ class TopKRouter:
         if not isinstance(self.k, int) or not 1 <= self.k <= MAX_K:
             raise ValueError(f"TopKRouter: k must be from 1 to {MAX_K}, got {self.k!r}")
 
+    @property
+    def options(self) -> RouterOptions:
+        """Return the options of `gate` besides k."""
+        return RouterOptions(self.scoring, self.renormalise, self.groups, self.top_groups, float(self.scale))
+
     def __call__(
         self, x: torch.Tensor, *, world: World, ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return ids int32 [T, k] and weights float32 [T, k] of x's experts, and the logits [T, E]. ids: as in
         `gate`."""
         logits = torch.nn.functional.linear(x, self.weight, self.bias)
-        ids, weights = gate(
-            logits,
-            self.k,
-            world=world,
-            scoring=self.scoring,
-            renormalise=self.renormalise,
-            bias=self.choice_bias,
-            groups=self.groups,
-            top_groups=self.top_groups,
-            scale=self.scale,
-            ids=ids,
-        )
+        ids, weights = gate(logits, self.k, world=world, bias=self.choice_bias, ids=ids, **self.options._asdict())
         return ids, weights, logits
 
 
+class RouterOperands(NamedTuple):
+    logits: torch.Tensor
+    bias: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+
+
 def run_gate(
-    world: World,
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    given_ids: torch.Tensor | None,
-    weights: torch.Tensor,
-    options: tuple[Any, ...],
+    world: World, operands: RouterOperands, weights: torch.Tensor, k: int, options: RouterOptions
 ) -> torch.Tensor:
-    """Write the weights [T, k] and return the ids."""
-    k, scoring, renormalise, groups, top_groups, scale = options
-    rows, e = logits.shape
-    logits, bias = logits.contiguous(), None if bias is None else bias.contiguous()
-    ids = world.empty((rows, k), torch.int32) if given_ids is None else given_ids.contiguous()
+    """Write the weights [T, k] and return the ids, which share no memory with the operands."""
+    (logits, bias, given_ids), stream = operands, world.current_stream()
+    (rows, e), ids = logits.shape, world.empty(weights.shape, torch.int32)
     if given_ids is not None:
-        world.call(weights.zero_, [], [weights], world.current_stream())
+        world.copy(ids, given_ids, stream)
+        world.call(weights.zero_, [], [weights], stream)
     if rows:
-        renormalise = renormalise and scoring in RENORMALISED
-        launch = _choose(world, rows, e, k, scale, (groups, top_groups), scoring, renormalise, given_ids is not None)
-        launch(world.current_stream(), logits=logits, bias=bias, ids=ids, weights=weights)
+        launch = _choose(world, rows, e, k, options, given_ids is not None)
+        launch(stream, logits=logits, bias=bias, ids=ids, weights=weights)
     return ids
 
 
 @prepared
-def _choose(
-    world: World,
-    rows: int,
-    experts: int,
-    k: int,
-    scale: float,
-    groups: tuple[int, int],
-    scoring: str,
-    renormalise: bool,
-    ids_given: bool,
-) -> Launch:
-    """Return the launch of the router. groups: how many groups of experts there are, and from how many a token's
-    experts are taken (0: from all). ids_given: whether the ids are given."""
-    sizes = gate_sizes(experts, k, groups, scoring, renormalise, ids_given)
+def _choose(world: World, rows: int, experts: int, k: int, options: RouterOptions, ids_given: bool) -> Launch:
+    """Return the launch of the router. ids_given: whether the ids are given."""
+    sizes = gate_sizes(experts, k, options, ids_given)
     programs = min(-(-rows // sizes.R.value), world.sm_count * 4)
-    return Launch(world, choose, programs, dict(num_warps=GATE_WARPS, local=True), rows=rows, scale=scale, s=sizes)
+    launch_options = dict(num_warps=GATE_WARPS, local=True)
+    return Launch(world, choose, programs, launch_options, rows=rows, scale=options.scale, s=sizes)
 
 
 def gate_sizes(
-    experts: int,
-    k: int,
-    groups: tuple[int, int],
-    scoring: str,
-    renormalise: bool,
-    ids_given: bool = False,
-    warps: int = GATE_WARPS,
+    experts: int, k: int, options: RouterOptions, ids_given: bool = False, warps: int = GATE_WARPS
 ) -> GateSizes:
-    """Return the sizes of `choose`, for programs of `warps` warps. All further arguments are as in `_choose`."""
-    g, top = groups if groups[1] else (1, 0)
+    """Return the sizes of `choose`, for programs of `warps` warps."""
+    g, top = (options.groups, options.top_groups) if options.top_groups else (1, 0)
     gp, sp = power(g), power(experts // g)
     return constants(
         GateSizes,
@@ -193,8 +164,8 @@ def gate_sizes(
         GP=gp,
         SP=sp,
         TOP=top,
-        SCORING=SCORINGS[scoring].value,
-        RENORMALISE=renormalise,
+        SCORING=SCORINGS[options.scoring].value,
+        RENORMALISE=options.renormalises,
         IDS_GIVEN=ids_given,
         R=rows_per_block(gp * sp) * warps // GATE_WARPS,
     )
@@ -207,39 +178,24 @@ def rows_per_block(columns: int) -> int:
 
 @dataclass(frozen=True)
 class RouterCall(RowsCall):
-    """The number of tokens and experts, and the options of the router."""
+    """The number of tokens, of experts of a token, and the options of the router."""
 
-    e: int
-    dtype: torch.dtype
-    options: tuple[Any, ...]
-
-
-class RouterOperands(NamedTuple):
-    logits: torch.Tensor
-    bias: torch.Tensor | None = None
-    ids: torch.Tensor | None = None
+    k: int
+    options: RouterOptions
 
 
 def run_router(
     world: World, call: RouterCall, plan: Plan, operands: RouterOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor]:
-    logits, bias, ids = operands
-    chosen_ids = run_gate(world, logits, bias, ids, out, call.options)
-    if ids is None:
-        return (chosen_ids,)
-    copied = world.empty(ids.shape, ids.dtype)
-    world.copy(copied, ids, world.current_stream())
-    return (copied,)  # the results of an operator must not alias its operands
+    return (run_gate(world, operands, out, call.k, call.options),)
 
 
 @prepared
-def _choose_backward(
-    world: World, rows: int, experts: int, k: int, scale: float, scoring: str, renormalise: bool
-) -> Launch:
+def _choose_backward(world: World, rows: int, experts: int, k: int, options: RouterOptions) -> Launch:
     p = power(experts)
-    sizes = dict(rows=rows, scale=scale, K=k, E=experts, P=p, R=rows_per_block(p))
+    sizes = dict(rows=rows, scale=options.scale, K=k, E=experts, P=p, R=rows_per_block(p))
     programs = min(-(-rows // rows_per_block(p)), world.sm_count * 4)
-    flags = dict(SCORING=SCORINGS[scoring], RENORMALISE=renormalise)
+    flags = dict(SCORING=SCORINGS[options.scoring], RENORMALISE=options.renormalises)
     return Launch(world, router_backward, programs, dict(num_warps=4, local=True), **sizes, **flags)
 
 
@@ -258,13 +214,12 @@ class RouterOp(Local[RouterCall]):
     runs = {Sequential: unprepared(run_router)}
 
     def check(self, world: World, operands: RouterOperands, options: CallOptions) -> RouterCall:
-        (logits, bias, ids), (k, scoring, _, groups, top_groups, _) = operands, options
-        check_gate(logits, k, world, scoring, bias, groups, top_groups, ids)
-        return RouterCall(logits.shape[0], logits.shape[1], logits.dtype, options)
+        k, router_options = options[0], RouterOptions._make(options[1:])
+        check_gate(world, operands, k, router_options)
+        return RouterCall(operands.logits.shape[0], k, router_options)
 
-    def outputs(self, world: World, call: RouterCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        shape = call.m, call.options[0]
-        return [(shape, torch.float32), (shape, torch.int32)]
+    def outputs(self, world: World, call: RouterCall) -> Shapes:
+        return [((call.m, call.k), dtype) for dtype in (torch.float32, torch.int32)]
 
     def saved_tensors(
         self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
@@ -276,11 +231,11 @@ class RouterOp(Local[RouterCall]):
         assert logits is not None and ids is not None
         if dweights is None:
             return [None] * 3
-        k, scoring, renormalise, _, _, scale = ctx.options
+        call: RouterCall = ctx.call
         logits, ids, dweights = logits.contiguous(), ids.contiguous(), dweights.contiguous()
-        dlogits, renormalise = world.empty(logits.shape, logits.dtype), renormalise and scoring in RENORMALISED
-        if len(logits):
-            launch = _choose_backward(world, logits.shape[0], logits.shape[1], k, scale, scoring, renormalise)
+        dlogits = world.empty(logits.shape, logits.dtype)
+        if call.rows:
+            launch = _choose_backward(world, len(logits), logits.shape[1], call.k, call.options)
             launch(world.current_stream(), logits=logits, ids=ids, dweights=dweights, dlogits=dlogits)
         return [dlogits, None, None]
 
@@ -288,20 +243,11 @@ class RouterOp(Local[RouterCall]):
 ROUTER = registered(RouterOp())
 
 
-def check_gate(
-    logits: torch.Tensor,
-    k: int,
-    world: World,
-    scoring: str,
-    bias: torch.Tensor | None,
-    groups: int,
-    top_groups: int,
-    ids: torch.Tensor | None,
-) -> None:
+def check_gate(world: World, operands: RouterOperands, k: int, options: RouterOptions) -> None:
     """Raise as `gate` does."""
-    check_call(OP, world)
-    for name, t in (("logits", logits), ("bias", bias), ("ids", ids)):
-        if t is not None or name == "logits":
+    (logits, bias, ids), (scoring, _, groups, top_groups, _) = operands, options
+    for name, t in operands._asdict().items():
+        if t is not None:
             check_device(OP, world, name, t)
     if ids is not None and (ids.shape != (*logits.shape[:1], k) or ids.dtype != torch.int32):
         raise ValueError(f"{OP}: ids {dims(ids)} must be int32 [T, {k}], for logits {dims(logits)}")

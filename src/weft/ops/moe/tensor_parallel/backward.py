@@ -13,10 +13,8 @@ from ....kernel_launch import BoundLaunch, Launch, Moved, prepared
 from ....plans import DispatchedColumns
 from ....transport.memory import lock
 from ....world import World
-from ..activations import GELU
 from ..call import ACTIVATIONS, NAME, Kept
 from ..expert_parallel.backward import (
-    GradientForm,
     activation_launch,
     between_gemms,
     expert_gradient_launches,
@@ -26,37 +24,20 @@ from ..expert_parallel.backward import (
 from ..expert_parallel.backward_kernels import IDENTITY
 from ..expert_parallel.dispatched import DispatchedState, GroupedProduct, grouped_gemm, scratch
 from ..expert_parallel.place_rows import order_of, place_rows_launch
+from ..expert_rows import sum_over_ranks
 from ..routing.route_tables import Tables
 from .backward_kernels import activation_backward
 from .call import GatherOperands, ScatterOperands, Split, route_parts, section_words
-from .dispatched import acquire_arena, arena_workspace, plan_state, push_shard_launch, reduce_rows, tables_of
+from .dispatched import acquire_arena, arena_workspace, plan_state, push_shard_launch, reduce_rows
 
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def activation_gradient_launch(
-    world: World, state: DispatchedState, tables: Tables, preactivation: Tensor, dhidden: Tensor, dpreactivation: Tensor
-) -> BoundLaunch:
-    """Return the launch of `activation_backward`."""
-    launch = _activation_backward(world, state, preactivation.shape[1], dhidden.shape[1])
-    moving: dict[str, Moved] = dict(
-        preactivation=preactivation,
-        dy=dhidden,
-        out=dpreactivation,
-        sources=tables.sources,
-        tiles=tables.tiles,
-        tile_count=tables.tile_count,
-    )
-    return BoundLaunch(launch, moving)
-
-
 @prepared
-def _activation_backward(world: World, state: DispatchedState, n: int, inner: int) -> Launch:
-    act = ACTIVATIONS[state.layer.activation]
-    form = GradientForm(act, 0 if act == GELU.value else world.backend.scale.interleave, n, 0, False)
+def _activation_backward(world: World, state: DispatchedState, n: int) -> Launch:
     programs, options = between_gemms(world)
-    sizes = gradient_sizes(world, state, form)
-    return Launch(world, activation_backward, programs, options, N=n, inner=inner, s=sizes)
+    sizes = gradient_sizes(world, state, ACTIVATIONS[state.layer.activation], 0)
+    return Launch(world, activation_backward, programs, options, N=n, inner=state.layer.inner, s=sizes)
 
 
 # -- the passes --------------------------------------------------------------------------------------------------------
@@ -95,8 +76,8 @@ def second_half(
     sums are in float32 and in a fixed order.
     """
     hidden, routes, _, w2, b2, _ = operands
-    state, parts = plan_state(world, layer, plan), route_parts(world, layer, routes)
-    stream, tables = world.current_stream(), tables_of(parts)
+    state, (weights, tables) = plan_state(world, layer, plan), route_parts(world, layer, routes)
+    stream = world.current_stream()
     dy_rows = scratch(world, "rows of dy", state.rows, layer.hidden, layer.dtype)
     g = scratch(world, "hidden", state.rows, layer.inner, layer.dtype)
     row_weights = scratch(world, "weights of rows", state.rows, 1, torch.float32)
@@ -114,11 +95,10 @@ def second_half(
         bias=g if b2 is None else b2,
         row_weights=row_weights,
         tables=tables,
-        weights=parts.weights,
+        weights=weights,
         dweights_inbox=route_parts(world, layer, droutes).weights,
     )
-    form = GradientForm(IDENTITY.value, 0, layer.inner, 0, b2 is not None)
-    weigh = BoundLaunch(activation_launch(world, state, form), moving)
+    weigh = BoundLaunch(activation_launch(world, state, IDENTITY.value, layer.inner, 0, b2 is not None), moving)
     bias_gradients, wgrad = expert_gradient_launches(world, state, tables, (dy_rows, g, dw2), (row_weights, db2))
     loaded = (*bias_gradients, weigh, gemm, *wgrad)
     state.ahead((hidden, w2, b2, dhidden, dw2, db2), lambda: loaded, "second half")
@@ -146,8 +126,8 @@ def first_half(
     are in float32 and in a fixed order.
     """
     x, ids, _, w13, b13 = operands
-    state, parts = plan_state(world, layer, plan), route_parts(world, layer, routes)
-    stream, tables, n = world.current_stream(), tables_of(parts), w13.shape[1]
+    state, (_, tables) = plan_state(world, layer, plan), route_parts(world, layer, routes)
+    stream, n = world.current_stream(), w13.shape[1]
     world.order(lock(world, NAME), stream)
     x_rows = scratch(world, "rows of x", state.rows, layer.hidden, layer.dtype)
     preactivation = kept.preactivation
@@ -165,7 +145,9 @@ def first_half(
         counters = unused_counters(world)
         product = GroupedProduct(x_rows, w13, b13)
         gemm = [grouped_gemm(world, state, tables, product, preactivation, counters, False, True)]
-    activation = activation_gradient_launch(world, state, tables, preactivation, dhidden, dpreactivation)
+    moving: dict[str, Moved] = dict(preactivation=preactivation, dy=dhidden, out=dpreactivation)
+    listed = dict(sources=tables.sources, tiles=tables.tiles, tile_count=tables.tile_count)
+    activation = BoundLaunch(_activation_backward(world, state, n), moving | listed)
     bias_gradients, wgrad = expert_gradient_launches(world, state, tables, (dpreactivation, x_rows, dw13), (None, db13))
     # A kernel that shares SMs is checked against the kernel loaded next: the GEMM against the weights' kernel.
     loaded = (*place, *bias_gradients, activation, *gemm, *wgrad)
@@ -185,16 +167,8 @@ def first_half(
 def reduce_dweights(world: World, layer: Split, droutes: Tensor | None, weights: Tensor) -> Tensor:
     """Return float32 [T, k], the gradients of the weights of this rank's routes, summed over the ranks in their
     order."""
-    stream, size, dweights = world.current_stream(), world.size, world.empty(weights.shape, torch.float32)
     if droutes is None:
         droutes = world.zeros((sum(section_words(world, layer)),), torch.float32)
     n = layer.max_tokens_per_rank * layer.k
-    sent = route_parts(world, layer, droutes).weights[: size * n].view(size, n)
-    received = sent
-    if size > 1:
-        received = world.empty((size, n), torch.float32)
-        world.backend.all_to_all(list(received), list(sent), stream)
-    world.call(
-        lambda: torch.sum(received[:, : dweights.numel()], 0, out=dweights.view(-1)), [received], [dweights], stream
-    )
-    return dweights
+    sent = route_parts(world, layer, droutes).weights[: world.size * n].view(world.size, n)
+    return sum_over_ranks(world, sent, weights)

@@ -17,7 +17,7 @@ import torch
 from ....op import Call, Shapes
 from ....world import World
 from ..call import Layer, first_columns, kept_shapes
-from ..routing.route_tables import rows_of
+from ..routing.route_tables import Tables, rows_of
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,7 @@ class GroupedCall(Call):
         return sum(self.tokens)
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:
-        layer = self.layer
-        return dict(
-            rows=self.tokens,
-            experts=layer.experts,
-            k=layer.k,
-            H=layer.hidden,
-            I=layer.inner,
-            dtype=str(layer.dtype),
-            activation=layer.activation,
-            tp_size=layer.tp_size,
-        )
+        return dict(rows=self.tokens, tp_size=self.layer.tp_size) | self.layer.same_on_all_ranks()
 
 
 @dataclass(frozen=True)
@@ -113,28 +103,23 @@ class FirstHalfCall(GroupedCall):
 
 
 class RouteParts(NamedTuple):
-    """The parts of a call's routes, int32; `Tables` in route_tables.py describes all but the weights."""
+    """The parts of a call's routes: the weights, float32 [W * max_tokens * k], and the tables."""
 
-    weights: torch.Tensor  # float32 [W * max_tokens * k]
-    route_rows: torch.Tensor
-    offsets: torch.Tensor
-    tiles: torch.Tensor
-    tile_count: torch.Tensor
-    targets: torch.Tensor
-    sources: torch.Tensor
-    received: torch.Tensor
+    weights: torch.Tensor
+    tables: Tables
 
 
 def section_words(world: World, layer: Split) -> list[int]:
     """Return the number of words of each part of the routes."""
-    routes, rows, local = world.size * layer.max_tokens_per_rank * layer.k, layer.rows(world), layer.local(world)
-    words = routes, routes, local + 1, 4 * (rows // layer.tile), 1, world.size, rows, local
-    return [-(-n // 4) * 4 for n in words]
+    w, rows, local = world.size, layer.rows(world), layer.local(world)
+    routes = w * layer.max_tokens_per_rank * layer.k
+    tables = routes, rows, local + 1, 4 * (rows // layer.tile), 1, w, local, w  # in the order of `Tables`
+    return [-(-n // 4) * 4 for n in (routes, *tables)]
 
 
 def route_parts(world: World, layer: Split, routes: torch.Tensor) -> RouteParts:
     """Return views of the parts of the routes."""
-    weights, *integer_parts = routes.view(torch.int32).split(
+    weights, *tables = routes.view(torch.int32).split(
         world.cached(("sections", layer), lambda: section_words(world, layer))
     )
-    return RouteParts(weights.view(torch.float32), *integer_parts)
+    return RouteParts(weights.view(torch.float32), Tables(*tables))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -11,13 +11,11 @@ from ....kernel_launch import BoundLaunch, Launch, prepared
 from ....plans import DispatchedColumns
 from ....transport.memory import lock
 from ....world import Arena, World
-from ..call import NAME, NONE_KEPT, Kept, Weights
+from ..call import NAME, Kept, Weights
 from ..expert_parallel import dispatched
 from ..expert_parallel.dispatched import (
-    DISPATCH_REGISTERS,
     ELEMENTS_PER_THREAD,
     DispatchedState,
-    FinalSumOptions,
     GroupedProduct,
     LayerWorkspace,
     make_state,
@@ -25,26 +23,8 @@ from ..expert_parallel.dispatched import (
 from ..expert_parallel.kernels import RoutedRows
 from ..routing import route_tables
 from ..routing.route_tables import power
-from .call import FirstHalfCall, GatherOperands, GroupedCall, RouteParts, ScatterOperands, Split, route_parts
+from .call import FirstHalfCall, GatherOperands, GroupedCall, ScatterOperands, Split, route_parts
 from .kernels import keep_shards, push_shard
-
-
-@dataclass(eq=False)
-class FirstHalfState:
-    """The state that calls of the first half share, for one layer and plan."""
-
-    dispatched: DispatchedState
-    builder: route_tables.TableBuilder
-    cumulative_tiles: torch.Tensor
-
-    def tables(self, routes: RouteParts) -> route_tables.Tables:
-        return tables_of(routes)._replace(cumulative_tiles=self.cumulative_tiles)
-
-
-def tables_of(routes: RouteParts) -> route_tables.Tables:
-    """Return the tables in the routes. `cumulative_tiles`, which they do not have, is a placeholder."""
-    _, route_rows, offsets, tiles, tile_count, targets, sources, received = routes
-    return route_tables.Tables(route_rows, sources, offsets, tiles, tile_count, route_rows, received, targets)
 
 
 def unsupported(world: World, layer: Split, plan: DispatchedColumns) -> str | None:
@@ -67,17 +47,15 @@ def plan_state(world: World, layer: Split, plan: DispatchedColumns) -> Dispatche
     return world.cached((NAME, layer, plan), make)
 
 
-def first_half_state(world: World, layer: Split, plan: DispatchedColumns) -> FirstHalfState:
-    """Return the state of the first half. The call is collective the first time."""
+def table_builder(world: World, layer: Split) -> route_tables.TableBuilder:
+    """Return the builder of the tables, which the first half runs. The call is collective the first time."""
 
-    def make() -> FirstHalfState:
-        state = plan_state(world, layer, plan)
+    def make() -> route_tables.TableBuilder:
         routes = route_tables.routes_of(world, layer.max_tokens_per_rank, layer.k, alternating=True)
-        sizes = route_tables.TableSizes(state.local_experts, layer.max_tokens_per_rank, layer.tile)
-        builder = route_tables.make_builder(world, routes, sizes, tp_size=layer.tp_size, cumulative_targets=False)
-        return FirstHalfState(state, builder, world.empty((world.size,), torch.int32))
+        sizes = route_tables.TableSizes(layer.local(world), layer.max_tokens_per_rank, layer.tile)
+        return route_tables.make_builder(world, routes, sizes, tp_size=layer.tp_size, cumulative_targets=False)
 
-    return world.cached(("first half", layer, plan), make)
+    return world.cached(("first half", layer), make)
 
 
 def acquire_arena(world: World, layer: Split) -> Arena:
@@ -114,29 +92,12 @@ def push_shard_launch(
 def _push_shard(world: World, state: DispatchedState, half_size: int, other_programs: int) -> Launch:
     plan = state.plan
     sizes = dict(BLOCK=state.push_block, STAGES=plan.send_stages, OTHER_PROGRAMS=other_programs)
-    return state.side_launch(
-        world,
-        push_shard,
-        state.dispatch_programs,
-        DISPATCH_REGISTERS,
-        state.dispatch_flags,
-        half_size=half_size,
-        **sizes,
-    )
-
-
-def keep_shards_launch(
-    world: World, state: DispatchedState, route_rows: torch.Tensor, workspace: LayerWorkspace, kept: torch.Tensor
-) -> BoundLaunch:
-    """Return the launch of kept [W, max_tokens, H] = the inbox of the call that ended last."""
-    return BoundLaunch(
-        _keep_shards(world, state, workspace.half_size),
-        dict(inbox=workspace.inbox.local, kept_rows=kept, route_rows=route_rows, epoch=workspace.epoch),
-    )
+    return state.side_launch(world, push_shard, True, half_size=half_size, **sizes)
 
 
 @prepared
 def _keep_shards(world: World, state: DispatchedState, half_size: int) -> Launch:
+    """Return the launch of kept rows [W, max_tokens, H] = the inbox of the call that ended last."""
     layer, block = state.layer, min(32 * 4 * ELEMENTS_PER_THREAD, world.backend.scale.norm_block)
     cols = min(power(layer.hidden), block)
     sizes = dict(
@@ -155,22 +116,23 @@ def run_gather(
     the routes and the saved tensors."""
     (x, ids, weights, w13, b13), layer = operands, call.layer
     routes = call.routes(world)
-    kept = NONE_KEPT if call.keep is None else Kept(*(world.empty(*t) for t in call.saved_shapes(world)))
+    kept = Kept(*(world.empty(*t) for t in call.saved_shapes(world)))
     arena, stream, side = acquire_arena(world, layer), world.current_stream(), world.side_stream(NAME)
-    half_state = first_half_state(world, layer, plan)
-    workspace, parts = arena_workspace(arena, layer.dtype, out, out), route_parts(world, layer, routes)
-    state, builder, tables = half_state.dispatched, half_state.builder, half_state.tables(parts)
+    state, builder = plan_state(world, layer, plan), table_builder(world, layer)
+    workspace, (all_weights, tables) = arena_workspace(arena, layer.dtype, out, out), route_parts(world, layer, routes)
     push = push_shard_launch(world, state, x, workspace, state.gemm_programs(world))
     gemm = dispatched.first_gemm(world, state, Weights(w13, w13, b13), tables, workspace, kept.preactivation)
     keep_steps = []
     if kept.rows is not None:
-        keep_steps.append(keep_shards_launch(world, state, parts.route_rows, workspace, kept.rows))
+        launch = _keep_shards(world, state, workspace.half_size)
+        sources = dict(inbox=workspace.inbox.local, route_rows=tables.route_rows, epoch=workspace.epoch)
+        keep_steps.append(BoundLaunch(launch, dict(sources, kept_rows=kept.rows)))
     state.ahead((x, out, w13, b13, *kept), lambda: (push, gemm, *keep_steps), "gather and GEMM")
     start = world.record(stream)
     route_tables.share_routes(world, builder.routes, ids, weights)
     world.wait_event(side, start)
     push.on(side)
-    route_tables.run_builder(world, builder, tables, parts.weights)
+    route_tables.run_builder(world, builder, tables, all_weights)
     gemm.on(stream)
     world.wait_event(stream, world.record(side))  # the caller may write x again
     for step in keep_steps:
@@ -184,9 +146,8 @@ def run_scatter(
     """Compute out [T, H] = the sum over a token's routes of weight * (hidden row @ w2), over the ranks that share the
     experts, + shared, on the current stream."""
     hidden, routes, ids, w2, b2, shared = operands
-    parts = route_parts(world, call.layer, routes)
-    state, tables = plan_state(world, call.layer, plan), tables_of(parts)
-    reduce_rows(world, state, tables, parts.weights, GroupedProduct(hidden, w2, b2), ids, shared, out)
+    state, (weights, tables) = plan_state(world, call.layer, plan), route_parts(world, call.layer, routes)
+    reduce_rows(world, state, tables, weights, GroupedProduct(hidden, w2, b2), ids, shared, out)
 
 
 def reduce_rows(
@@ -211,10 +172,7 @@ def reduce_rows(
     counters = world.channel(f"{NAME}, tiles of column shards by source step", world.size, None).counters
     gemm = dispatched.grouped_gemm(world, state, tables, product, y, counters, is_backward, is_backward)
     combine = dispatched.combine_launch(world, state, rows, tables.targets, counters, workspace)
-    sum_options = FinalSumOptions(layer.tp_size)
-    final_sum = dispatched.final_sum_launch(
-        world, state, rows, ids, shared, out, workspace, counters, sum_options=sum_options
-    )
+    final_sum = dispatched.final_sum_launch(world, state, rows, ids, shared, out, workspace, counters)
     further = concurrent or ()
     pairs = [part for step in (gemm, *further) for part in (combine, step)]
     variant = "sums", is_backward, len(further)

@@ -196,6 +196,17 @@ class Half(Op[G]):
         """Return the numbers of tokens of all ranks."""
         return (x.shape[0],) * world.size if rows is None else check_rows(self.title, world, rows, x, whole=False)
 
+    def check_sizes(self, **operands: tuple[torch.Tensor, int]) -> None:
+        """Raise ValueError for an operand without this number of sizes, or with an empty one besides its rows, and
+        TypeError for an unsupported dtype of the first operand."""
+        for name, (t, dim) in operands.items():
+            if t.dim() != dim or 0 in t.shape[1:]:
+                every = ", ".join(f"{operand} {dims(tensor)}" for operand, (tensor, _) in operands.items())
+                raise ValueError(f"{self.title}: {every}: {name} has {dim} sizes")
+        name, (t, _) = next(iter(operands.items()))
+        if t.dtype not in DTYPES:
+            raise TypeError(f"{self.title}: {name} is {dims(t)}; bfloat16 and float16 are supported")
+
 
 class AllGatherGroupedMatmul(Half[FirstHalfCall]):
     """The definition of the first half.
@@ -216,13 +227,7 @@ class AllGatherGroupedMatmul(Half[FirstHalfCall]):
 
     def check(self, world: World, operands: GatherOperands, options: CallOptions) -> FirstHalfCall:
         (x, ids, weights, w13, b13), (rows, activation, inner, tp_size, keep, gradient) = operands, options
-        for name, t, dim in (("x", x, 2), ("ids", ids, 2), ("w13", w13, 3)):
-            if t.dim() != dim or 0 in t.shape[1:]:
-                raise ValueError(
-                    f"{self.title}: x {dims(x)}, ids {dims(ids)} and w13 {dims(w13)}: {name} has {dim} sizes"
-                )
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{self.title}: x is {dims(x)}; bfloat16 and float16 are supported")
+        self.check_sizes(x=(x, 2), ids=(ids, 2), w13=(w13, 3))
         (tokens, h), (local_experts, n, _), k, dtype = x.shape, w13.shape, ids.shape[1], x.dtype
         wanted: Expected = {
             "x": (x, (tokens, h), dtype),
@@ -295,13 +300,7 @@ class GroupedMatmulReduceScatter(Half[GroupedCall]):
 
     def check(self, world: World, operands: ScatterOperands, options: CallOptions) -> GroupedCall:
         (hidden, routes, ids, w2, b2, shared), (rows, tp_size) = operands, options
-        for name, t, dim in (("hidden", hidden, 2), ("ids", ids, 2), ("w2", w2, 3)):
-            if t.dim() != dim or 0 in t.shape[1:]:
-                raise ValueError(
-                    f"{self.title}: hidden {dims(hidden)}, ids {dims(ids)} and w2 {dims(w2)}: {name} has {dim} sizes"
-                )
-        if hidden.dtype not in DTYPES:
-            raise TypeError(f"{self.title}: hidden is {dims(hidden)}; bfloat16 and float16 are supported")
+        self.check_sizes(hidden=(hidden, 2), ids=(ids, 2), w2=(w2, 3))
         tokens, (local_experts, h, inner), dtype = self.tokens_per_rank(world, rows, ids), w2.shape, hidden.dtype
         layer = self.layer(world, ids, tokens, (local_experts, h, inner), dtype, "", tp_size)
         wanted: Expected = {

@@ -11,8 +11,8 @@ from ....errors import WeftError
 from ....plans import Plan
 from ....world import World
 from ..expert_rows import (
-    ACTIVATED,
     RowOrder,
+    activated,
     activation_gradient,
     expert_of_rows,
     gathered,
@@ -37,10 +37,10 @@ def run_gather(world: World, call: FirstHalfCall, plan: Plan, operands: GatherOp
     def run() -> None:
         table = tables(all_ids.view(world.size, -1, layer.k), world.rank, layer, layer.local(world))
         for name, values in table.items():
-            getattr(parts, name)[: values.numel()] = values.flatten()
+            getattr(parts.tables, name)[: values.numel()] = values.flatten()
         parts.weights[: all_weights.numel()] = all_weights.flatten()
         preactivation = linear(rows[table["sources"].clamp(min=0)], w13, b13, table["offsets"])
-        out.copy_(ACTIVATED[layer.activation](preactivation, layer.inner, block))
+        out.copy_(activated(preactivation, layer.activation, layer.inner, block))
 
     read = [rows, all_ids, all_weights, w13, *([] if b13 is None else [b13])]
     world.call(run, read, [out, routes], world.current_stream())
