@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ...backends.base import sum_in_order
+from ...backends.emulated import check_dense
 from ...emulator.tasks import Arrival, EmulatedStream
 from ...errors import Unsupported
-from .operations import all_dense
-from .ranks import current_rank, untracked
+from .ranks import current_rank, refused, untracked
 
 _REDUCE: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
     "SUM": sum_in_order,
@@ -68,7 +68,7 @@ def _collective(
     the ranks whose data this rank receives, by default all; it does not wait for the others."""
     if group not in (None, WORLD, dist.group.WORLD):
         raise Unsupported(f"{kind} of {group}: the emulator has one group, of all ranks")
-    all_dense(kind, (*reads, *writes))
+    check_dense(kind, *reads, *writes)
     rank = current_rank()
     stream = rank.backend.side_stream(NCCL) if async_op else rank.stream()
     if async_op:
@@ -204,13 +204,6 @@ def _new_group(ranks: Sequence[int] | None = None, **_: object) -> Group:
     return WORLD
 
 
-def _refused(name: str) -> Callable[..., None]:
-    def refuse(*_: object, **__: object) -> None:
-        raise Unsupported(f"torch.distributed.{name}: the emulator does not model it")
-
-    return refuse
-
-
 WORLD = Group()
 _LEFT_OUT = (
     "send",
@@ -254,7 +247,7 @@ def replacements() -> Iterator[tuple[object, str, object]]:
         broadcast=broadcast,
         all_gather_object=all_gather_object,
         broadcast_object_list=broadcast_object_list,
-        **{name: _refused(name) for name in _LEFT_OUT},
+        **{name: refused(f"torch.distributed.{name}") for name in _LEFT_OUT},
     )
     for name, value in functions.items():
         for place in (dist, distributed_c10d):
