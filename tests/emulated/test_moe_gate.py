@@ -57,6 +57,12 @@ def drawn(t: int, e: int, seed: int, tied: bool = False, dtype: torch.dtype = to
     return (x.round() if tied else x).to(dtype)
 
 
+def test_a_trainable_bias_alone_makes_no_gradient() -> None:
+    bias = torch.nn.Parameter(torch.zeros(16))
+    _, weights = emulate(lambda world: gate(drawn(3, 16, 1), 2, world=world, bias=bias))
+    assert not weights.requires_grad
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["random", "tied"])
 @pytest.mark.parametrize("scoring", ["softmax", "softmax_after", "sigmoid", "llama4"])
 def test_against_torch(scoring: str, tied: bool) -> None:

@@ -73,6 +73,8 @@ def gate(
         ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message quotes them.
     """
     options = k, scoring, renormalise, groups, top_groups, float(scale)
+    if isinstance(bias, torch.Tensor):
+        bias = bias.detach()  # the weights do not depend on it, so a trainable bias alone does not make a gradient
     weights, ids = ROUTER(world, Sequential(), RouterOperands(logits, bias, ids), options)
     return ids, weights
 
