@@ -27,6 +27,7 @@ from weft.lang.mapping import balanced_rows
 from weft.ops.matmul_all_to_all import op as to_all
 from weft.ops.matmul_all_to_all.op import GroupTables, group_tables
 from weft.ops.matmul_reduce import signaled
+from weft.ops.matmul_reduce.call import ReduceCall
 from weft.ops.matmul_reduce.op import MatmulAllReduce
 from weft.planner.table import Measured, learn
 from weft.plans import GemmTile, Plan, Sequential, Signaled, partition
@@ -224,6 +225,17 @@ def test_an_all_reduce_by_copies_is_refused() -> None:
             weft.matmul_all_reduce(x, w, world=world, plan=replace(S, copies=True))
 
     emulate(main, 2)
+
+
+def test_the_gemm_of_an_all_reduce_begins_with_the_first_row() -> None:
+    """The measurement of the GEMM alone (tests/gpu/gpu_older.py) asks for copies, which need no communicator. The GEMM
+    must not be rotated as a scatter's is."""
+
+    def main(world: weft.World) -> list[int]:
+        calls = [ReduceCall((32, 32), 40, 24, torch.bfloat16, False, 64, every, True) for every in (True, False)]
+        return [signaled.tiling_of(world, call, replace(S, copies=True), True).shard for call in calls]
+
+    assert emulate(main, 2) == [[0, 2]] * 2
 
 
 def test_where_one_ranks_output_begins_does_not_divide_the_ranks() -> None:
