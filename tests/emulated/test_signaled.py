@@ -580,6 +580,24 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
     assert all(emulate(main, 2))
 
 
+def test_a_sequential_all_to_all_multiplies_by_the_fastest_library() -> None:
+    """A GPU's GEMM into new memory is cuBLAS's (`CudaBackend.linear`); into given memory it may be quack's."""
+
+    def main(world: weft.World) -> list[bool]:
+        linear, given = world.backend.linear, []
+
+        def recorded(*operands: Any) -> torch.Tensor:
+            given.append(len(operands) == 5)
+            return linear(*operands)
+
+        world.backend.linear = recorded  # type: ignore[method-assign]
+        x, w = draw(world.rank, 6, 24), draw(50, 40, 24)
+        weft.matmul_all_to_all(x, w, destinations=[0, 1] * 3, world=world, plan="sequential")
+        return given
+
+    assert emulate(main, 2) == [[True]] * 2
+
+
 def test_all_to_all_errors() -> None:
     def main(world: weft.World) -> None:
         me, fn = world.rank, weft.matmul_all_to_all
