@@ -581,19 +581,19 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
 
 
 def test_a_sequential_all_to_all_multiplies_by_the_fastest_library() -> None:
-    """A GPU's GEMM into new memory is cuBLAS's (`CudaBackend.linear`); into given memory it may be quack's."""
+    """A GPU's GEMM into new memory is cuBLAS's (`CudaBackend.linear`); into `out` it may be quack's."""
 
     def main(world: weft.World) -> list[bool]:
-        linear, given = world.backend.linear, []
+        linear, has_out = world.backend.linear, []
 
         def recorded(*operands: Any) -> torch.Tensor:
-            given.append(len(operands) == 5)
+            has_out.append(len(operands) == 5)
             return linear(*operands)
 
         world.backend.linear = recorded  # type: ignore[method-assign]
         x, w = draw(world.rank, 6, 24), draw(50, 40, 24)
         weft.matmul_all_to_all(x, w, destinations=[0, 1] * 3, world=world, plan="sequential")
-        return given
+        return has_out
 
     assert emulate(main, 2) == [[True]] * 2
 
