@@ -34,7 +34,7 @@ import weft
 from bench.common import peers
 from bench.common.program import Program, options, worst_error
 from bench.common.timing import RIGHT, error_of, time_interleaved
-from bench.measure.fp8 import BF, E4M3, MODELS, RECIPES, ROWS, operands, rows_of, versions
+from bench.measure.fp8 import BF, E4M3, MODELS, RECIPES, ROWS, operands, ready, rows_of, versions
 from bench.measure.run import OPS, capturable
 from weft.backends import library_gemm
 from weft.backends.library_gemm import ScaledOperands
@@ -144,18 +144,6 @@ def by_block(o: ScaledOperands, product: library_gemm.ScaledProduct) -> Product:
     return run
 
 
-def ready(product: str, x: ScaledTensor) -> ScaledTensor:
-    """Return x with its scales in the layout that the library reads without a copy; a quantization can write this
-    layout."""
-    if x.recipe != "block":
-        return x
-    if product == "torch":
-        return x._replace(scales=x.scales.t().contiguous().t())
-    from deep_gemm.utils.layout import get_mn_major_tma_aligned_tensor
-
-    return x._replace(scales=get_mn_major_tma_aligned_tensor(x.scales))
-
-
 def sequential(layer: Layer, product: str, multiply: Product) -> dict[str, peers.Run]:
     """Return the forms of NCCL's collective and a library's product, one after the other."""
     o, size, world = layer.o, layer.size, layer.world.size
@@ -167,16 +155,7 @@ def sequential(layer: Layer, product: str, multiply: Product) -> dict[str, peers
         }
     x = ready(product, o.x)
 
-    def run() -> torch.Tensor:
-        y = multiply(x)
-        if size.op == SCATTER:
-            out = torch.empty(size.m // world, size.n, device=y.device, dtype=BF)
-            dist.reduce_scatter_tensor(out, y)
-            return out
-        dist.all_reduce(y)
-        return y
-
-    return {f"{SEQUENTIAL}, {product}": run}
+    return {f"{SEQUENTIAL}, {product}": lambda: peers.summed(size.op, multiply(x), world)}
 
 
 def torch_fused(layer: Layer) -> dict[str, peers.Run]:
