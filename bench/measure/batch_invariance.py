@@ -288,7 +288,7 @@ class Rebuilt(Method):
         """Set the tile of each product and the number of programs of the sum for these sizes."""
         m, hidden = batch.normed.shape
         for weight in (weights.qkv, weights.out, weights.gate_up, weights.down):
-            x, out = torch.zeros(m, weight.shape[1], device=weight.device, dtype=BF), None
+            x = torch.zeros(m, weight.shape[1], device=weight.device, dtype=BF)
             out = torch.empty(m, len(weight), device=weight.device, dtype=BF)
             calls = {tile: lambda t=tile, x=x, w=weight, y=out: self.multiply(x, w, y, t) for tile in TILES}
             self.tiles[m, weight.shape[1], len(weight)] = fastest(calls)

@@ -148,9 +148,8 @@ class Bench(Program):
         self.eager: dict[int, LayerPlan] = {}
         self.smart: list[float] = []  # gains of smart splits over equal ones
         self.fixed |= dict(
-            op="decoder", attention="flash" if self.model.flash else "sdpa", heads=c.num_attention_heads,
-            kv_heads=c.num_key_value_heads, head_dim=c.head_dim, N=c.hidden_size, K=c.intermediate_size,
-        )  # fmt: skip
+            op="decoder", attention="flash" if self.model.flash else "sdpa", N=c.hidden_size, K=c.intermediate_size
+        )
         self.log(
             f"{model_name}, {gpu_model(self.world.device)}, attention {self.fixed['attention']}, link {self.link:.0f} GB/s"
         )
@@ -160,6 +159,9 @@ class Bench(Program):
         cache.keys.normal_()
         cache.values.normal_()
         return cache
+
+    def ids(self, batch: Batch) -> torch.Tensor:
+        return torch.randint(self.model.config.vocab_size, (batch.tokens,), device=self.world.device)
 
     def methods(self, tokens: int) -> dict[str, LayerPlan]:
         """Return the plans by the name of a method."""
@@ -199,7 +201,7 @@ class Bench(Program):
     # -- one batch, forward pass after forward pass
     def size(self, name: str, batch: Batch, cache: Cache) -> None:
         tokens, world, model = batch.tokens, self.world, self.model
-        ids = torch.randint(model.config.vocab_size, (tokens,), device=world.device)
+        ids = self.ids(batch)
         guess = self.a.layers * (60 + tokens * 0.4)
         methods = self.methods(tokens)
         fn = {q: self.forward(ids, batch, cache, plan) for q, plan in methods.items()}
@@ -227,16 +229,12 @@ class Bench(Program):
         c, w = model.config, world.size
         received = 2 * self.a.layers * 2 * tokens * c.hidden_size * 2 * (w - 1) / w
         link = received / self.fixed["link_gbs"] / 1e3
-        for method, us in times.items():
-            plan = auto if method == "auto" else methods[method]
-            row = dict(name=name, M=tokens, mode="graph", method=method, us=round(us, 2), requests=batch.requests)
-            row |= dict(gemm_us=none and round(none, 2), limit_us=none and round(max(none, link), 2))
-            self.keep([row | dict(plan=json.dumps({"kind": plan.kind, **vars(plan)}))])
+        limits = dict(gemm_us=none and round(none, 2), limit_us=none and round(max(none, link), 2))
+        self.keep_times(dict(name=name, M=tokens, mode="graph", **limits), times, methods | {"auto": auto})
 
     def launched(self, name: str, batch: Batch, cache: Cache) -> None:
         """Time forward passes without a graph, whose kernels the host launches one by one."""
-        tokens = batch.tokens
-        ids = torch.randint(self.model.config.vocab_size, (tokens,), device=self.world.device)
+        tokens, ids = batch.tokens, self.ids(batch)
         plans = self.methods(tokens)
         plan = self.model.plan("auto", tokens, "eager")
         if plan not in plans.values():
@@ -249,10 +247,12 @@ class Bench(Program):
             self.eager[tokens] = replace(plan, split=0)
         times["auto"] = times[next(q for q in plans if plans[q] == plan)]
         self.log_times(f"{name}, eager", times)
-        for method, us in times.items():
-            chosen = plan if method == "auto" else plans[method]
-            row = dict(name=name, M=tokens, mode="eager", method=method, us=round(us, 2), requests=batch.requests)
-            self.keep([row | dict(plan=json.dumps({"kind": chosen.kind, **vars(chosen)}))])
+        self.keep_times(dict(name=name, M=tokens, mode="eager"), times, plans | {"auto": plan})
+
+    def keep_times(self, shape: dict[str, Any], times: dict[str, float], plans: dict[str, LayerPlan]) -> None:
+        """Keep a row for each method, with its plan."""
+        as_json = {method: json.dumps({"kind": plan.kind, **vars(plan)}) for method, plan in plans.items()}
+        self.keep(dict(shape, method=method, us=round(us, 2), plan=as_json[method]) for method, us in times.items())
 
     def log_times(self, name: str, times: dict[str, float]) -> None:
         self.log(f"{name}: {gains(times, 'sequential')}")
@@ -308,7 +308,7 @@ class Bench(Program):
         steps = steps[len(steps) // 3 :][: a.steps]
         several = max(b.requests - b.singles for b in steps)
         cache = self.cache(slots, MAX_LEN)
-        ids = [torch.randint(model.config.vocab_size, (b.tokens,), device=world.device) for b in steps]
+        ids = [self.ids(b) for b in steps]
         every: dict[str, list[Run]] = {}
         plans: dict[str, str | LayerPlan] = {
             "sequential": "plain",
@@ -336,14 +336,9 @@ class Bench(Program):
         times = time_interleaved(fns, mode="eager", calls=1, rounds=a.rounds)  # each step replays a graph
         self.log_times(f"{name}, {len(steps)} steps, {tokens} tokens", times)
         none = times.pop("no communication", None)
-        for method, us in times.items():
-            alone = none and round(none / len(steps), 2)
-            row = dict(name=f"{self.model_name}-{name}", M=CHUNK, mode="graph", method=method, plan=None)
-            row |= dict(us=round(us / len(steps), 2), gemm_us=alone, limit_us=alone)
-            self.keep([row | dict(steps=len(steps), tokens=tokens, slots=slots)])
-        del every, fns, cache
-        gc.collect()
-        torch.cuda.empty_cache()
+        alone = none and round(none / len(steps), 2)
+        shape = dict(name=f"{self.model_name}-{name}", M=CHUNK, mode="graph", gemm_us=alone, limit_us=alone, plan=None)
+        self.keep(dict(shape, method=method, us=round(us / len(steps), 2)) for method, us in times.items())
 
     def table(self) -> None:
         """Write the table of choices, in which a run of equal choices is one entry. The profile is kept if smart splits

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm
 
 import weft
-from bench.common.program import Program, options, worst_error
+from bench.common.program import Program, gains, options, worst_error
 from bench.common.resume import keep
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from weft.lang.mapping import balanced_rows
@@ -192,11 +192,8 @@ class Bench(Program):
         )
         tuned[Sequential().to_json()] = seq
         keep(world, self.a.out / "sweep.jsonl", [dict(shape, world=world.size, times=tuned)])
-        self.log(f"{m} tokens, {mode}: sequential {seq:.1f} (nccl {nccl:.1f}), limit {limit:.1f}")
-        for name in sorted(times, key=lambda n: times[n]):
-            us = times[name]
-            shown = names.get(name) or name.replace('"', "")
-            print(f"      {us:8.1f} us  {seq / us:5.2f}x  {limit / us:4.2f} of the limit  {shown}", flush=True)
+        shown = gains({names.get(method, method): us for method, us in times.items()}, "sequential")
+        self.log(f"{m} tokens, {mode}: nccl {nccl:.1f}, limit {limit:.1f} | {shown}")
 
 
 def main() -> None:
