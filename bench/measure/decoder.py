@@ -1,7 +1,7 @@
 """The decoder's benchmark: layers of Llama-3.3-70B, or of another model, over all ranks, for prefill, decode and request mixes.
 
 torchrun --nproc-per-node N -m bench.measure.decoder --out DIR [--parts prefill decode eager mixes] [--tune] [--layers 8] [--sms 116 ..]
-         [--models 70B ..] [--norms auto ..] [--ways fused ..] [--seconds S]
+         [--models 70B ..] [--norms auto ..] [--seconds S]
 
 The program appends rows to DIR/decoder.jsonl. It times all methods of one size in one interleaved run of CUDA graphs of whole forward
 passes (embedding, layers, final norm; no output head); `us` is the slowest rank's median over rounds. The methods:
@@ -44,25 +44,26 @@ from weft.nn.weave import LayerPlan, LayerTimes, Table
 from weft.planner.table import gpu_model
 
 _LLAMA_3 = dict(
-    rms_norm_eps=1e-5, rope_theta=500000.0,
+    rope_theta=500000.0,
     rope_scaling=dict(
         rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     ),
 )  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {  # the vocabulary is small: a whole output head would take longer than 8 of 80 layers
-    "70B": dict(
-        _LLAMA_3, vocab_size=1024, hidden_size=8192, intermediate_size=28672, num_attention_heads=64,
-        num_key_value_heads=8, head_dim=128,
-    ),
-    "Llama-8B": dict(
-        _LLAMA_3, vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128,
-    ),
-    "Qwen2.5-32B": dict(
-        model_type="qwen2", vocab_size=1024, hidden_size=5120, intermediate_size=27648, num_attention_heads=40,
-        num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1000000.0,
-    ),
-}  # fmt: skip
+
+
+def _model(hidden: int, inner: int, heads: int, **fields: Any) -> dict[str, Any]:
+    return dict(
+        vocab_size=1024,  # small: a whole output head would take longer than 8 of 80 layers
+        hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=8, head_dim=128,
+        rms_norm_eps=1e-5, **fields,
+    )  # fmt: skip
+
+
+MODELS = {
+    "70B": _model(8192, 28672, 64, **_LLAMA_3),
+    "Llama-8B": _model(4096, 14336, 32, **_LLAMA_3),
+    "Qwen2.5-32B": _model(5120, 27648, 40, model_type="qwen2", rope_theta=1000000.0),
+}
 PREFILL = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 HISTORY = 1024  # tokens in the cache before a decode step
@@ -182,7 +183,7 @@ class Bench(Program):
                 if plan.split != weave.halves(tokens):
                     out[f"{sms} SMs, halves{tail}"] = replace(plan, split=weave.halves(tokens))
         out["sequence"] = LayerPlan("sequence")
-        return {name: way for name, way in out.items() if name == "sequential" or name in (self.a.ways or out)}
+        return out
 
     def forward(self, ids: torch.Tensor, batch: Batch, cache: Cache, plan: LayerPlan, norm: Any = None) -> Run:
         return partial(self.model.hidden, ids, self.model.layout(batch, cache, plan), norm)
@@ -319,8 +320,6 @@ class Bench(Program):
         plans |= {f"fused, norm {norm}": LayerPlan("fused", norm=norm) for norm in a.norms[1:]}
         plans |= {"sequence": "sequence", "woven": LayerPlan("woven", norm=a.norms[-1])}
         for method, plan in plans.items():
-            if a.ways and method not in ("sequential", "no communication", *a.ways):
-                continue
             graphs = Graphs(model, cache, sizes=sizes, several=several, plan=plan)
             summing = llama.all_reduce_then_norm
             if method == "no communication":
@@ -406,7 +405,7 @@ def main() -> None:
         prefill=list(PREFILL), eager=list(PREFILL), decode=list(DECODE), mixes=list(MIXES), layers=8, sms=[116]
     )
     a = options(
-        choices=dict(models=MODELS), parts=["prefill", "decode", "mixes"], models=["70B"], ways=[], **sizes, norms=["auto"],
+        choices=dict(models=MODELS), parts=["prefill", "decode", "mixes"], models=["70B"], **sizes, norms=["auto"],
         weave_from=128, rounds=5, steps=120, tune=False, profile=16384,
     )  # fmt: skip
     world = weft.init()

@@ -32,7 +32,7 @@ import triton
 
 import weft
 from bench.common import peers
-from bench.common.program import Program, options, worst_error
+from bench.common.program import Program, gains, options, worst_error
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from bench.measure.fp8 import BF, E4M3, MODELS, RECIPES, ROWS, operands, ready, rows_of, versions
 from bench.measure.run import OPS, capturable
@@ -238,18 +238,6 @@ def taken(layer: Layer, mode: str) -> str | None:
     return None if trial is None else trial.chosen(mode).to_json()
 
 
-def summary(row: dict[str, Any]) -> str:
-    """Return the ratios to sequential, and the share of the possible saving that "auto" reached."""
-    us, base, limit = row["us"], row["us"][SEQUENTIAL], row["limit_us"]
-    ways = {way: t for way, t in us.items() if not way.startswith((SEQUENTIAL, "gemm", "comm"))}
-    ratios = " | ".join(f"{way} {base / t:.2f}x" for way, t in ways.items())
-    share = ""
-    if "weft auto" in us and limit < base:
-        share = f", auto {100 * (base - us['weft auto']) / (base - limit):.0f}% of the way"
-    size = f"{row['op']} {row['recipe']} {row['name']} {row['M']}x{row['N']}x{row['K']} {row['mode']}"
-    return f"{size}: {base:.0f} us, gemm {us['gemm']:.0f}, comm {us['comm']:.0f}, limit {limit:.0f}{share} | {ratios}"
-
-
 def main() -> None:
     recipes, modes = ["row", "block", "tensor"], ["graph", "eager"]
     choices = dict(recipes=recipes, ops=OPS, modes=modes)
@@ -259,7 +247,8 @@ def main() -> None:
     link = run.link
     for size in run.cases({f"FP8 {size}": size for size in sizes(run.world.size, a.recipes, a.ops)}):
         for row in measured(size, run.world, link, a.modes, a.rounds):
-            run.log(summary(*run.keep([row])))
+            run.keep([row])
+            run.log(f"{size}, {row['mode']}: limit {row['limit_us']:.0f} | {gains(row['us'], SEQUENTIAL)}")
     run.end()
 
 
