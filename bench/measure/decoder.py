@@ -210,7 +210,7 @@ class Bench(Program):
         fn = self.working(fn)
         if self.a.tune:
             times = self.time(fn, guess, 3)
-            self.log_times(f"tuning {name}", times)
+            self.log(f"tuning {name}: {gains(times, 'sequential')}")
             best = min((q for q in times if q in methods), key=times.__getitem__)
             plan = methods[best] if times["sequential"] / times[best] >= GAIN else LayerPlan("plain")
             usual = model.plan(replace(plan, split=0), tokens) == plan  # the split that the plan gets anyway
@@ -225,7 +225,7 @@ class Bench(Program):
         times = self.time(fn, guess, self.a.rounds)
         if same:
             times["auto"] = times[same]
-        self.log_times(name, times)
+        self.log(f"{name}: {gains(times, 'sequential')}")
         none = times.pop("no communication", None)
         c, w = model.config, world.size
         received = 2 * self.a.layers * 2 * tokens * c.hidden_size * 2 * (w - 1) / w
@@ -247,16 +247,13 @@ class Bench(Program):
             plan = plans[best] if times["sequential"] / times[best] >= GAIN else plans["sequential"]
             self.eager[tokens] = replace(plan, split=0)
         times["auto"] = times[next(q for q in plans if plans[q] == plan)]
-        self.log_times(f"{name}, eager", times)
+        self.log(f"{name}, eager: {gains(times, 'sequential')}")
         self.keep_times(dict(name=name, M=tokens, mode="eager"), times, plans | {"auto": plan})
 
     def keep_times(self, shape: dict[str, Any], times: dict[str, float], plans: dict[str, LayerPlan]) -> None:
         """Keep a row for each method, with its plan."""
         as_json = {method: json.dumps({"kind": plan.kind, **vars(plan)}) for method, plan in plans.items()}
         self.keep(dict(shape, method=method, us=round(us, 2), plan=as_json[method]) for method, us in times.items())
-
-    def log_times(self, name: str, times: dict[str, float]) -> None:
-        self.log(f"{name}: {gains(times, 'sequential')}")
 
     # -- the profile of the layer's GEMMs
     def measure_profile(self, rows: int, step: int = 128) -> None:
@@ -333,7 +330,7 @@ class Bench(Program):
         tokens = sum(b.tokens for b in steps)
         fns = {q: partial(run_all, runs) for q, runs in every.items()}
         times = time_interleaved(fns, mode="eager", calls=1, rounds=a.rounds)  # each step replays a graph
-        self.log_times(f"{name}, {len(steps)} steps, {tokens} tokens", times)
+        self.log(f"{name}, {len(steps)} steps, {tokens} tokens: {gains(times, 'sequential')}")
         none = times.pop("no communication", None)
         alone = none and round(none / len(steps), 2)
         shape = dict(name=f"{self.model_name}-{name}", M=CHUNK, mode="graph", gemm_us=alone, limit_us=alone, plan=None)
