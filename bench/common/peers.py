@@ -28,10 +28,10 @@ def cublas_nccl(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> Run:
             return full @ w.t()
 
         return run
-    return lambda: summed(op, x @ w.t(), world)
+    return lambda: sum_over_ranks(op, x @ w.t(), world)
 
 
-def summed(op: str, y: torch.Tensor, world: int) -> torch.Tensor:
+def sum_over_ranks(op: str, y: torch.Tensor, world: int) -> torch.Tensor:
     """Return what NCCL's collective of a sum over ranks makes of the partial sums y: this rank's rows, or y itself with all rows."""
     if op == "matmul_all_reduce":
         dist.all_reduce(y)

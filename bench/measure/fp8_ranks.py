@@ -155,7 +155,7 @@ def sequential(layer: Layer, product: str, multiply: Product) -> dict[str, peers
         }
     x = ready(product, o.x)
 
-    return {f"{SEQUENTIAL}, {product}": lambda: peers.summed(size.op, multiply(x), world)}
+    return {f"{SEQUENTIAL}, {product}": lambda: peers.sum_over_ranks(size.op, multiply(x), world)}
 
 
 def torch_fused(layer: Layer) -> dict[str, peers.Run]:

@@ -292,13 +292,13 @@ def training(results: Path, backward: bool = False) -> str:
 
 
 def filled(text: str, results: Path) -> str:
-    made = "made by bench/pages/moe_page.py"
+    origin = "made by bench/pages/moe_page.py"
     blocks = {
-        (f"{made} from bench/results", "end"): f"{one_gpu_table(results)}\n\n{growths(results)}",
+        (f"{origin} from bench/results", "end"): f"{one_gpu_table(results)}\n\n{growths(results)}",
         ("launches: made by bench/pages/one_gpu_page.py from bench/results", "end of launches"): launches(results),
-        (f"memory: {made}", "end of memory"): memory_table(),
-        (f"training: {made} from bench/results", "end of training"): training(results),
-        (f"in parts: {made} from bench/results", "end of in parts"): page_in_parts(results, sizes=False),
+        (f"memory: {origin}", "end of memory"): memory_table(),
+        (f"training: {origin} from bench/results", "end of training"): training(results),
+        (f"in parts: {origin} from bench/results", "end of in parts"): page_in_parts(results, sizes=False),
     }
     for (begin, end), block in blocks.items():
         text = between(text, f"<!-- {begin} -->", f"<!-- {end} -->", block)
