@@ -35,7 +35,7 @@ SIZE = 64 << 20  # bytes of a measured copy
 _MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
 
-def examine(measure: bool = True) -> tuple[dict[str, list[tuple[str, str]]], str, str]:
+def examine(measure: bool) -> tuple[dict[str, list[tuple[str, str]]], str, str]:
     """Return lines of (name, value) by section, the backend that weft will use, and why."""
     sections = {"versions": _versions()}
     gpus = torch.cuda.device_count()
