@@ -11,7 +11,7 @@ from triton import JITFunction
 from ..compute.elementwise import silu_mul as silu_mul_kernel
 from ..compute.elementwise import silu_mul_backward as backward_kernel
 from ..kernel_launch import Launch, prepared
-from ..op import Local, RowsCall, check_call, registered
+from ..op import Local, RowsCall, registered
 from ..plans import Plan, Sequential
 from ..prepared import Run
 from ..scaled_tensor import ScaledTensor
@@ -57,7 +57,11 @@ class SiluMul(Local[SiluCall]):
 
     def check(self, world: World, operands: SiluOperands, options: CallOptions) -> SiluCall:
         (x,), (columns, interleave) = operands, options
-        validate(x, world)
+        check_device(_OP, world, "x", x)
+        if x.dim() != 2 or x.shape[1] % 2:
+            raise ValueError(f"{_OP}: x must be [M, 2I], gate then up, got {dims(x)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{_OP}: x is {dims(x)}; bfloat16 and float16 are supported")
         return SiluCall(x.shape[0], columns, x.shape[1], interleave, x.dtype)
 
     def outputs(self, world: World, call: SiluCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -129,15 +133,6 @@ def silu_mul_blocks(x: torch.Tensor, columns: int, block: int, world: World) -> 
     """Return `silu_mul` [M, columns] of x [M, S], in which blocks of `block` gate and of as many up columns alternate;
     the last two blocks are padded."""
     return SILU_MUL(world, Sequential(), SiluOperands(x), (columns, block))
-
-
-def validate(x: torch.Tensor, world: World) -> None:
-    check_call(_OP, world)
-    check_device(_OP, world, "x", x)
-    if x.dim() != 2 or x.shape[1] % 2:
-        raise ValueError(f"{_OP}: x must be [M, 2I], gate then up, got {dims(x)}")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{_OP}: x is {dims(x)}; bfloat16 and float16 are supported")
 
 
 def launch_silu_mul(x: torch.Tensor, out: torch.Tensor, world: World, interleave: int) -> None:

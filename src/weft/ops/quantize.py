@@ -10,7 +10,7 @@ import torch
 from ..compute.quantize import LARGEST, LEAST, Groups, quantize_rows
 from ..kernel_launch import Launch
 from ..lang.jit import constants
-from ..op import Local, RowsCall, check_call, registered
+from ..op import Local, RowsCall, registered
 from ..plans import Plan, Sequential
 from ..prepared import Run
 from ..scaled_tensor import E4M3, SCALE_BLOCK, ScaledTensor, scales_shape
@@ -87,7 +87,6 @@ class Quantize(Local[QuantizeCall]):
     def check(self, world: World, operands: QuantizeOperands, options: CallOptions) -> QuantizeCall:
         (x, scale), (recipe, columns, interleave, block_rows, by_columns) = operands, options
         op = "silu_mul_quantized" if interleave else _OP
-        check_call(op, world)
         check_device(op, world, "x", x)
         if x.dim() != 2:
             raise ValueError(f"{op}: x must be 2-D, got {dims(x)}")

@@ -10,10 +10,10 @@ import torch
 
 from ..compute.elementwise import ROWS, rotate
 from ..kernel_launch import Launch
-from ..op import Local, RowsCall, check_call, registered
+from ..op import Local, RowsCall, registered
 from ..plans import Plan, Sequential
 from ..prepared import Run
-from ..tensor_checks import DTYPES, check_device, dims
+from ..tensor_checks import DTYPES, check_devices, dims
 from ..torch_library import CallOptions
 from ..world import World
 
@@ -70,11 +70,7 @@ class Rotary(Local[RotaryCall]):
 
     def check(self, world: World, operands: RotaryOperands, options: CallOptions) -> RotaryCall:
         (qkv, cos, sin, *norms), (heads, kv_heads, eps) = operands, options
-        check_call(_OP, world)
-        tensors = dict(qkv=qkv, cos=cos, sin=sin, query_norm=norms[0], key_norm=norms[1])
-        for name, t in tensors.items():
-            if t is not None:
-                check_device(_OP, world, name, t)
+        check_devices(_OP, world, operands._asdict())
         if qkv.dtype not in DTYPES:
             raise TypeError(f"{_OP}: qkv is {dims(qkv)}; bfloat16 and float16 are supported")
         parts = heads + 2 * kv_heads

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -146,24 +145,6 @@ def _gated_in_epilogue(world: World, tile: GemmTile) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class Pulls:
-    """How shards are pulled: `split` programs share a chunk, in blocks of rows x cols elements. An own chunk is copied
-    in `parts` parts, a multiple of `split`."""
-
-    split: int
-    parts: int
-    rows: int
-    cols: int
-    bulk: bool  # chunks are whole blocks, at whole blocks
-
-    @classmethod
-    def for_plan(cls, plan: FusedGather, k: int, even: bool, itemsize: int) -> Pulls:
-        chunk, rows = plan.tile.block_m * k, plan.pull_rows
-        cols, split = plan.tile.block_n // itemsize, plan.split  # as many bytes for every dtype
-        return cls(split, -(-16 // split) * split, rows, cols, even and chunk % (split * rows * cols) == 0)
-
-
 def _whole_tiles(shards: tuple[int, ...], tile: GemmTile) -> bool:
     """Return whether all shards have the same number of rows and are whole tiles."""
     return len(set(shards)) == 1 and shards[0] % tile.block_m == 0
@@ -226,10 +207,12 @@ def _pulled_launch(
     k, programs = call.k, world.sm_count * plan.per_sm
     dtype = call.operand_dtype
     even, half = _whole_tiles(call.shards, tile), half_elements(arena.half, k, dtype)
-    pull = Pulls.for_plan(plan, k, even, dtype.itemsize)
-    ch, shards = _pull_channel(world, call, plan, pull.parts)
+    rows, cols = plan.pull_rows, tile.block_n // dtype.itemsize  # a pulled block has as many bytes for every dtype
+    parts = -(-16 // plan.split) * plan.split  # the own shard's chunks are copied in this many parts
+    ch, shards = _pull_channel(world, call, plan, parts)
     view, granules = flat(world, arena.memory)
-    bulk = pull.bulk and view is not None and half % pull.cols == 0
+    whole_blocks = even and bm * k % (plan.split * rows * cols) == 0
+    bulk = whole_blocks and view is not None and half % cols == 0
     blocks = block_rows(tile, call.scaling), bk
     whole_arena = Matrix(half // k + call.rows, k, blocks)
     arena_desc = whole_arena.argument(arena.memory.local.view(dtype))
@@ -243,7 +226,7 @@ def _pulled_launch(
         own_tiles=call.shards[0] // bm if even else 0,
         arena=Halves.from_arena(arena, granules, half),
         arena_desc=arena_desc,
-        flat_desc=view.descriptor(dtype, pull.rows, pull.cols) if bulk and view else arena_desc,
+        flat_desc=view.descriptor(dtype, rows, cols) if bulk and view else arena_desc,
         ch=ch,
         shards=shards,
         **_gemm_arguments(world, call, tile, gated, trans_b),
@@ -251,11 +234,11 @@ def _pulled_launch(
             constants(
                 Pull,
                 PULL_PROGRAMS=plan.pull_programs,
-                PARTS=pull.parts,
-                SPLIT=pull.split,
+                PARTS=parts,
+                SPLIT=plan.split,
                 BULK=bulk,
-                ROWS=pull.rows,
-                COLS=pull.cols,
+                ROWS=rows,
+                COLS=cols,
                 STAGES=plan.pull_stages,
             ),
             _product(

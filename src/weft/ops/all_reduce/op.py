@@ -11,7 +11,7 @@ import torch
 from ...architectures import lacks
 from ...backends.base import Stream
 from ...backends.library_gemm import stepped
-from ...op import Op, Operands, check_call, registered
+from ...op import Op, Operands, registered
 from ...plans import (
     Decomposed,
     Multicast,
@@ -26,7 +26,7 @@ from ...plans import (
 )
 from ...prepared import Prepare, Prepared
 from ...scaled_tensor import E4M3, ScaledTensor
-from ...tensor_checks import check_device, dims, overlap
+from ...tensor_checks import check_devices, dims, overlap
 from ...torch_library import CallOptions
 from ...transport.low_latency import VECTOR
 from ...world import World
@@ -166,8 +166,7 @@ class AllReduceRmsNorm(Reduce):
         """Check the operands and options, and return the call. Raises ValueError or TypeError for every fault that this
         rank can detect alone."""
         (x, residual, weight, bias, scale), (eps, norm, out_dtype, full_residual, recipe) = operands, options
-        _check_tensors(NORM, world, dict(x=x, residual=residual, weight=weight, bias=bias, scale=scale))
-        assert x is not None
+        _check_tensors(NORM, world, operands)
         if x.dim() != 2 or x.shape[0] < 1 or x.shape[1] < 1:
             raise ValueError(f"{NORM}: x must be [M, H] with M at least 1, got {dims(x)}")
         m, h = x.shape
@@ -229,9 +228,8 @@ class AllReduce(Reduce):
     autotune_plans = (OneShot(), TwoShotLowLatency())
 
     def check(self, world: World, operands: SumOperands, options: CallOptions) -> SumCall:
-        x = operands.x
-        _check_tensors(PLAIN_SUM, world, dict(x=x))
-        return sum_call(world, x.shape, x.dtype)
+        _check_tensors(PLAIN_SUM, world, operands)
+        return sum_call(world, operands.x.shape, operands.x.dtype)
 
     def outputs(self, world: World, call: SumCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [(call.shape, call.dtype)]
@@ -402,13 +400,9 @@ def all_reduce(
     return ALL_REDUCE(world, plan, SumOperands(x), (), out)
 
 
-def _check_tensors(op: str, world: World, tensors: dict[str, torch.Tensor | None]) -> None:
-    check_call(op, world)
-    for name, t in tensors.items():
-        if t is not None or name in ("x", "weight"):
-            check_device(op, world, name, t)
-    x = tensors["x"]
-    assert x is not None
+def _check_tensors(op: str, world: World, operands: NormOperands | SumOperands) -> None:
+    check_devices(op, world, operands._asdict())
+    x = operands.x
     if x.dtype not in SUMMED_DTYPES:
         raise TypeError(f"{op}: x is {dims(x)}; bfloat16, float16 and float32 are supported")
 
