@@ -15,13 +15,13 @@ def installed_version(*packages: str) -> str | None:
 
 
 def switched_off(switch: str) -> bool:
-    """Return whether weft's environment variable `switch` turns a plugin off: it is set to a value other than 1."""
+    """Return whether weft's environment variable `switch` turns a plugin off, that is, has a value other than 1."""
     return (os.environ.get(switch) or "1") != "1"
 
 
 def plugin_state(switch: str, allowed: str) -> str:
-    """Return whether a plugin is on, as set by two environment variables: `switch`, weft's own, and `allowed`, the
-    engine's list."""
+    """Return whether a plugin is on. Two environment variables decide this: `switch`, which is weft's own, and
+    `allowed`, which is the engine's list of plugins."""
     if switched_off(switch):
         return f"the plugin is off by {switch}={os.environ[switch]}"
     names = os.environ.get(allowed)

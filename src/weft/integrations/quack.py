@@ -1,10 +1,11 @@
 """quack's GEMM (CuTe DSL), if weft[quack] is installed.
 
-In its kernels for Hopper two consumer warp groups alternate on the tensor cores ("ping-pong"). They are faster than
-cuBLAS on many shapes and slower on some (docs/guide.md), so weft times both for each shape (backends/library_gemm.py).
+In quack's kernels for Hopper, two consumer warp groups alternate on the tensor cores ("ping-pong"). The kernels are
+faster than cuBLAS on many shapes and slower on some (docs/guide.md), so weft times both libraries for each shape
+(backends/library_gemm.py).
 
-quack's GEMM can also wait: before it loads rows of A it waits for the flag of their shard (`flag_gated`). If its
-results are correct (`waits`), plan="auto" of all-gather + GEMM times it.
+quack's GEMM can also wait for flags: before it loads rows of A, it waits for the flag of the shard that contains them
+(`flag_gated`). If the results of this GEMM are correct (`waits`), plan="auto" of all-gather + GEMM times it as well.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .. import architectures
 from ..backends.library_gemm import Form, GemmFunction, is_close
 from . import installed_version
 
-OLDEST, BEFORE = (0, 6, 5), (0, 7)  # supported versions of quack-kernels: from OLDEST, before BEFORE
+OLDEST, BEFORE = (0, 6, 5), (0, 7)  # the supported quack-kernels: from OLDEST up to, but not including, BEFORE
 FORMS = (Form(128, 192, 2, True), Form(128, 160, 2, True), Form(128, 256, 2, False))
 
 
@@ -38,7 +39,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 @functools.cache
 def lacks() -> str | None:
-    """Return the reason why quack's GEMM is not used in this process, or None."""
+    """Return the reason why this process cannot use quack's GEMM, or None if it can."""
     version = installed()
     if version is None:
         return "not installed (pip install weft[quack])"
@@ -69,7 +70,7 @@ def product(form: Form) -> GemmFunction:
 
 
 def products() -> list[GemmFunction]:
-    """Return all forms of the GEMM. Their arguments are x, weight, out, and starts for a grouped GEMM."""
+    """Return all forms of the GEMM. Each form has the arguments x, weight and out; a grouped GEMM also has starts."""
     return [product(form) for form in FORMS]
 
 
@@ -82,10 +83,11 @@ def flag_gated(
     me: int,
     form: Form,
 ) -> None:
-    """Compute out = x @ weight.T for x [M, K] of equal shards, one for each of `flags` (int32). The GEMM loads rows of
-    shard s once flags[s] >= call (int32 [1] on the device), starting with this rank's shard, `me`, then in ring order.
-    The wait has no timeout, and every SM polls in no particular order: an operation that sets a flag must be ordered
-    after the rows, need no SM, and run even if a peer fails (docs/protocol.md, "Flags of the copy engine")."""
+    """Compute out = x @ weight.T, where x [M, K] consists of equal shards, one for each of `flags` (int32). The GEMM
+    loads rows of shard s once flags[s] >= call (int32 [1] on the device). It starts with this rank's shard, `me`, and
+    continues in ring order. The wait has no timeout, and the SMs poll in no particular order. So the operation that
+    sets a flag must be ordered after the copy of the rows, must need no SM, and must run even if a peer fails
+    (docs/protocol.md, "Flags of the copy engine")."""
     from quack.gemm import AllGatherArguments, gemm
 
     waiting = AllGatherArguments(flags, call, flags.numel(), me)
@@ -95,9 +97,9 @@ def flag_gated(
 
 @functools.cache
 def waits(form: Form, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `flag_gated` computes correct results in this form, for a product whose flags are set. The check
-    compiles the kernel, which takes seconds if quack has not cached it."""
-    generator = torch.Generator(device).manual_seed(0)  # does not change the user's generator
+    """Return whether `flag_gated` computes correct results in this form, for a product whose flags are already set. The
+    check compiles the kernel, which takes seconds unless quack has cached the compiled kernel."""
+    generator = torch.Generator(device).manual_seed(0)  # a generator of its own leaves the user's unchanged
     x, weight = (torch.randn(512, 256, device=device, generator=generator).to(dtype) for _ in range(2))
     out, call = torch.empty(512, 512, device=device, dtype=dtype), torch.ones(1, device=device, dtype=torch.int32)
 

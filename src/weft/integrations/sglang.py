@@ -1,10 +1,10 @@
-"""weft in SGLang: `pip install weft` into SGLang's environment, and `--enable-layernorm-sp`.
+"""weft in SGLang: run `pip install weft` in SGLang's environment, and start SGLang with `--enable-layernorm-sp`.
 
 With that option SGLang (0.5.20 and later) shards the tokens of a prefill between the sublayers of a dense layer, and
 calls torch's fused operators, `symm_mem.fused_all_gather_matmul` and `symm_mem.fused_matmul_reduce_scatter`, for the
-GEMMs before and after. weft's entry point in the group `sglang.srt.plugins` replaces these by weft's operators
-(`weft.torch.async_tp`) in every process, and extends the option to architectures whose decoder layers declare the same
-stages as Qwen3's decoder layers.
+GEMMs before and after. weft's entry point in the group `sglang.srt.plugins` replaces these operators by weft's
+(`weft.torch.async_tp`) in every process. It also extends the option to architectures whose decoder layers declare the
+same stages as Qwen3's decoder layers.
 
 WEFT_SGLANG=0 turns the plugin off, and so does SGLANG_PLUGINS without "weft".
 """
@@ -18,7 +18,7 @@ import logging
 from . import installed_version, plugin_state, switched_off
 from .torch_async_tp import AsyncTP, async_tp
 
-log = logging.getLogger("sglang.weft")  # SGLang shows the loggers below its own name
+log = logging.getLogger("sglang.weft")  # SGLang shows only the loggers below its own name
 WEFT_SGLANG = "WEFT_SGLANG"  # the environment variable that turns the plugin off with 0
 LAYERNORM_SP = "sglang.srt.layers.layernorm_sp"
 CALLERS = {  # the functions that call torch's fused operators, and their parameters
@@ -59,6 +59,6 @@ def state() -> str:
 
 
 def report() -> str:
-    """Return a line for each of torch's fused operators: how many of its calls weft served in this process, and how
-    many it did not."""
+    """Return a line for each of torch's fused operators, with the number of calls in this process that weft computed
+    and the number that torch computed."""
     return _served[-1].report() if _served else "weft serves nothing here"

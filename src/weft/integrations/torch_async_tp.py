@@ -1,15 +1,16 @@
-"""torch's asynchronous tensor parallelism, served by weft.
+"""torch's asynchronous tensor parallelism, computed by weft.
 
-torch.compile's micro-pipeline pass and eager libraries call torch's operators for a GEMM with a collective:
+torch.compile's micro-pipeline pass and eager libraries call four operators of torch that fuse a GEMM with a collective:
 
     symm_mem.fused_all_gather_matmul             all_gather(A) @ B for one B or several
     symm_mem.fused_matmul_reduce_scatter         reduce_scatter(A @ B)
     symm_mem.fused_all_gather_scaled_matmul      the same for 8-bit operands with scales by tensor or by row
     symm_mem.fused_scaled_matmul_reduce_scatter
 
-`async_tp` registers weft's operators in their place in the dispatcher, so that no code or graph changes. torch's own
-implementation computes the calls that weft does not, which are counted with the reason. The choice depends only on what
-all ranks share (shapes, dtype, dimension, group), so all ranks make the same choice.
+`async_tp` registers weft's operators in place of torch's in the dispatcher, so that neither code nor graphs change.
+Where weft does not support a call, torch's own implementation computes it, and weft counts the call with the reason.
+The choice depends only on properties that are equal on all ranks (shapes, dtype, dimension, group), so all ranks make
+the same choice.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ FUSED_GATHER, FUSED_SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_sc
 SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
 NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 
-_active: list[AsyncTP] = []  # calls use the plan of the last one, and all count them
+_active: list[AsyncTP] = []  # calls use the plan of the last AsyncTP, and every AsyncTP counts them
 _libraries: list[torch.library.Library] = []  # weft's registrations with the dispatcher
 _worlds: dict[str, World] = {}  # by the group's name
 
@@ -52,21 +53,23 @@ def async_tp(*groups: ProcessGroup | World, plan: str | Plan = "auto") -> AsyncT
 
     Args:
         groups: the tensor-parallel groups for which torch.compile's micro-pipeline pass is enabled. Without groups,
-            only explicit calls of the operators are served. A World stands for its group, and serves it.
-        plan: as in `weft.all_gather_matmul` and `weft.matmul_reduce_scatter`: "auto" or a kind that both have.
+            weft computes only explicit calls of the operators. A World may be given in place of its group, and then
+            computes the group's calls.
+        plan: the plan of `weft.all_gather_matmul` and `weft.matmul_reduce_scatter`: "auto" or a kind that both have.
 
     Returns:
-        an AsyncTP, which counts calls, and restores torch's operators as a context manager or by `close()`.
+        an AsyncTP, which counts calls. It restores torch's operators at the end of its context, or in `close()`.
 
-    Raises ValueError for a plan that one of the two does not have. At a group's first use `weft.init`, a collective of
-    the group's ranks, makes its World.
+    Raises ValueError for a plan that one of the two operators does not have. At the first use of a group, `weft.init`,
+    which is a collective of the group's ranks, makes the group's World.
     """
     return AsyncTP(groups, plan)
 
 
 class AsyncTP(contextlib.AbstractContextManager["AsyncTP"]):
-    """weft's service of torch's operators. `served` counts weft's calls by operator, `fell_through` torch's calls by
-    (operator, reason). Calls from compiled code are counted, replays of CUDA graphs are not."""
+    """weft's implementation of torch's operators. `served` counts the calls that weft computed, by operator;
+    `fell_through` counts the calls that torch computed, by (operator, reason). Both include calls from compiled code,
+    but not replays of CUDA graphs."""
 
     def __init__(self, groups: Sequence[ProcessGroup | World], plan: str | Plan) -> None:
         for op in (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER):
@@ -86,7 +89,8 @@ class AsyncTP(contextlib.AbstractContextManager["AsyncTP"]):
         _active.append(self)
 
     def close(self) -> None:
-        """Restore torch's operators, once no other AsyncTP is active. Compiled code then calls torch's own."""
+        """Restore torch's operators if no other AsyncTP is active. Compiled code then calls torch's operators as
+        well."""
         if self in _active:
             _active.remove(self)
             self._undo.close()
@@ -98,15 +102,15 @@ class AsyncTP(contextlib.AbstractContextManager["AsyncTP"]):
         self.close()
 
     def report(self) -> str:
-        """Return a line for each operator that was called, with its counts."""
+        """Return a line for each operator that was called, with the counts of its calls."""
         lines = [f"{name}: {n} served" for name, n in sorted(self.served.items())]
         lines += [f"{name}: {n} by torch ({why})" for (name, why), n in sorted(self.fell_through.items())]
         return "\n".join(lines) or "none of torch's fused operators was called"
 
 
 class Factor(NamedTuple):
-    """A weight [K, N], and the bias of its product with x. For a weight in e4m3 also its scales, and the dtype and the
-    accumulation of the product."""
+    """A weight [K, N], and the bias of its product with x. A weight in e4m3 also has scales, and the dtype and the
+    accumulation mode of the product."""
 
     weight: Tensor
     scales: Tensor | None = None
@@ -128,7 +132,8 @@ class Factor(NamedTuple):
 
 # -- the operators -----------------------------------------------------------------------------------------------------
 def rows_of(front: Tensor, scales: Tensor | None) -> Activation:
-    """Return the rows of front [.., K], with their scales if there are any: one for each row, or one for all."""
+    """Return the rows of front [.., K], with their scales if there are any: one scale for each row, or one for all
+    rows."""
     rows = front.flatten(0, -2)
     if scales is None:
         return rows
@@ -140,9 +145,9 @@ def rows_of(front: Tensor, scales: Tensor | None) -> Activation:
 def gather(
     world: World, x: Tensor, scales: Tensor | None, factors: Sequence[Factor], dim: int, return_gathered: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return all_gather(x) along `dim`, or None without `return_gathered`, and its products with the factors. The
-    ranks' x [.., K] follow one another along `dim`, which is not the last dimension. scales: the scales of an x in
-    e4m3, one for each row or one for all.
+    """Return all_gather(x) along `dim`, or None without `return_gathered`, and the products of the gathered x with the
+    factors. The gather concatenates the ranks' x [.., K] along `dim`, which is not the last dimension. `scales` are the
+    scales of an x in e4m3, one for each row or one for all rows.
 
     The widest weight's GEMM overlaps the gather; the other GEMMs follow. A weight that is the transpose of a contiguous
     matrix, as in `torch.nn.Linear`, is used in place; any other weight is copied.
@@ -173,8 +178,8 @@ def gather(
 
 
 def scatter(world: World, front: Tensor, scales: Tensor | None, factor: Factor, dim: int, reduce_op: str) -> Tensor:
-    """Return this rank's part along `dim`, which is not the last dimension, of the sum or the average over ranks of
-    front @ factor. In front [.., K] `dim` is the first dimension."""
+    """Sum or average front @ factor over the ranks, and return this rank's part along `dim`, which is not the last
+    dimension. `front` [.., K] has `dim` as its first dimension."""
     arguments = factor.arguments(rows_of(front, scales))
     y = matmul_reduce_scatter(*arguments, world=world, plan=_active[-1].plan, **factor.options)
     total = y.view(front.shape[0] // world.size, *front.shape[1:-1], y.shape[1]).movedim(0, dim).contiguous()
@@ -249,12 +254,12 @@ def _scaled_reduce_scatter(
 
 # -- which calls weft computes -----------------------------------------------------------------------------------------
 class NotServed(Exception):
-    """The reason why weft does not compute a call."""
+    """weft does not compute a call, for the reason in the message."""
 
 
 def _with_fallback(name: str, compute: Callable[..., object]) -> Callable[..., object]:
-    """Return weft's implementation of an operator: `compute`, and torch's own for calls for which `compute` raises
-    NotServed. It counts the calls."""
+    """Return weft's implementation of an operator. It calls `compute`, or torch's implementation if `compute` raises
+    NotServed, and counts the calls."""
 
     def run(x: Tensor, *args: object, **kwargs: object) -> object:
         try:
@@ -277,7 +282,7 @@ def _check_operands(
     group_name: str, x: Tensor, weights: Sequence[Tensor], dim: int, dtype: torch.dtype | None = None
 ) -> None:
     """Raise NotServed for operands that weft does not multiply. This check runs before the World is made, since a fake
-    group has none. `dtype` is the dtype of the operands; None: a 16-bit dtype."""
+    group cannot have a World. `dtype` is the dtype that the operands must have; None means either 16-bit dtype."""
     if _symm_mem()._is_test_mode:
         raise NotServed("torch's test mode")
     if not _has_world(group_name, x):
@@ -296,7 +301,7 @@ def _check_operands(
 def _check_scales(
     weight: Tensor, x_scale: Tensor, scale: Tensor, result_scale: Tensor | None, dtype: torch.dtype | None
 ) -> None:
-    """Raise NotServed for scales with which weft does not multiply."""
+    """Raise NotServed for scales of a kind that weft does not support."""
     if result_scale is not None:
         raise NotServed("a scale of the result")
     if dtype not in DTYPES:
@@ -321,7 +326,7 @@ def _world_of_scatter(group_name: str, reduce_op: str, rows: int) -> World:
 
 
 def _native(x: Tensor, weights: Sequence[Tensor], dim: int, group_name: str) -> bool:
-    """Return whether torch would use the kernel that the environment variable NATIVE requests."""
+    """Return whether torch would use its native kernel, which the environment variable NATIVE requests."""
     return NATIVE in os.environ and _symm_mem()._should_use_fused_all_gather_matmul_native(x, weights, dim, group_name)
 
 
@@ -341,7 +346,7 @@ def _world(group_name: str) -> World:
         return World._all[group_name]
     group = _group(group_name)
     world = _worlds.get(group_name)
-    if world is None or world.group is not group:  # a new group may have the name of a destroyed one
+    if world is None or world.group is not group:  # a new group may have the same name as a destroyed group
         world = _worlds[group_name] = init(group)
     return world
 
@@ -360,7 +365,7 @@ def _symm_mem() -> ModuleType:
 
 
 def _torchs(name: str, x: Tensor) -> Callable[..., object]:
-    """Return torch's own implementation: the registered one for tensors on GPUs, else its fallback."""
+    """Return torch's own implementation: the registered operator for tensors on GPUs, else torch's fallback."""
     function: Callable[..., object] = getattr(_symm_mem(), f"_{name}" if x.is_cuda else f"_{name}_fallback")
     return function
 

@@ -5,9 +5,9 @@ operators.
     w1, w3    ColwiseParallel(input_layouts=Shard(1))     all-gather + GEMM, one gather for all linears with the same x
     w2        RowwiseParallel(output_layouts=Shard(1))    GEMM + reduce-scatter
 
-They are subclasses of torch's styles with weft's forward. torch splits the parameters, so that state dicts, checkpoints
-and optimisers see the same DTensors. torch's own code runs the calls that weft does not compute (layouts without a
-collective at the GEMM, other dtypes, groups without a World); `report` lists these with the reasons.
+These classes are subclasses of torch's styles with weft's forward. torch splits the parameters, so that state dicts,
+checkpoints and optimisers see the same DTensors. Calls that weft does not support (layouts without a collective at the
+GEMM, other dtypes, groups without a World) run torch's own code; `report` lists these with the reasons.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .torch_async_tp import world_of
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "report"]
 
-STYLED = "_weft_parallel"  # where a module stores its Styled
+STYLED = "_weft_parallel"  # the attribute in which a module stores its Styled
 
 
 @dataclass
@@ -72,8 +72,8 @@ else:
 
 
 class _LinearStyle(_TorchStyle):
-    """A mixin that precedes one of torch's styles: torch splits the parameters of an `nn.Linear`, and `_linear` is its
-    forward."""
+    """A mixin that precedes one of torch's styles among the base classes. torch splits the parameters of an
+    `nn.Linear`, and `_linear` becomes the forward of the linear."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class _LinearStyle(_TorchStyle):
         self.plan = plan
 
     def _op(self, output_layouts: Placement | None) -> Op:
-        """Return the operator of `plan`."""
+        """Return the operator that runs `plan`."""
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -109,13 +109,14 @@ class _LinearStyle(_TorchStyle):
 
 
 class ColwiseParallel(_LinearStyle, style.ColwiseParallel):
-    """torch's ColwiseParallel, where an `nn.Linear` with input_layouts=Shard(d), for any dimension d but the last, is
-    an all-gather + GEMM (`weft.all_gather_matmul`), and its gradient a GEMM + reduce-scatter.
+    """torch's ColwiseParallel with weft's operators. An `nn.Linear` with input_layouts=Shard(d), for any dimension d
+    but the last, becomes an all-gather + GEMM (`weft.all_gather_matmul`), and its gradient becomes a GEMM +
+    reduce-scatter.
 
-    Consecutive modules with the same input (queries, keys and values; gate and up) share one gather, which the first
-    module's GEMM overlaps. The gathered rows are saved for the backward pass, as in torch. Each module gathers
-    separately under torch.inference_mode, where tensors do not count writes, and in a CUDA graph capture, which has
-    separate memory; under torch.no_grad modules share.
+    Consecutive modules with the same input (queries, keys and values; gate and up) share one gather, which overlaps the
+    first module's GEMM. The gathered rows are saved for the backward pass, as in torch. Each module gathers separately
+    under torch.inference_mode, where tensors do not count writes, and in a CUDA graph capture, which has separate
+    memory; under torch.no_grad modules share the gather.
 
     `plan` is a plan of `weft.all_gather_matmul`; any other raises ValueError. Tensors are bfloat16 or float16, or under
     autocast to one of them.
@@ -138,12 +139,12 @@ class ColwiseParallel(_LinearStyle, style.ColwiseParallel):
 
 
 class RowwiseParallel(_LinearStyle, style.RowwiseParallel):  # type: ignore[misc]
-    """torch's RowwiseParallel, where an `nn.Linear` with output_layouts=Shard(d), for any dimension d but the last, is
-    a GEMM + reduce-scatter (`weft.matmul_reduce_scatter`), its gradient an all-gather + GEMM, and an `nn.Linear` with
-    Replicate() a GEMM + all-reduce (`weft.matmul_all_reduce`).
+    """torch's RowwiseParallel with weft's operators. An `nn.Linear` with output_layouts=Shard(d), for any dimension d
+    but the last, becomes a GEMM + reduce-scatter (`weft.matmul_reduce_scatter`), and its gradient becomes an all-gather
+    + GEMM. An `nn.Linear` with Replicate() becomes a GEMM + all-reduce (`weft.matmul_all_reduce`).
 
     `plan` is a plan of the operator; any other raises ValueError. Tensors are bfloat16 or float16, or under autocast to
-    one of them. If the ranks do not divide the dimension, torch's own code runs.
+    one of them. If the size of dimension d is not a multiple of the number of ranks, torch's own code runs.
     """
 
     def _op(self, output_layouts: Placement | None) -> Op:
@@ -166,8 +167,8 @@ class RowwiseParallel(_LinearStyle, style.RowwiseParallel):  # type: ignore[misc
 
 
 class SequenceParallel(style.SequenceParallel):
-    """torch's SequenceParallel, for norms. The module runs on this rank's rows without a DTensor at every operator, and
-    the ranks sum the gradients of its parameters."""
+    """torch's SequenceParallel for norms, without the cost of DTensors. The module computes on plain tensors of this
+    rank's rows, and the ranks sum the gradients of its parameters."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_module(module, device_mesh, self._replicate_module_fn)
@@ -177,7 +178,7 @@ class SequenceParallel(style.SequenceParallel):
         module_forward: Callable[[Tensor], Tensor] = vars(module)[STYLED].forward
         world = world_of(mesh.get_group().group_name, x)
         why = None if world is not None else f"a group on {x.device.type}"
-        if not module._parameters:  # such as a dropout, which torch draws differently on each rank
+        if not module._parameters:  # for example a dropout, for which torch draws different numbers on each rank
             why = "no parameters"
         elif isinstance(x, DTensor) and x.placements != self.sequence_sharding:
             why = f"x has {x.placements[0]}"
@@ -217,8 +218,8 @@ class SummedGradient(torch.autograd.Function):
 # -- the ops -----------------------------------------------------------------------------------------------------------
 @dataclass
 class LinearOperands:
-    """The local operands of a call, in the dtype of its computation. `bias` is this rank's shard for a column-parallel
-    linear, the full bias for a row-parallel one."""
+    """The local operands of a call, in the dtype in which the product is computed. `bias` is this rank's shard for a
+    column-parallel linear, and the full bias for a row-parallel linear."""
 
     x: Tensor
     weight: Tensor
@@ -227,7 +228,8 @@ class LinearOperands:
 
 @dataclass
 class Gathered:
-    """The rows that were gathered last, for later modules with the same x: the same tensor, not written since."""
+    """The rows that were gathered last. Later modules reuse them if their x is the same tensor and has not been written
+    since."""
 
     x: weakref.ref[Tensor]
     version: int
@@ -236,8 +238,8 @@ class Gathered:
     served: set[int] = field(default_factory=set)
 
     def serves(self, x: Tensor, key: tuple[object, ...], module: nn.Module) -> bool:
-        """Return whether these are the rows that the module would gather from x. A module that asks again runs in a
-        later pass, and gathers again."""
+        """Return whether these are the rows that the module would gather from x. A second call by the same module
+        belongs to a later pass, so the module gathers again."""
         same = self.x() is x and (self.version, self.key) == (x._version, key)
         return same and id(module) not in self.served
 
@@ -275,8 +277,8 @@ def _forget(name: str, reference: weakref.ref[Tensor]) -> None:
 
 
 def reduced_linear(world: World, operands: LinearOperands, dim: int | None, plan: str | Plan) -> Tensor:
-    """Return this rank's part along `dim`, or all if `dim` is None, of the sum over ranks of x @ weight.T, plus
-    bias."""
+    """Sum x @ weight.T over the ranks and add the bias. Return this rank's part along `dim`, or all of it if `dim` is
+    None."""
     if dim is None:
         y = matmul_all_reduce(operands.x.flatten(0, -2), operands.weight, operands.bias, world=world, plan=plan)
         return y.view(*operands.x.shape[:-1], y.shape[1])
@@ -308,7 +310,7 @@ def _linear_operands(
 
 
 def _row_dimension(layout: Placement, x: Tensor) -> int | None:
-    """Return the dimension, not the last, along which x is sharded; None for any other layout."""
+    """Return the dimension along which x is sharded, unless it is the last dimension; None for any other layout."""
     if type(layout) is not Shard:
         return None
     dim = layout.dim % x.dim()
@@ -316,7 +318,7 @@ def _row_dimension(layout: Placement, x: Tensor) -> int | None:
 
 
 def _styled(module: nn.Module, forward: Callable[..., Tensor]) -> nn.Module:
-    """Make `forward` the module's forward. Its first argument is the module."""
+    """Make `forward` the module's forward. The first argument of `forward` is the module."""
     vars(module)[STYLED] = Styled(module.forward, "not called yet")
     module.forward = MethodType(forward, module)
     return module
