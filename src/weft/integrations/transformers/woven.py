@@ -62,7 +62,7 @@ class Woven:
         return twin
 
     def follow(self, *shards: Bound) -> None:
-        """From now on bind these shards to their current parameters at the start of every pass."""
+        """Bind these shards to their current parameters at the start of every later pass."""
         self.parameters += [shard.parameters for shard in shards]
         self.undo += [shard.parameters.release for shard in shards]
 

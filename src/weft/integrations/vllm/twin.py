@@ -233,8 +233,8 @@ def padded(name: str, rows: Tensor | None, further: int) -> Tensor | None:
 
 @contextmanager
 def padded_slots(context: VllmObject, further: int) -> Iterator[None]:
-    """In this context padding tokens have no slot in the KV cache: their slot is -1, as in vLLM. Otherwise some kernels
-    would write a slot for each padding token."""
+    """Set the slot of padding tokens in the KV cache to -1 (none), as in vLLM, while the context is active. Otherwise
+    some kernels would write a slot for each padding token."""
     slots, padding = context.slot_mapping, getattr(context, "is_padding", None)
     tensors = {id(t): t for t in (slots or {}).values()}
     longer = {key: pad(t, (0, further), value=-1) for key, t in tensors.items()}
