@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 import weft
-from bench.common.program import worst_error
-from bench.common.timing import RIGHT, error_of
+from bench.common.program import is_right
 from weft.cost.model import SHOTS
 from weft.cost.signaled import SINGLE
 from weft.integrations import quack
@@ -40,6 +39,6 @@ def working(op: str, world: weft.World, x: torch.Tensor, w: torch.Tensor) -> dic
     moved = x.numel() * world.size if op == "all_gather_matmul" else x.shape[0] * w.shape[0]
     for plan in [Sequential(), *candidates(op, world.size, moved * x.element_size())]:
         call = partial(fn, x, w, world=world, plan=plan)
-        if worst_error(world, f"{op} {plan}", call, lambda y: error_of(y, expected)) < RIGHT:
+        if is_right(world, f"{op} {plan}", call, expected):
             todo[plan.to_json()] = call
     return todo

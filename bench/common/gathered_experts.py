@@ -78,9 +78,9 @@ def quack_experts(layer: Layer, forms: Sequence[Form]) -> Experts:
     return run
 
 
-def installed(world: weft.World, seconds: float = 75) -> tuple[dict[str, Callable[[Layer], Experts]], dict[str, str]]:
+def installed(world: weft.World) -> tuple[dict[str, Callable[[Layer], Experts]], dict[str, str]]:
     """Return, for each library that is installed, a function that makes its experts, and its version. Rank 0 compiles
-    quack's forms within `seconds`. Collective."""
+    quack's forms within 75 s. Collective."""
     makers: dict[str, Callable[[Layer], Experts]] = {}
     versions: dict[str, str] = {}
     if version := vllm_version():
@@ -88,7 +88,7 @@ def installed(world: weft.World, seconds: float = 75) -> tuple[dict[str, Callabl
     if lacks := quack.lacks():
         print(f"rank {world.rank}, quack: {lacks}", flush=True)
         return makers, versions
-    shared = [usable(seconds) if world.rank == 0 else None]
+    shared = [usable(75) if world.rank == 0 else None]
     dist.broadcast_object_list(shared)
     if forms := shared[0]:
         makers["quack"], versions["quack"] = partial(quack_experts, forms=forms), str(quack.installed())

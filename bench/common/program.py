@@ -21,7 +21,7 @@ import torch.distributed as dist
 import weft
 from bench.common import peers
 from bench.common.resume import BEGAN, keep, unfinished
-from bench.common.timing import RIGHT
+from bench.common.timing import RIGHT, error_of
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -129,3 +129,8 @@ def worst_error(
     if not largest < RIGHT and world.rank == 0:
         print(f"left out: {name}: {largest} {reason}", flush=True)
     return largest
+
+
+def is_right(world: weft.World, name: str, call: Callable[[], Any], expected: torch.Tensor) -> bool:
+    """Return whether two calls return the expected tensor, but for rounding, on every rank. Collective."""
+    return worst_error(world, name, call, lambda result: error_of(result, expected)) < RIGHT

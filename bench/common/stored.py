@@ -35,7 +35,6 @@ class Row:
     collective alone, if the run timed them. date: in ISO form, "" in old rows of tuning runs."""
 
     run: str
-    name: str
     world: int
     call: TimedCall
     gemm: float | None
@@ -68,7 +67,7 @@ def rows(machine: str, results: Path = RESULTS) -> list[Row]:
                 ran = plan_of(r["op"], plan) if plan.startswith("{") else None
                 if ran:
                     call = TimedCall(r["op"], ran.to_json(), r["M"], r["N"], r["K"], r["mode"], us)
-                    out.append(Row(path.stem, r["name"], r["world"], call, times.get("gemm"), None, r.get("date", "")))
+                    out.append(Row(path.stem, r["world"], call, times.get("gemm"), None, r.get("date", "")))
     for path in sorted((results / machine).glob("*.jsonl")):
         if path.stem not in OPS:
             continue
@@ -78,7 +77,7 @@ def rows(machine: str, results: Path = RESULTS) -> list[Row]:
             text = r["plan"] or default_plans.get(r["method"])
             if text and (plan := plan_of(r["op"], text)):
                 call = TimedCall(r["op"], plan.to_json(), r["M"], r["N"], r["K"], r["mode"], r["us"])
-                out.append(Row("benchmark", r["name"], r["world"], call, r["gemm_us"], r["comm_us"], r.get("date", "")))
+                out.append(Row("benchmark", r["world"], call, r["gemm_us"], r["comm_us"], r.get("date", "")))
     return out
 
 

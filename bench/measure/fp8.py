@@ -39,13 +39,13 @@ RECIPES = {
 }  # fmt: skip
 
 
-def form(block_m: int, block_n: int, warps: int, stages: int, per_sm: int = 1, flatten: bool = True) -> Persistent:
-    return Persistent(GemmTile(block_m, block_n, 128, warps, stages), per_sm, flatten)
-
-
 # The candidates of "auto" and, for promoted sums, a tile whose halves two warp groups split by columns, as in the sums over
 # ranks, and a tile of half the columns, for few tiles.
-PROMOTES = [*PROMOTED, form(128, 128, 8, 4, 1, False), form(128, 64, 4, 4, 2, False)]
+PROMOTES = [
+    *PROMOTED,
+    Persistent(GemmTile(128, 128, 128, 8, 4), 1, False),
+    Persistent(GemmTile(128, 64, 128, 4, 4), 2, False),
+]
 FORMS = {"tensor": list(WIDE), "row": list(WIDE), "slow": PROMOTES, "block": PROMOTES}
 # M, hidden and inner size of a rank
 QUANTIZED = [(4096, 8192, 7168), (1024, 8192, 3584), (16384, 7168, 4608), (64, 8192, 7168)]

@@ -24,8 +24,8 @@ import triton.language as tl
 
 import weft
 from bench.common import peers, shapes
-from bench.common.program import Program, gains, options, worst_error
-from bench.common.timing import RIGHT, error_of, time_interleaved
+from bench.common.program import Program, gains, is_right, options
+from bench.common.timing import time_interleaved
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
 from weft.kernel_launch import Launch, Matrix, prepared
 from weft.ops.common import Factors
@@ -101,10 +101,6 @@ class Bench(Program):
             n: round(us, 2) for n, us in time_interleaved(fns, mode=mode, calls=calls, rounds=self.a.rounds).items()
         }
 
-    def right(self, name: str, fn: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool:
-        """Return whether two calls are right on every rank."""
-        return worst_error(self.world, name, fn, lambda y: error_of(y, expected)) < RIGHT
-
     # -- parts
     def gemm(self) -> None:
         for m, n, k in self.cases({f"signaled GEMM {mnk}": mnk for mnk in self.mnk()}):
@@ -122,7 +118,7 @@ class Bench(Program):
         fns[f"{AR}, a wave a group"] = reordered(world, AR, x, w, Signaled(ctas=8, groups=(1,) * 99))
         expected = x @ w.t()
         plain(world, x, w, y, 8)
-        if not self.right("plain GEMM", lambda: y, expected):
+        if not is_right(world, "plain GEMM", lambda: y, expected):
             return
         for mode in self.a.modes:
             times = self.times(fns, mode, self.calls(m, n, k))
@@ -198,7 +194,7 @@ class Bench(Program):
             comm = peers.collective(op, m, n, k, size, BF)
         expected = seq()
         plans = self.plans(op, m, n)
-        plans = {name: p for name, p in plans.items() if self.right(f"{op} {name}", lambda p=p: run(p), expected)}
+        plans = {name: p for name, p in plans.items() if is_right(world, f"{op} {name}", lambda p=p: run(p), expected)}
         fns: Fns = {"sequential": seq, "gemm": lambda: torch.mm(x, w.t(), out=y), "comm": comm}
         fns |= {name: lambda p=p: run(p) for name, p in plans.items()}
         for mode in self.a.modes:

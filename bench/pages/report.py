@@ -69,10 +69,6 @@ class Case:
         us, limit = self.us("auto"), self.field("limit_us")
         return limit / us if us and limit else None
 
-    def best(self, methods: Iterable[str]) -> str | None:
-        """Return the fastest of `methods` that was measured here."""
-        return min((m for m in methods if m in self.rows), key=lambda m: self.rows[m]["us"], default=None)
-
     @property
     def peers(self) -> list[str]:
         return [m for m in self.rows if m.split()[0] in LIBRARIES]
@@ -248,7 +244,7 @@ def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
     for axes, mode in zip(figure.subplots(len(modes), 1, squeeze=False)[:, 0], modes, strict=True):
         shapes = cases(rows, op, world, mode)
         x = range(len(shapes))
-        peer = [c.ratio(c.best(c.peers) or "") or 0 for c in shapes]
+        peer = [max((c.ratio(p) or 0 for p in c.peers), default=0) for c in shapes]
         auto = [c.ratio("auto") or 0 for c in shapes]
         limit = [(c.us("sequential") or 0) / (c.field("limit_us") or math.inf) for c in shapes]
         if any(peer):

@@ -28,12 +28,12 @@ def _check_fields(title: str, instance: TileShape | Plan, may_be_0: Sequence[str
             continue
         numbers = value if type(value) is tuple else (value,)
         tile = isinstance(default, TileShape)
-        if type(value) is not type(default) or not (tile or all(type(v) in (int, bool) for v in numbers)):
+        if type(value) is not type(default) or not (tile or all([type(v) in (int, bool) for v in numbers])):
             expected = "a tuple of ints" if type(default) is tuple else type(default).__name__
             raise TypeError(f"{title}: {name}={value!r} must be {expected}")
         if tile or type(default) is bool:
             continue
-        if any(v < (name not in may_be_0) for v in numbers):
+        if min(numbers, default=1) < (name not in may_be_0):
             raise ValueError(f"{title}: {name}={value!r} must be at least {int(name not in may_be_0)}")
         if name in POWERS_OF_TWO and value & (value - 1):
             raise ValueError(f"{title}: {name}={value!r} must be a power of two")

@@ -29,6 +29,13 @@ def check_device(op: str, world: World, name: str, t: object) -> None:
         raise ValueError(f"{op}: {name} {dims(t)} is not on this rank's device, {world.device}")
 
 
+def check_devices(op: str, world: World, operands: Mapping[str, object]) -> None:
+    """Raise the errors of `check_device` for each operand, by name, that is not None."""
+    for name, t in operands.items():
+        if t is not None:
+            check_device(op, world, name, t)
+
+
 def check_operands(op: str, world: World, expected: Expected) -> None:
     """Raise the errors of `check_device`, ValueError for a tensor with an unexpected shape, TypeError for a tensor with
     an unexpected dtype. The error names the first wrong operand. An operand may be None."""
@@ -36,7 +43,7 @@ def check_operands(op: str, world: World, expected: Expected) -> None:
         if t is None:
             continue
         check_device(op, world, name, t)
-        if t.dim() != len(shape) or any(n not in (None, size) for size, n in zip(t.shape, shape, strict=True)):
+        if t.dim() != len(shape) or any([n not in (None, size) for size, n in zip(t.shape, shape, strict=True)]):
             words = ", ".join("any" if n is None else str(n) for n in shape)
             raise ValueError(f"{op}: {name} {dims(t)} must be [{words}]")
         if t.dtype != dtype:

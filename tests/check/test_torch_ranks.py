@@ -136,6 +136,13 @@ def by_thread_kernel(x, FORM: tl.constexpr):
             tl.inline_asm_elementwise(
                 "red.global.add.u32 [$1], 2;", "=r, l", [x], dtype=tl.int32, is_pure=False, pack=1
             )
+    elif FORM == "barrier":
+        if thread < 32:
+            tl.debug_barrier()
+    elif FORM == "return":
+        if thread != 0:
+            return
+        tl.store(x, 1)
     elif FORM == "all":
         tl.inline_asm_elementwise("red.global.add.u32 [$1], 1;", "=r, l", [x], dtype=tl.int32, is_pure=False, pack=1)
     else:
@@ -152,6 +159,39 @@ def test_threads_take_their_branches_and_run_assembly_once_each():
     assert checked(by_thread, form="branch", expected=1 + 2 * 63) is None
     assert checked(by_thread, form="all", expected=64) is None
     assert isinstance(checked(by_thread, form="address"), Unsupported)
+
+
+def test_a_branch_of_some_threads_that_the_others_would_notice_is_refused():
+    """A program whose first warp alone meets a barrier hangs, and threads that return leave the others running."""
+    error = checked(by_thread, form="barrier")
+    assert isinstance(error, Unsupported) and "a barrier in a branch that 32 of 64 threads take" in str(error)
+    error = checked(by_thread, form="return", expected=1)
+    assert isinstance(error, Unsupported) and "a return in a branch" in str(error)
+
+
+def filled_by_peer(rank: int, world_size: int, collective: str) -> None:
+    """Rank 1 writes to rank 0's memory before the collective, and rank 0 reads it after the collective."""
+    memory = Memory(rank, world_size, N)
+    memory.buffer.fill_(0)
+    memory.handle.barrier()
+    x = torch.ones(2, device="cuda")
+    if rank == 1:
+        add_kernel[(1,)](memory.handle.get_buffer(0, (N,), memory.buffer.dtype), 1.0, N)
+    if collective == "broadcast":
+        dist.broadcast(x, src=0)
+    elif collective == "all_to_all_single":
+        sends, receives = ([1, 1], [1, 0]) if rank == 0 else ([0, 1], [1, 1])
+        dist.all_to_all_single(torch.zeros(sum(receives), device="cuda"), x[: sum(sends)], receives, sends)
+    else:
+        dist.all_reduce(x)
+    if rank == 0:
+        memory.buffer.sum().item()
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "all_to_all_single", "all_reduce"])
+def test_a_collective_orders_a_rank_after_the_ranks_it_receives_from(collective):
+    error = checked(filled_by_peer, collective=collective)
+    assert error is None if collective == "all_reduce" else isinstance(error, Race), error
 
 
 def signals(rank: int, world_size: int, wait_for: int = 1) -> None:

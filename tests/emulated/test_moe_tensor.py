@@ -193,7 +193,7 @@ def test_calls_that_a_plan_does_not_support_are_sequential(caplog: pytest.LogCap
     assert error(plan=S, hidden=36) < BOUND
     assert "sequential instead of dispatched: rows must be whole 16-byte words, and H 36" in caplog.text
     assert error(plan=changed(S, block_m=32)) < BOUND
-    assert "rows lie in tiles of 16, not of 32" in caplog.text
+    assert "rows are in tiles of 16, not of 32" in caplog.text
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------

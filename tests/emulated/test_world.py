@@ -856,7 +856,7 @@ def test_repeated_launches_compute_correctly(seed: int) -> None:
 # -- expired waits -----------------------------------------------------------------------------------------------------
 
 
-def gpu_backend(words: list[int], describe: Callable[[int], str] | None = None) -> Any:
+def gpu_backend(words: list[int], describe: Callable[[int], str] = "address {:#x}".format) -> Any:
     """Return the part of a GpuBackend that `check` needs, with a record as a kernel writes it (lang/intrinsics.py)."""
     uploads = SimpleNamespace(pending=[])
     backend: Any = SimpleNamespace(rank=1, size=2, describe=describe, disagreement=None, _waits=None, uploads=uploads)

@@ -259,6 +259,9 @@ OTHERS: dict[str, tuple[str, Any]] = {
     "/": ("k / 4 + x / y", K / 4 + X / Y),
     "//": ("i // k", np.trunc(INTS / K.astype(np.float64)).astype(np.int64)),
     "%": ("i % k", np.fmod(INTS, K)),
+    "64 bits // 32 bits": ("(i.to(tl.int64) * 3) // k", np.trunc(INTS * 3.0 / K).astype(np.int64)),
+    "64 bits % 32 bits": ("(i.to(tl.int64) * 3) % k", np.fmod(INTS * np.int64(3), K)),
+    "& of numbers": ("(i & 6) + (k | 1) + (tl.sum(k, 0) & 12)", (INTS & 6) + (K | 1) + (K.sum() & 12)),
     "% of floats": ("x % y", np.fmod(X, Y)),
     "<<": ("k << 3", K << 3),
     ">>": ("i >> 2", INTS >> 2),
@@ -366,6 +369,12 @@ def test_a_function_gives_the_results_of_numpy_and_torch(kernel_of: Callable[[st
 def test_a_function_that_does_not_run_is_refused_by_name(kernel_of: Callable[[str], Any], name: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"tl\.{name} does not run in the emulator: \w+"):
         computed(kernel_of(REFUSED[name]), torch.float32)
+
+
+def test_a_descriptor_refuses_offsets_of_64_bits(kernel_of: Callable[[str], Any]) -> None:
+    kernel = kernel_of(DESC.format(block="[8, N]") + "d.load([tl.sum(k, 0).to(tl.int64), 0]).sum(0)")
+    with pytest.raises(AssertionError, match="only support 32 bit"):
+        computed(kernel, torch.float32)
 
 
 @weft.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,11 +32,9 @@ from weft.check.offline import Compiled, OfflineDriver, compile_kernel, standing
 from weft.check.ptx import (
     Instruction,
     Which,
-    descriptors,
     signals_not_by_thread_zero,
     signals_outside_first_warp,
     steps_of,
-    within,
 )
 from weft.compute.gemm import gemm_tile, matmul, whole_matmul
 from weft.compute.scaled_gemm import add_step, scaled_gemm_tile, scaled_matmul
@@ -499,6 +497,27 @@ GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
 GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__)
 POSTED = (gather_low_latency, scatter_low_latency, one_shot, two_shot_low_latency)
 ALONE = (matmul.__name__, whole_matmul.__name__, scaled_matmul.__name__)  # these wait for no other rank
+
+
+def within(step: Instruction, functions: Sequence[triton.JITFunction]) -> bool:
+    """Return whether the step comes from one of these `weft.jit` functions."""
+    for fn in functions:
+        code = fn.fn.__code__
+        last = max(line for _, _, line in code.co_lines() if line is not None)
+        if step.file == code.co_filename and code.co_firstlineno <= step.line <= last:
+            return True
+    return False
+
+
+def descriptors(ptx: str) -> list[list[str]]:
+    """Return the registers that hold the address of each tensor descriptor argument, in the order of the arguments."""
+    head = ptx[ptx.index(".entry") : ptx.index("\n{", ptx.index(".entry"))]
+    out = []
+    for param in re.findall(r"\.b8 (\w+)\[128\]", head):
+        moved = re.findall(rf"mov\.b(?:32|64)\s+(%rd?\d+), {param};", ptx)
+        moved += [r for m in moved for r in re.findall(rf"cvt\.u64\.u32\s+(%rd\d+), {m};", ptx)]  # since Triton 3.9
+        out.append([r for m in moved for r in re.findall(rf"cvta\.param\.u64\s+(%rd\d+), {m};", ptx)])
+    return out
 
 
 def private(launch: Launch, k: Compiled) -> list[str]:

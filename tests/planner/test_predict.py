@@ -28,7 +28,7 @@ from weft.backends.emulated import EmulatedBackend
 from weft.cost.decomposed import Chunking, divisions
 from weft.cost.fused import Pulling
 from weft.cost.model import ITEM, Occupancy, filled
-from weft.cost.queues import Work, side_by_side
+from weft.cost.queues import Step, Work, side_by_side
 from weft.cost.signaled import SIGNAL_COST, Moving, Signaling, groupings
 from weft.errors import WeftError
 from weft.op import REGISTRY
@@ -423,6 +423,11 @@ def test_sequential_is_the_sum_of_its_parts() -> None:
     )
 
 
+def steps_of(p: Predictor, op: str, plan: Plan, m: int, n: int, k: int) -> list[Step]:
+    """Return the start and end of each step of a call."""
+    return p.cost(op, plan).steps(p, REGISTRY[op].gemm_call(m, n, k), plan, p.parameters(op, plan))
+
+
 def test_signaled_follows_the_accumulate_rule() -> None:
     """The test computes the expected time independently, group by group."""
     m, n, k = 8192, 8192, 4096
@@ -443,7 +448,7 @@ def test_signaled_follows_the_accumulate_rule() -> None:
         under = min(max(gemm - begin, 0.0), us * 1.1)  # the transfer is slower while the GEMM runs
         done = begin + under + us - under / 1.1
     assert p.time("matmul_all_reduce", plan, m, n, k) == pytest.approx(done)
-    steps = p.steps("matmul_all_reduce", plan, m, n, k)
+    steps = steps_of(p, "matmul_all_reduce", plan, m, n, k)
     for queue in ("gemm", "comm"):
         queue_steps = [s for s in steps if s.queue == queue]
         assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(queue_steps)), (
@@ -500,7 +505,7 @@ def test_all_to_all_waits_for_the_busiest_rank() -> None:
 def test_decomposed_chunks_wait_for_their_shards() -> None:
     p = Predictor(made_up_profile())
     for groups in ((1,) * 8, (1, 1, 2, 4), (8,)):
-        steps = p.steps("all_gather_matmul", Decomposed(groups), 8192, 4096, 8192)
+        steps = steps_of(p, "all_gather_matmul", Decomposed(groups), 8192, 4096, 8192)
         gemms = [s for s in steps if s.name.startswith("gemm")]
         copies = [s for s in steps if s.name == "copy"]
         assert len(gemms) == len(groups) and len(copies) == len(groups) - (groups[0] == 1)
@@ -508,7 +513,7 @@ def test_decomposed_chunks_wait_for_their_shards() -> None:
             assert g.start >= c.end - 1e-9
         assert sum(g.end - g.start for g in gemms) >= sum(gemm_us(g * 1024, 4096, 8192) for g in groups) * 0.99
         for passes in (1, 2):
-            pushed = p.steps("matmul_reduce_scatter", Decomposed(groups, passes), 8192, 8192, 4096)
+            pushed = steps_of(p, "matmul_reduce_scatter", Decomposed(groups, passes), 8192, 8192, 4096)
             times = passes if groups == (1,) * 8 else 1
             assert [s.name for s in pushed].count("sum") == times and pushed[-1].name == "sum"
             assert [s.name for s in pushed if s.name.startswith("gemm")] == [
@@ -614,7 +619,7 @@ def test_one_group_by_copies_takes_the_sum_of_its_steps() -> None:
         + p.latency("copy", part) * Moving().copy
     )
     assert p.model(op, plan, m, n, k) == pytest.approx(expected)
-    several = p.steps(op, replace(plan, groups=(2, 2, 2, 2)), m, n, k)
+    several = steps_of(p, op, replace(plan, groups=(2, 2, 2, 2)), m, n, k)
     gemms = [s for s in several if s.name.startswith("group")]
     assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(gemms)), "the GEMMs must follow one another"
     for gemm, copy in zip(gemms, [s for s in several if s.name == "copy"], strict=True):
@@ -1347,7 +1352,7 @@ def test_two_levels_are_predicted_over_nodes() -> None:
     assert row(2, 100.0).us < two.us < row(2, 25.0).us
     scaled = ScaledPredictor(p, cluster(16), nvlink(8))
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-        steps = scaled.steps(op, TwoLevel(2), 32768, 4096, 4096)
+        steps = steps_of(scaled, op, TwoLevel(2), 32768, 4096, 4096)
         gemms, sends = ([s for s in steps if s.queue == queue] for queue in ("gemm", "comm"))
         assert all(a.end <= b.start for queue_steps in (gemms, sends) for a, b in itertools.pairwise(queue_steps))
         assert any(a.start < b.end and b.start < a.end for a in gemms for b in sends), "GEMMs and sends must overlap"

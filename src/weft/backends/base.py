@@ -127,8 +127,9 @@ class Backend(ABC):
 
     def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
         """Return the calls known so far, by rank, if some rank's call with the same number differs from `call`; else
-        None."""
-        raise NotImplementedError
+        None. Here the hosts of all ranks wait for each other."""
+        calls = self.exchange(call)
+        return dict(enumerate(calls)) if any(peer_call != call for peer_call in calls) else None
 
     def split(self, groups: Sequence[Sequence[int]]) -> Backend:
         """Return the backend of the group that contains this rank. `groups` is the same on all ranks; the ranks of a

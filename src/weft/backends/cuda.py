@@ -41,7 +41,7 @@ from ..symmetric import outlives_call
 from ..timing import cuda_clock
 from . import nodes, shared_gpu
 from .barrier import wait_word
-from .base import BETWEEN_CTAS, Arguments, Backend, CallRecord, R, SymmetricTensor, timeout_seconds
+from .base import BETWEEN_CTAS, Arguments, Backend, R, SymmetricTensor, timeout_seconds
 from .launcher import Launcher, NotingLauncher, room_of
 from .messages import Messages
 from .shared_gpu import RankDevice
@@ -99,9 +99,7 @@ class GpuBackend(Backend):
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
         self.uploads = Uploads(device)
-        self.describe: Callable[[int], str] | None = None
         self._waits: list[str] | None = None  # the ops that ranks wait in, once a wait has expired
-        self.disagreement: Callable[[Mapping[int, int]], Mismatch] | None = None
 
     @cached_property
     def ledgers(self) -> Ledgers:
@@ -118,11 +116,11 @@ class GpuBackend(Backend):
         words = self.record_words.words
         if words[0]:
             address, target, seen, tile, peer = (int(w) for w in words[1:6])
-            if words[0] == DIFFERS and self.disagreement:
+            if words[0] == DIFFERS:
                 raise self.disagreement({self.rank: target, peer: seen})
             if tile == CALL:  # the words count the calls of `same_call`
                 tile, target, seen = -1, (target >> NUMBER_BITS) % 4096, (seen >> NUMBER_BITS) % 4096
-            where = self.describe(address) if self.describe else f"address {address:#x}"
+            where = self.describe(address)
             who = "any peer" if peer < 0 else f"rank {peer}"
             after = f"expired after {timeout_seconds():g} s"
             if self._waits is None:
@@ -525,11 +523,6 @@ class CudaBackend(GpuBackend):
         torch.distributed would have to take part."""
         ranks = [dist.get_process_group_ranks(self.group)[self.rank]]
         return CudaBackend(dist.new_group(ranks, backend="gloo", use_local_synchronization=True), self.compares)
-
-    def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
-        """Compare the calls of all ranks; their hosts wait for each other."""
-        calls = self.exchange(call)
-        return dict(enumerate(calls)) if any(peer_call != call for peer_call in calls) else None
 
     def waits_of_all_ranks(self, own_wait: str) -> list[str]:
         if self._shm is None:

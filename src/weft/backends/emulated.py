@@ -356,7 +356,7 @@ class EmulatedBackend(Backend):
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: EmulatedStream) -> None:
         check_tensors("all_gather", out, x)
         self._sizes("all_gather", out, x, out.shape[0], x.shape[0] * self.size)
-        _dense("all_gather", out, x)
+        check_dense("all_gather", out, x)
 
         def work(arrivals: list[Arrival]) -> None:
             full = torch.cat([arrival.reads[0] for arrival in arrivals])
@@ -368,7 +368,7 @@ class EmulatedBackend(Backend):
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: EmulatedStream, on: str | None = None) -> None:
         check_tensors("reduce_scatter", out, x)
         self._sizes("reduce_scatter", out, x, x.shape[0], out.shape[0] * self.size)
-        _dense("reduce_scatter", out, x)
+        check_dense("reduce_scatter", out, x)
 
         def work(arrivals: list[Arrival]) -> None:
             total = sum_in_order([arrival.reads[0] for arrival in arrivals])
@@ -379,7 +379,7 @@ class EmulatedBackend(Backend):
 
     def all_reduce(self, x: torch.Tensor, stream: EmulatedStream, on: str | None = None) -> None:
         check_tensors("all_reduce", x)
-        _dense("all_reduce", x)
+        check_dense("all_reduce", x)
 
         def work(arrivals: list[Arrival]) -> None:
             total = sum_in_order([arrival.reads[0] for arrival in arrivals])
@@ -396,7 +396,7 @@ class EmulatedBackend(Backend):
         on: str | None = None,
     ) -> None:
         check_tensors("all_to_all", *outs, *inputs)
-        _dense("all_to_all", *outs, *inputs)
+        check_dense("all_to_all", *outs, *inputs)
 
         def work(arrivals: list[Arrival]) -> None:
             for receiver, arrival in enumerate(arrivals):
@@ -476,7 +476,7 @@ def _word(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _dense(name: str, *tensors: torch.Tensor) -> None:
+def check_dense(name: str, *tensors: torch.Tensor) -> None:
     """Raise ValueError for tensors that are not contiguous, since NCCL refuses them."""
     if not all(t.is_contiguous() for t in tensors):
         raise ValueError(f"{name}: tensors must be contiguous")

@@ -30,7 +30,6 @@ from ..symmetric import check_memory
 from .base import (
     Arguments,
     Backend,
-    CallRecord,
     Communicator,
     Event,
     R,
@@ -132,10 +131,6 @@ class GlooBackend(Backend):
 
     def left_out_by_rank(self) -> list[int]:
         return self._guard[4:].tolist()
-
-    def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
-        calls = self.exchange(call)
-        return dict(enumerate(calls)) if any(peer_call != call for peer_call in calls) else None
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:

@@ -24,8 +24,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from triton import JITFunction
-
 PACKAGE = Path(__file__).resolve().parents[1]
 
 # How far an ordinary store, and a bulk store, may be from its release; the worst state over all paths is kept.
@@ -155,16 +153,6 @@ def from_weft_lang(step: Instruction) -> bool:
     return step.file.startswith(f"{PACKAGE / 'lang'}/")
 
 
-def within(step: Instruction, functions: Sequence[JITFunction]) -> bool:
-    """Return whether the step comes from one of these `weft.jit` functions."""
-    for fn in functions:
-        code = fn.fn.__code__
-        last = max(line for _, _, line in code.co_lines() if line is not None)
-        if step.file == code.co_filename and code.co_firstlineno <= step.line <= last:
-            return True
-    return False
-
-
 def follow(
     state: ProtocolState, step: Instruction, broken: list[str] | None, waits: Which, signal: Which
 ) -> ProtocolState:
@@ -233,17 +221,6 @@ def paths(blocks: dict[str, BasicBlock]) -> dict[str, list[str]]:
                 if j > i and skipped & {"acquire", "acquire_by_atomic"} and not work:
                     after[name].remove(target)
     return after
-
-
-def descriptors(ptx: str) -> list[list[str]]:
-    """Return the registers that hold the address of each tensor descriptor argument, in the order of the arguments."""
-    head = ptx[ptx.index(".entry") : ptx.index("\n{", ptx.index(".entry"))]
-    out = []
-    for param in re.findall(r"\.b8 (\w+)\[128\]", head):
-        moved = re.findall(rf"mov\.b(?:32|64)\s+(%rd?\d+), {param};", ptx)
-        moved += [r for m in moved for r in re.findall(rf"cvt\.u64\.u32\s+(%rd\d+), {m};", ptx)]  # since Triton 3.9
-        out.append([r for m in moved for r in re.findall(rf"cvta\.param\.u64\s+(%rd\d+), {m};", ptx)])
-    return out
 
 
 def broken_rules(ptx: str, waits: Which = no_instruction, signal: Which = any_instruction) -> list[str]:

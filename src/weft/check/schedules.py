@@ -20,7 +20,6 @@ class Exploration:
     runs: int = 0
     schedules: int = 0  # the number of different schedules
     programs: int = 0  # kernel programs in all runs that did not fail
-    switches: list[int] = field(default_factory=list)
     modes: Counter[str] = field(default_factory=Counter)
     findings: list[tuple[int, Exception]] = field(default_factory=list)
     ran: Ran = field(default_factory=Ran)  # the kernels of the same runs
@@ -56,7 +55,6 @@ def explore(
         seen.add(report.schedule)
         out.programs += report.programs
         out.ran.add(report.ran)
-        out.switches.append(report.switches)
         out.modes[report.mode] += 1
     out.schedules = len(seen)
     return out

@@ -68,14 +68,15 @@ class _Rewriter(ast.NodeTransformer):
     `while` loops, and allows a branch that only some threads of the program take (`Branch`)."""
 
     branches = 0
+    around: tuple[str, ...] = ()  # the branches around the statement that is being visited
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-        self.generic_visit(node)
         self.branches += 1
-        name = f"__branch_{self.branches}"
-
-        def call(method: str) -> ast.expr:
-            return ast.Call(ast.Attribute(ast.Name(name, ast.Load()), method, ast.Load()), [], [])
+        name, outer = f"__branch_{self.branches}", self.around
+        self.around = (*outer, name)
+        self.generic_visit(node)
+        self.around = outer
+        call = functools.partial(_method_call, name)
 
         def part(method: str, body: list[ast.stmt]) -> ast.If:
             return ast.If(call(method), [ast.Try(body, [], [], [ast.Expr(call("leave"))])], [])
@@ -87,6 +88,11 @@ class _Rewriter(ast.NodeTransformer):
         for statement in out:
             ast.copy_location(statement, node)
         return out
+
+    def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
+        self.generic_visit(node)
+        calls = [ast.copy_location(ast.Expr(_method_call(name, "returns")), node) for name in self.around]
+        return [*calls, node]
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
@@ -113,6 +119,10 @@ class _Rewriter(ast.NodeTransformer):
         begin = ast.Assign([ast.Name(counter, ast.Store())], count)
         node.body.insert(0, ast.Expr(ast.Call(ast.Name(counter, ast.Load()), [], [])))
         return [ast.copy_location(begin, node), node]
+
+
+def _method_call(name: str, method: str) -> ast.expr:
+    return ast.Call(ast.Attribute(ast.Name(name, ast.Load()), method, ast.Load()), [], [])
 
 
 class _Reach(ast.NodeTransformer):
@@ -323,12 +333,11 @@ def _extreme(name: str) -> Function:
     return call
 
 
-def _quotient(a: int, b: int) -> int:
-    return a // b if (a < 0) == (b < 0) else -((-a) // b)
-
-
 _COMPARE: dict[str, Function] = {f"__{name}__": getattr(operator, name) for name in "lt le gt ge eq ne".split()}
-_ARITHMETIC: dict[str, Function] = {  # of integers, and of numpy's blocks
+_LOGIC: dict[str, Function] = {"__and__": operator.and_, "__or__": operator.or_}
+_COMMON: dict[str, Function] = {  # of Python's integers, and of numpy's blocks
+    **_COMPARE,
+    **_LOGIC,
     "__add__": operator.add,
     "__radd__": operator.add,
     "__sub__": operator.sub,
@@ -336,25 +345,32 @@ _ARITHMETIC: dict[str, Function] = {  # of integers, and of numpy's blocks
     "__mul__": operator.mul,
     "__rmul__": operator.mul,
 }
-_SCALAR = {
-    **_ARITHMETIC,
-    **_COMPARE,
-    "__floordiv__": _quotient,
-    "__rfloordiv__": lambda a, b: _quotient(b, a),
-    "__mod__": lambda a, b: a - b * _quotient(a, b),
-    "__rmod__": lambda a, b: b - a * _quotient(b, a),
-}
-_BLOCK = {**_ARITHMETIC, **_COMPARE, "__and__": operator.and_, "__or__": operator.or_}
+
+
+def _division(quotient: Function) -> dict[str, Function]:
+    """Return the operators that divide, from the quotient rounded to zero."""
+    return {
+        "__floordiv__": quotient,
+        "__rfloordiv__": lambda a, b: quotient(b, a),
+        "__mod__": lambda a, b: a - b * quotient(a, b),
+        "__rmod__": lambda a, b: b - a * quotient(b, a),
+    }
+
+
+_SCALAR_DIVISION = _division(lambda a, b: a // b if (a < 0) == (b < 0) else -((-a) // b))
+_BLOCK_DIVISION = _division(lambda a, b: (a - np.fmod(a, b)) // b)
 _PLAIN: dict[int, type] = {id(tl.int32): np.int32, id(tl.int64): np.int64, id(tl.float32): np.float32}
+_INTEGERS = {id(tl.int32), id(tl.int64)}
 
 
 def _fast(name: str, slow: Function) -> Function:
-    """Return a method that computes int32 scalars, and operands of one plain type, without Triton's type rules, and
-    calls `slow` otherwise."""
-    make: Callable[[int], tl.tensor] = _bool if name in _COMPARE else int32
-    scalar, block = _SCALAR.get(name), _BLOCK.get(name)
-    logic = name in ("__and__", "__or__")
-    to_bool = name in _COMPARE or logic
+    """Return a method that computes int32 scalars, and operands of plain types, without Triton's type rules, and calls
+    `slow` otherwise."""
+    compares = name in _COMPARE
+    make: Callable[[int], tl.tensor] = _bool if compares else int32
+    scalar, block = ({**_COMMON, **division}[name] for division in (_SCALAR_DIVISION, _BLOCK_DIVISION))
+    others = {id(tl.int1)} if name in _LOGIC else set() if name in _BLOCK_DIVISION else {id(tl.float32)}
+    kinds = _INTEGERS | others
     add = name in ("__add__", "__radd__")
     sign = -1 if name == "__sub__" else int(add)  # the sign of a pointer's offset; 0 if the operation has no offset
 
@@ -363,33 +379,30 @@ def _fast(name: str, slow: Function) -> Function:
         if kind is tl.constexpr:
             other = other.value
             kind = type(other)
-        if self.type is tl.int32 and scalar is not None:
+        if self.type is tl.int32:
             if kind is tl.tensor:
                 if other.type is tl.int32:
                     return make(scalar(self.handle.data.item(), other.handle.data.item()))
             elif kind is int and -(2**31) <= other < 2**31:
                 return make(scalar(self.handle.data.item(), other))
-        if block is None:
-            return slow(self, other)
         element = self.dtype
+        known, integers = id(element) in kinds, id(element) in _INTEGERS
         if kind is tl.tensor:
-            if other.dtype is element:
-                if element is tl.int1 if logic else id(element) in _PLAIN:
-                    return _tensor(
-                        block(self.handle.data, other.handle.data), tl.int1 if to_bool else element, self, other
-                    )
-            elif add and type(element) is tl.pointer_type and other.dtype in (tl.int32, tl.int64):
+            same = other.dtype is element
+            if known and (same or (integers and id(other.dtype) in _INTEGERS)):
+                common = tl.int1 if compares else element if same else tl.int64
+                return _tensor(block(self.handle.data, other.handle.data), common, self, other)
+            if add and type(element) is tl.pointer_type and id(other.dtype) in _INTEGERS:
                 offset = other.handle.data.astype(np.uint64)
                 step = max(1, element.element_ty.primitive_bitwidth // 8)
                 return _tensor(self.handle.data + offset * np.uint64(step), element, self, other)
         elif kind is int and sign and type(element) is tl.pointer_type and -(2**31) < other < 2**31:
             step = sign * max(1, element.element_ty.primitive_bitwidth // 8)
             return _tensor(self.handle.data + np.uint64(other * step % 2**64), element, self)
-        elif not logic and (
-            (kind is int and (element is tl.int32 or element is tl.int64) and -(2**31) <= other < 2**31)
-            or (kind is float and element is tl.float32)
+        elif (kind is int and integers and -(2**31) <= other < 2**31) or (
+            kind is float and known and element is tl.float32
         ):
-            return _tensor(block(self.handle.data, _PLAIN[id(element)](other)), tl.int1 if to_bool else element, self)
+            return _tensor(block(self.handle.data, _PLAIN[id(element)](other)), tl.int1 if compares else element, self)
         return slow(self, other)
 
     return method
@@ -1144,7 +1157,7 @@ def _changes() -> list[Change]:
     for space in (tl, tl.core):
         scope.set_attr(space, "dot", _dot)
         scope.set_attr(space, "inline_asm_elementwise", _inline_asm)
-    for name in dict.fromkeys((*_SCALAR, *_BLOCK)):
+    for name in (*_COMMON, *_BLOCK_DIVISION):
         scope.set_attr(tl.core.tensor, name, _fast(name, _builtin(vars(tl.core.tensor)[name], f"tl.tensor.{name}")))
     scope.set_attr(tl.core.tensor, "__init__", _tensor_init)
     scope.set_attr(tl.core.block_type, "__init__", _block_type_init)

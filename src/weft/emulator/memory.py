@@ -334,5 +334,10 @@ class Finding(Exception):
 
 def span_of(start: int, shape: Sequence[int], strides: Sequence[int], size: int) -> tuple[int, int]:
     """Return the lowest byte of a strided block, and the byte after its last."""
-    steps = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
-    return start + sum(s for s in steps if s < 0), start + sum(s for s in steps if s > 0) + size
+    lo = hi = start
+    for n, s in zip(shape, strides, strict=True):
+        if s >= 0:
+            hi += (n - 1) * s
+        else:
+            lo += (n - 1) * s
+    return lo, hi + size

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 from triton import JITFunction
 
+from ..errors import Unsupported
 from . import interpret
 from .bounds import ADDRESS, BITS
 from .memory import (
@@ -451,9 +452,15 @@ class Programs:
         task.polled = ()
 
     def flush_stores(self, bulk: bool) -> None:
-        """Order the program's stores so far before its next release; bulk: its bulk stores too."""
+        """Order the program's stores so far before its next release, by a barrier of its threads; bulk: its bulk stores
+        too."""
         self.machine.pause()
         task = self.machine.current
+        if task.threads is not None and not task.threads.all():
+            raise Unsupported(
+                f"a barrier in a branch that {task.threads.sum()} of {task.threads.size} threads take: the program "
+                f"hangs unless the others meet it, which the emulator does not follow\n{self.machine.me()}"
+            )
         task.flushed = task.tick
         task.stored.clear()
         if task.later is not None:

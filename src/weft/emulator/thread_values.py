@@ -101,5 +101,10 @@ class Branch:
             self.task.threads = threads
         return bool(threads.any())
 
+    def returns(self) -> None:
+        """Refuse a return by some threads of the program: the others would go on."""
+        if self.taken is not None and self.task.threads is not None and not self.task.threads.all():
+            _refuse("a return in a branch")
+
     def leave(self) -> None:
         self.task.threads = self.before

@@ -9,7 +9,7 @@ import torch
 
 from ..architectures import lacks
 from ..compute.gemm import Tile
-from ..compute.scaled_gemm import BY_BLOCK, BY_ROW, BY_TENSOR
+from ..compute.scaled_gemm import BY_BLOCK, BY_ROW, BY_TENSOR, Scales
 from ..errors import Unsupported
 from ..lang.jit import constants
 from ..plans import Fused, FusedGather, FusedGatherByCopies, Plan, TileShape
@@ -99,6 +99,13 @@ def check_quantized(
     if missing := lacks(world.backend.capability, "e4m3", "results in float8_e4m3fn"):
         raise Unsupported(f"{op}: {missing}")
     return group
+
+
+def scales_of(operands: ScaledFactors) -> Scales | None:
+    """Return the scales of 8-bit operands as an argument of kernels, or None for 16-bit operands."""
+    if operands.x_scale is None or operands.weight_scale is None:
+        return None
+    return Scales(operands.x_scale, operands.weight_scale)
 
 
 def scales_of_part(scaling: Scaling | None, x_scale: torch.Tensor | None, rows: slice) -> torch.Tensor | None:

@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
-from ..cost.queues import Step
 from ..cost.signaled import SignaledCost, SignaledParts
 from ..op import REGISTRY, collectives
 from ..plans import Plan, Signaled
@@ -93,18 +92,11 @@ class Predictor(Fits):
         call = REGISTRY[op].gemm_call(m, n, k, received)
         return self.cost(op, plan).us(self, call, plan, self.parameters(op, plan))
 
-    def steps(self, op: str, plan: Plan, m: int, n: int, k: int, received: int | None = None) -> list[Step]:
-        """Return the start and end of each step, for plans of several steps."""
-        call = REGISTRY[op].gemm_call(m, n, k, received)
-        return self.cost(op, plan).steps(self, call, plan, self.parameters(op, plan))
-
-    def signaled_parts(
-        self, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None = None
-    ) -> SignaledParts:
+    def signaled_parts(self, op: str, plan: Signaled, m: int, n: int, k: int) -> SignaledParts:
         """Return the times of parts that the accumulate rule combines."""
         cost = self.cost(op, plan)
         assert isinstance(cost, SignaledCost)
-        return cost.parts(self, REGISTRY[op].gemm_call(m, n, k, received), plan, self.parameters(op, plan))
+        return cost.parts(self, REGISTRY[op].gemm_call(m, n, k), plan, self.parameters(op, plan))
 
     def fit(self) -> None:
         """Fit all parameters now, so that no prediction waits for a fit."""

@@ -175,9 +175,9 @@ class Profile:
         }
         return replace(self, **sections)
 
-    def constant(self, operation: str, ctas: int = 0) -> float | None:
+    def constant(self, operation: str) -> float | None:
         """Return the us of an operation that has no size, or None."""
-        return next((x.us for x in self.latencies if (x.operation, x.ctas) == (operation, ctas)), None)
+        return next((x.us for x in self.latencies if x.operation == operation), None)
 
     def to_json(self) -> str:
         head = {"format": FORMAT, "machine": asdict(self.machine), "made": self.created, "source": self.source}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,19 +36,6 @@ class Thirds:
     last_captured: Stream = None
 
 
-@dataclass(eq=False)
-class Posting:
-    """The parameters that calls of one kernel, shape and plan share. nbytes: the bytes of its third that a call fills.
-    constants: the kernel's arguments that do not change."""
-
-    kernel: JITFunction
-    name: str
-    plan: LowLatencyShot
-    nbytes: int
-    options: dict[str, int]
-    constants: dict[str, Any]
-
-
 def thirds_of(world: World, nbytes: int) -> Thirds:
     """Return thirds of at least `nbytes` each. Their size is a power of two, so that a batch that grows row by row
     rarely needs new memory; CUDA graphs keep the memory that they use. Collective when the memory has to grow."""
@@ -65,12 +51,34 @@ def thirds_of(world: World, nbytes: int) -> Thirds:
     return world.cached((_NAME, memory.local.data_ptr()), make)
 
 
-@prepared
-def prepare_posting(world: World, posting: Posting) -> Callable[..., None]:
+def prepare_posting(
+    world: World,
+    kernel: JITFunction,
+    name: str,
+    plan: LowLatencyShot,
+    nbytes: int,
+    options: dict[str, int],
+    **constants: Any,
+) -> Callable[..., None]:
     """Return a function of a stream and the arguments that change from call to call, by name, which launches the
-    posting's kernel."""
-    thirds = thirds_of(world, posting.nbytes)
-    launch = _launch(world, posting, thirds)
+    kernel. nbytes: the bytes of its third that a call fills. constants: the kernel's arguments that do not change."""
+    thirds = thirds_of(world, nbytes)
+    programs = min(MAX_PROGRAMS, plan.programs or world.sm_count)
+    launch = Launch(
+        world,
+        kernel,
+        programs,
+        options,
+        memory=PostingMemory(thirds.words, thirds.memory.addresses, thirds.state),
+        # No counter of this channel is used. The channel passes the rank, the world size and the guard, and a Timeout
+        # looks up the name by the channel's address.
+        ch=world.channel(f"{name} {plan}", 1, None),
+        calls=world.calls(_NAME),
+        third=thirds.words.numel() // 192 * 64,
+        PROGRAMS=programs,
+        MAX_PROGRAMS=MAX_PROGRAMS,
+        **constants,
+    )
 
     def post(stream: Stream, **moving: Moved) -> None:
         world.order(thirds, stream)
@@ -79,69 +87,29 @@ def prepare_posting(world: World, posting: Posting) -> Callable[..., None]:
     return post
 
 
-def _launch(world: World, posting: Posting, thirds: Thirds) -> Launch:
-    # No counter of this channel is used. The channel passes the rank, the world size and the guard, and a Timeout looks
-    # up the name by the channel's address.
-    ch = world.channel(f"{posting.name} {posting.plan}", 1, None)
-    programs = min(MAX_PROGRAMS, posting.plan.programs or world.sm_count)
-    return Launch(
-        world,
-        posting.kernel,
-        programs,
-        posting.options,
-        memory=PostingMemory(thirds.words, thirds.memory.addresses, thirds.state),
-        ch=ch,
-        calls=world.calls(_NAME),
-        third=thirds.words.numel() // 192 * 64,
-        PROGRAMS=programs,
-        MAX_PROGRAMS=MAX_PROGRAMS,
-        **posting.constants,
-    )
-
-
-def _posting(
-    kernel: JITFunction,
-    name: str,
-    x: torch.Tensor,
-    world: World,
-    plan: LowLatencyShot,
-    shards: tuple[int, ...],
-) -> Posting:
-    """Return the Posting of a kernel for `shards[r]` rows of rank r, each as wide as a row of x. A block is 16 KiB, or
-    smaller if some programs would otherwise have no block."""
-    row_vectors = x.shape[1] * x.element_size() // VECTOR
-    starts = list(itertools.accumulate((n * row_vectors for n in shards), initial=0))
+@prepared
+def _prepare_shards(
+    world: World, kernel: JITFunction, plan: LowLatencyShot, shards: tuple[int, ...], columns: int, dtype: torch.dtype
+) -> Callable[..., None]:
+    """Return a function of a stream, x and out, which launches a kernel for shards[r] rows of rank r. A block is 16
+    KiB, or smaller if some programs would otherwise have no block."""
+    row_vectors, scatters = columns * dtype.itemsize // VECTOR, kernel is scatter_low_latency
+    starts = tuple(itertools.accumulate((n * row_vectors for n in shards), initial=0))
     longest, block = max(shards) * row_vectors, 1024
-    parts = 1 if kernel is scatter_low_latency else world.size - 1  # the parts that a rank receives and stores
+    parts = 1 if scatters else world.size - 1  # the parts that a rank receives and stores
     while block > 128 and -(-longest // block) * parts < world.sm_count:
         block //= 2
     warps = min(plan.warps, block // 32)  # one program is on an SM, so its warps share all registers
-    constants = dict(x=Words(), starts=world.tensor(starts, torch.int32), longest=longest, WORDS=4 * block)
-    if kernel is gather_low_latency:
+    table = world.cached(("starts", starts), lambda: world.tensor(starts, torch.int32))
+    constants = dict(x=Words(), starts=table, longest=longest, WORDS=4 * block)
+    if scatters:
+        constants |= dict(DTYPE=DTYPES[dtype], P=block * VECTOR // dtype.itemsize)
+    else:
         constants |= dict(out=Words())
-    filled = starts[-1]
-    if kernel is scatter_low_latency:
-        constants |= dict(DTYPE=DTYPES[x.dtype], P=block * VECTOR // x.element_size())
-        filled = world.size * longest
-    name = f"{name} {list(shards)} x {x.shape[1]} {x.dtype}"
+    nbytes = (world.size * longest if scatters else starts[-1]) * VECTOR
+    name = f"{'reduce_scatter' if scatters else 'all_gather'} {list(shards)} x {columns} {dtype}"
     options = dict(num_warps=warps, maxnreg=min(255, 2048 // warps))
-    return Posting(kernel, name, plan, filled * VECTOR, options, constants)
-
-
-def _post(
-    kernel: JITFunction,
-    name: str,
-    x: torch.Tensor,
-    world: World,
-    plan: LowLatencyShot,
-    shards: tuple[int, ...],
-    stream: Stream,
-    out: torch.Tensor,
-) -> None:
-    key = kernel, shards, x.shape[1], x.dtype, plan
-    prepare_posting(world, world.cached(key, lambda: _posting(kernel, name, x, world, plan, shards)))(
-        stream, x=x, out=out
-    )
+    return prepare_posting(world, kernel, name, plan, nbytes, options, **constants)
 
 
 def gather(
@@ -152,7 +120,7 @@ def gather(
     (rows, columns), word = x.shape, VECTOR // x.itemsize
     out = world.empty((sum(shards), columns), x.dtype)
     if columns % word == 0:
-        _post(gather_low_latency, "all_gather", x, world, plan, shards, stream, out)
+        _prepare_shards(world, gather_low_latency, plan, shards, columns, x.dtype)(stream, x=x, out=out)
         return out
     padded = world.zeros((rows, columns + -columns % word), x.dtype)
     world.call(lambda: padded[:, :columns].copy_(x), [x], [padded], stream)
@@ -161,8 +129,18 @@ def gather(
     return out
 
 
-# Store this rank's rows of the sum over ranks of x [M, N] in `out`. Rows are whole 16-byte words, and every rank must
-# have rows. The arguments are x, world, plan, shards, stream and out.
-scatter = functools.partial(_post, scatter_low_latency, "reduce_scatter")
+def scatter(
+    x: torch.Tensor,
+    world: World,
+    plan: LowLatencyShot,
+    shards: tuple[int, ...],
+    stream: Stream,
+    out: torch.Tensor,
+) -> None:
+    """Store this rank's rows of the sum over ranks of x [M, N] in `out`. Rows are whole 16-byte words, and every rank
+    must have rows."""
+    _prepare_shards(world, scatter_low_latency, plan, shards, x.shape[1], x.dtype)(stream, x=x, out=out)
+
+
 gather_rows = gather_at_once(lambda tensors, *arguments: [gather(t, *arguments) for t in tensors])
 reduce_rows = reduce_at_once(scatter)

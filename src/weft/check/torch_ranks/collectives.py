@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ...backends.base import sum_in_order
+from ...backends.emulated import check_dense
 from ...emulator.tasks import Arrival, EmulatedStream
 from ...errors import Unsupported
-from .operations import all_dense
-from .ranks import current_rank, untracked
+from .ranks import current_rank, refused, untracked
 
 _REDUCE: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
     "SUM": sum_in_order,
@@ -62,11 +62,13 @@ def _collective(
     group: object,
     async_op: bool,
     signature: tuple[object, ...] | None = None,
+    sources: Sequence[int] | None = None,
 ) -> PendingCollective | None:
-    """Enqueue a collective of all ranks on the current stream, or, if it is asynchronous, on NCCL's stream."""
+    """Enqueue a collective of all ranks on the current stream, or, if it is asynchronous, on NCCL's stream. sources:
+    the ranks whose data this rank receives, by default all; it does not wait for the others."""
     if group not in (None, WORLD, dist.group.WORLD):
         raise Unsupported(f"{kind} of {group}: the emulator has one group, of all ranks")
-    all_dense(kind, (*reads, *writes))
+    check_dense(kind, *reads, *writes)
     rank = current_rank()
     stream = rank.backend.side_stream(NCCL) if async_op else rank.stream()
     if async_op:
@@ -75,7 +77,7 @@ def _collective(
     with untracked():
         rank.enqueue_or_capture(
             lambda: rank.streams.collective(
-                kind, stream, shapes, list(reads), list(writes), work, None, None, rank.backend.ranks
+                kind, stream, shapes, list(reads), list(writes), work, sources, None, rank.backend.ranks
             )
         )
     return PendingCollective(stream) if async_op else None
@@ -159,7 +161,8 @@ def all_to_all_single(
             for out, source in zip(a.writes, arrivals, strict=True):
                 out.copy_(source.reads[me])
 
-    return _collective("all_to_all_single", sends, receives, work, group, async_op, (str(input.dtype),))
+    sources = [source for source, received in enumerate(receives) if received.numel()]
+    return _collective("all_to_all_single", sends, receives, work, group, async_op, (str(input.dtype),), sources)
 
 
 def broadcast(
@@ -171,7 +174,7 @@ def broadcast(
 
     sent = [tensor] if current_rank().rank == src else [tensor[:0] if tensor.dim() else tensor]
     signature = (src, tuple(tensor.shape), str(tensor.dtype))
-    return _collective("broadcast", sent, [tensor], work, group, async_op, signature)
+    return _collective("broadcast", sent, [tensor], work, group, async_op, signature, [src])
 
 
 def barrier(group: object = None, async_op: bool = False, device_ids: object = None) -> None:
@@ -199,13 +202,6 @@ def _new_group(ranks: Sequence[int] | None = None, **_: object) -> Group:
     if ranks is not None and list(ranks) != list(range(current_rank().size)):
         raise Unsupported(f"a group of ranks {list(ranks)}: the emulator has one group, of all ranks")
     return WORLD
-
-
-def _refused(name: str) -> Callable[..., None]:
-    def refuse(*_: object, **__: object) -> None:
-        raise Unsupported(f"torch.distributed.{name}: the emulator does not model it")
-
-    return refuse
 
 
 WORLD = Group()
@@ -251,7 +247,7 @@ def replacements() -> Iterator[tuple[object, str, object]]:
         broadcast=broadcast,
         all_gather_object=all_gather_object,
         broadcast_object_list=broadcast_object_list,
-        **{name: _refused(name) for name in _LEFT_OUT},
+        **{name: refused(f"torch.distributed.{name}") for name in _LEFT_OUT},
     )
     for name, value in functions.items():
         for place in (dist, distributed_c10d):

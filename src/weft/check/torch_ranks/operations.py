@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -194,9 +194,3 @@ class Operations(TorchDispatchMode):
 def _shares_memory(out: object, args: object, kwargs: object) -> bool:
     storages = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
     return all(t.untyped_storage().data_ptr() in storages for t in tensors_in(out))
-
-
-def all_dense(name: str, tensors: Iterable[torch.Tensor]) -> None:
-    """Raise ValueError for a tensor that is not contiguous, since NCCL refuses it."""
-    if not all(t.is_contiguous() for t in tensors):
-        raise ValueError(f"{name}: tensors must be contiguous")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -93,6 +93,15 @@ def rank_number() -> int:
     """Return the calling thread's rank, or 0 while a file is being loaded."""
     rank = getattr(_thread, "rank", None)
     return 0 if rank is None else rank.rank
+
+
+def refused(name: str) -> Callable[..., NoReturn]:
+    """Return a function that replaces torch's function of this name, which the emulator lacks."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise Unsupported(f"{name}: the emulator does not model it")
+
+    return refuse
 
 
 @contextmanager

@@ -4,14 +4,14 @@ signal pads."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from ...errors import Mismatch, Unsupported
+from ...errors import Mismatch
 from .cuda import Stream
-from .ranks import Rank, current_rank, untracked
+from .ranks import Rank, current_rank, refused, untracked
 
 SIGNAL_PAD_BYTES = 2048  # torch's default
 _state = {"signal pad": SIGNAL_PAD_BYTES}
@@ -153,13 +153,6 @@ def _backend_stream(priority: int = 0) -> Stream:
     return stream
 
 
-def _unsupported(name: str) -> Callable[..., None]:
-    def refuse(*_: object, **__: object) -> None:
-        raise Unsupported(f"torch.distributed._symmetric_memory.{name}: the emulator does not model it")
-
-    return refuse
-
-
 def replacements() -> Iterator[tuple[object, str, object]]:
     """Yield (place, name, value) of each object that replaces torch's."""
     functions = dict(
@@ -175,9 +168,7 @@ def replacements() -> Iterator[tuple[object, str, object]]:
         is_nvshmem_available=lambda: False,
         get_signal_pad_size=lambda: _state["signal pad"],
         set_signal_pad_size=lambda size: _state.update({"signal pad": size}),
-        get_mem_pool=_unsupported("get_mem_pool"),
-        put_signal=_unsupported("put_signal"),
-        wait_signal=_unsupported("wait_signal"),
+        **{name: refused(f"{symm_mem.__name__}.{name}") for name in ("get_mem_pool", "put_signal", "wait_signal")},
     )
     for name, value in functions.items():
         yield symm_mem, name, value

@@ -44,8 +44,8 @@ from ...lang.stock import AFTER_FENCE
 
 class Shards(NamedTuple):
     """Two tables with an entry for each rank and a last entry: the first row of each rank's shard, and the first
-    channel of its chunks. The last entry of `channels` is the channel after all chunks, which says that a rank is
-    ready."""
+    channel of its chunks. The last entry of `channels` is the channel after all chunks, on which a rank notifies
+    that it is ready."""
 
     offsets: torch.Tensor  # int32 [world + 1]
     channels: torch.Tensor  # int32 [world + 1]

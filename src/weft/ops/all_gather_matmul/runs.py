@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 
 from ...backends import library_gemm
-from ...compute.scaled_gemm import Scales
 from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
@@ -43,7 +42,7 @@ from .. import by_collectives
 from ..activation import silu_mul_launch
 from ..common import tile_of, weight_matrix
 from ..product import linear
-from ..recipes import ScaledFactors, block_rows
+from ..recipes import ScaledFactors, block_rows, scales_of
 from .call import GATHER_GEMM, GatherCall, GatheredRows
 from .kernels import Gathering, Product, Pull, Shards, all_gather_gemm, copied_gemm
 
@@ -202,26 +201,18 @@ def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int)
 def _gemm_arguments(world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool) -> dict[str, object]:
     """Return the GEMM's arguments, which are the same for both kernels."""
     columns = world.backend.scale.interleave if gated else tile.block_n // 2
-    unscaled: dict[str, object] = {} if call.scaling else dict(scales=None)
     return dict(
         w_desc=weight_matrix(call, tile, trans_b),
         out_desc=Matrix(call.rows, gated or call.n, (block_rows(tile, call.scaling), columns)),
         M=call.rows,
         N=call.n,
         K=call.k,
-        **unscaled,
     )
 
 
 def _product(world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool, **options: object) -> Product:
     gated = world.backend.scale.interleave if gated else 0
     return constants(Product, tile=tile_of(tile, tile.group_m, trans_b, call.scaling), GATED=gated, **options)
-
-
-def _scales(operands: ScaledFactors) -> Scales:
-    """Return the scales of 8-bit operands."""
-    assert operands.x_scale is not None and operands.weight_scale is not None
-    return Scales(operands.x_scale, operands.weight_scale)
 
 
 def _options(plan: FusedGather | FusedGatherByCopies) -> dict[str, int]:
@@ -286,7 +277,7 @@ def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: 
     stored = _scales_begin(call, plan) * row + 4 * call.rows * _scales_stride(call)
     arena = world.arena(max(stored, _loaded_rows(call, plan) * row), row=row)
     launches = made_once(_pulled_launch, world, call, plan, gated, arena)
-    reads_own_rows, scaled = _whole_tiles(call.shards, plan.tile), call.scaling is not None
+    reads_own_rows = _whole_tiles(call.shards, plan.tile)
     copy_of_half = _copy_of_half(world, call, plan, arena) if call.gathered else None
 
     def run(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
@@ -295,10 +286,9 @@ def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: 
         world.order(arena, stream)
         epoch = None if copy_of_half is None else arena.epoch.clone()
         moving: dict[str, Moved] = dict(x=x, w_desc=weight, bias=bias, out_desc=out)
+        moving["scales"] = scales_of(operands) if call.scaling else None
         if reads_own_rows:
             moving["x_desc"] = x
-        if scaled:
-            moving["scales"] = _scales(operands)
         launches(not weight.is_contiguous())(stream, **moving)
         return GatheredRows(None) if copy_of_half is None or epoch is None else copy_of_half(epoch)
 
@@ -360,7 +350,6 @@ def _copied_launch(world: World, call: GatherCall, plan: FusedGatherByCopies, ga
     blocks = block_rows(plan.tile, call.scaling), plan.tile.block_k
     ch, epoch, offsets = _copy_channel(world, call, plan)
     workers = world.sm_count * plan.per_sm - 1
-    unscaled: dict[str, object] = {} if call.scaling else dict(all_scales=None)
     return Launch(
         world,
         copied_gemm,
@@ -373,7 +362,6 @@ def _copied_launch(world: World, call: GatherCall, plan: FusedGatherByCopies, ga
         epoch=epoch,
         offsets=offsets,
         **_gemm_arguments(world, call, plan.tile, gated, trans_b),
-        **unscaled,
         product=_product(world, call, plan.tile, gated, trans_b, GEMM_PROGRAMS=workers, FLATTEN=plan.flatten),
     )
 
@@ -409,9 +397,7 @@ def _by_copy_engine(world: World, call: GatherCall, plan: FusedGatherByCopies, g
         with gather(sent_tensors(call, operands)) as gathered:
             launch = launches(not weight.is_contiguous())
             moving: dict[str, Moved] = dict(x_desc=x, gathered_desc=gathered[0], w_desc=weight, bias=bias, out_desc=out)
-            if call.scaling is not None:
-                moving["scales"] = _scales(operands)
-                moving["all_scales"] = gathered_operands(operands, *gathered).x_scale
+            moving |= dict(scales=scales_of(operands), all_scales=gathered_operands(operands, *gathered).x_scale)
             ahead((bias, weight if weight.is_contiguous() else None), lambda: (BoundLaunch(launch, moving),))
             launch(world.current_stream(), **moving)
         return GatheredRows(*gathered) if call.gathered else GatheredRows(None)

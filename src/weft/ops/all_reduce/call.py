@@ -110,15 +110,15 @@ class Tensors:
     out_shared: x and out on every rank, if they are in symmetric memory."""
 
     x: torch.Tensor
-    residual: torch.Tensor | None
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    scale: torch.Tensor | None
     out: torch.Tensor
-    kept: torch.Tensor | None
+    residual: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
     x_shared: Symmetric = None
     out_shared: Symmetric = None
-    scales: torch.Tensor | None = None
 
     def as_matrices(self, world: World, call: SumCall, shares_x: bool) -> Tensors:
         """Return x and out as matrices, and on every rank if they are in symmetric memory; x with `shares_x` alone."""
@@ -127,7 +127,7 @@ class Tensors:
             x, out = x.view(call.m, call.h), out.view(call.m, call.h)
         shared_x, shared_out = world.shared(x) if shares_x else None, world.shared(out)
         on_ranks = shared_x and shared_x[0], shared_out and shared_out[0]
-        return Tensors(x, self.residual, self.weight, self.bias, self.scale, out, self.kept, *on_ranks, self.scales)
+        return Tensors(x, out, self.residual, self.weight, self.bias, self.scale, self.kept, self.scales, *on_ranks)
 
     def arguments(self) -> dict[str, torch.Tensor]:
         """Return the kernels' optional arguments, by name; x is passed for absent ones."""

@@ -1,5 +1,5 @@
 """All-reduce, residual add and norm of a few rows [M, H] in one launch, with low-latency flags
-(transport/low_latency_kernels.py, which says when a third of the memory may be written again).
+(transport/low_latency_kernels.py, which explains when a third of the memory may be written again).
 
 one shot    Every rank posts all its rows to all ranks. Each rank sums and normalises all rows itself.
 two shots   Every rank posts each row to its owner. The owner sums and normalises it and posts the result to all ranks.

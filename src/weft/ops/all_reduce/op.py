@@ -126,7 +126,7 @@ class Reduce(Op[SumCall]):
         read x."""
         assert isinstance(addresses, tuple)
         x, out = (address if address and address[1] % 16 == 0 else None for address in addresses)
-        return dict(out=out, x=x if _pulls(plan) else None)
+        return dict(out=out, x=x if isinstance(plan, Decomposed | Multicast | TwoShotPull) else None)
 
     def operand_addresses(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
         """Return the symmetric offsets of x and `out`, or None for a tensor that is not in symmetric memory. Plans read
@@ -163,7 +163,60 @@ class AllReduceRmsNorm(Reduce):
     results = 3
 
     def check(self, world: World, operands: NormOperands, options: CallOptions) -> SumCall:
-        return _checked_call(world, operands, *options)
+        """Check the operands and options, and return the call. Raises ValueError or TypeError for every fault that this
+        rank can detect alone."""
+        (x, residual, weight, bias, scale), (eps, norm, out_dtype, full_residual, recipe) = operands, options
+        _check_tensors(NORM, world, dict(x=x, residual=residual, weight=weight, bias=bias, scale=scale))
+        assert x is not None
+        if x.dim() != 2 or x.shape[0] < 1 or x.shape[1] < 1:
+            raise ValueError(f"{NORM}: x must be [M, H] with M at least 1, got {dims(x)}")
+        m, h = x.shape
+        vector = 16 // x.dtype.itemsize
+        if h % vector:
+            raise ValueError(
+                f"{NORM}: H {h} of x {dims(x)} is not a multiple of {vector} (rows of whole 16-byte words)"
+            )
+        if h > WIDEST:
+            raise ValueError(f"{NORM}: H {h} of x {dims(x)}; at most {WIDEST}")
+        rows, whose = m, "all rows"
+        if not full_residual:
+            rows = split_rows(world, m)[world.rank]
+            whose = f"the rows of rank {world.rank} of {world.size}, weft.lang.balanced_rows({m}, {world.size})"
+        if residual is not None and residual.dtype != x.dtype:
+            raise TypeError(f"{NORM}: residual is {dims(residual)}, x is {dims(x)}: one dtype is needed")
+        if residual is not None and residual.shape != (rows, h):
+            raise ValueError(
+                f"{NORM}: residual {dims(residual)} must be [{rows}, {h}], {whose}, with full_residual={full_residual}"
+            )
+        if norm not in NORMS:
+            raise ValueError(f'{NORM}: norm {norm!r} is not "rms" or "layer"')
+        for name, t in (("weight", weight), ("bias", bias)):
+            if t is not None and t.shape != (h,):
+                raise ValueError(f"{NORM}: {name} {dims(t)} must be [{h}], as H of x {dims(x)}")
+            if t is not None and t.dtype not in (x.dtype, torch.float32):
+                raise TypeError(f"{NORM}: {name} is {dims(t)}; {x.dtype}, as x, or float32 is needed")
+        group, out_dtype = 0, out_dtype or x.dtype
+        if recipe is not None:
+            group = check_quantized(f"{NORM}_quantized", world, x, h, recipe, scale, static=True)
+            out_dtype = E4M3
+        elif out_dtype not in SUMMED_DTYPES:
+            raise TypeError(f"{NORM}: out_dtype {out_dtype} is not one of {[str(d) for d in SUMMED_DTYPES]}")
+        layout = WHOLE if full_residual or world.size == 1 else OWN
+        return SumCall(
+            NORM,
+            m,
+            h,
+            x.dtype,
+            out_dtype,
+            NORMS[norm].value,
+            eps,
+            (ABSENT if residual is None else layout).value,
+            layout.value,
+            bias is not None,
+            scale is not None,
+            group,
+            world.batch_invariant,
+        )
 
 
 class AllReduce(Reduce):
@@ -360,76 +413,8 @@ def _check_tensors(op: str, world: World, tensors: dict[str, torch.Tensor | None
         raise TypeError(f"{op}: x is {dims(x)}; bfloat16, float16 and float32 are supported")
 
 
-def _checked_call(
-    world: World,
-    operands: NormOperands,
-    eps: float,
-    norm: str,
-    out_dtype: torch.dtype | None,
-    full_residual: bool,
-    recipe: str | None,
-) -> SumCall:
-    """Check the operands and options, and return the call. Raises ValueError or TypeError for every fault that this
-    rank can detect alone."""
-    x, residual, weight, bias, scale = operands
-    _check_tensors(NORM, world, dict(x=x, residual=residual, weight=weight, bias=bias, scale=scale))
-    assert x is not None
-    if x.dim() != 2 or x.shape[0] < 1 or x.shape[1] < 1:
-        raise ValueError(f"{NORM}: x must be [M, H] with M at least 1, got {dims(x)}")
-    m, h = x.shape
-    vector = 16 // x.dtype.itemsize
-    if h % vector:
-        raise ValueError(f"{NORM}: H {h} of x {dims(x)} is not a multiple of {vector} (rows of whole 16-byte words)")
-    if h > WIDEST:
-        raise ValueError(f"{NORM}: H {h} of x {dims(x)}; at most {WIDEST}")
-    rows, whose = m, "all rows"
-    if not full_residual:
-        rows = split_rows(world, m)[world.rank]
-        whose = f"the rows of rank {world.rank} of {world.size}, weft.lang.balanced_rows({m}, {world.size})"
-    if residual is not None and residual.dtype != x.dtype:
-        raise TypeError(f"{NORM}: residual is {dims(residual)}, x is {dims(x)}: one dtype is needed")
-    if residual is not None and residual.shape != (rows, h):
-        raise ValueError(
-            f"{NORM}: residual {dims(residual)} must be [{rows}, {h}], {whose}, with full_residual={full_residual}"
-        )
-    if norm not in NORMS:
-        raise ValueError(f'{NORM}: norm {norm!r} is not "rms" or "layer"')
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.shape != (h,):
-            raise ValueError(f"{NORM}: {name} {dims(t)} must be [{h}], as H of x {dims(x)}")
-        if t is not None and t.dtype not in (x.dtype, torch.float32):
-            raise TypeError(f"{NORM}: {name} is {dims(t)}; {x.dtype}, as x, or float32 is needed")
-    group, out_dtype = 0, out_dtype or x.dtype
-    if recipe is not None:
-        group = check_quantized(f"{NORM}_quantized", world, x, h, recipe, scale, static=True)
-        out_dtype = E4M3
-    elif out_dtype not in SUMMED_DTYPES:
-        raise TypeError(f"{NORM}: out_dtype {out_dtype} is not one of {[str(d) for d in SUMMED_DTYPES]}")
-    layout = WHOLE if full_residual or world.size == 1 else OWN
-    return SumCall(
-        NORM,
-        m,
-        h,
-        x.dtype,
-        out_dtype,
-        NORMS[norm].value,
-        eps,
-        (ABSENT if residual is None else layout).value,
-        layout.value,
-        bias is not None,
-        scale is not None,
-        group,
-        world.batch_invariant,
-    )
-
-
 def _copy(t: torch.Tensor, world: World, stream: Stream) -> torch.Tensor:
     """Return a copy of `t`, made on the stream."""
     copied = world.empty(t.shape, t.dtype)
     world.copy(copied, t, stream)
     return copied
-
-
-def _pulls(plan: Plan) -> bool:
-    """Return whether peers read x itself, if it is in symmetric memory."""
-    return isinstance(plan, Decomposed | Multicast | TwoShotPull)

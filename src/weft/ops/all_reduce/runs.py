@@ -30,8 +30,8 @@ from ...plans import (
     TwoShotPush,
 )
 from ...prepared import OwnResult, Prepare, Run, made_once
-from ...transport import low_latency
 from ...transport.copy_engine import COPIES, pull_parts, pull_rows
+from ...transport.low_latency import prepare_posting
 from ...transport.memory import lock, rank_word, workspace
 from ...world import World
 from ..common import split_rows
@@ -57,11 +57,11 @@ def summing(make: Callable[[World, SumCall, Any], SumRun]) -> Prepare:
 
         def run(operands: SumOperands | NormOperands, out: torch.Tensor) -> tuple[torch.Tensor | None, ...] | None:
             if isinstance(operands, SumOperands):
-                sum_rows(Tensors(operands.x, None, None, None, None, out, None), world.current_stream())
+                sum_rows(Tensors(operands.x, out), world.current_stream())
                 return None
             kept = world.empty((kept_rows, call.h), call.dtype) if call.keep else None
             scales = world.empty(call.scales, torch.float32) if call.group else None
-            sum_rows(Tensors(*operands, out, kept, scales=scales), world.current_stream())
+            sum_rows(Tensors(operands.x, out, *operands[1:], kept, scales), world.current_stream())
             return kept, scales
 
         return run
@@ -119,20 +119,16 @@ def norm_rows(world: World, call: SumCall) -> Launch:
 
 
 # -- rows with low-latency flags ---------------------------------------------------------------------------------------
-def posting(world: World, call: SumCall, plan: LowLatencyShot) -> low_latency.Posting:
-    """Return the launch of a plan that posts rows, and the memory that it needs."""
+def _post(world: World, call: SumCall, plan: LowLatencyShot) -> SumRun:
+    """Prepare one launch that posts rows."""
     if isinstance(plan, OneShot):
         kernel, rows = one_shot, (world.size + 1) * call.m
     else:
         kernel = two_shot_low_latency
         rows = world.size * -(-call.m // world.size) + call.m * (1 + (call.keep == WHOLE.value))
-    nbytes = rows * call.h * call.dtype.itemsize
-    arguments: dict[str, Any] = dict(x=Words(), residual=Words(), M=call.m, norm=call.computed)
-    return low_latency.Posting(kernel, f"{call.op} {call}", plan, nbytes, call.options(plan.warps), arguments)
-
-
-def _post(world: World, call: SumCall, plan: LowLatencyShot) -> SumRun:
-    post = low_latency.prepare_posting(world, posting(world, call, plan))
+    nbytes, options = rows * call.h * call.dtype.itemsize, call.options(plan.warps)
+    constants: dict[str, Any] = dict(x=Words(), residual=Words(), M=call.m, norm=call.computed)
+    post = prepare_posting(world, kernel, f"{call.op} {call}", plan, nbytes, options, **constants)
 
     def sum_rows(t: Tensors, stream: Stream) -> None:
         # Two shots store the rows of other owners in whole words, so that `out` must be aligned.
@@ -162,7 +158,7 @@ def all_reduce_low_latency(
     """Return a function that computes out, the sum of x over ranks, on a stream with a plan that posts rows. The caller
     has checked that all ranks make the same call; x and out are of this shape, and whole 16-byte words."""
     sum_rows = _post(world, sum_call(world, shape, dtype), plan)
-    return lambda x, out, stream: sum_rows(Tensors(x, None, None, None, None, out, None), stream)
+    return lambda x, out, stream: sum_rows(Tensors(x, out), stream)
 
 
 # -- rows with counters ------------------------------------------------------------------------------------------------

@@ -58,10 +58,8 @@ def backward(
             group_dkv = stack_dkv(world, dkv)
         else:
             group_dkv = world.zeros((group.rows, *kv_shape), config.dtype)
-        start = 0
-        for key_range in group.ranges:
-            count = key_range.hi - key_range.lo
-            range_dkv, start = group_dkv[start : start + count], start + count
+        rows = [key_range.hi - key_range.lo for key_range in group.ranges]
+        for key_range, range_dkv in zip(group.ranges, group_dkv.split(rows), strict=True):
             if key_range.source == world.rank:  # in packed sequences local and remote keys are in one run
                 add(world, [local_dkv[key_range.lo : key_range.hi]], [range_dkv])
             else:

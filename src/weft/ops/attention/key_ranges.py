@@ -61,8 +61,8 @@ class KeyGroup(NamedTuple):
 
 
 class KeyRanges(NamedTuple):
-    """The local and remote keys that a rank's queries see. If `packed` is set, it replaces the causal flags and says
-    which queries see which of these keys."""
+    """The local and remote keys that a rank's queries see. If `packed` is set, it replaces the causal flags and
+    defines which queries see which of these keys."""
 
     local: tuple[CausalBlock, ...]
     remote: tuple[KeyGroup, ...]
@@ -195,7 +195,7 @@ def zigzag_split(x: torch.Tensor, world: World) -> torch.Tensor:
 def zigzag_restore(x: torch.Tensor, world: World, length: int | None = None) -> torch.Tensor:
     """Return the sequence [S, ..] in its own order, on every rank, from each rank's zigzag rows x [n_r, ..].
 
-    This is a collective without a gradient. `length` is S; None says that all ranks have as many rows as this one.
+    This is a collective without a gradient. `length` is S; None means that all ranks have as many rows as this one.
     Raises ValueError if x does not have this rank's number of rows for `length`.
     """
     length = x.shape[0] * world.size if length is None else length

@@ -22,7 +22,7 @@ from ...errors import Unsupported
 from ...op import Call, Op, Operands, Shapes, registered
 from ...plans import HeadParallel, Plan, Segmented, Sequential
 from ...prepared import OwnResult, Run
-from ...tensor_checks import DTYPES, check_device, dims
+from ...tensor_checks import DTYPES, check_devices, dims
 from ...torch_library import Backward, CallOptions
 from ...world import World
 from ..common import check_rows, plain_rows
@@ -232,9 +232,7 @@ GATHERED_ATTENTION = registered(GatheredAttention())
 
 def check_operands(world: World, operands: AttentionOperands) -> None:
     q, k, v, sinks = operands
-    for name, t in operands._asdict().items():
-        if t is not None:
-            check_device(_NAME, world, name, t)
+    check_devices(_NAME, world, operands._asdict())
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(
             f"{_NAME}: q must be [m, heads, D] and k, v [n, kv heads, D], or all with a batch dimension before; got"
@@ -316,7 +314,7 @@ def gathered_attention(
     """Return softmax(scale q K^T) V over the keys K and values V of all ranks: attention over a sequence that is split
     across the ranks (TileLink, section 5).
 
-    Every rank holds some rows of the sequence and gets the output of its own queries.
+    Every rank holds some rows of the sequence and returns the output of its own queries.
 
     Args:
         q: [m_r, heads, D], this rank's queries. There may be fewer queries than keys, or none. D is a multiple of 8, at

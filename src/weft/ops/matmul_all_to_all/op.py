@@ -27,7 +27,6 @@ from ...kernel_launch import Launch
 from ...op import Shapes, check_call, registered
 from ...plans import Plan, Sequential, Signaled, TwoLevel
 from ...prepared import Prepared, unprepared
-from ...tensor_checks import check_device
 from ...torch_library import CallOptions
 from ...transport.copy_engine import COPIES, pull_from_all
 from ...transport.memory import lock, workspace
@@ -302,8 +301,6 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
 
     def check(self, world: World, operands: Factors, options: CallOptions) -> RoutedCall:
         (x, weight, bias), (routing, kept) = operands, options
-        for name, t in (("x", x), ("weight", weight)):
-            check_device(self.name, world, name, t)
         validate(self.name, world, x, weight, bias)
         if routing.world() is not world:  # a routing's channels count the calls of its own World
             raise ValueError(f"{self.name}: destinations were routed in another World; route them in this one")

@@ -6,6 +6,7 @@ between                               | rows to the same local rank of their nod
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,10 +60,8 @@ def _pool_rows(world: World, routing: Routing, rank: int) -> list[int]:
     """Return, for a rank's pool, the offset of the rows from each node, and the end."""
     node_size = world.levels.node.size
     node, local_rank = divmod(rank, node_size)
-    starts = [0]
-    for source in range(local_rank, world.size, node_size):
-        starts.append(starts[-1] + sum(local_slice(world, node, routing.counts[source])))
-    return starts
+    sources = range(local_rank, world.size, node_size)
+    return list(accumulate((sum(local_slice(world, node, routing.counts[s])) for s in sources), initial=0))
 
 
 def _pull_routed(

@@ -1,7 +1,7 @@
 """GEMM + all-to-all with a routing that only the device knows, and the return of the gradient.
 
-    number_rows      numbers the rows of each destination in their order here; pushes to each rank how many it gets
-    gemm_to_ranks    persistent GEMM whose epilogue stores each row of a tile in the inbox of the rank that it goes to;
+    number_rows      numbers the rows of each destination in their order here; pushes to each rank their number
+    gemm_to_ranks    persistent GEMM whose epilogue stores each row of a tile in the inbox of its destination rank;
                      a program that has run out of tiles notifies all ranks
     receive_rows     waits for one source after another, and copies its rows to the output, with zeros after them
 
@@ -26,7 +26,7 @@ had read the half in call n. The tables of a call are read by later launches of 
 
 Symbols of shapes:
 
-    m          rows of x on this rank, each of which goes to one rank
+    m          rows of x on this rank, each of which has one destination rank
     N, K       columns of the result and of x
     W          ranks
 """

@@ -280,8 +280,8 @@ def matmul_all_reduce(
     parallelism (TileLink, section 5).
 
     The arguments are as for `matmul_reduce_scatter`, without `rows`: x [M, K], weight [N, K], bias [N] the same on all
-    ranks, out [M, N], and for 8-bit operands out_dtype and use_fast_accum. plan may also be "two_shot", for few
-    rows. Dtypes, devices and errors are as for `all_gather_matmul`.
+    ranks, out [M, N], and for 8-bit operands out_dtype and use_fast_accum. plan may also be "two_shot", for
+    few rows. Dtypes, devices and errors are as for `all_gather_matmul`.
 
     Returns:
         [M, N], the same bits on every rank.

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 import torch
 
 from ...backends.base import Stream
-from ...compute.scaled_gemm import Scales
 from ...errors import Unsupported
 from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved
 from ...lang.channel import BlockChannel
@@ -42,7 +41,7 @@ from .. import by_collectives
 from ..all_reduce.runs import all_reduce_low_latency
 from ..common import tile_of, weight_matrix
 from ..product import linear
-from ..recipes import ScaledFactors, block_rows, scales_of_part
+from ..recipes import ScaledFactors, block_rows, scales_of, scales_of_part
 from .call import ReduceCall
 from .kernels import Sums, gemm_reduce
 
@@ -142,12 +141,11 @@ def prepare_fused(world: World, call: ReduceCall, plan: FusedReduce) -> Run:
     launches = made_once(_fused_launches, world, call, plan, arena)
 
     def run(operands: ScaledFactors, out: torch.Tensor) -> None:
-        (x, weight, bias, x_scale, weight_scale), stream = operands, world.current_stream()
+        (x, weight, bias, *_), stream = operands, world.current_stream()
         world.order(arena, stream)
         pull, gemm, ahead = launches(not weight.is_contiguous())
         moving: dict[str, Moved] = dict(x_desc=x, w_desc=weight, out=out, bias=bias)
-        if x_scale is not None and weight_scale is not None:
-            moving["scales"] = Scales(x_scale, weight_scale)
+        moving["scales"] = scales_of(operands) if call.scaling else None
         ahead((out, bias), lambda: (BoundLaunch(pull, moving), BoundLaunch(gemm, moving)))
         world.wait_event(side, world.record(stream))
         pull(side, **moving)
@@ -214,9 +212,9 @@ def _fused_launches(
     )
     small: dict[str, int] = dict(num_warps=4, num_stages=tile.stages, co_resident=True)
     options: dict[str, int] = dict(num_warps=tile.warps, num_stages=tile.stages)
-    if call.scaling is None:
-        fixed["scales"] = None
-    else:  # without limits an epilogue that scales takes registers that the pull program on its SM needs
+    if (
+        call.scaling is not None
+    ):  # without limits an epilogue that scales takes registers that the pull program on its SM needs
         small["maxnreg"] = SUM_REGISTERS
         options["maxnreg"] = min(255, (65536 // 32 - 4 * SUM_REGISTERS) // tile.warps // 8 * 8)
     pull = Launch(world, gemm_reduce, forward_programs + pull_programs, small, **fixed, COMPUTE=False)

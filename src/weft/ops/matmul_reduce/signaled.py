@@ -44,7 +44,7 @@ from .call import ReduceCall
 
 
 class Tiling(NamedTuple):
-    """The tiles of the signaled GEMM, as its kernel takes them.
+    """The tiles of the signaled GEMM, as arguments of its kernel.
 
     The GEMM's output is [rows, cols]. `tiles` is the number of tiles, `tiles_m` the number of tile rows of one owner,
     and `owners` the number of ranks with tiles that alternate in memory (1 if every rank gets all rows). `in_order`:

@@ -149,8 +149,7 @@ class MoeCall(Call):
 
     def saved_shapes(self, world: World, block_m: int) -> Shapes:
         """Return the shapes and dtypes of the tensors in `Kept`, for rows in tiles of block_m."""
-        rows, columns = layer_rows(world, self.layer, block_m), first_columns(world, self.layer)
-        return kept_shapes(world, self.layer, self.keep, rows, columns)
+        return kept_shapes(world, self.layer, self.keep, layer_rows(world, self.layer, block_m))
 
     def received(self, world: World, operands: MoeOperands) -> torch.Tensor | None:
         """Return the tensor for the numbers of received rows: the caller's, a new result, or None."""
@@ -159,9 +158,10 @@ class MoeCall(Call):
         return world.empty((self.layer.experts // world.size,), torch.int32)
 
 
-def kept_shapes(world: World, layer: Layer, keep: str | None, rows: int, columns: int) -> Shapes:
-    """Return the shapes and dtypes of the tensors in `Kept`. columns: the columns of the first GEMM."""
-    shapes = [((world.size, layer.max_tokens_per_rank, layer.hidden), layer.dtype), ((rows, columns), layer.dtype)]
+def kept_shapes(world: World, layer: Layer, keep: str | None, rows: int) -> Shapes:
+    """Return the shapes and dtypes of the tensors in `Kept`, for this number of rows in expert order."""
+    arrived, preactivation = (world.size, layer.max_tokens_per_rank, layer.hidden), (rows, first_columns(world, layer))
+    shapes = [(arrived, layer.dtype), (preactivation, layer.dtype)]
     return shapes[: 0 if keep is None else KEEPS.index(keep)]
 
 

@@ -54,9 +54,10 @@ def sum_over_ranks(world: World, sent: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def tables(ids: Tensor, me: int, layer: Split, local_experts: int) -> dict[str, Tensor]:
+def tables(world: World, layer: Split, ids: Tensor) -> dict[str, Tensor]:
     """Return the parts of the routes without the weights (`route_tables.Tables`), int64. ids [W, max_tokens, k]."""
     (size, max_tokens_per_rank, k), tile, device = ids.shape, layer.tile, ids.device
+    me, rows, local_experts = world.rank, layer.rows(world), layer.local(world)
     source_step = torch.arange(size, device=device)
     source = (me - source_step) % size
     local_id = ids[source].flatten().long() - me // layer.tp_size * local_experts
@@ -69,7 +70,6 @@ def tables(ids: Tensor, me: int, layer: Split, local_experts: int) -> dict[str, 
     counts = starts.diff()
     offsets = torch.nn.functional.pad((-(-counts // tile) * tile).cumsum(0), (1, 0))
     position = torch.arange(order.numel(), device=device)
-    rows = -(-size * max_tokens_per_rank * min(k, local_experts) // tile) * tile + local_experts * tile
     row = torch.where(sorted_expert < local_experts, offsets[sorted_expert] + position - starts[sorted_expert], rows)
 
     def values_by_row(values: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def gather_tokens(
     def fill() -> None:
         order.ids.copy_(all_ids.view(order.ids.shape))
         weights.copy_(all_weights.view(weights.shape))
-        values = tables(order.ids, world.rank, layer, layer.local(world))
+        values = tables(world, layer, order.ids)
         for name in ("route_rows", "sources", "offsets", "received"):
             getattr(order, name).copy_(values[name].flatten())
 

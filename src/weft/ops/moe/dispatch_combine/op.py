@@ -1,7 +1,7 @@
 """Dispatch and combine by themselves, for callers with expert kernels of their own.
 
     dispatched   the steps of a layer (expert_parallel/dispatched.py), with `place_rows` in place of the grouped GEMMs;
-                 place_rows_kernels.py says what orders the steps
+                 place_rows_kernels.py describes the order of the steps
     sequential   NCCL's collectives (collectives.py), which need no symmetric memory
 
 Two dispatches may be pending, each in one of two buffers with memory and counters of its own. A dispatch has an id in
@@ -331,7 +331,7 @@ def combine(
     gradient = torch.is_grad_enabled() and requires_grad(y, shared, handle.weights)
     before, current_versions = handle.versions, versions(handle.ids, handle.weights)
     if gradient and before and current_versions and before != current_versions:
-        raise RuntimeError(f"{COMBINE}: ids or weights were written since {DISPATCH}, and the gradient takes them")
+        raise RuntimeError(f"{COMBINE}: ids or weights were written since {DISPATCH}, and the gradient needs them")
     operands = CombineOperands(y, handle.weights, handle.ids, handle.handle_id, shared)
     result: torch.Tensor = COMBINE_OP(handle.world, handle.plan, operands, handle.options, out)
     return result

@@ -1,4 +1,4 @@
-"""The launches of an MoE layer's backward pass; backward_kernels.py says what orders them.
+"""The launches of an MoE layer's backward pass; backward_kernels.py describes their order.
 
     side stream  | dispatch x, dy                         |                  | combine                       |
     main stream  | share, tables | x rows @ w13 | dy rows | @ w2, activation | @ w13 | sums over rows: dw13, .. | sum
@@ -52,7 +52,7 @@ class BackwardMemory:
     x, dy: rows [rows, H]. preactivation, dpreactivation: the input of the activation and its gradient [rows, N].
     row_weights: float32 [rows], the weight of each row. workspace: as in the forward pass, with hidden [rows, I] and y
     [rows, H]. x_inbox: a second inbox, for x that is sent again. dweights_inbox: float32 [max_tokens, k], the gradients
-    of this rank's routing weights, which other ranks write. ones: routing weights of 1.
+    of this rank's routing weights, which other ranks write.
     """
 
     x: Tensor
@@ -63,19 +63,13 @@ class BackwardMemory:
     workspace: LayerWorkspace
     x_inbox: SymmetricTensor
     dweights_inbox: SymmetricTensor
-    ones: Tensor  # float32 [W, max_tokens, k]
 
 
 def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMemory:
     """Return the memory of a backward pass, which all layers share except for the parts that depend on
     max_tokens_per_rank and k. The call is collective when the memory has to grow."""
     layer, rows = state.layer, state.rows
-    workspace = dispatched.make_workspace(world, layer, rows)
-    x_inbox = dispatched.make_workspace(world, layer, rows, "inbox of x").inbox
     shape, name = (layer.max_tokens_per_rank, layer.k), f"{NAME} gradients of weights"
-
-    def ones() -> Tensor:
-        return world.tensor([1] * (world.size * shape[0] * shape[1]), torch.float32)
 
     def rows_scratch(name: str, cols: int, dtype: torch.dtype = layer.dtype) -> Tensor:
         return scratch(world, name, rows, cols, dtype)
@@ -86,11 +80,16 @@ def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMem
         preactivation=rows_scratch("preactivation", n),
         dpreactivation=rows_scratch("dpreactivation", n),
         row_weights=rows_scratch("weights of rows", 1, torch.float32),
-        workspace=workspace,
-        x_inbox=x_inbox,
+        workspace=dispatched.make_workspace(world, layer, rows),
+        x_inbox=dispatched.token_memory(world, layer, f"{NAME} inbox of x"),
         dweights_inbox=world.cached((name, *shape), lambda: world.symmetric(shape, torch.float32, name)),
-        ones=world.cached((NAME, "ones", *shape), ones),
     )
+
+
+def unit_weights(world: World, layer: Layer) -> Tensor:
+    """Return routing weights of 1, float32 [W max_tokens k]."""
+    size = world.size * layer.max_tokens_per_rank * layer.k
+    return world.cached((NAME, "unit weights", size), lambda: world.tensor([1] * size, torch.float32))
 
 
 def unused_counters(world: World) -> Tensor:
@@ -332,7 +331,7 @@ def pass_launches(
     arrivals, unused = state.dispatch_programs, unused_counters(world)
     recomputed = GroupedProduct(memory.x, w.w13, w.b13)
     sent_x = dispatched.dispatch_launch(world, state, x, ids, replace(space, inbox=memory.x_inbox))
-    rows = RoutedRows(space.y, tables.route_rows, memory.ones)
+    rows = RoutedRows(space.y, tables.route_rows, unit_weights(world, layer))
     arrived: dict[str, Moved] = dict(dweights_inbox=memory.dweights_inbox.local, ids=ids, out=gradients.weights)
     b13, w13 = expert_gradient_launches(
         world, state, tables, (memory.dpreactivation, memory.x, gradients.w13), (None, gradients.b13)

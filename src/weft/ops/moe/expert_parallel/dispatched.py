@@ -69,7 +69,7 @@ class DispatchedState:
     dispatch_flags: BlockChannel  # counters of arrived rows, by source step
     combine_flags: BlockChannel  # counters of arrived sums, by rank
     calls: BlockChannel  # the channel of `same_call` in `sum_ranks`
-    left_out: LeftOut | None  # the words that `sum_ranks` takes
+    left_out: LeftOut | None  # the words that `sum_ranks` counts and clears
     ahead: Ahead = field(default_factory=Ahead)
 
     @property

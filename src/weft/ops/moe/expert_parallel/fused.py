@@ -1,5 +1,5 @@
 """The plan that runs all of an MoE layer's experts in one launch (fused_kernels.py), on the current stream; with the
-router in the same launch if the plan says `route` (route_kernels.py)."""
+router in the same launch if the plan has `route` (route_kernels.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ....plans import FusedMoe
 from ....prepared import Run, made_once
 from ....transport.memory import lock
 from ....world import World
-from ..call import NAME, Layer, MoeCall, MoeOperands, first_columns
+from ..call import NAME, Layer, MoeCall, MoeOperands, first_columns, layer_rows
 from ..routing.route_tables import MAX_LOCAL_EXPERTS, power
 from ..routing.router import gate_sizes
 from .dispatched import (
@@ -109,14 +109,15 @@ def layer_memory(
     return memory._replace(logits=logits, calls=world.calls(NAME), number=word)
 
 
-def layer_launch(world: World, call: MoeCall, plan: FusedMoe, timed: bool, number: int | None) -> Launch:
+def layer_launch(
+    world: World, call: MoeCall, plan: FusedMoe, workspace: LayerWorkspace, timed: bool, number: int | None
+) -> Launch:
     """Return the launch of the layer. timed: whether `stamped` was called. number: the call's number if this launch
     includes the router, otherwise None."""
     layer, h, i, n = call.layer, call.layer.hidden, call.layer.inner, first_columns(world, call.layer)
     bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
     sizes, local_experts, copies = layer_sizes_of(world, call, plan), layer.experts // world.size, plan.copy_programs
     builder, *_ = tables_of(world, layer, bm)
-    workspace = make_workspace(world, layer, builder.rows, "inbox of one launch")
     return Launch(
         world,
         moe_layer,
@@ -155,8 +156,7 @@ def stamped(world: World, programs: int) -> torch.Tensor:
 
 def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Run:
     """Prepare calls that compute what plan Dispatched does, with the same bits and in the same memory except for the
-    inbox. `out` may be shared, not x. First a small launch compares the ranks' calls; it takes some us, as a barrier
-    does.
+    inbox. `out` may be shared, not x. First a small launch compares the ranks' calls, in some us, as a barrier does.
 
     If the call has a router, the launch writes the operands ids and weights, and compares the calls itself. A run
     raises Unsupported if the plan's programs are not all resident at once.
@@ -164,8 +164,11 @@ def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Run:
     has_router, holder, ahead = call.router is not None, lock(world, NAME), Ahead()
     if not has_router:  # counters of its own, since only launches with a router count all barriers
         plan = replace(plan, route=False)
-    launch_of, stamps = made_once(layer_launch, world, call, plan), (NAME, "stamps", world.sm_count * plan.per_sm)
-    _, tables, _ = tables_of(world, call.layer, plan.tile.block_m)
+    layer, block_m = call.layer, plan.tile.block_m
+    workspace = make_workspace(world, layer, layer_rows(world, layer, block_m), "inbox of one launch")
+    _, tables, _ = tables_of(world, layer, block_m)
+    launch_of = made_once(layer_launch, world, call, plan, workspace)
+    stamps = (NAME, "stamps", world.sm_count * plan.per_sm)
     # A launch of its own, because inside the layer's kernel the comparison would need registers that are not free (8
     # bytes of spills on sm_90a).
     compare_calls = Launch(world, compare, 1, dict(num_warps=1), calls=world.calls(NAME))

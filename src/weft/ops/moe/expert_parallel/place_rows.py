@@ -30,7 +30,7 @@ def place_rows_launch(
     epoch: torch.Tensor | None = None,
     half_size: int = 0,
 ) -> BoundLaunch:
-    """Return the launch that places inbox [W, max_tokens, H] in rows [.., H], each row where `order` says, after
+    """Return the launch that places inbox [W, max_tokens, H] in rows [.., H], in the positions of `order`, after
     `arrivals` arrivals from every rank. clear_padding: rows without a token become zero. epoch, half_size: as in
     `LayerWorkspace`, for calls that alternate between halves."""
     launch = _place_rows(world, state, arrivals, clear_padding, half_size)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ....errors import WeftError
 from ....plans import Plan
 from ....world import World
-from ..call import NAME, Layer, MoeCall, MoeOperands, Weights
+from ..call import NAME, Layer, MoeCall, MoeOperands
 from ..expert_rows import activated, activation_gradient, linear, products, sums
 from .backward import Gradients
 
@@ -55,21 +55,31 @@ def backward(world: World, layer: Layer, dy: Tensor, operands: MoeOperands, expe
     w, stream, (tokens, h), k = operands.experts, world.current_stream(), x.shape, layer.k
     routes = SortedRoutes.of_ids(world, layer, ids)
     x_rows, dy_rows, row_weights = (routes.sent(t, n) for t, n in ((x, k), (dy, k), (weights.view(-1, 1), 1)))
-    parameters = [t for t in w if t is not None]
-    results = [world.empty(x_rows.shape, x.dtype), world.empty(row_weights.shape, torch.float32)]
-    results += [world.empty(t.shape, t.dtype) for t in parameters if experts]
+    dx_by_row, dots_by_row = world.empty(x_rows.shape, x.dtype), world.empty(row_weights.shape, torch.float32)
+    expert_gradients = [None if t is None or not experts else world.empty(t.shape, t.dtype) for t in w]
 
     def gradients() -> None:
         rows, dout, weight = (t[routes.expert_order] for t in (x_rows, dy_rows, row_weights))
-        block = world.backend.scale.interleave
-        dots, dx, expert_gradients = grouped_gradients(rows, dout, weight, routes.offsets, w, layer, block)
-        results[0].index_copy_(0, routes.expert_order, dx)
-        results[1].index_copy_(0, routes.expert_order, dots)
-        for t, gradient in zip(results[2:], (g for g in expert_gradients if g is not None), strict=False):
-            t.copy_(gradient)
+        offsets, block, (dw13, dw2, db13, db2) = routes.offsets, world.backend.scale.interleave, expert_gradients
+        preactivation = linear(rows, w.w13, w.b13, offsets)
+        hidden = activated(preactivation, layer.activation, layer.inner, block)
+        dots = (linear(hidden, w.w2, w.b2, offsets).float() * dout.float()).sum(1, keepdim=True)
+        dots_by_row.index_copy_(0, routes.expert_order, dots)
+        dout = (dout.float() * weight).to(dout.dtype)
+        dhidden = linear(dout, w.w2.transpose(1, 2), None, offsets)
+        dpreactivation = activation_gradient(preactivation, dhidden, layer.activation, block)
+        dx_by_row.index_copy_(0, routes.expert_order, linear(dpreactivation, w.w13.transpose(1, 2), None, offsets))
+        for matrix_gradient, a, b in ((dw13, dpreactivation, rows), (dw2, dout, hidden)):
+            if matrix_gradient is not None:
+                matrix_gradient.copy_(products(a, b, offsets))
+        for bias_gradient, a in ((db13, dpreactivation), (db2, dout)):
+            if bias_gradient is not None:
+                bias_gradient.copy_(sums(a, offsets))
 
-    world.call(gradients, [x_rows, dy_rows, row_weights, *routes.by_expert, *parameters], results, stream)
-    dx_rows, dots = (routes.returned(t) for t in results[:2])
+    read = [x_rows, dy_rows, row_weights, *routes.by_expert, *(t for t in w if t is not None)]
+    written = [dx_by_row, dots_by_row, *(t for t in expert_gradients if t is not None)]
+    world.call(gradients, read, written, stream)
+    dx_rows, dots = (routes.returned(t) for t in (dx_by_row, dots_by_row))
     dx, dweights = world.empty(x.shape, x.dtype), world.empty(weights.shape, torch.float32)
 
     def add() -> None:
@@ -79,8 +89,7 @@ def backward(world: World, layer: Layer, dy: Tensor, operands: MoeOperands, expe
         dweights.zero_().view(-1, 1).index_copy_(0, routes.sent_routes, dots)
 
     world.call(add, [dx_rows, dots, routes.order], [dx, dweights], stream)
-    expert_gradients = iter(results[2:])
-    return Gradients(dx, dweights, *(None if t is None or not experts else next(expert_gradients) for t in w))
+    return Gradients(dx, dweights, *expert_gradients)
 
 
 @dataclass(frozen=True)
@@ -159,20 +168,3 @@ def exchanged(world: World, rows: Tensor, send_counts: list[int], recv_counts: l
     received_rows = world.empty((sum(recv_counts), rows.shape[1]), rows.dtype)
     world.backend.all_to_all(received_rows.split(recv_counts), rows.split(send_counts), world.current_stream())
     return received_rows
-
-
-def grouped_gradients(
-    rows: Tensor, dy: Tensor, weight: Tensor, offsets: Tensor, w: Weights, layer: Layer, block: int
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Return the gradients of weight, of rows, and of w13, w2, b13 and b2, for the product of weight [rows, 1] and the
-    experts' results for the rows. block: the gate rows of a block of w13."""
-    preactivation = linear(rows, w.w13, w.b13, offsets)
-    hidden = activated(preactivation, layer.activation, layer.inner, block)
-    dots = (linear(hidden, w.w2, w.b2, offsets).float() * dy.float()).sum(1, keepdim=True)
-    dy = (dy.float() * weight).to(dy.dtype)
-    dhidden = linear(dy, w.w2.transpose(1, 2), None, offsets)
-    dpreactivation = activation_gradient(preactivation, dhidden, layer.activation, block)
-    dx = linear(dpreactivation, w.w13.transpose(1, 2), None, offsets)
-    biases = ((dpreactivation, w.b13), (dy, w.b2))
-    bias_gradients = [None if bias is None else sums(rows, offsets) for rows, bias in biases]
-    return dots, dx, [products(dpreactivation, rows, offsets), products(dy, hidden, offsets), *bias_gradients]

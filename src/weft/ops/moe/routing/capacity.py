@@ -17,7 +17,7 @@ from ....kernel_launch import Launch, prepared
 from ....op import Local, RowsCall, Shapes, registered
 from ....plans import Plan, Sequential
 from ....prepared import Run
-from ....tensor_checks import check_device, dims
+from ....tensor_checks import check_devices, dims
 from ....torch_library import CallOptions
 from ....world import World
 from .capacity_kernels import limit_experts
@@ -90,8 +90,7 @@ class CapacityOp(Local[CapacityCall]):
 
     def check(self, world: World, operands: CapacityOperands, options: CallOptions) -> CapacityCall:
         (ids, weights), (experts, factor, drop) = operands, options
-        for name, t in operands._asdict().items():
-            check_device(APPLY_CAPACITY, world, name, t)
+        check_devices(APPLY_CAPACITY, world, operands._asdict())
         if ids.dim() != 2 or ids.shape[1] < 1 or weights.shape != ids.shape:
             raise ValueError(f"{APPLY_CAPACITY}: ids {dims(ids)} and weights {dims(weights)} must be [T, k]")
         if ids.dtype != torch.int32 or weights.dtype != torch.float32:
@@ -121,14 +120,14 @@ def apply_capacity(
     world: World,
     drop: str = "position",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drop routes so that every expert takes at most ceil(capacity_factor T k / E) of this rank's routes (Fedus et al.
-    2021, "Switch Transformers", equation 3).
+    """Drop routes so that every expert receives at most ceil(capacity_factor T k / E) of this rank's routes (Fedus et
+    al. 2021, "Switch Transformers", equation 3).
 
     Args:
-        ids: int32 [T, k], the experts of each token, -1 for none. An expert that a token has twice takes two routes.
+        ids: int32 [T, k], the experts of each token, -1 for none. An expert may have two routes of a token.
         weights: float32 [T, k].
         experts: E. Ids outside 0 to E - 1 are dropped and not counted.
-        capacity_factor: a number above 0. With 1 an expert takes no more than an even routing would give it.
+        capacity_factor: a number above 0. With 1 an expert receives at most as many routes as under even routing.
         world: the World of the ids' device. No rank waits for another.
         drop: which routes are dropped. "position" drops the last tokens' routes; "probability" drops the routes with
             the smallest weights, and among equal weights the later tokens' routes. A NaN is greater than all numbers.

@@ -14,7 +14,7 @@ from ....kernel_launch import Launch, prepared
 from ....op import Local, Operands, RowsCall, Shapes, registered
 from ....plans import Plan, Sequential
 from ....prepared import unprepared
-from ....tensor_checks import check_device, dims
+from ....tensor_checks import check_device, check_devices, dims
 from ....torch_library import Backward, CallOptions
 from ....transport.memory import lock
 from ....world import World
@@ -117,8 +117,7 @@ class BalanceOp(Loss):
 
     def check(self, world: World, operands: BalanceOperands, options: CallOptions) -> LossCall:
         logits, ids = operands
-        for name, t in operands._asdict().items():
-            check_device(BALANCE, world, name, t)
+        check_devices(BALANCE, world, operands._asdict())
         if logits.dim() != 2 or ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
             raise ValueError(f"{BALANCE}: logits {dims(logits)} are not [T, E], or ids {dims(ids)} not [T, k]")
         return LossCall(logits.shape[0], logits.shape[1], ids.shape[1])
@@ -178,7 +177,7 @@ def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor, *, world: World
     alpha), for this rank's tokens.
 
     Args:
-        logits: [T, E], of any floating dtype; the gradient goes through them.
+        logits: [T, E], of any floating dtype. The loss is differentiable in them.
         ids: integer [T, k], the chosen experts; ids outside 0 to E - 1 are none. An expert that a token has twice
             counts twice.
         world: the World of the logits' device. No rank waits for another.
@@ -201,7 +200,7 @@ def z_loss(logits: torch.Tensor, *, world: World) -> torch.Tensor:
     "ST-MoE", equation 5, without its coefficient).
 
     Args:
-        logits: [T, E], of any floating dtype; the gradient goes through them.
+        logits: [T, E], of any floating dtype. The loss is differentiable in them.
         world: the World of the logits' device. No rank waits for another.
 
     Returns:

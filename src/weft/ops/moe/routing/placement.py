@@ -15,7 +15,7 @@ from ....kernel_launch import Launch, prepared
 from ....op import Local, RowsCall, Shapes, registered
 from ....plans import Plan, Sequential
 from ....prepared import Run
-from ....tensor_checks import check_device, dims
+from ....tensor_checks import check_devices, dims
 from ....torch_library import CallOptions
 from ....transport.memory import rank_word
 from ....world import World
@@ -70,8 +70,7 @@ class PlacementOp(Local[PlacementCall]):
 
     def check(self, world: World, operands: PlacementOperands, options: CallOptions) -> PlacementCall:
         ids, table = operands
-        for name, t in operands._asdict().items():
-            check_device(EXPERT_PLACEMENT, world, name, t)
+        check_devices(EXPERT_PLACEMENT, world, operands._asdict())
         if table.dim() not in (1, 2) or table.dtype != torch.int32 or ids.dim() != 2 or ids.dtype != torch.int32:
             raise ValueError(
                 f"{EXPERT_PLACEMENT}: ids {dims(ids)} and table {dims(table)} must be int32 [T, k], and [E] or [E, R]"

@@ -13,7 +13,7 @@ from ....lang.jit import constants
 from ....op import Local, Operands, RowsCall, Shapes, registered
 from ....plans import Plan, Sequential
 from ....prepared import unprepared
-from ....tensor_checks import check_device, dims
+from ....tensor_checks import check_devices, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
 from ..call import RouterOptions
@@ -246,9 +246,7 @@ ROUTER = registered(RouterOp())
 def check_gate(world: World, operands: RouterOperands, k: int, options: RouterOptions) -> None:
     """Raise as `gate` does."""
     (logits, bias, ids), (scoring, _, groups, top_groups, _) = operands, options
-    for name, t in operands._asdict().items():
-        if t is not None:
-            check_device(OP, world, name, t)
+    check_devices(OP, world, operands._asdict())
     if ids is not None and (ids.shape != (*logits.shape[:1], k) or ids.dtype != torch.int32):
         raise ValueError(f"{OP}: ids {dims(ids)} must be int32 [T, {k}], for logits {dims(logits)}")
     if logits.dtype not in LOGITS:

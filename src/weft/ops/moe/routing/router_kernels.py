@@ -8,8 +8,8 @@ order.
     scores -> sort keys (integers in the order of the numbers) -> [mask all but the best groups] -> K times: take the
         greatest key and mask its column
 
-Of equal keys the leftmost is taken, so ties go to the lower expert. A NaN comes after all numbers, so that ids are
-always distinct experts.
+Among equal keys the kernel chooses the leftmost one, which is the lower expert. A NaN sorts after all numbers, so that
+ids are always distinct experts.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """The launches of the backward passes of both halves of a layer whose experts' columns are split over ranks
 (backward_kernels.py describes the data flow and its order).
 
-Rows have the order of the forward pass: its routes are saved and say where each row is.
+Rows have the order of the forward pass, whose saved routes hold the position of each row.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..expert_parallel.backward import (
     between_gemms,
     expert_gradient_launches,
     gradient_sizes,
+    unit_weights,
     unused_counters,
 )
 from ..expert_parallel.backward_kernels import IDENTITY
@@ -158,8 +159,7 @@ def first_half(
         for step in wgrad:
             step.on(stream)
         return None, dw13, db13
-    dx, size = world.empty(x.shape, x.dtype), world.size * layer.max_tokens_per_rank * layer.k
-    ones = world.cached((NAME, "ones of routes", size), lambda: world.tensor([1] * size, torch.float32))
+    dx, ones = world.empty(x.shape, x.dtype), unit_weights(world, layer)
     reduce_rows(world, state, tables, ones, GroupedProduct(dpreactivation, w13), ids, None, dx, wgrad)
     return dx, dw13, db13
 

@@ -16,7 +16,7 @@ import torch
 
 from ....op import Call, Shapes
 from ....world import World
-from ..call import Layer, first_columns, kept_shapes
+from ..call import Layer, kept_shapes
 from ..routing.route_tables import Tables, rows_of
 
 
@@ -95,7 +95,7 @@ class FirstHalfCall(GroupedCall):
 
     def saved_shapes(self, world: World) -> Shapes:
         """Return the shapes and dtypes of the tensors in `Kept`."""
-        return kept_shapes(world, self.layer, self.keep, self.layer.rows(world), first_columns(world, self.layer))
+        return kept_shapes(world, self.layer, self.keep, self.layer.rows(world))
 
     def routes(self, world: World) -> torch.Tensor:
         """Return memory for the routes."""

@@ -30,7 +30,7 @@ from .kernels import keep_shards, push_shard
 def unsupported(world: World, layer: Split, plan: DispatchedColumns) -> str | None:
     """Return the reason, the same on every rank, why the plan cannot serve the call, or None if it can."""
     if plan.tile.block_m != layer.tile:
-        return f"rows lie in tiles of {layer.tile}, not of {plan.tile.block_m}"
+        return f"rows are in tiles of {layer.tile}, not of {plan.tile.block_m}"
     if layer.local(world) > route_tables.MAX_LOCAL_EXPERTS:
         return f"a rank has columns of {layer.local(world)} experts, more than {route_tables.MAX_LOCAL_EXPERTS}"
     return dispatched.unsupported(world, replace(layer, experts=world.size), plan)

@@ -4,7 +4,7 @@ grouped GEMM, and grouped GEMM + weighted sum over a token's experts + reduce-sc
     dispatched   rows travel under the first half's GEMM, sums under the second half's GEMM (dispatched.py)
     sequential   NCCL's collectives and the library's grouped GEMM (sequential.py); saves nothing
 
-Every rank has the rows of all ranks' tokens in expert order, in tiles of 128; the routes say where each row is.
+Every rank has the rows of all ranks' tokens in expert order, in tiles of 128; the routes hold the position of each row.
 
 Gradients: dy is sent to all ranks as x was, and the rows' dx are summed as results are (backward.py), or by NCCL
 (sequential.py). The second half computes the gradient of the routing weights for the columns of this rank. The first

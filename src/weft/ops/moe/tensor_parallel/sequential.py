@@ -35,7 +35,7 @@ def run_gather(world: World, call: FirstHalfCall, plan: Plan, operands: GatherOp
     parts, block = route_parts(world, layer, routes), world.backend.scale.interleave
 
     def run() -> None:
-        table = tables(all_ids.view(world.size, -1, layer.k), world.rank, layer, layer.local(world))
+        table = tables(world, layer, all_ids.view(world.size, -1, layer.k))
         for name, values in table.items():
             getattr(parts.tables, name)[: values.numel()] = values.flatten()
         parts.weights[: all_weights.numel()] = all_weights.flatten()
