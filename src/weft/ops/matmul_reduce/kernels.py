@@ -261,11 +261,10 @@ def gemm_reduce(
         t = pid - GEMM_PROGRAMS
         step, row, col, flat_row, channel, stored_tile = steps - 1, 0, 0, 0, 0, -1
         acc, upper, lower = zero_accumulators(tile)
-        # This loop and the loop of signaled_gemm could be one, in which each tile is a group. It would have no table of
-        # groups, since it would read the table in every tile, and would have the arena as a further output. Compiled in
-        # this way for sm_90a, this kernel had 173 registers instead of 165 and 1,112 instructions instead of 1,072 (8
-        # ranks: 181 instead of 175, 1,160 instead of 1,128), no spills, and 6 more compile-time branches in the loop.
-        # So there are two loops.
+        # This loop and the loop of signaled_gemm could be one, in which each tile is a group, the arena is a further
+        # output, and no table of groups is read. Compiled in this way for sm_90a, this kernel had 173 registers instead
+        # of 165 and 1,112 instructions instead of 1,072 (8 ranks: 181 instead of 175, 1,160 instead of 1,128), no
+        # spills, and 6 more compile-time branches in the loop. So there are two loops.
         for _ in tl.range(0, tl.cdiv(W * own_tiles - pid, GEMM_PROGRAMS) * steps):
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:
