@@ -339,7 +339,7 @@ class OneShot(Plan):
 @dataclass(frozen=True)
 class TwoShot(Plan):
     """Base of the two-shot plans: an all-reduce in one launch, where the owner of a row sums it and stores the sum on
-    every rank. It runs alone, or after cuBLAS's GEMM.
+    every rank. It runs alone; after cuBLAS's GEMM only TwoShotLowLatency does.
 
     programs, warps: as in OneShot.
     """
