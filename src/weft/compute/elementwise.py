@@ -1,5 +1,5 @@
-"""Memory-bound kernels between the overlapped kernels: the gated activation and its gradient, and the rotary embedding
-of a decoder."""
+"""Memory-bound kernels that run between the overlapped kernels: the gated activation, its gradient, and the rotary
+embedding of a decoder."""
 
 import triton.language as tl
 
@@ -23,8 +23,8 @@ def silu_mul(x, out, rows, N, stride, INTERLEAVE: tl.constexpr, R: tl.constexpr,
 
 @jit(do_not_specialize=("rows",))
 def silu_mul_backward(dy, x, dx, rows, N, stride, INTERLEAVE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Compute dx, the gradient of x in `silu_mul`, in x's layout, from dy [rows, N]. The padding columns of dx become
-    zero."""
+    """Compute dx, the gradient of x in `silu_mul`, from dy [rows, N]. dx has the layout of x. The padding columns of dx
+    become zero."""
     half = stride // 2
     tiles_n = tl.cdiv(half, C)
     for t in range(tl.program_id(0), tl.cdiv(rows, R) * tiles_n, tl.num_programs(0)):

@@ -1,5 +1,5 @@
-"""Row-wise kernels that follow a collective: RMSNorm, residual add and copy. They also undo the tile order of a
-signaled plan's result (FlashOverlap, section 4.3).
+"""Row-wise kernels that follow a collective: RMSNorm, residual add and copy. The kernels also restore ordinary order if
+the result of a signaled plan is in tile order (FlashOverlap, section 4.3).
 
 A block has rows x runs x COLS columns. With TILED, `x` is not [rows, N] but consists of tiles of BM x 2 COLS in the
 order of `grouped_tile`. The left half of each tile is stored before its right half, so that a run of COLS columns of a

@@ -30,7 +30,7 @@ from ..scaled_tensor import SCALE_BLOCK
 from .gemm import Tile, column_halves, gemm_tile, grouped_tile, silu, silu_gate, store_tile
 
 BY_TENSOR, BY_ROW, BY_BLOCK = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # Tile.SCALED
-BLOCK = tl.constexpr(SCALE_BLOCK)  # elements of K, and rows of w, that share a scale BY_BLOCK
+BLOCK = tl.constexpr(SCALE_BLOCK)  # with BY_BLOCK, the number of elements of K, and of rows of w, that share a scale
 
 
 class Scales(NamedTuple):

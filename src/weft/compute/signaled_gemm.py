@@ -62,7 +62,7 @@ def tile_origin(t, first_rows, tiles_m, tiles_n, rotation, tile, order):
 
 @jit
 def load_out_rows(row_map, row, M, BM: tl.constexpr):
-    """Return the rows of `out` for the rows of the tile that begins at `row`."""
+    """Return the row of `out` for each row of the tile that begins at `row`."""
     r = row + tl.arange(0, BM)
     return tl.load(row_map + r, mask=r < M, other=0)
 

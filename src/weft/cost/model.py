@@ -1,4 +1,4 @@
-"""The base of all cost models: the sizes of a call, the times of its parts, and the class of a model.
+"""The base of all cost models: classes for the sizes of a call, for the times of its parts, and for a model.
 
 An op declares a `Cost` for each class of plans with a predictable time (`Op.costs`). The file with the `Cost` is next
 to the op (`ops/<name>/cost.py`), or in this package if several ops share it. The planner knows plans only through their
@@ -72,7 +72,7 @@ class Conditions(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """The tile of a GEMM, and the number of programs with such tiles that an SM holds at once."""
+    """The tile of a GEMM, and the number of programs with such tiles that run on an SM at once."""
 
     tile: GemmTile
     per_sm: int = 1
@@ -138,7 +138,7 @@ class Cost(Generic[P, F]):
         return plan.family
 
     def launches(self, plan: P, world: int) -> int:
-        """Return the factor by which the host's time for a call grows with the plan's groups."""
+        """Return the factor by which the plan's groups increase the host's time for a call."""
         return 1
 
 

@@ -1,4 +1,5 @@
-"""Simulation of the queues of one call: when each piece of work runs, and how concurrent pieces slow each other."""
+"""Simulation of the queues of one call. It computes when each piece of work runs, and how much concurrent pieces slow
+each other down."""
 
 from __future__ import annotations
 

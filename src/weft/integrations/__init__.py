@@ -1,4 +1,4 @@
-"""weft inside other projects: torch, Transformers, vLLM and SGLang."""
+"""Integrations of weft into torch, Transformers, vLLM and SGLang."""
 
 import os
 from importlib import metadata

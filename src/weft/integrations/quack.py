@@ -50,7 +50,7 @@ def lacks() -> str | None:
         return "its GEMM is used on Hopper GPUs alone"
     try:
         import quack.gemm  # noqa: F401
-    except Exception as e:  # a library may raise any exception if its dependencies have wrong versions
+    except Exception as e:  # quack may raise any exception if its dependencies have wrong versions
         return f"quack-kernels {version} cannot be imported: {type(e).__name__}: {e}"
     return None
 

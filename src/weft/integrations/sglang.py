@@ -53,7 +53,7 @@ def register() -> None:
 
 
 def state() -> str:
-    """Return one line that says whether the plugin would be loaded."""
+    """Return one line that says whether SGLang would load the plugin."""
     version = installed_version("sglang")
     return "not installed" if version is None else f"{version}, {plugin_state(WEFT_SGLANG, 'SGLANG_PLUGINS')}"
 

@@ -49,7 +49,7 @@ _worlds: dict[str, World] = {}  # by the group's name
 
 
 def async_tp(*groups: ProcessGroup | World, plan: str | Plan = "auto") -> AsyncTP:
-    """Make weft serve torch's `symm_mem` fused operators from now on.
+    """Replace torch's `symm_mem` fused operators by weft's until the result is closed.
 
     Args:
         groups: the tensor-parallel groups for which torch.compile's micro-pipeline pass is enabled. Without groups,
@@ -331,13 +331,13 @@ def _native(x: Tensor, weights: Sequence[Tensor], dim: int, group_name: str) -> 
 
 
 def _has_world(group_name: str, x: Tensor) -> bool:
-    """Return whether the group can have a World: a group of GPUs, one of CPU processes over gloo, or an emulated World
-    of that name."""
+    """Return whether the group can have a World. It can if it is a group of GPUs, a group of CPU processes over gloo,
+    or if an emulated World has its name."""
     return x.is_cuda or group_name in World._all or serves(_group(group_name))
 
 
 def world_of(group_name: str, x: Tensor) -> World | None:
-    """Return the group's World, made at its first use, or None for a group that cannot have one."""
+    """Return the group's World, which is made at the first use, or None for a group that cannot have one."""
     return _world(group_name) if _has_world(group_name, x) else None
 
 
@@ -358,7 +358,7 @@ def _group(name: str) -> ProcessGroup:
 # -- torch's -----------------------------------------------------------------------------------------------------------
 @functools.cache
 def _symm_mem() -> ModuleType:
-    """Return torch's module of symmetric memory, whose import defines the operators."""
+    """Return torch's module of symmetric memory. Its import defines the operators."""
     import torch.distributed._symmetric_memory as module
 
     return module

@@ -60,13 +60,14 @@ class Styled:
 
 
 def report(module: nn.Module) -> str:
-    """Return a line for each module with one of these styles: whether weft or torch computed its last call, and why."""
+    """Return a line for each module with one of these styles, which says whether weft or torch computed the last call,
+    and why."""
     notes = {name: vars(m)[STYLED].note for name, m in module.named_modules() if STYLED in vars(m)}
     return "\n".join(f"{name or '(itself)'}: {note}" for name, note in notes.items()) or "no module has a style of weft"
 
 
 if TYPE_CHECKING:
-    _TorchStyle = style.ColwiseParallel  # RowwiseParallel's methods have the same types
+    _TorchStyle = style.ColwiseParallel  # for the type checker; RowwiseParallel's methods have the same types
 else:
     _TorchStyle = object
 
@@ -201,7 +202,7 @@ class SequenceParallel(style.SequenceParallel):
 
 
 class SummedGradient(torch.autograd.Function):
-    """A tensor that is the same on all ranks. Its gradient is the sum of the ranks' gradients."""
+    """A tensor that is the same on all ranks. The gradient of the tensor is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -82,7 +82,7 @@ SILU_MUL = registered(SiluMul())
 
 
 def silu_mul(x: torch.Tensor, *, world: World, **removed: Never) -> torch.Tensor:
-    """Return silu(gate) * up [M, I], the activation of a Llama MLP. x [M, 2 I] has the gate columns, followed by the up
+    """Return silu(gate) * up [M, I], the activation of a Llama MLP: x [M, 2 I] has the gate columns, followed by the up
     columns.
 
     One launch computes the result in float32, and one launch computes its gradient. x is bfloat16 or float16 on

@@ -8,8 +8,8 @@ runs under the GEMM of a different part.
 
 A part is the same fraction of a shard's rows as the plan's group is of the shards. Collectives need contiguous memory,
 so rows are copied within the GPU. The copy costs one pass through the GPU's memory, which is several times as fast as
-the link. All memory is allocated before the streams diverge, because the caching allocator orders reuse on one stream
-only.
+the link. All memory is allocated before the streams diverge, because the caching allocator orders the reuse of memory
+only on one stream.
 """
 
 from __future__ import annotations

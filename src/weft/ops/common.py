@@ -1,4 +1,4 @@
-"""The base of the ops with one GEMM: options, checks, the plans that fit a call, and descriptors."""
+"""The base of the ops with one GEMM: their options, checks and descriptors, and the plans that suit a call."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class MatmulOp(Op[M]):
         why = None
         if isinstance(plan, OneShot) and self.collective != "all_reduce":
             if asked == "auto" and world.size * max(call.shards) > 2 * call.rows:
-                return ""  # the plan would allocate the longest shard for every rank
+                return ""  # the plan would allocate memory for the longest shard on every rank
             if min(call.shards) == 0 < max(call.shards):
                 why = "a rank without rows would not wait for the other ranks"
         elif not call.even and self.copies_shards(plan):

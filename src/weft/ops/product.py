@@ -143,7 +143,7 @@ def matmul(
     out: torch.Tensor | None = None,
     **removed: Never,
 ) -> torch.Tensor:
-    """Return x @ weight.T + bias on this GPU, of 8-bit or of 16-bit operands. No rank waits for another.
+    """Return x @ weight.T + bias of 8-bit or 16-bit operands, computed on this GPU. No rank waits for another.
 
     Args:
         x: [M, K], a `weft.ScaledTensor` with K a multiple of 16, or bfloat16 or float16. If x or the weight is not

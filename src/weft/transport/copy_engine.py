@@ -89,7 +89,7 @@ def gather_rows(
     def gather(tensors: TensorList) -> Iterator[GatheredTensors]:
         stream, copies, arrival_events = world.current_stream(), pulls.copies, []
         full, pull = pulls.stage(tensors, stream)
-        with world.on(copies):  # entering the stream once costs less host time than entering it for every copy
+        with world.on(copies):  # to enter the stream for every copy would cost more host time
             for ranks in others:
                 for p in ranks:
                     pull(p)
@@ -265,7 +265,8 @@ def reduce_rows(
 
 
 def pull_parts(world: World, source: SymmetricTensor, rows: slice, max_rows: int, stream: Stream) -> torch.Tensor:
-    """Return [W, max_rows, N] with the other ranks' `rows`, at most `max_rows`, of `source` [M, N]."""
+    """Pull `rows`, which are at most `max_rows` rows, of `source` [M, N] from all other ranks, and return them as [W,
+    max_rows, N]."""
     count, columns, dtype = rows.stop - rows.start, source.local.shape[1], source.local.dtype
     staging = world.empty((world.size, max_rows, columns), dtype)
     for p in world.other_ranks if count else ():
@@ -374,9 +375,9 @@ def prepare_exchange(
 
 
 def pull_from_all(world: World, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream, last: bool) -> None:
-    """Copy parts, which are (destination, source) by rank, after a barrier, at which all sources are complete. Parts
-    may be empty. Each source rank has a stream of its own, because parallel copies keep the links busy for any counts.
-    If `last` is true, `stream` waits for these copies, and for earlier copies on the same streams."""
+    """Copy parts, which are (destination, source) by rank, after a barrier that ensures that all sources are complete.
+    Parts may be empty. Each source rank has a stream of its own, because parallel copies keep the links busy for any
+    counts. If `last` is true, `stream` waits for these copies, and for earlier copies on the same streams."""
     world.barrier(stream)
     stored = world.record(stream)
     for j, p in enumerate((world.rank, *world.other_ranks)):

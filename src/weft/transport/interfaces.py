@@ -65,7 +65,8 @@ GatherRows: TypeAlias = Callable[
 ]  # of this rank's tensors [m_r, ..]
 # The arguments are (out, bias); this rank's rows of the sum + bias are stored in `out`.
 ReduceRows: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], AbstractContextManager[Iterable[PartialRows]]]
-# (world, plan, rows of every rank, specs of this rank's tensors, keep); `keep` puts this rank's rows into `full` too.
+# The arguments are (world, plan, rows of every rank, specs of this rank's tensors, keep). With `keep`, `full` also has
+# this rank's rows.
 GatherTransport: TypeAlias = Callable[..., GatherRows]
-# (world, plan, rows of every rank, columns, dtype).
+# The arguments are (world, plan, rows of every rank, columns, dtype).
 ReduceTransport: TypeAlias = Callable[..., ReduceRows]

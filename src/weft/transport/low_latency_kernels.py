@@ -121,8 +121,8 @@ def compare_calls(calls, number, pid, PROGRAMS: tl.constexpr):
 
 @jit
 def rotate_thirds(state, pid, third_index, filled, PROGRAMS: tl.constexpr, MAX_PROGRAMS: tl.constexpr):
-    """Store the state for the next call, which may have more programs: the index of its third, and the number of
-    vectors that this call filled."""
+    """Store the state for the next call, which may have more programs. The state is the index of the next call's third,
+    and the number of vectors that this call filled."""
     flush_stores(False)  # every thread has read the program's state
     p = tl.arange(0, MAX_PROGRAMS)
     tl.store(state + 2 * p, (third_index + 1) % 3, mask=p % PROGRAMS == pid)
@@ -178,7 +178,7 @@ def sum_low_latency(
             go_on = look_again(polls, start_time, ch.guard, ch.counters, t, missing - 1)
         acc = zeros(W, WORDS, P)
         empty = tl.zeros((WORDS,), tl.int32)
-        # Unrolled where registers allow, so that the loads of all sources are in flight at once.
+        # The loop is unrolled if there are enough registers, so that the loads of all sources are in flight at once.
         for k in tl.range(0, SOURCES, loop_unroll_factor=SOURCES if P <= 8192 else 1):
             source = parts + k * stride
             awaited = k + 1
@@ -252,7 +252,7 @@ def gather_low_latency(
         ok = c < 4 * (count - b)
         words = replace_empty(tl.load(x + 4 * b.to(tl.int64) + c, mask=ok, other=0))  # bits as on the other ranks
         tl.store(out + 4 * (lo + b).to(tl.int64) + c, words, mask=ok)
-    for unit in range(pid, units, PROGRAMS):  # from the next rank on
+    for unit in range(pid, units, PROGRAMS):  # beginning with the next rank
         owner = (me + 1 + unit % (W - 1)) % W
         b = tl.load(starts + owner) + unit // (W - 1) * VECTORS
         width = 4 * (tl.load(starts + owner + 1) - b)

@@ -66,7 +66,7 @@ class Flat:
 
 
 def flat(world: World, memory: SymmetricTensor) -> tuple[Flat | None, torch.Tensor]:
-    """Return the memory's Flat, or None, and the int32 [world] of its `index`."""
+    """Return the memory's Flat, or None, and the Flat's `index` as a tensor, int32 [world]."""
 
     def make() -> tuple[Flat | None, torch.Tensor]:
         view = Flat.from_memory(memory)
@@ -90,12 +90,12 @@ class Halves(NamedTuple):
 
 
 def workspace(world: World, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-    """Return a tensor in the World's buffer of that name (`World.buffer`). Collective when the buffer has to grow."""
+    """Return a tensor in the World's buffer `name` (`World.buffer`). Collective when the buffer has to grow."""
     return world.buffer(name, math.prod(shape) * dtype.itemsize).view(0, shape, dtype)
 
 
 class Lock:
-    """Serialises, across streams, the calls that share the memory of one name (`World.order`)."""
+    """A lock that serialises, across streams, the calls that share the memory of one name (`World.order`)."""
 
     last_stream: Stream = None
     last_captured: Stream = None

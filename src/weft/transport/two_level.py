@@ -9,9 +9,10 @@ second stream sends rows between the nodes. A node sums in float32 in the order 
 Reduce-scatter then sums the nodes' results in float32 in the order of the nodes; all-reduce sums them in NCCL's order.
 
 The events of each rank order its two streams, and no further order is needed: a transfer reads and writes only memory
-of this call, or symmetric memory of the node. All-reduce writes a row of symmetric memory that peers pulled in the
-previous call only after each peer has contributed to the row's sum in this call, which comes after those pulls on the
-peer's stream. In an all-to-all a row has only one source, so the call ends with a barrier.
+of this call, or symmetric memory of the node. All-reduce writes again a row of symmetric memory that peers pulled in
+the previous call. It does so only after each peer has contributed to the row's sum in this call, and on the peer's
+stream that contribution comes after the pulls. In an all-to-all a row has only one source, so the call ends with a
+barrier.
 """
 
 from __future__ import annotations

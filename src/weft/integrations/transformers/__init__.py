@@ -1,4 +1,4 @@
-"""Tensor parallelism of Transformers models by weft: model = weft.hf.weave(model).
+"""Tensor parallelism of Transformers models, computed by weft: model = weft.hf.weave(model).
 
 For each row-parallel linear Transformers runs a GEMM, NCCL's all-reduce, the residual add and the norm one after
 another, with a full activation on every rank and 25 us of host time for each linear that it wraps. A woven model

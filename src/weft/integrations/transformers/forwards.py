@@ -94,8 +94,9 @@ def check_heads(cache: object, attention: HeadsShard) -> None:
 
 
 class LayerForward:
-    """The forward pass of decoder layer `index`, from Carried, or from the embedding's hidden states, to Carried. It
-    also computes the norm of the next layer, or the model's final norm if no layer follows in this pass."""
+    """The forward pass of decoder layer `index`. The input is a Carried, or the embedding's hidden states, and the
+    output is a Carried. The layer also computes the norm of the next layer, or the model's final norm if no layer
+    follows in this pass."""
 
     def __init__(self, base: Module, index: int, attention: HeadsShard, mlp: Sublayer, woven: Woven) -> None:
         self.layer, self.index, self.attention, self.mlp, self.woven = base.layers[index], index, attention, mlp, woven

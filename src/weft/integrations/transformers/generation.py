@@ -1,4 +1,5 @@
-"""`generate` of a woven model: all ranks use the random draws of rank 0. The emulator cannot run generate_batch."""
+"""The method `generate` of a woven model, in which all ranks use the random draws of rank 0. The emulator cannot run
+generate_batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts of Transformers, woven: Mixtral, Qwen3-MoE and GPT-OSS.
+"""Woven mixtures of experts of Transformers: Mixtral, Qwen3-MoE and GPT-OSS.
 
 In Transformers' own expert parallelism every rank routes all tokens, copies the tokens of its own experts and computes
 these experts; an all-reduce then sums the results. In a woven layer (nn/decoder_layer.py) the layout of the hidden
@@ -13,8 +13,8 @@ dense MLP, and a layer exchanges activations twice. If there are two token parts
 other part. Many tokens are sharded: a rank routes only its own rows, and the exchange of tokens overlaps the grouped
 GEMMs. In both layouts attention is tensor-parallel and one GEMM computes its three projections.
 
-`experts_forward` computes only the experts of a rank by weft's grouped GEMMs, under Transformers' own parallelism. It
-is for Transformers' registry of experts implementations.
+`experts_forward` computes only the experts of a rank by weft's grouped GEMMs, under Transformers' own parallelism. weft
+adds it to Transformers' registry of experts implementations.
 """
 
 from __future__ import annotations
@@ -214,8 +214,8 @@ _registered = Registered()
 
 
 def register_experts(world: World) -> None:
-    """Add `experts_implementation="weft"` to Transformers: weft's grouped GEMMs for the local experts of Mixtral,
-    Qwen3-MoE and GPT-OSS, for inference.
+    """Add `experts_implementation="weft"` to Transformers. It computes the local experts of Mixtral, Qwen3-MoE and
+    GPT-OSS by weft's grouped GEMMs, for inference only.
 
     `world` are the ranks over which Transformers splits the experts; all of them have the same tokens. A process uses
     the World that it registered last, an emulated rank its own. Transformers' parallelism around the experts does not

@@ -1,8 +1,8 @@
 """The parameters of a woven model. A user may write them as in any model: by `load_state_dict`, `copy_` or merged
 adapters.
 
-Shards compute with views of the parameters, so that in-place writes take effect at once, also in a captured graph.
-If several linears are one GEMM, their parameters become views of the stacked weight. Only experts are packed into
+Shards compute with views of the parameters, so that in-place writes have an immediate effect, even in a captured graph.
+If one GEMM computes several linears, their parameters become views of the stacked weight. Only experts are packed into
 copies, since no view has their layout; after a parameter was written, they are packed again in place. At the start of
 each pass `refresh` checks whether each parameter is still the same tensor, and whether a parameter of packed experts
 was written.

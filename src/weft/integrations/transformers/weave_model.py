@@ -1,4 +1,4 @@
-"""`weave`, `unweave`, `repack` and `report`, and the checks of which models can be woven."""
+"""The functions `weave`, `unweave`, `repack` and `report`, and the checks whether a model can be woven."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a woven model: what `weave` replaced, and how to undo it."""
+"""The state of a woven model, which records the replaced modules and how to restore them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ VLLM = "vLLM"  # the candidate for vLLM's own pass
 PassWay: TypeAlias = Plan | str
 RunPass: TypeAlias = Callable[[int], object]  # runs a pass with this number of tokens
 Times: TypeAlias = tuple[int, dict[str, float]]  # a number of tokens, and the us of a pass in each way
-IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, which fit in one tile of a GEMM
+IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, that is, for no more than one tile of a GEMM
 FAR_SLOWER = 1.3  # timing of a form stops if it is slower than vLLM's own pass by this factor
 
 
@@ -158,7 +158,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 
 
 def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, run: RunPass) -> Choice[PassWay]:
-    """Return the choice of the way in which passes of `tokens` tokens run."""
+    """Return the Choice that decides in which way passes of `tokens` tokens run."""
     graphs: dict[PassWay, torch.cuda.CUDAGraph] = {}
 
     def in_way(way: PassWay) -> None:

@@ -160,8 +160,8 @@ def traced(module: nn.Module, reduces: Reduces, absent: Sequence[str] = EMBEDDED
 
 # -- reading the graph -------------------------------------------------------------------------------------------------
 def flow_of(model: nn.Module, classes: Classes) -> Flow:
-    """Return the sites of every stack of layers. A stack whose forward cannot be traced is traced layer by layer, which
-    misses the sites between its layers."""
+    """Return the sites of every stack of layers. If the forward of a stack cannot be traced, its layers are traced one
+    by one, which misses the sites between layers."""
     flow, graphs, names = Flow(), [], {id(module): name for name, module in model.named_modules()}
     for stack in stacks(model, classes):
         try:

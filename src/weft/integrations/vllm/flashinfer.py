@@ -62,7 +62,7 @@ def workspaces(world: World) -> dict[WorkspaceKey, FlashInferWorkspace]:
 
 
 def limit(world: World, h: int, dtype: torch.dtype, max_tokens: int) -> int:
-    """Return the largest number of tokens, at most `max_tokens`, for which a workspace holds rows of h columns."""
+    """Return the largest number of tokens, at most `max_tokens`, for which rows of h columns fit in a workspace."""
     return min(max_tokens, WORKSPACE_BYTES // (ROW_BUFFERS * world.size * h * dtype.itemsize))
 
 

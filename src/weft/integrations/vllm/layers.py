@@ -159,7 +159,7 @@ class Row:
 
 # -- copies ------------------------------------------------------------------------------------------------------------
 def without_sum(reduction: VllmObject) -> VllmObject:
-    """Return a copy of the module that returns its partial sum."""
+    """Return a copy of the module that returns the partial sum without the all-reduce."""
     if hasattr(reduction, "reduce_results"):
         return copied(reduction, reduce_results=False)
     config = copy(reduction.moe_config)

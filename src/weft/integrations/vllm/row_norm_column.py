@@ -1,5 +1,6 @@
-"""The steps between two sublayers of a tensor-parallel decoder as one operator: the row-parallel GEMM, the sum over
-ranks, residual and RMSNorm, and the column-parallel GEMM. Its plans are the possible forms of a forward pass:
+"""One operator for the steps between two sublayers of a tensor-parallel decoder: the row-parallel GEMM, the sum over
+ranks, residual and RMSNorm, and the column-parallel GEMM. The operator's plans are the possible forms of a forward
+pass:
 
     sequential  GEMM | all_reduce_rms_norm | GEMM
     own rows    the same, but each rank holds only its own rows of the residual
@@ -55,15 +56,15 @@ class OwnRows(Plan):
 
 @dataclass(frozen=True)
 class ShardedTokens(Plan):
-    """GEMM + reduce-scatter, norm of this rank's rows, all-gather + GEMM."""
+    """The form with GEMM + reduce-scatter, the norm of this rank's rows, and all-gather + GEMM."""
 
     kind: ClassVar[str] = "sequence_parallel"
 
 
 @dataclass(frozen=True)
 class TwoParts(Plan):
-    """Two token parts, one part's communication under the other part's GEMMs. The communication runs on the SMs of its
-    `programs`, the GEMMs on all others."""
+    """The form with two token parts, in which one part's communication overlaps the other part's GEMMs. The
+    communication uses the SMs of its `programs`, and the GEMMs use all other SMs."""
 
     kind: ClassVar[str] = "woven"
     programs: int = 16

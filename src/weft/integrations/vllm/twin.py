@@ -12,10 +12,10 @@ model, with separate pieces, CUDA graphs and a separate entry in vLLM's compile 
    it and leaves no trace in the model. Otherwise the class of the stack changes to one whose `__call__` looks up the
    number of tokens in a table, `Passes.sizes`, in which 0 is vLLM's own pass. vLLM captures graphs only afterwards, so
    that each captured size has one graph.
-4. The twin has a finite number of sizes: the sizes that vLLM captures, and multiples of STEP above these, to which a
-   pass is padded. GEMMs compute whole tiles of 128 rows anyway, and the compared times include the padding. Every size,
-   and the padding itself, runs before the first request. So everything that depends on the number of tokens (kernels,
-   plans, channels, tables, workspaces) exists before the first request, and no request creates anything new.
+4. The twin has a finite number of sizes, to which passes are padded: the sizes that vLLM captures, and multiples of
+   STEP above these. GEMMs compute whole tiles of 128 rows anyway, and the compared times include the padding. Every
+   size, and the padding itself, runs before the first request. So everything that depends on the number of tokens
+   (kernels, plans, channels, tables, workspaces) exists before the first request, and no request creates anything new.
 
 A compiler pass for only some ranges of tokens (`compile_ranges_endpoints`) would save the second trace. But vLLM fixes
 such ranges before weft can time anything, and they change vLLM's own graphs and cache keys. A compiler pass would also
@@ -166,8 +166,8 @@ class Passes:
             self.woven, self.unwoven = None, reason
 
     def put(self, kind: type | None = None) -> None:
-        """Make the stack look up the number of tokens at each pass. `kind` is the class that has the lookup; None means
-        Switched."""
+        """Make the stack look up the number of tokens at each pass, by a class with this lookup: `kind`, or Switched if
+        `kind` is None."""
         namespace = {"__module__": self.own_class.__module__}
         self.stack.__dict__["weft_passes"] = self
         self.stack.__class__ = type(self.own_class.__name__, (kind or Switched, self.own_class), namespace)

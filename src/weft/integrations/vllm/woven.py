@@ -1,5 +1,5 @@
-"""Passes in two token parts over all layers (TokenWeave, section 4): one part's GEMMs and attention run under the other
-part's sums over ranks, on two streams, in the order of nn/weave.py.
+"""Passes in two token parts over all layers (TokenWeave, section 4). The GEMMs and attention of one part overlap the
+sums over ranks of the other part, on two streams and in the order of nn/weave.py.
 
 `stages_of` cuts the graph of the stack's forward (dataflow.py) at the sums. A `Stage` is the part between two sums: the
 column-parallel GEMM after the norm, vLLM's own modules (rotary embedding, attention, activation, experts), and the
@@ -178,7 +178,7 @@ class AttentionParts:
         )
 
     def split(self, metadata: Mapping[str, VllmObject], cut: int) -> list[dict[str, VllmObject]]:
-        """Return the metadata of the first `cut` tokens and of the rest, by layer."""
+        """Return the metadata of the first `cut` tokens and of the remaining tokens, by layer."""
         batch = self._batch
         starts, requests = batch.query_start_loc_cpu[: batch.num_reqs + 1], batch.num_reqs
         end = int(torch.searchsorted(starts, cut))  # index after the last request with tokens before the cut
@@ -272,7 +272,7 @@ class WovenPass:
         self.attention = None
 
     def cut(self, tokens: int) -> int:
-        """Return the number of tokens of the first part for which the GEMMs of both parts take the fewest waves of
+        """Return the number of tokens of the first part for which the GEMMs of both parts run in the fewest waves of
         tiles (TokenWeave's smart split)."""
         if tokens not in self._cuts:
             self._cuts[tokens] = smart_split(self.world, self.stages.stages, tokens)

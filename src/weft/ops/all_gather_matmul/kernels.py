@@ -218,10 +218,10 @@ def pull_chunks(flat_desc, arena, base, own_half, all_scales, ch, shards, M, K, 
 
 @jit
 def compute_tiles(x_desc, a_desc, w_desc, out_desc, bias, scales, gathered, ch, pid, own_tiles, row, M, N, K, product):
-    """Compute the tiles of one GEMM program. The first own_tiles row tiles read x directly and wait for nothing. Then
-    follow the tiles of the peers' rows, nearest peer first, each when its rows have arrived. The own rows start at
-    `row`. `gathered` has the row of a_desc that contains row 0 of the gathered activation, the address of the rows'
-    scales, and the stride of these scales."""
+    """Compute the tiles of one GEMM program. The first own_tiles row tiles read x directly and wait for nothing. The
+    tiles of the peers' rows follow, nearest peer first, each when its rows have arrived. The own rows start at `row`.
+    `gathered` has the row of a_desc that contains row 0 of the gathered activation, the address of the rows' scales,
+    and the stride of these scales."""
     first_row, all_scales, stride = gathered
     BM: tl.constexpr = product.tile.BM
     BN: tl.constexpr = product.tile.BN
@@ -285,7 +285,7 @@ def all_gather_gemm(
     own_half = address_of(arena.addresses, me, x.dtype.element_ty) + base
     ready = ch.counters + tl.load(shards.channels + W)
     all_scales = None
-    if how.product.tile.SCALED > BY_TENSOR:  # otherwise all rows of all ranks have one scale
+    if how.product.tile.SCALED > BY_TENSOR:  # otherwise all rows of all ranks share one scale
         all_scales = gathered_scales(arena, me, base, M, K, how.product.tile.BM)
     channel = tl.load(shards.channels + me)
     copy_own_chunks(

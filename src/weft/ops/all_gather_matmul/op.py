@@ -225,7 +225,7 @@ def all_gather_matmul(
 
     Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential),
     M K / W elements (decomposed, and fused by copies), M K (flag-gated), 2 M K (fused) or 3 M K elements (one shot, for
-    few rows). All plans but fused and flag-gated also use [M, K] of ordinary memory during the call.
+    few rows). All plans except fused and flag-gated also use [M, K] of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
@@ -287,11 +287,12 @@ def all_gather_swiglu(
     plan: str | Plan,
     rows: Sequence[int] | None,
 ) -> torch.Tensor:
-    """Return silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard), in one launch if the plan is
-    fused.
+    """Return silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard). A fused plan computes it in one
+    launch.
 
-    In weight [S, K], blocks of `world.backend.scale.interleave` gate rows alternate with blocks of as many up rows; the
-    last two blocks are padded with zeros. The function has no gradient; all_gather_matmul and silu_mul have one.
+    In weight [S, K], blocks of `world.backend.scale.interleave` gate rows alternate with blocks of up rows of the same
+    size; the last two blocks are padded with zeros. The function has no gradient; all_gather_matmul and silu_mul have
+    one.
     """
     options = plain_rows(GATHER_GEMM, rows), columns, False, *UNSCALED
     return ALL_GATHER_MATMUL(world, plan, ScaledFactors(x_shard, weight), options)[0]

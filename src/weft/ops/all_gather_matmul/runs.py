@@ -61,7 +61,7 @@ def with_activation(world: World, call: GatherCall, run: Run) -> Run:
 
 
 # -- the library's GEMM of gathered rows -------------------------------------------------------------------------------
-# The transport that gathers the rows in each plan.
+# The transport that gathers the rows for each class of plans.
 GATHERS: Mapping[type[Plan], GatherTransport] = {
     Sequential: collectives.gather_rows,
     OneShot: low_latency.gather_rows,
@@ -85,12 +85,12 @@ def sent_specs(world: World, call: GatherCall) -> list[tuple[tuple[int, ...], to
 
 
 def gathered_operands(operands: ScaledFactors, x: torch.Tensor, *scales: torch.Tensor) -> ScaledFactors:
-    """Return the operands of the GEMM of gathered rows x. scales: the rows' scales, if they were gathered."""
+    """Return the operands of the GEMM of gathered rows x. `scales` are the rows' scales, if they were gathered."""
     return operands._replace(x=x, x_scale=scales[0] if scales else operands.x_scale)
 
 
 def prepare_sequential(world: World, call: GatherCall, plan: Sequential) -> Run | OwnResult:
-    """Prepare NCCL's all-gather and the library's GEMM. For unequal shards and for scales a transport gathers the
+    """Prepare NCCL's all-gather and the library's GEMM. If shards are unequal or x has scales, a transport gathers the
     rows."""
     plain = call.even and call.scaling is None and not call.gated
     if world.size == 1 or not plain or world.batch_invariant:

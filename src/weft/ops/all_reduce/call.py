@@ -131,7 +131,7 @@ class Tensors:
         return Tensors(x, out, self.residual, self.weight, self.bias, self.scale, self.kept, self.scales, *on_ranks)
 
     def arguments(self) -> dict[str, torch.Tensor]:
-        """Return the kernels' optional arguments, by name; x is passed for absent ones."""
+        """Return the kernels' optional arguments, by name. x replaces arguments that are None."""
         scale = self.scale if self.scales is None else self.scales
         tensors = dict(residual=self.residual, new_residual=self.kept, weight=self.weight, bias=self.bias, scale=scale)
         return {name: self.x if t is None else t for name, t in tensors.items()}

@@ -286,7 +286,7 @@ def sum_rows_ahead(
     w, b, divisor = load_parameters(weights, norm)
     for q in tl.range(0, count, num_stages=STAGES):
         i = start + q
-        acc = tl.zeros((P,), tl.float32)  # so that a sum of negative zeros is positive, as in `sum_rows`
+        acc = tl.zeros((P,), tl.float32)  # as in `sum_rows`, a sum of negative zeros becomes positive
         for k in tl.static_range(SOURCES):
             acc += load_row(pointer(sources[k], norm.DTYPE) + i.to(tl.int64) * H, H, P).to(tl.float32)
         store_sum(acc, w, b, divisor, outs, sums, me, weights, i, lo, new_residual, norm, TO)

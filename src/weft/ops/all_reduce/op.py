@@ -45,7 +45,7 @@ from .runs import (
 )
 from .two_level import prepare_sum
 
-WIDEST = 16384  # the most columns that a program holds in registers
+WIDEST = 16384  # the largest number of columns that a program can have in registers
 SHORT = 512  # bytes of the shortest row that was measured
 STAGED = 64 << 20  # plans that post rows are timed if they need at most this many bytes of memory for them
 
@@ -384,7 +384,7 @@ def all_reduce(
     """Return the sum of x over ranks, on every rank.
 
     Args:
-        x: any shape, bfloat16, float16 or float32; contiguous or not (then it is copied).
+        x: any shape, bfloat16, float16 or float32. If x is not contiguous, it is copied.
         world, plan, out: as for `all_reduce_rms_norm`; `out` has x's shape.
 
     The sum is computed in float32 in rank order ("sequential": in NCCL's order). Tensors whose size is not a multiple

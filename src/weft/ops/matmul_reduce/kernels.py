@@ -135,7 +135,7 @@ def gather_tile(flat_desc, arenas, first_row, tile_index, me, out, offsets, grid
 
 @jit
 def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, tile, how):
-    """Draw tickets until none is left, and sum or gather the tiles of each ticket."""
+    """Draw tickets until no ticket is left, and sum or gather the tiles of each ticket."""
     W: tl.constexpr = ch.world
     GROUP: tl.constexpr = tile.GROUP_M // W
     LAG: tl.constexpr = how.LAG

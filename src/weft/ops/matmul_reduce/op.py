@@ -189,7 +189,7 @@ def matmul_reduce_scatter(
     use_fast_accum: bool = False,
     **removed: Never,
 ) -> torch.Tensor:
-    """Sum x @ weight.T over the ranks, add the bias, and return this rank's rows: the row-parallel half of a layer
+    """Return this rank's rows of the sum of x @ weight.T over ranks, plus bias: the row-parallel half of a layer
     (TileLink, section 5).
 
     Every rank holds all rows of some columns of the activation, and gets some rows of the whole output.
@@ -220,9 +220,9 @@ def matmul_reduce_scatter(
 
     Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential), M N
     elements (decomposed), 2 M N elements with rows rounded up to whole tiles (fused), or 3 M N with W times the longest
-    shard for M (one shot, for few rows). All of these but fused also use [M, N] of ordinary memory during the call.
-    Signaled plans use M N (1 + 1 / W) elements of ordinary memory, with the rows of a shard rounded up to whole tiles;
-    with `copies` they use as much as decomposed plans.
+    shard for M (one shot, for few rows). All of these plans except fused also use [M, N] of ordinary memory during the
+    call. Signaled plans use M N (1 + 1 / W) elements of ordinary memory, with the rows of a shard rounded up to whole
+    tiles; with `copies` they use as much as decomposed plans.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -278,8 +278,8 @@ def matmul_all_reduce(
     use_fast_accum: bool = False,
     **removed: Never,
 ) -> torch.Tensor:
-    """Sum x @ weight.T over the ranks, add the bias, and return the result on every rank: a row-parallel layer without
-    sequence parallelism (TileLink, section 5).
+    """Return the sum of x @ weight.T over ranks, plus bias, on every rank: a row-parallel layer without sequence
+    parallelism (TileLink, section 5).
 
     The arguments are as for `matmul_reduce_scatter`, without `rows`: x [M, K], weight [N, K], bias [N] the same on all
     ranks, out [M, N], and for 8-bit operands out_dtype and use_fast_accum. plan may also be "two_shot", for

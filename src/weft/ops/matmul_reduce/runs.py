@@ -49,7 +49,7 @@ SUM_REGISTERS = 112  # the number of registers of a thread that sums on an SM wi
 
 
 # -- the library's GEMM ------------------------------------------------------------------------------------------------
-# The transport that sums partial rows at their owners in each plan.
+# The transport that sums partial rows at their owners for each class of plans.
 REDUCES: Mapping[type[Plan], ReduceTransport] = {
     Sequential: collectives.reduce_rows,
     OneShot: low_latency.reduce_rows,
@@ -94,7 +94,8 @@ def prepare_reduced(world: World, call: ReduceCall, plan: Plan) -> Run:
 
 
 def prepare_sequential(world: World, call: ReduceCall, plan: Sequential) -> Run | OwnResult:
-    """Prepare the library's GEMM and NCCL's collective. For unequal shards and for scales a transport sums the rows."""
+    """Prepare the library's GEMM and NCCL's collective. If shards are unequal or x has scales, a transport sums the
+    rows."""
     plain = call.scaling is None and (call.everywhere or call.even)
     if world.size == 1 or not plain or world.batch_invariant:
         return prepare_reduced(world, call, plan)

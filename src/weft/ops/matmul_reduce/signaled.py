@@ -213,7 +213,7 @@ def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled) -> Run:
     launch = gemm_of(world, call, plan, signals, tiling)
     # The row after each group, in the order in which rows are computed. A group consists of whole rows of tiles.
     ends = [min(m, -(-t // tiles_n) * plan.tile.block_m) for t in signals.schedule.bounds]
-    pushes: list[list[tuple[slice, torch.Tensor]]] = []  # by group, the rows of `partial` to copy and where to copy them
+    pushes: list[list[tuple[slice, torch.Tensor]]] = []  # by group, the rows of `partial` to copy and their targets
     for start, end in pairwise(ends):
         pushes.append([])
         for j, p in enumerate(world.other_ranks):
