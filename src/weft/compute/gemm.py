@@ -20,7 +20,7 @@ from ..lang.descriptors import tiles_of
 from ..lang.intrinsics import flush_stores, load_pairs, store_pairs, wait_until
 from ..lang.jit import jit
 
-FLUSHED = tl.constexpr(2)  # a tile's stores have usually completed after this many K steps; `flush_stores` waits for them
+FLUSHED = tl.constexpr(2)  # a tile's stores have usually completed after these K steps; `flush_stores` waits for them
 
 
 class Tile(NamedTuple):

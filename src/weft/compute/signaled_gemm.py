@@ -10,10 +10,10 @@ contiguous in memory, and so is each group of tiles, so that a collective sends 
 section 4.2). A group of whole rows of tiles is also contiguous if its rows are in ordinary order (IN_ORDER).
 
 A program adds to a group's counter once, for its last tile of the group, a few K steps into its next tile (gemm.py).
-The program reads its next group only then, because reading a table in every tile costs time if K is short. The group is
-complete when all programs with a tile in it have added to the counter. The release has scope gpu: only a kernel on a
-stream of this GPU waits for the counter (backends/barrier.py, wait_group), and the collective comes after that kernel
-on the stream. The GEMM waits for no rank, so neither a slow communicator nor a slow peer can hang it.
+Only after this add does the program read its next group, because reading a table in every tile costs time if K is
+short. The group is complete when all programs with a tile in it have added to the counter. The release has scope gpu:
+only a kernel on a stream of this GPU waits for the counter (backends/barrier.py, wait_group), and the collective comes
+after that kernel on the stream. The GEMM waits for no rank, so neither a slow communicator nor a slow peer can hang it.
 
 On Hopper and later the kernel is one loop over the K steps of all tiles (FLAT). Older GPUs have no TMA. There a loop
 over tiles computes the addresses for ordinary loads and stores once for each tile, and a program adds to the counter

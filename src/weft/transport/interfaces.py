@@ -6,10 +6,10 @@ each of them.
               of the sum over ranks
     exchange  rows go to the ranks that read them       exchanged = exchange(..): wait for what some ranks sent
 
-A transport prepares a function of one of these kinds for calls of one shape. The name of a transport's file says what
-moves the bytes: NCCL (collectives.py), copy engines (copy_engine.py), low-latency rows (low_latency.py), kernels that
-push (sm_push.py), two levels of nodes (two_level.py). No transport knows what an op computes. A transport orders the
-streams, and assigns each arrival and each part a stream, the `lane`, on which the op computes. Several arrivals or
+A transport prepares a function of one of these kinds for calls of one shape. A transport's file is named after the
+mover of the bytes: NCCL (collectives.py), copy engines (copy_engine.py), low-latency rows (low_latency.py), kernels
+that push (sm_push.py), two levels of nodes (two_level.py). No transport knows what an op computes. A transport orders
+the streams, and assigns each arrival and each part a stream, the `lane`, on which the op computes. Several arrivals or
 parts alternate between the caller's stream and a second stream as lanes, so that one computation fills the SMs that the
 last tiles of the previous one leave idle. When the context ends, the caller's stream is ordered after all computations
 and transfers.

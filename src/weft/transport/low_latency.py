@@ -39,7 +39,8 @@ class Thirds:
 
 def thirds_of(world: World, nbytes: int) -> Thirds:
     """Return thirds of at least `nbytes` each. The size of a third is a power of two, so that a batch that grows row by
-    row rarely needs new memory; CUDA graphs keep the memory that they use. Collective when the memory has to grow."""
+    row rarely needs new memory; CUDA graphs keep the memory that they use. The call is collective when the memory has
+    to grow."""
     memory = world.buffer(_NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.backend.scale.staging_bytes))
 
     def make() -> Thirds:

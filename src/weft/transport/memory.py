@@ -90,7 +90,8 @@ class Halves(NamedTuple):
 
 
 def workspace(world: World, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-    """Return a tensor in the World's buffer `name` (`World.buffer`). Collective when the buffer has to grow."""
+    """Return a tensor in the World's buffer `name` (`World.buffer`). The call is collective when the buffer has to
+    grow."""
     return world.buffer(name, math.prod(shape) * dtype.itemsize).view(0, shape, dtype)
 
 

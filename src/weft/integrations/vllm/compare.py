@@ -109,7 +109,8 @@ def may_run(form: Plan, span: TokenSpan) -> bool:
 
 
 def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> list[Range]:
-    """Return the fastest way in each range. The tokens are random ids of a vocabulary of this size. Collective."""
+    """Return the fastest way in each range. The tokens are random ids of a vocabulary of this size. The call is
+    collective."""
     chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
     generator = torch.Generator().manual_seed(0)  # the same tokens on all ranks
     ids = torch.randint(vocabulary, (passes.max_tokens,), generator=generator)

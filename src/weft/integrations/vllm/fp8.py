@@ -190,7 +190,7 @@ class Fp8Linears:
 
     def compare(self, linears: Sequence[nn.Module], world: World, dtype: torch.dtype, group: VllmObject) -> None:
         """Compare weft's products with vLLM's for the accepted linears. Reject a linear if its products differ on any
-        rank of vLLM's group. Collective."""
+        rank of vLLM's group. The call is collective."""
         compared = [linear for linear in linears if self.accepts(linear)]
         by_rank = gather_objects([difference(world, linear, dtype) for linear in compared], group)
         for linear, reasons in zip(compared, zip(*by_rank, strict=True), strict=True):

@@ -62,7 +62,7 @@ def option(config: VllmObject, path: str, default: VllmObject = None) -> VllmObj
 
 
 def gather_objects(value: T, group: VllmObject) -> list[T]:
-    """Return the `value` of every rank of vLLM's group. Collective."""
+    """Return the `value` of every rank of vLLM's group. The call is collective."""
     values: list[VllmObject] = [None] * group.world_size
     dist.all_gather_object(values, value, group=group.cpu_group)
     return values

@@ -195,8 +195,8 @@ def untimed(passes: Passes) -> list[tuple[int, int, Plan]]:
 
 def add_flashinfer(candidates: Candidates, classes: Classes, report: ServedModel) -> None:
     """Add FlashInfer's kernel to the forms to compare, if vLLM's own passes would use it for the model's norms and if
-    there are no stored ranges without it. If the kernel is not available, drop stored ranges that use it.
-    Collective."""
+    there are no stored ranges without it. If the kernel is not available, drop stored ranges that use it. The call is
+    collective."""
     world, config = report.world, report.config
     assert world is not None
     if world.batch_invariant:
@@ -238,8 +238,8 @@ def what_times_depend_on(candidates: Candidates, interface: Interface, report: S
 
 
 def keep_equal_products(candidates: Candidates, classes: Classes, report: ServedModel) -> None:
-    """Leave the GEMMs of FP8 linears to vLLM if weft's results differ from vLLM's. Collective if the model has FP8
-    linears."""
+    """Leave the GEMMs of FP8 linears to vLLM if weft's results differ from vLLM's. The call is collective if the model
+    has FP8 linears."""
     if not candidates.fp8_reasons:
         return
     assert report.world is not None

@@ -114,7 +114,7 @@ def profile(model: ServedModel, runner: VllmObject) -> None:
 
 def start(model: ServedModel, runner: VllmObject) -> None:
     """Decide which passes weft runs, then run the twin in each of its sizes, and in each form with padding. Never
-    raises. Collective."""
+    raises. The call is collective."""
     try:
         raise_errors(model)
         try:
@@ -131,7 +131,7 @@ def start(model: ServedModel, runner: VllmObject) -> None:
 
 
 def raise_errors(model: ServedModel) -> None:
-    """Raise WeftError on all ranks if any rank has an error. Collective."""
+    """Raise WeftError on all ranks if any rank has an error. The call is collective."""
     errors = gather_objects(model.error, model.group)
     if any(errors):
         raise WeftError("; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error))

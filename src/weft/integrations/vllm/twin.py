@@ -159,7 +159,7 @@ class Passes:
 
     def weave_on_all_ranks(self, why: str, group: VllmObject) -> None:
         """Turn off passes in two parts over whole layers if any rank cannot run them. `why` is this rank's reason, or
-        "". Collective."""
+        "". The call is collective."""
         if reason := next(filter(None, gather_objects(why, group)), ""):
             if self.woven is not None:
                 self.woven.release()

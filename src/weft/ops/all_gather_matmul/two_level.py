@@ -48,8 +48,8 @@ def _multiply_node(
     out: torch.Tensor,
     gathered: torch.Tensor | None,
 ) -> None:
-    """Run the op on this node. `slices` has the rows, in the whole matrix, of each rank of the node; operands.x has
-    this rank's rows."""
+    """Run the op on this node. `slices` has a range of rows of the whole matrix for each rank of the node; operands.x
+    has the rows in this rank's range."""
     whole, rows, node = as_one_slice(slices), lengths(slices), world.levels.node
     if not any(rows):
         return

@@ -211,7 +211,7 @@ def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled) -> Run:
     tiling = tiling_of(world, call, plan, True)
     signals, tiles_n = signals_of(world, call, plan, tiling, call.op), -(-n // plan.tile.block_n)
     launch = gemm_of(world, call, plan, signals, tiling)
-    # The row after each group, in the order in which rows are computed. A group consists of whole rows of tiles.
+    # Each group ends before one of these rows, in the order in which rows are computed. A group is whole rows of tiles.
     ends = [min(m, -(-t // tiles_n) * plan.tile.block_m) for t in signals.schedule.bounds]
     pushes: list[list[tuple[slice, torch.Tensor]]] = []  # by group, the rows of `partial` to copy and their targets
     for start, end in pairwise(ends):

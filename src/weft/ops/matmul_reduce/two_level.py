@@ -58,7 +58,7 @@ def run_scatter(world: World, call: ReduceCall, plan: TwoLevel, operands: Scaled
 
 
 def _reduce_node(world: World, operands: ScaledFactors, slices: Sequence[slice], out: torch.Tensor) -> None:
-    """Run GEMM + reduce-scatter on this node. `slices` has the rows of x for each rank of the node."""
+    """Run GEMM + reduce-scatter on this node. `slices` has a range of rows of x for each rank of the node."""
     (x, weight, *_), whole, rows = operands, as_one_slice(slices), lengths(slices)
     if not any(rows):
         return
