@@ -22,7 +22,8 @@ _OP = "rotary"
 
 @dataclass(frozen=True)
 class RotaryCall(RowsCall):
-    """A checked call for qkv [m, (heads + 2 kv_heads) d]; row r has the angles of row r % period. eps 0: no norms."""
+    """A checked call for qkv [m, (heads + 2 kv_heads) d]. Row r has the angles of row r % period. If eps is 0, there
+    are no norms."""
 
     heads: int
     kv_heads: int
@@ -57,7 +58,7 @@ def prepare_rotary(world: World, call: RotaryCall, plan: Plan) -> Run:
 
 
 class Rotary(Local[RotaryCall]):
-    """Rotary embedding. Options: heads, kv_heads, eps."""
+    """The op of the rotary embedding. The options are heads, kv_heads and eps."""
 
     name = _OP
     signature = (
@@ -109,14 +110,14 @@ def rotary(
     *,
     world: World,
 ) -> torch.Tensor:
-    """Return qkv with rotated queries and keys and unchanged values, computed in one launch: for c < D / 2, out[c] =
+    """Return qkv with rotated queries and keys and unchanged values, computed in one launch. For c < D / 2, out[c] =
     x[c] cos[c] - x[c + D / 2] sin[c] and out[c + D / 2] = x[c + D / 2] cos[c] + x[c] sin[c], where x is a head or its
     norm.
 
     Args:
-        qkv: [M, (heads + 2 kv_heads) D], queries, then keys, then values; bfloat16 or float16.
-        cos, sin: [.., D] with P rows in all; only columns 0 to D / 2 - 1 are read. Row r of qkv has the angles of row
-            r % P.
+        qkv: [M, (heads + 2 kv_heads) D], bfloat16 or float16: queries, then keys, then values.
+        cos, sin: [.., D] with P rows in all, of which only columns 0 to D / 2 - 1 are read. Row r of qkv has the angles
+            of row r % P.
         norms: weights [D] of the RMSNorm of every query head, and of every key head, before the rotation; None: no
             norm.
 
