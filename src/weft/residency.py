@@ -1,9 +1,9 @@
-"""Which calls may be on a GPU at once.
+"""The rule for which calls may be on a GPU at once.
 
 A program that waits occupies its SM. If the launches of two calls, on two streams, do not all fit on the SMs together,
 one rank may start the programs of the first call and another rank the programs of the second; each call then waits for
-programs that find no room. So a `Ledger`, which all Worlds of a device's ranks share, records the device's calls with
-programs that wait. A call that might not fit beside earlier calls of other streams starts after them
+programs for which no SM has room. So a `Ledger`, which all Worlds of a device's ranks share, records the device's calls
+with programs that wait. A call that might not fit beside earlier calls of other streams starts after them
 (`World.order_residents`).
 
 A call waits in this way only for calls that the host made before it. All ranks make their calls in one order, so the
@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-MOST = 1024  # combinations of launches that are added up; if there are more, calls run one after another
+MOST = 1024  # the most combinations of launches that are examined; if there are more, calls run one after another
 
 
 class ResidentPrograms(NamedTuple):
@@ -50,9 +50,10 @@ class SMs(NamedTuple):
         return all(self._always_starts(launch, launches) for launch in launches)
 
     def _always_starts(self, launch: ResidentPrograms, launches: Sequence[ResidentPrograms]) -> bool:
-        """Return whether the last program of `launch` finds an SM beside all other programs. An SM lacks room for it if
-        the programs there occupy more of one resource than it leaves over. Each of them contributes its share of that
-        remainder, at most 1; so the number of SMs without room is at most the sum of all shares."""
+        """Return whether the last program of `launch` finds an SM beside all other programs. An SM lacks room for that
+        program if the programs there occupy more of one resource than that program leaves over. Each of them
+        contributes its share of that remainder, at most 1; so the number of SMs without room is at most the sum of all
+        shares."""
 
         def share(programs: ResidentPrograms) -> float:
             return max(
@@ -74,7 +75,7 @@ class Ledger:
         self._running: dict[Hashable, dict[Hashable, set[Launches]]] = {}
         self._fit: dict[Hashable, bool] = {}
         self.last_stream: Hashable = None
-        self.recent: set[Launches] = set()  # the calls on `last_stream` since the last call on another stream
+        self.recent: set[Launches] = set()  # the calls on `last_stream` made since the last call on another stream
 
     def enter(self, stream: Hashable, launches: Launches) -> list[Hashable]:
         """Record a call on a stream, and return the streams that the call has to wait for."""
@@ -85,7 +86,7 @@ class Ledger:
         if running is None:
             running = self._running[stream] = {peer: set(calls) for peer, calls in self._calls.items()}
         self._calls.setdefault(stream, set()).add(launches)
-        for peer, calls in list(self._running.items()):  # another thread may add one
+        for peer, calls in list(self._running.items()):  # a copy, since another thread may add an entry
             if peer != stream:
                 calls.setdefault(stream, set()).add(launches)
         key = launches, *(frozenset(calls) for calls in running.values())
@@ -132,8 +133,8 @@ class Notes:
 
 
 class Noting:
-    """The running calls of one rank that note their launches; `listen`, if set, is called with whether there are such
-    calls."""
+    """The running calls of one rank that note their launches; `listen`, if set, is called with True when there are such
+    calls, else with False."""
 
     def __init__(self, listen: Callable[[bool], None] = lambda noting: None) -> None:
         self._notes: list[Notes] = []
