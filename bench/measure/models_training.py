@@ -35,9 +35,9 @@ from bench.pages.tables import ALONE
 from weft.ops.activation import silu_mul_blocks
 
 Tensor = torch.Tensor
-TOP_K = 2  # experts of a token
-SHARING = {4: 2}  # by number of ranks, how many share the columns of the same experts
-# The first of these that can compute the attention does so.
+TOP_K = 2  # the number of experts per token
+SHARING = {4: 2}  # for each number of ranks, how many of them share the columns of the same experts
+# The first of these backends that can compute the attention is used.
 LIBRARIES = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
@@ -158,8 +158,8 @@ class Step:
     """A step of several layers: a call returns the result and, of a training step, the gradients of x and of each
     weight.
 
-    Each call's graph has leaves of its own. Leaves of an earlier call would be bound to the stream of that call as long
-    as anything holds its graph, and no CUDA graph could be captured on another stream.
+    The autograd graph of each call has separate leaves. Leaves of an earlier call would stay bound to the stream of
+    that call as long as its autograd graph exists, and no CUDA graph could be captured on another stream.
     """
 
     def __init__(self, world: weft.World, s: Sizes, layers: int) -> None:

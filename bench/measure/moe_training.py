@@ -50,13 +50,13 @@ class Exchanged(torch.autograd.Function):
 
 
 class Timed:
-    """A layer whose operands are leaves, with a training step and a backward pass to time. dy: the gradient of its
-    result."""
+    """A layer whose operands are leaves of the autograd graph, with a training step and a backward pass to time. dy:
+    the gradient of the layer's result."""
 
     dy: Tensor
 
     def weft(self, keep: str) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the result, and the leaves: x, weights, first and second matrices."""
+        """Return the result and the leaves: x, the routes' weights, and the first and second matrices."""
         raise NotImplementedError
 
     def libraries(self) -> tuple[Tensor, tuple[Tensor, ...]]:

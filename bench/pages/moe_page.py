@@ -1,6 +1,7 @@
-"""The tables of docs/moe.md, and every size in bench/results/moe.md, from bench/results/<machine>/moe*.jsonl, and of memory from the code.
+"""The tables of docs/moe.md, and the tables of every size in bench/results/moe.md, from
+bench/results/<machine>/moe*.jsonl. The tables of memory are computed by the code.
 
-The newest row of a name, world, method and routing counts, which is the last in the file.
+The newest row of a name, world, method and routing, which is the last in the file, counts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LAYER = "layer, tokens a GPU"
 
 
 def layer_of(name: str) -> str:
-    """Return a row's name as the cell of a table: the model and the number of tokens."""
+    """Return a row's name as a table cell: the model and the number of tokens."""
     model, _, tokens = name.rpartition("-")
     return f"{model}, {int(tokens):,}"
 
@@ -49,8 +50,8 @@ def us_or_empty(row: dict | None) -> str:
 
 
 def table(lines: Rows) -> str:
-    """Return the table with a row for each size: us of the library and of weft, their ratio, and weft's share of the limit and of
-    its parts alone."""
+    """Return the table with a row for each size: the us of the library and of weft, the ratio of the two, and the
+    limit, and the time of weft's parts alone, as shares of weft's time."""
     newest = {(r["name"], r["method"]): r for r in lines}
     rows, ratios = [], []
     for name in most_tokens_first(r["name"] for r in lines):
@@ -69,8 +70,8 @@ def table(lines: Rows) -> str:
 
 
 def experts(lines: Rows) -> str:
-    """Return the table with a row for each number of experts, of one layer: us of weft and of the library by tokens, and the
-    spread over all rows."""
+    """Return the table of one layer with a row for each number of experts: the us of weft and of the library by number
+    of tokens, and the spread over all rows."""
     newest = {(r["E"], r["M"], r["method"]): r["us"] for r in lines}
     tokens = sorted({m for _, m, _ in newest})
     rows = []
@@ -81,8 +82,8 @@ def experts(lines: Rows) -> str:
 
 
 def growth(lines: Rows) -> str:
-    """Return the sentence that compares the added time of the most experts over the fewest with the time to read their
-    weights."""
+    """Return the sentence that compares the time that the most experts take beyond the fewest with the time to read
+    their weights."""
     auto = [r for r in lines if r["method"] == "auto"]
     newest = {(r["M"], r["E"]): r["us"] for r in auto}
     fewest, most = min(r["E"] for r in auto), max(r["E"] for r in auto)
@@ -112,7 +113,7 @@ def auto_us(results: Path) -> dict[str, dict[int, float]]:
 
 
 def scaling(results: Path) -> str:
-    """Return the table of us on 1 GPU and on several, with the same number of tokens on each GPU."""
+    """Return the table of times in us on one GPU and on several GPUs, with the same number of tokens on each GPU."""
     us = {name: by_world for name, by_world in auto_us(results).items() if 1 in by_world}
     worlds = sorted({w for by_world in us.values() for w in by_world})
     rows = []
@@ -124,8 +125,8 @@ def scaling(results: Path) -> str:
 
 
 def overlap_efficiency(results: Path) -> str:
-    """Return the table of T(2) / T(N), FlashMoE's overlap efficiency: us on 2 GPUs over us on N, with the same number
-    of tokens on each GPU."""
+    """Return the table of T(2) / T(N), FlashMoE's overlap efficiency: the time on 2 GPUs divided by the time on N, with
+    the same number of tokens on each GPU."""
     us = auto_us(results)
     worlds = sorted({world for by_world in us.values() for world in by_world if world > 2})
     rows = [
@@ -141,7 +142,7 @@ PEERS = ("vllm", "quack", "library, eager")
 
 def beside_peers(results: Path) -> str:
     """Return the table of alternatives over several GPUs: vLLM's and quack's experts between NCCL's collectives, and
-    eager PyTorch. The ratio is the fastest one's us over weft's."""
+    eager PyTorch. The ratio is the time of the fastest alternative divided by weft's."""
     rows = []
     for machine, lines in by_machine(results, "moe.jsonl").items():
         newest = {(r["name"], r["zipf"], r["method"]): r for r in lines}
@@ -157,8 +158,8 @@ def beside_peers(results: Path) -> str:
 
 
 def stragglers(results: Path) -> str:
-    """Return the table of layers in which one rank begins late: median and 95th percentile of the time to the last
-    rank's end."""
+    """Return the table of layers in which one rank begins late: the median and the 95th percentile of the time until
+    the last rank ends."""
     newest: dict[tuple, dict[str, str]] = {}
     for machine, lines in by_machine(results, "moe_stragglers.jsonl").items():
         for r in lines:
@@ -174,8 +175,8 @@ PLANS = {"libraries": "library, beside one launch", "dispatched": "weft dispatch
 
 
 def plans(lines: Rows) -> str:
-    """Return the table with a row for each size of the runs that time all plans: us of each plan, and of the fused plan
-    with its fastest settings."""
+    """Return the table with a row for each size of the runs that time all plans: the us of each plan, and of the fused
+    plan with its fastest settings."""
     newest = {(r["name"], r["method"]): r["us"] for r in lines}
     rows = []
     for name in most_tokens_first(n for n, m in newest if m == PLANS["libraries"]):
@@ -186,7 +187,7 @@ def plans(lines: Rows) -> str:
 
 
 def of_all_plans(results: Path) -> str:
-    """Return the runs that time all plans, with balanced routing."""
+    """Return the tables of the runs that time all plans, with balanced routing."""
     parts = []
     for machine, every in by_machine(results, "moe.jsonl").items():
         lines = [r for r in every if r["zipf"] == 0 and UNGATED not in r["name"]]
@@ -224,8 +225,8 @@ def stamps(results: Path) -> str:
 
 
 def in_parts(lines: Rows) -> tuple[str, str]:
-    """Return the table with a row for each size and op: us of the library and of weft, their ratio, and weft's share of the
-    limit; and the means by op."""
+    """Return the table with a row for each size and op: the us of the library and of weft, the ratio of the two, and
+    weft's share of the limit. The means by op follow."""
     newest = {(r["name"], r["op"], r["method"]): r for r in lines}
     rows, pairs_by_op = [], dict[str, list[tuple[float, float]]]()
     for (name, op, method), auto in newest.items():
@@ -247,7 +248,8 @@ def in_parts(lines: Rows) -> tuple[str, str]:
 
 
 def page_in_parts(results: Path, sizes: bool = True) -> str:
-    """Return the section on experts in two parts. sizes: with a line for each size, and not only the means."""
+    """Return the section on experts in two parts. sizes: whether the section has a line for each size, and not only the
+    means."""
     parts = []
     for machine, lines in by_machine(results, "moe_tensor.jsonl").items():
         for world, tokens in sorted({(r["world"], -r["M"]) for r in lines}):
@@ -282,8 +284,8 @@ TRAINED = "library", "weft, keep nothing", "weft, keep rows", "weft, keep activa
 
 
 def training(results: Path, backward: bool = False) -> str:
-    """Return the table with a row for each layer: us and TFLOP/s a GPU of each method, of forward and backward pass. backward: also of
-    the backward pass alone."""
+    """Return the table with a row for each layer: us and TFLOP/s per GPU of each method for forward and backward pass
+    together. backward: whether to add the backward pass alone."""
     parts = []
     head = [LAYER, *["pass"] * backward, "libraries", *(m.removeprefix("weft, ") for m in TRAINED[1:])]
     for machine, lines in by_machine(results, "moe_training.jsonl").items():

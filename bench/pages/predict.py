@@ -1,5 +1,5 @@
-"""How well the planner predicts: a chapter of docs/planner.md, its plots and the tables beside the results, from the calls that
-bench/measure/predictions.py timed after a tuned profile had predicted them."""
+"""The accuracy of the planner: a chapter of docs/planner.md with plots, and the tables next to the results. Both come
+from calls that bench/measure/predictions.py timed after a tuned profile had predicted their times."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Point:
 
 # -- what is stored --------------------------------------------------------------------------------------------------
 def tuned(machine: str) -> dict[str, list[Point]]:
-    """Return, by run, calls of shapes that `weft tune` does not measure, with the times that were predicted before they ran."""
+    """Return, by run, the calls of shapes that `weft tune` does not measure, with the times that were predicted before
+    the calls ran."""
     seen = {
         op: {s for part in (SIZES.gather if op == "all_gather_matmul" else SIZES.reduce) for s in part} for op in SHAPES
     }
@@ -64,7 +65,7 @@ predicted / measured - 1; kinds have their mean absolute errors. *Of the best* i
 the plan that was predicted fastest among them.
 """
 TABLES = "bench/results/predictions.md"
-RUNS = {  # by run: which predictor, profile and shapes
+RUNS = {  # for each run, its profile and shapes in words
     "predictions-x2-4": "a profile made just before",
     "predictions-x4-5": "the same shapes on 4 GPUs, calls of ops timed just before",
     "predictions-x4-6": "other shapes, from the same profile, of another machine of that kind",
@@ -102,11 +103,11 @@ def short(run: str) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """The us on one shape of the fastest plan, of the plan that was predicted fastest, of the plan that "auto" would
+    """The times in us, on one shape, of the fastest plan, of the plan predicted fastest, of the plan that "auto" would
     choose, and of the sequential plan."""
 
     case: tuple[str, str, int, tuple[int, int, int]]
-    plans: tuple[str, str]  # the fastest, the predicted fastest
+    plans: tuple[str, str]  # the fastest plan and the plan predicted fastest
     count: int
     best: float
     chosen: float
@@ -115,7 +116,7 @@ class Choice:
 
 
 def judged(points: Sequence[Point]) -> list[Choice]:
-    """Return the calls by (source, op, world, shape), where several plans ran."""
+    """Return the calls by (source, op, world, shape), for shapes with several plans."""
     groups: dict[tuple, list[Point]] = defaultdict(list)
     for p in points:
         groups[p.source, p.op, p.world, p.shape].append(p)
@@ -131,7 +132,8 @@ def judged(points: Sequence[Point]) -> list[Choice]:
 
 
 def choices(points: Sequence[Point]) -> str:
-    """Return the table of choices: the plan predicted fastest, beside the fastest and the sequential one."""
+    """Return the table of choices: the plan predicted fastest, compared with the fastest plan and the sequential
+    plan."""
     judgements = judged(points)
     if not judgements:
         return "No shape was run with several plans.\n"
@@ -156,7 +158,7 @@ def choices(points: Sequence[Point]) -> str:
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
-    """Draw the distribution of the errors, a panel for each kind."""
+    """Draw the distribution of the errors, in one panel for each kind of plan."""
     kinds = [k for k in LABELS if any(p.kind == k for p in points)]
     figure = svg.figure(3.1 * len(kinds), 2.7)
     edges = [i / 100 for i in range(-21, 22, 2)]
@@ -173,7 +175,7 @@ def plot(points: Sequence[Point], path: Path) -> None:
 
 
 def summary(runs: dict[str, list[Point]]) -> str:
-    """Return mean errors and choices of every run."""
+    """Return the mean errors and the quality of the choices of every run."""
     kinds = [kind for kind in KINDS if any(p.kind == kind for points in runs.values() for p in points)]
     lines = []
     for name, points in runs.items():

@@ -2,7 +2,7 @@
 bench/results/<machine>/quack/gemms.jsonl (a script of the commit that its rows name), and all-gather + GEMM, from
 all_gather_matmul.jsonl there (bench/measure/run.py --ops all_gather_matmul --methods auto flag_gated quack).
 
-The newest line of a shape, or of an op, name, mode and method, counts, which is the last in the file.
+The newest line of a shape, or of an op, name, mode and method, which is the last in the file, counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OWN = (
     "flat",
     "told",
     "shared",
-)  # weft's loops, as the rows name them: flattened, notifying, and with shared last tiles
+)  # the names of weft's loops in the rows: flattened, notifying, and with shared last tiles
 
 
 def least(times: Iterable[tuple[str, float]]) -> tuple[str, float]:
@@ -66,7 +66,8 @@ def gemms(lines: Rows) -> str:
 
 
 def gathered(lines: Rows) -> str:
-    """Return the table of all-gather + GEMM. All methods of a shape were interleaved; of several forms the fastest counts."""
+    """Return the table of all-gather + GEMM. All methods of a shape were interleaved; if quack has several forms, the
+    fastest counts."""
     newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines if r["op"] == "all_gather_matmul"}
     rows, ratios = [], []
     for name, mode in dict.fromkeys((name, mode) for name, mode, _ in newest):

@@ -1,5 +1,5 @@
-"""The predictions of `weft.simulate` for machines without measurements, and their errors on machines with some: a chapter of
-docs/planner.md."""
+"""The predictions of `weft.simulate` for machines without measurements, and the errors of predictions for measured
+machines: a chapter of docs/planner.md."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ In a shell: `weft simulate mlp 8192,8192,28672 --gpus 64 --profile nvidia-h200-x
 
 
 def plot(groups: dict[str, list[Simulation]], path: Path) -> None:
-    """Draw the layer's time and speedup over the number of GPUs, with a line for each kind of link."""
+    """Draw the layer's time and speedup as functions of the number of GPUs, with a line for each kind of link."""
     figure = svg.figure(9, 3.4)
     left, right = figure.subplots(1, 2)
     for name, simulations in groups.items():
@@ -156,7 +156,8 @@ def of_profile() -> str:
 
 
 def digest() -> str:
-    """Return the part of the chapter that the page shows: many nodes, and how far stored calls are from their predictions."""
+    """Return the part of the chapter that the page shows: the predictions for many nodes, and the errors of the
+    predictions of stored calls."""
     errors, gains = errors_of_stored_calls()
     figures = []
     for world in sorted({key[0] for key in errors}):

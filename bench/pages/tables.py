@@ -1,7 +1,7 @@
 """The tables of bench/results/attention.md, bench/results/transformers.md and bench/results/models.md, from
 bench/results/<machine>/{attention,hf,hf_moe,models}.jsonl.
 
-The newest line of a name, mode and method counts, which is the last in the file.
+The newest line of a name, mode and method, which is the last in the file, counts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ share of the difference that weft saves, above 100% if weft also computes less o
 
 
 def attention(lines: Rows) -> str:
-    """Return the tables of calls, and of prefills that consist of such calls."""
+    """Return the table of calls, and the table of prefills that consist of such calls."""
     newest = {(r["name"], r["method"]): r for r in lines}
 
     def least(name: str, *methods: str) -> str:
@@ -106,7 +106,7 @@ def transformers(lines: Rows) -> str:
 
 
 def mixtures(lines: Rows) -> str:
-    """Return the table of Transformers' expert parallelism and the same model woven."""
+    """Return the table that compares Transformers' expert parallelism with the same model woven."""
     newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines}
     rows = []
     for name, mode in dict.fromkeys((name, mode) for name, mode, _ in newest):
@@ -138,7 +138,7 @@ def models(lines: Rows) -> str:
 
 
 def newest_run(rows: Rows) -> tuple[dict, dict[str, float]]:
-    """Return a row of the last run, and its us by method."""
+    """Return a row of the last run, and the run's us by method."""
     last = rows[-1]
     return last, {r["method"]: r["us"] for r in rows if r.get("date") == last.get("date")}
 
@@ -157,7 +157,7 @@ def gpus(count: int) -> str:
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int | None = None) -> str:
-    """Return a table. text_columns: how many columns are aligned left; the others are aligned right."""
+    """Return a table. text_columns: the number of left-aligned columns; the others are right-aligned."""
     align = ["---"] * len(head)
     if text_columns is not None:
         align = [":---" if i < text_columns else "---:" for i in range(len(head))]
@@ -165,7 +165,7 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int |
 
 
 def between(text: str, begin: str, end: str, block: str) -> str:
-    """Return a page's text with this block between two marks. Raises WeftError if the page lacks a mark."""
+    """Return the text of a page with this block between two marks. Raises WeftError if the page lacks a mark."""
     before, _, rest = text.partition(begin)
     _, end_mark, after = rest.partition(end)
     if not end_mark:
@@ -174,7 +174,7 @@ def between(text: str, begin: str, end: str, block: str) -> str:
 
 
 def page(results: Path, file: str, table: Callable[[Rows], str]) -> str:
-    """Return the table of each machine that has one, after the machine's name."""
+    """Return, for each machine with a table, the machine's name and the table."""
     parts = []
     for machine, lines in by_machine(results, file).items():
         if text := table(lines):
