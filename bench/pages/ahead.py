@@ -81,7 +81,7 @@ def section(gpus: int = GPUS, results: Path = stored.RESULTS) -> str:
     """Return the part of a page that compares the predictions with later measurements."""
     predictions = lines_of(path_of(gpus, results))
     written = f"### Ahead of the measurements\n\n{len(predictions)} times of calls on {gpus} GPUs were predicted on "
-    written += f"{predictions[0]['date'][:10]}, from profiles of fewer (`bench/results/{path_of(gpus).name}`)"
+    written += f"{predictions[0]['date'][:10]}, from profiles of fewer GPUs (`bench/results/{path_of(gpus).name}`)"
     if not (of_kinds := errors(gpus, results)):
         return f"{written}. None of these calls has been measured since.\n"
     lines = [

@@ -81,8 +81,8 @@ def quantizing(lines: Rows) -> str:
         return ""
     kernels = [f"{title}: {', '.join(cost_of(kernel, list(newest.values())))}" for kernel, title in KERNELS.items()]
     sizes = f"{len(newest)} size{'s' * (len(newest) > 1)}"
-    head = "time of a kernel that also quantizes over that of the kernel alone, and over that of the kernel and then "
-    head += f"`weft.quantize`, means of {sizes}. "
+    head = "time of a kernel that also quantizes, divided by the time of the kernel alone, or of the kernel "
+    head += f"followed by `weft.quantize`; means of {sizes}. "
     return head + "; ".join(kernels) + "."
 
 

@@ -59,7 +59,7 @@ def record() -> str:
         names = [f"*{name}*" for name, row in checks.items() if row["outcome"] == "failed"]
         if names and ", compiled for " not in place:
             failed_checks.append(f"{', '.join(names)} ({place})")
-    text = f"Failed when they last ran: {'; '.join(failed_checks)}. " if failed_checks else ""
+    text = f"Failed in their last run: {'; '.join(failed_checks)}. " if failed_checks else ""
     text += f"Random calls: {stored['fuzz']['calls']:,}, of which {stored['fuzz']['wrong']} were wrong."
     return f"{ran(stored, older=False)}\n\n{text}"
 

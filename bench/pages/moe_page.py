@@ -93,7 +93,7 @@ def growth(lines: Rows) -> str:
     gigabytes = (most - fewest) // auto[0]["world"] * weight_bytes(auto[0], matrices=2) / 1e9
     return (
         f"{most} experts take {min(added_us):.0f} to {max(added_us):.0f} us longer than {fewest} ({', '.join(shares)} tokens): a GPU's"
-        f" {gigabytes:.1f} GB more of weights take {gigabytes / MEMORY * 1e3:.0f} us at {MEMORY} TB/s, and last tiles are partly empty."
+        f" {gigabytes:.1f} GB of additional weights take {gigabytes / MEMORY * 1e3:.0f} us at {MEMORY} TB/s, and last tiles are partly empty."
     )
 
 
@@ -206,10 +206,10 @@ def page(results: Path) -> str:
             parts.append(f"{where}, {routing}, us:\n\n{table(some)}")
         ungated = [r for r in lines if UNGATED in r["name"]]
         if ungated:
-            setup = "FlashMoE's experts as its paper has them (H = I = 2048, k = 2, GELU of two matrices, not gated)"
-            parts.append(f"{where}, {setup}, us of weft, and of the libraries:\n\n{experts(ungated)}")
+            setup = "FlashMoE's experts as in its paper (H = I = 2048, k = 2, GELU of two matrices, not gated)"
+            parts.append(f"{where}, {setup}, us of weft and of the libraries:\n\n{experts(ungated)}")
     grown = scaling(results)
-    return "\n\n".join([*parts, *([f"With as many tokens on each GPU, us:\n\n{grown}"] if grown else [])])
+    return "\n\n".join([*parts, *([f"With the same number of tokens on each GPU, us:\n\n{grown}"] if grown else [])])
 
 
 def stamps(results: Path) -> str:
@@ -260,7 +260,7 @@ def page_in_parts(results: Path, sizes: bool = True) -> str:
             alone = [r["tables_us"] for r in some if "tables_us" in r]
             if alone and sizes:
                 parts.append(
-                    f"The tables alone, of which the limit knows nothing: {min(alone):.0f} to {max(alone):.0f} us."
+                    f"The tables alone, which the limit does not include: {min(alone):.0f} to {max(alone):.0f} us."
                 )
     return "\n\n".join(parts) or NOT_MEASURED
 
@@ -311,9 +311,9 @@ def filled(text: str, results: Path) -> str:
 
 HEAD = """# Mixtures of experts
 
-"libraries" are those of [the page](../../docs/moe.md#what-it-reaches). Sizes are hidden, inner, experts and experts of a token. "limit" is
-the largest of the experts' FLOPs at 700 TFLOP/s, the bytes of the weights touched at 4.3 TB/s, and the bytes of dispatch or combine at the
-link's measured rate; "parts alone" are both grouped GEMMs alone, or the bytes where those take longer, and before them the router and the
+"libraries" are the libraries of [the page](../../docs/moe.md#what-it-reaches). Sizes are hidden size, inner size, experts and experts per token. "limit" is
+the largest of three times: the experts' FLOPs at 700 TFLOP/s, the bytes of the weights touched at 4.3 TB/s, and the bytes of dispatch or combine at the
+link's measured rate; "parts alone" are both grouped GEMMs alone, or the bytes if these take longer, preceded by the router and the
 tables.
 """
 
@@ -322,13 +322,13 @@ def chapter(results: Path) -> str:
     """Return the tables of every size."""
     sections = {
         "Whole layers, forward": page(results),
-        "One GPU, beside vLLM's fused experts, quack's grouped GEMMs and torch": one_gpu_sizes(results),
+        "One GPU, compared with vLLM's fused experts, quack's grouped GEMMs and torch": one_gpu_sizes(results),
         "Plan by plan": of_all_plans(results),
-        "Columns of every expert over the ranks": page_in_parts(results),
-        "Over several GPUs, beside vLLM's experts, quack's and eager PyTorch, us": beside_peers(results),
-        "T(2) / T(N), of as many tokens a GPU": overlap_efficiency(results),
+        "Experts whose columns are split over the ranks": page_in_parts(results),
+        "Several GPUs, compared with the experts of vLLM and quack and with eager PyTorch, us": beside_peers(results),
+        "T(2) / T(N), with the same number of tokens per GPU": overlap_efficiency(results),
         "One rank late, median / 95th percentile, us": stragglers(results),
         "Training": training(results, backward=True),
-        "Where the time of the one launch goes, of calls that are launched one by one": stamps(results),
+        "Shares of each task in the time of the single launch, in eager calls": stamps(results),
     }
     return "\n".join([HEAD, *(f"## {title}\n\n{text}\n" for title, text in sections.items())])

@@ -83,7 +83,7 @@ def ratio_rows(over: dict[str, Ratios], fastest: Ratios) -> str:
     """Return a row for each number of tokens: the mean speedup over each library, by name of the library, and over the
     fastest library of each size, with the smallest of the latter."""
     columns = over | ({"the fastest": fastest} if len(over) > 1 else {})
-    heads = ["tokens", *(f"over {title}" for title in columns), "least"]
+    heads = ["tokens", *(f"over {title}" for title in columns), "lowest"]
     rows = []
     for tokens, ratios in sorted(fastest.items()):
         means = [column.get(tokens) for column in columns.values()]
@@ -117,7 +117,7 @@ def skewed(lines: Rows) -> str:
         f"{min(by_model.values()):.2f}x to {max(by_model.values()):.2f}x at {tokens:,} tokens"
         for tokens, by_model in sorted(ratios.items())
     ]
-    return f"Where Zipf's law routes: {', '.join(parts)}." if parts else ""
+    return f"With routing by Zipf's law: {', '.join(parts)}." if parts else ""
 
 
 def reads_bound(row: dict) -> bool:

@@ -60,15 +60,15 @@ def tuned(machine: str) -> dict[str, list[Point]]:
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
-INTRODUCTION = """The times were predicted from a profile of `weft tune` before the calls ran, on shapes that the profile does not have. An *error* is
-predicted / measured - 1; kinds have their mean absolute errors. *Of the best* is the measured time of the best plan that was run over that of
-the plan that was predicted fastest among them.
+INTRODUCTION = """The times were predicted from a profile of `weft tune` before the calls ran, on shapes outside the profile. An *error* is
+predicted / measured - 1; the columns of kinds contain mean absolute errors. *Of the best* is the measured time of the fastest plan that
+ran, divided by the measured time of the plan that was predicted fastest.
 """
 TABLES = "bench/results/predictions.md"
 RUNS = {  # for each run, its profile and shapes in words
-    "predictions-x2-4": "a profile made just before",
-    "predictions-x4-5": "the same shapes on 4 GPUs, calls of ops timed just before",
-    "predictions-x4-6": "other shapes, from the same profile, of another machine of that kind",
+    "predictions-x2-4": "a profile made just before the calls",
+    "predictions-x4-5": "the same shapes on 4 GPUs; the profile's calls of ops were timed just before",
+    "predictions-x4-6": "other shapes, the same profile, another machine of the same kind",
 }
 
 
@@ -136,13 +136,13 @@ def choices(points: Sequence[Point]) -> str:
     plan."""
     judgements = judged(points)
     if not judgements:
-        return "No shape was run with several plans.\n"
+        return "No shape ran with several plans.\n"
     of_best = [c.best / c.chosen for c in judgements]
     slower = sum(c.sequential / c.chosen < 0.98 for c in judgements)
     text = f"Over {len(of_best)} shapes and runs the choice is {percent(fmean(of_best))} of the best on average and "
-    text += f"{percent(min(of_best))} at the least; on {slower} of them it is slower than sequential by more than 2%. "
+    text += f"{percent(min(of_best))} in the worst case; on {slower} of them the choice is slower than sequential by more than 2%. "
     slower = sum(c.sequential / c.auto < 0.98 for c in judgements)
-    text += f"With auto's rule that a gain below {percent(GAIN - 1)} is none, it is {percent(fmean(c.best / c.auto for c in judgements))} of the "
+    text += f'With the rule of "auto" that a gain below {percent(GAIN - 1)} does not count, the choice is {percent(fmean(c.best / c.auto for c in judgements))} of the '
     text += f"best on average, and slower than sequential by more than 2% on {slower}. "
     lines = []
     for c in judgements:
@@ -152,7 +152,7 @@ def choices(points: Sequence[Point]) -> str:
             plans = [brief(Plan.from_json(plan)) for plan in c.plans]
             size = "×".join(map(str, shape))
             lines.append([op, size, str(c.count), *cells, percent(c.best / c.chosen), *plans])
-    text += f"Where it is below 99% ({len(lines)}):\n\n"
+    text += f"The shapes where the choice is below 99% ({len(lines)}):\n\n"
     head = ["op", "M×N×K", "plans", "sequential us", "best us", "chosen us", "of the best"]
     return text + grid([*head, "best plan", "chosen plan"], lines, 1) + "\n"
 
@@ -185,7 +185,7 @@ def summary(runs: dict[str, list[Point]]) -> str:
             cells.append(percent(fmean(errors)) if errors else "–")
         best = [c.best / c.chosen for c in judged(points)]
         lines.append([name, str(points[0].world), str(len(points)), *cells, percent(fmean(best)), percent(min(best))])
-    head = ["run", "GPUs", "calls", *kinds, "choice of the best", "least"]
+    head = ["run", "GPUs", "calls", *kinds, "choice of the best", "lowest"]
     notes = "".join(f"- **{name}**: {RUNS[name]}.\n" for name in runs if name in RUNS)
     return f"{grid(head, lines, 1)}\n\n{notes}"
 

@@ -44,7 +44,7 @@ def digest(results: Path) -> str:
     cells = [[cell.strip() for cell in lines[-1].split("|")[1:-1]] for lines in (alone, together)]
     shapes = [sum(line.startswith("| ") for line in lines) - 3 for lines in (alone, together)]
     return (
-        f"Geometric means: quack's GEMM is **{cells[0][4]}** as fast as cuBLAS on {shapes[0]} shapes on one GPU, weft's own **{cells[0][5]}**. On two"
+        f"Geometric means: quack's GEMM is **{cells[0][4]}** as fast as cuBLAS on {shapes[0]} shapes on one GPU, weft's own GEMM **{cells[0][5]}**. On two"
         f' GPUs all-gather + GEMM by `"auto"` is **{cells[1][6]}** as fast with quack as without on {shapes[1]} shapes, and **{cells[1][7]}** as'
         f" fast as quack's own `AllGatherRunner` ([tables](../{TABLES}))."
     )

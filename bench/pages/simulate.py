@@ -166,17 +166,17 @@ def digest() -> str:
             for errors_by_key in (errors, gains)
         )
         figures.append(
-            f"{percent(fmean(of_times))} of a time and {percent(fmean(of_gains))} of a speedup on {world} GPUs ({len(of_times)} calls)"
+            f"{percent(fmean(of_times))} of the time and {percent(fmean(of_gains))} of the speedup on {world} GPUs ({len(of_times)} calls)"
         )
     text = f"{INTRODUCTION}{USE}\n{of_profile()}\n{MANY_NODES}### Against measurements\n\n"
-    text += f"Stored calls, on other machines of the kind than the profile's, predicted from it. Mean errors: {'; '.join(figures)}. "
+    text += f"The profile predicts stored calls that ran on other machines of the same kind. Mean errors: {'; '.join(figures)}. "
     return text + f"Errors by op: [tables](../{TABLES}).\n"
 
 
 def chapter() -> str:
     text = f"{INTRODUCTION}\n{of_profile()}"
 
-    text += "\n### Against measurements\n\nStored calls (`bench/results`), predicted from the profile above; on another number of GPUs\n"
-    text += "than the profile's they are simulated. The calls were measured on other machines and at other times than the profile; the error of\n"
+    text += "\n### Against measurements\n\nStored calls (`bench/results`), predicted from the profile above. Calls on another number of GPUs\n"
+    text += "than the profile's are simulated. The calls were measured on other machines and at other times than the profile; the error of\n"
     text += "the predicted speedup over sequential, in the last column, does not depend on that.\n\n"
     return f"{text}{validation()}\n\n{ahead.section()}"

@@ -49,7 +49,7 @@ def failures(rows: Iterable[dict]) -> list[str]:
         if row["outcome"] == "failed":
             failed[row["way"]].add(row["test"])
     ours = (failed["weft"] | failed["bfloat16"]) - failed["torch"]
-    groups = (("torch alone fails in", failed["torch"]), ("With weft in place alone fail", ours))
+    groups = (("torch alone fails in", failed["torch"]), ("Only with weft fail", ours))
     return [f"{title}: {', '.join(f'`{name}`' for name in sorted(names))}." for title, names in groups if names]
 
 

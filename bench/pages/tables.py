@@ -31,7 +31,7 @@ ATTENTION = """# Attention over the keys of all ranks
 `torchrun --nproc-per-node N -m bench.measure.attention --out DIR` timed these calls against NCCL's all-gather and cuDNN. "causal" is a causal mask in
 the zigzag layout.
 
-All in CUDA graphs, except weft's forward and backward of 64x8-32768-causal (eager). "Hidden", of segmented plans, is (attention
+All in CUDA graphs, except weft's forward and backward of 64x8-32768-causal (eager). For segmented plans, "hidden" is (attention
 alone + NCCL's gather alone - weft) / NCCL's gather alone; "attention alone" is the segmented plan's calls without communication,
 on the rank with the most work. torch's context_parallel is the faster of its two rotations, with cuDNN; it has no contiguous
 layout. [examples/context_parallel.py](../../examples/context_parallel.py) splits one prompt over the ranks. The rows of 65,536 and
@@ -40,9 +40,9 @@ the prefills were measured with an earlier `"auto"`.
 """
 TRANSFORMERS = """# Transformers models
 
-Llama-70B's sizes with 8 layers and random weights, and mixtures of experts, with Transformers' own parallelism and the same woven, in one
-run (`bench/measure/hf.py`, `bench/measure/hf_moe.py`). The ratio is to the better woven way; eager columns are of earlier versions.
-"prefill-M": M tokens of one sequence; "decode-M": one token of each of M sequences, after 1,024 others.
+Llama-70B's sizes with 8 layers and random weights, and mixtures of experts, with Transformers' own parallelism and woven, in one
+run (`bench/measure/hf.py`, `bench/measure/hf_moe.py`). The ratio refers to the faster woven way; the eager columns come from earlier versions.
+"prefill-M": M tokens of one sequence; "decode-M": one token of each of M sequences, after 1,024 tokens in the cache.
 
 """
 MODELS = """# Whole models as others measured them

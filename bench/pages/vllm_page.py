@@ -32,9 +32,18 @@ def answers(results: Path) -> str:
         counts = ["–" if r is None else f"{r['same']}/{r['tokens']}" for r in modes]
         furthest = max(r["furthest"] for r in modes if r is not None)
         table.append([model, str(ranks), FORMS[form], *counts, f"{furthest:.4f}"])
-    head = ["tiny model of random weights", "ranks", "form", "eager", "in CUDA graphs", "furthest log-probability"]
+    head = [
+        "tiny model of random weights",
+        "ranks",
+        "form",
+        "eager",
+        "in CUDA graphs",
+        "largest difference of a log-probability",
+    ]
     versions = ", ".join(dict.fromkeys(row["vllm"] for row in newest.values()))
-    note = "ranks share a GPU; tokens as without the plugin, up to the first other one of an answer"
+    note = (
+        "ranks share a GPU; tokens equal to the tokens without the plugin, up to the first different token of an answer"
+    )
     return f"vLLM {versions}, {note}:\n\n{grid(head, table)}"
 
 

@@ -39,8 +39,7 @@ class Unsupported(WeftError):
 
 
 class Race(WeftError):
-    """Emulator: two accesses to one element, at least one of them a write, are ordered neither by release/acquire nor
-    by stream order."""
+    """Emulator: neither release/acquire nor stream order orders two accesses to one element, one of them a write."""
 
 
 class Deadlock(WeftError):
