@@ -341,7 +341,7 @@ class OneShot(Plan):
 @dataclass(frozen=True)
 class TwoShot(Plan):
     """Base of the two-shot plans: an all-reduce in one launch, where the owner of a row sums it and stores the sum on
-    every rank. The launch runs alone, or after cuBLAS's GEMM.
+    every rank. The launch runs alone; only TwoShotLowLatency can also run after cuBLAS's GEMM.
 
     programs, warps: as in OneShot.
     """

@@ -27,6 +27,7 @@ from weft.lang.mapping import balanced_rows
 from weft.ops.matmul_all_to_all import op as to_all
 from weft.ops.matmul_all_to_all.op import GroupTables, group_tables
 from weft.ops.matmul_reduce import signaled
+from weft.ops.matmul_reduce.call import ReduceCall
 from weft.ops.matmul_reduce.op import MatmulAllReduce
 from weft.planner.table import Measured, learn
 from weft.plans import GemmTile, Plan, Sequential, Signaled, partition
@@ -224,6 +225,17 @@ def test_an_all_reduce_by_copies_is_refused() -> None:
             weft.matmul_all_reduce(x, w, world=world, plan=replace(S, copies=True))
 
     emulate(main, 2)
+
+
+def test_the_gemm_of_an_all_reduce_begins_with_the_first_row() -> None:
+    """The measurement of the GEMM alone (tests/gpu/gpu_older.py) asks for copies, which need no communicator. The GEMM
+    must not be rotated as a scatter's is."""
+
+    def main(world: weft.World) -> list[int]:
+        calls = [ReduceCall((32, 32), 40, 24, torch.bfloat16, False, 64, every, True) for every in (True, False)]
+        return [signaled.tiling_of(world, call, replace(S, copies=True), True).shard for call in calls]
+
+    assert emulate(main, 2) == [[0, 2]] * 2
 
 
 def test_where_one_ranks_output_begins_does_not_divide_the_ranks() -> None:
@@ -566,6 +578,24 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
     for mode, plan in (("eager", Sequential()), ("graph", replace(S, ctas=4, copies=True))):
         learn([Measured("matmul_all_to_all", 2, 40, 72, 24, mode, plan, 1.5)])
     assert all(emulate(main, 2))
+
+
+def test_a_sequential_all_to_all_multiplies_by_the_fastest_library() -> None:
+    """A GPU's GEMM into new memory is cuBLAS's (`CudaBackend.linear`); into `out` it may be quack's."""
+
+    def main(world: weft.World) -> list[bool]:
+        linear, has_out = world.backend.linear, []
+
+        def recorded(*operands: Any) -> torch.Tensor:
+            has_out.append(len(operands) == 5)
+            return linear(*operands)
+
+        world.backend.linear = recorded  # type: ignore[method-assign]
+        x, w = draw(world.rank, 6, 24), draw(50, 40, 24)
+        weft.matmul_all_to_all(x, w, destinations=[0, 1] * 3, world=world, plan="sequential")
+        return has_out
+
+    assert emulate(main, 2) == [[True]] * 2
 
 
 def test_all_to_all_errors() -> None:

@@ -90,7 +90,7 @@ class AsyncTP(contextlib.AbstractContextManager["AsyncTP"]):
         _active.append(self)
 
     def close(self) -> None:
-        """Restore torch's operators if no other AsyncTP is active. Compiled code then calls torch's operators as well."""
+        """Restore torch's operators if no other AsyncTP is active. Compiled code then calls them as well."""
         if self in _active:
             _active.remove(self)
             self._undo.close()

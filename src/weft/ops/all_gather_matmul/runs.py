@@ -285,7 +285,8 @@ def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: 
         stream = world.current_stream()
         world.order(arena, stream)
         epoch = None if copy_of_half is None else arena.epoch.clone()
-        moving: dict[str, Moved] = dict(x=x, w_desc=weight, bias=bias, out_desc=out, scales=scales_of(operands))
+        moving: dict[str, Moved] = dict(x=x, w_desc=weight, bias=bias, out_desc=out)
+        moving["scales"] = scales_of(operands) if call.scaling else None
         if reads_own_rows:
             moving["x_desc"] = x
         launches(not weight.is_contiguous())(stream, **moving)

@@ -177,10 +177,10 @@ class RoutedCall(MatmulCall):
 def run_sequential(world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
     """Run the plan: one GEMM, then one all-to-all."""
     stream, me, routing = world.current_stream(), world.rank, call.routing
+    y, pool = (world.empty((call.sent, call.n), call.dtype) for _ in range(2))
     # The GEMM runs without rows too, because ranks that share a GPU enter it together.
-    y = world.backend.linear(*operands, stream)
+    world.backend.linear(*operands, stream, y)
     order = routing.by_destination(world)
-    pool = world.empty(y.shape, y.dtype)
     if call.sent:
         world.call(lambda: torch.index_select(y, 0, order, out=pool), [y, order], [pool], stream)
     world.backend.all_to_all(

@@ -144,7 +144,8 @@ def prepare_fused(world: World, call: ReduceCall, plan: FusedReduce) -> Run:
         (x, weight, bias, *_), stream = operands, world.current_stream()
         world.order(arena, stream)
         pull, gemm, ahead = launches(not weight.is_contiguous())
-        moving: dict[str, Moved] = dict(x_desc=x, w_desc=weight, out=out, bias=bias, scales=scales_of(operands))
+        moving: dict[str, Moved] = dict(x_desc=x, w_desc=weight, out=out, bias=bias)
+        moving["scales"] = scales_of(operands) if call.scaling else None
         ahead((out, bias), lambda: (BoundLaunch(pull, moving), BoundLaunch(gemm, moving)))
         world.wait_event(side, world.record(stream))
         pull(side, **moving)

@@ -145,7 +145,7 @@ def tiling_of(world: World, call: ReduceCall, plan: Signaled, in_order: bool) ->
     group_m, tiles = -(-plan.tile.group_m // owners), owners * tiles_m * tiles_n
     if in_order:  # the tile rows of a group fit in a wave
         group_m = max(1, min(group_m, (world.sm_count - plan.ctas) // tiles_n))
-        shard = call.shards[0] // bm if plan.copies else 0
+        shard = 0 if call.everywhere else call.shards[0] // bm
         return Tiling(call.m, call.n, tiles, tiles_m, owners, group_m, True, shard)
     return Tiling(2 * bm * tiles, bn // 2, tiles, tiles_m, owners, group_m, False)
 
