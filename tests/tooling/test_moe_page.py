@@ -43,7 +43,9 @@ def test_ratios_of_each_gpu_of_uniform_routing(tmp_path: Path) -> None:
     store(tmp_path, "nvidia-a-x1", {"vllm": 900.0, "weft": 100.0}, zipf=1.0)
     table = one_gpu_page.one_gpu_table(tmp_path)
     assert "| 64 | **1.50x** | 1.50x (Mixtral) |" in table and "quack" not in table and "Below" not in table
-    assert table.endswith("\n\nWith routing by Zipf's law: 9.00x to 9.00x at 64 tokens, 9.00x to 9.00x at 8,192 tokens.")
+    assert table.endswith(
+        "\n\nWith routing by Zipf's law: 9.00x to 9.00x at 64 tokens, 9.00x to 9.00x at 8,192 tokens."
+    )
     store(tmp_path, "nvidia-b-x1", US)
     assert one_gpu_page.one_gpu_table(tmp_path).endswith(f"\n\n{table}"), "the GPU with the most libraries comes first"
     gpu_b = one_gpu_page.one_gpu_table(tmp_path).removesuffix(table)
