@@ -1,5 +1,5 @@
-"""NCCL's all-gather and reduce-scatter of rows under torch.autograd beside cuBLAS, the baseline for layers that train, and the same
-computation without communication, which is the limit of all overlap."""
+"""The baseline for layers that train: NCCL's all-gather and reduce-scatter of rows under torch.autograd, with cuBLAS.
+Also the same computation without communication, which is the limit of all overlap."""
 
 from __future__ import annotations
 

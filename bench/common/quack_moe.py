@@ -172,8 +172,9 @@ class QuackExperts:
 
 
 def local_routes(ids: torch.Tensor, weights: torch.Tensor, first_expert: int, local: int) -> Routed:
-    """Return the routes to the `local` experts from `first_expert` on, for `QuackExperts.sums`. Rows of routes to other
-    experts follow those of `starts`, so that no GEMM computes them; such a route reads row 0 with weight 0."""
+    """Return the routes to the `local` experts from `first_expert` on, for `QuackExperts.sums`. The rows of routes to
+    other experts come after the rows that `starts` covers, so that no GEMM computes them; such a route reads row 0 with
+    weight 0."""
     expert = ids.flatten().long() - first_expert
     is_local = (expert >= 0) & (expert < local)
     in_order, order = torch.where(is_local, expert, local).sort(stable=True)

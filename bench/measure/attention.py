@@ -64,7 +64,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q
 class Shape:
     heads: int
     kv_heads: int
-    rows: int  # of a rank
+    rows: int  # the number of rows of a rank
     mask: str  # "none", "causal" or "zigzag"
 
     @staticmethod

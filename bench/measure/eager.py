@@ -1,4 +1,5 @@
-"""Eager calls by "auto" beside cuBLAS and NCCL: torchrun --nproc-per-node N -m bench.measure.eager --out DIR [--seconds S]
+"""Eager calls by "auto", compared with cuBLAS and NCCL: torchrun --nproc-per-node N -m bench.measure.eager --out DIR
+[--seconds S]
 
 The program appends rows to DIR/eager.jsonl: the us of calls that run one after another, on the slowest rank, as the
 median of interleaved rounds. The GEMMs come from models with hidden sizes of 3,584 to 12,288. Longer GEMMs, which take

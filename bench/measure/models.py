@@ -1,4 +1,4 @@
-"""Layers of whole models that two papers measured, on `weft.models`, beside torch and NCCL in the same run:
+"""Layers of whole models that two papers measured, on `weft.models`, compared with torch and NCCL in the same run:
 torchrun --nproc-per-node N -m bench.measure.models --out DIR [--only LLaMA2-7B ..] [--layers 2] [--seconds S]
 models_training.py times training steps and blocks of a diffusion transformer, and writes to the same file.
 

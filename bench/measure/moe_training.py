@@ -1,5 +1,6 @@
-"""Forward and backward passes of the MoE layer on real models' sizes, beside torch's grouped GEMM under autograd with NCCL's all-to-all
-or, for layers whose columns are split over the ranks, NCCL's all-gather and reduce-scatter.
+"""Forward and backward passes of the MoE layer with the sizes of real models, compared with torch's grouped GEMM under
+autograd with NCCL's all-to-all or, for layers whose columns are split over the ranks, NCCL's all-gather and
+reduce-scatter.
 
 torchrun --nproc-per-node N -m bench.measure.moe_training --out DIR [--models ...] [--tokens 8192] [--parallel expert tensor] [--keep ...]
     [--seconds S]

@@ -21,10 +21,10 @@ NCCL = "cuBLAS, then NCCL"
 CAVEAT = (
     "Geometric means over all sizes in CUDA graphs on H200s, over Transformers' own parallelism or cuBLAS, then NCCL; vLLM: requests/s over"
     " stock vLLM on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x (stock's own {null:.2f}x). NVLink multicast (NVLS) was"
-    " off everywhere; gains with NVLS are not measured."
+    " off everywhere; gains with NVLS unmeasured."
     " {share}."
 )
-SHOWN = (  # the lines of the README's table of operators and layers
+SHOWN = (  # the lines that the README's table of operators and layers shows
     *(f"{OPS[op]}{size}" for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce_rms_norm", "parallel_mlp") for size in ("", f", ≤{FEW} tokens")),
     *(f"{OPS['decoder']}: {part}" for part in ("prefill", "decode")),
     "all-gather + GEMM, with quack",
@@ -219,7 +219,7 @@ def one_gpu(results: Path) -> str:
     by_tokens = one_gpu_page.beside_fastest(lines_of(results / "nvidia-h100-x1/moe_one_gpu.jsonl"))
     values = [ratio for by_model in by_tokens.values() for ratio in by_model.values()]
     return (
-        f"Expert kernels on one H100: **{min(values):.2f}x to {max(values):.2f}x** as fast as the faster of vLLM's `fused_experts` and quack"
+        f"Expert kernels on one H100: **{min(values):.2f}x to {max(values):.2f}x** over the faster of vLLM's `fused_experts` and quack"
         f" ([why](docs/moe.md#what-it-reaches))."
     )
 

@@ -1,5 +1,5 @@
-"""quack's GEMM compared with others, as tables beside the results and a sentence of docs/guide.md: GEMMs alone, from
-bench/results/<machine>/quack/gemms.jsonl (a script of the commit that its rows name), and all-gather + GEMM, from
+"""quack's GEMM is compared with others, in tables next to the results and in a sentence of docs/guide.md: GEMMs alone,
+from bench/results/<machine>/quack/gemms.jsonl (a script of the commit that its rows name), and all-gather + GEMM, from
 all_gather_matmul.jsonl there (bench/measure/run.py --ops all_gather_matmul --methods auto flag_gated quack).
 
 The newest line of a shape, or of an op, name, mode and method, which is the last in the file, counts.

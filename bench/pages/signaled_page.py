@@ -160,8 +160,8 @@ def by_k(us: dict[Size, dict[str, float]], names: Sequence[str], base: str) -> s
 
 # -- ops
 def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int) -> tuple[int, ...]:
-    """Return the tiles at which groups end, as `ops/matmul_reduce/signaled.py` divides them; for an all-to-all, those
-    of M rows on each rank."""
+    """Return the tiles at which groups end, as `ops/matmul_reduce/signaled.py` divides them; for an all-to-all, the
+    tiles of M rows on each rank."""
     owners = world if op == RS and not plan.copies else 1
     tiles_n, programs = -(-n // plan.tile.block_n), sms - plan.ctas
     tiles = owners * -(-(m // owners) // plan.tile.block_m) * tiles_n

@@ -3,7 +3,7 @@
 The program reads bench/results/<gpu>-x*/tuning/*.jsonl (of bench/measure/run.py --tune) in order of name, and keeps for each op, shape,
 world and mode the fastest plan of the newest file. A tuning run keeps the fastest of many plans, and the runs on 8 GPUs up to x8-3 compared it with weft's own
 sequential plan, which in eager mode costs more host time than torch's own calls. The speedups of those runs are
-therefore overstated. A row whose plan the benchmark (bench/results/<gpu>-x*/<op>.jsonl) also timed beside torch's own
+therefore overstated. A row whose plan the benchmark (bench/results/<gpu>-x*/<op>.jsonl) also compared with torch's own
 calls has the benchmark's speedup, and every other row is divided by the largest overstatement of these rows in its
 mode. Rows of decoders stay unchanged.
 """

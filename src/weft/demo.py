@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .emulator.tasks import Costs
 
 REAL = (8192, 4096, 14336)  # M, H, I on GPUs
-LAYER_SIZES = "{:,} tokens, hidden {:,}, inner {:,}"  # of M, H, I
+LAYER_SIZES = "{:,} tokens, hidden {:,}, inner {:,}"  # of M, H and I
 EMULATED = (128, 64, 256)  # M, H, I in the emulator
 EMULATED_RANKS, SCHEDULES = 4, 8
 SHOWN = 0  # the seed of the drawn timeline, which always runs the ready task with the least virtual time

@@ -16,7 +16,7 @@ POWERS_OF_TWO = (
 KINDS: dict[str, type[Plan]] = {}  # for each kind, its class or the base of its classes
 RENAMED_KINDS = {"awaiting": "flag_gated"}  # old names, which are still read
 REMOVED_FIELDS = {"push_programs": 0, "batch": 1}  # old fields, which are read if they have this value
-CLASSES: dict[str, type[Plan]] = {}  # by name
+CLASSES: dict[str, type[Plan]] = {}  # the classes by name
 
 
 def _check_fields(title: str, instance: TileShape | Plan, may_be_0: Sequence[str] = ()) -> None:
@@ -382,7 +382,7 @@ class TwoShotPush(TwoShotCounted):
 class TwoShotPull(TwoShotCounted):
     """A two-shot plan in which owners read the partial rows from the symmetric memory of all ranks.
 
-    16 programs suffice beside GEMMs: with a residual and RMSNorm, 4,096 x 8,192 bfloat16 elements take 208 us on 16
+    16 programs suffice while GEMMs run: with a residual and RMSNorm, 4,096 x 8,192 bfloat16 elements take 208 us on 16
     programs, 206 us on 132, and 401 us on 8 (2 H100, 2026-11).
     """
 
@@ -494,7 +494,7 @@ class Dispatched(DispatchedGemms):
 class DispatchedColumns(DispatchedGemms):
     """Experts whose columns are split over ranks: the layer has two halves with a pair of launches each
     (ops/moe/tensor_parallel/op.py). block_m must be 128, the tile of the rows. A block that is sent has as many
-    elements as side_warps hold, whatever rows they belong to."""
+    elements as side_warps hold, from one or several rows."""
 
 
 @dataclass(frozen=True)

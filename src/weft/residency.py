@@ -3,11 +3,11 @@
 A program that waits occupies its SM. If the launches of two calls, on two streams, do not all fit on the SMs together,
 one rank may start the programs of the first call and another rank the programs of the second; each call then waits for
 programs for which no SM has room. So a `Ledger`, which all Worlds of a device's ranks share, records the device's calls
-with programs that wait. A call that might not fit beside earlier calls of other streams starts after them
-(`World.order_residents`).
+with programs that wait. A call that might not fit on the SMs together with earlier calls of other streams starts after
+them (`World.order_residents`).
 
 A call waits in this way only for calls that the host made before it. All ranks make their calls in one order, so the
-first unfinished call waits for no other call, and finds room on every rank: the ledger admitted the calls beside it
+first unfinished call waits for no other call, and finds room on every rank: the ledger admitted the concurrent calls
 together with it. This call ends, and then the other calls do in turn.
 """
 
@@ -23,7 +23,7 @@ MOST = 1024  # the most combinations of launches that are examined; if there are
 
 class ResidentPrograms(NamedTuple):
     """The programs of one launch, and the resources of an SM that each program occupies: registers, shared memory and
-    the like. Collectives of one NCCL communicator run one after another, whatever streams they are on."""
+    the like. Collectives of one NCCL communicator run one after another, on all streams."""
 
     number: int
     taken: tuple[int, ...]
@@ -43,8 +43,7 @@ class SMs(NamedTuple):
     room: tuple[int, ...]
 
     def fit(self, launches: Sequence[ResidentPrograms]) -> bool:
-        """Return whether all programs of these launches find room, whatever the order and the SMs in which they
-        start."""
+        """Return whether all programs of these launches find room, in any order of their starts and on any SMs."""
         collectives = {launch.communicator: launch for launch in launches if launch.communicator is not None}
         launches = [launch for launch in launches if launch.communicator is None] + [*collectives.values()]
         return all(self._always_starts(launch, launches) for launch in launches)
@@ -69,7 +68,7 @@ class Ledger:
 
     def __init__(self, sms: SMs) -> None:
         self._sms = sms
-        self._calls: dict[Hashable, set[Launches]] = {}  # by stream
+        self._calls: dict[Hashable, set[Launches]] = {}  # the calls of each stream
         # By stream, the calls of each other stream that may still run: the calls made since this stream last waited for
         # the other.
         self._running: dict[Hashable, dict[Hashable, set[Launches]]] = {}

@@ -53,9 +53,9 @@ BY_NAME = {str(t): t for t in (torch.bfloat16, torch.float16, torch.float32, tor
 class Backward:
     """The arguments of a backward pass.
 
-    saved: what `Op.saved_tensors` returned. gradients: the results' gradients, None for unused results. shapes: the
-    operands' shapes. needs: for each operand, whether its gradient is asked for. options: the call's options. call,
-    plan: the call and plan that the forward pass ran.
+    saved: the tensors that `Op.saved_tensors` returned. gradients: the results' gradients, None for unused results.
+    shapes: the operands' shapes. needs: for each operand, whether its gradient is asked for. options: the call's
+    options. call, plan: the call and plan that the forward pass ran.
     """
 
     saved: Sequence[Maybe]

@@ -94,7 +94,7 @@ def _as_call(call: object) -> tuple[str, dict[str, Hashable]]:
 
 
 def disagreement(calls: Mapping[int, object]) -> Mismatch:
-    """Return the Mismatch that names each rank's call and those of its fields that are not the same on all ranks.
+    """Return the Mismatch that names each rank's call, with the fields that differ between ranks.
     calls: by rank, the (title, fields) of the call that the rank makes, or the object that it exchanges."""
     records = {rank: _as_call(call) for rank, call in calls.items()}
     descriptions = []

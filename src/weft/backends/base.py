@@ -88,7 +88,7 @@ class Backend(ABC):
     capability: int = HOPPER  # the compute capability that kernels are compiled for, times ten
     peers_unsupported: str | None = None  # why kernels cannot store to peers' memory; None if they can
     symmetric_unsupported: str | None = None  # why peers' memory or its atomics do not work; None if both work
-    reference: bool = False  # whether every op runs by its sequential plan, whatever plan is asked for
+    reference: bool = False  # whether every op runs by its sequential plan, even if the caller names another plan
     shares_gpu: bool = False  # whether ranks share one GPU, so that times mean nothing
     clock: Clock | None = None  # the clock that times calls; None if times mean nothing
     limits_ctas: bool = True  # whether `communicator` observes its limit of CTAs

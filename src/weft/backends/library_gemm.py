@@ -122,7 +122,8 @@ def correct_products(library: GemmFunction, operands: Sequence[torch.Tensor]) ->
 
 
 def is_close(product: GemmFunction, operands: Sequence[torch.Tensor], expected: torch.Tensor) -> bool:
-    """Return whether a product's rows are close to those of `expected` (CLOSE), for all rows that are in a group."""
+    """Return whether the rows of a product are close to the rows of `expected` (CLOSE), for all rows that are in a
+    group."""
     _, _, out, *starts = operands
     rows = int(starts[0][-1]) if starts else len(expected)
     try:

@@ -27,7 +27,7 @@ VARIABLE = "WEFT_SHARE_GPU"
 @dataclass(frozen=True)
 class RankDevice:
     """The GPU of a rank. gpus: the UUIDs of all GPUs that the rank sees, in its order; index: its own GPU among them.
-    reason: why the rank has no symmetric memory, whatever its peers. may_share: whether WEFT_SHARE_GPU=1 is set."""
+    reason: why the rank has no symmetric memory with any peers. may_share: whether WEFT_SHARE_GPU=1 is set."""
 
     host: str
     gpus: tuple[str, ...]

@@ -94,7 +94,7 @@ def _importing_beside(module: str) -> Iterator[None]:
 
 
 def takes_rank(main: Main) -> bool:
-    """Return whether the function is main(rank, world_size), as for torchrun, and not main(world)."""
+    """Return whether the function has the form main(rank, world_size), as for torchrun, instead of main(world)."""
     parameters = inspect.signature(main).parameters.values()
     return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) == 2
 

@@ -21,7 +21,7 @@ ArrayFunction = Callable[..., Array]
 
 
 def _of_numpy(names: str) -> dict[str, ArrayFunction]:
-    """Return numpy's functions of these names."""
+    """Return numpy's functions with these names."""
     return {name: getattr(np, name) for name in names.split()}
 
 

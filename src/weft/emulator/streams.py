@@ -505,7 +505,7 @@ class Streams:
     ) -> None:
         """Enqueue a barrier or a collective of the streams of the ranks `among`; the last rank to arrive runs `work`.
         sources: the indices of the ranks whose data this rank receives, by default all. communicator: the collectives
-        of one communicator run one after another, on whatever streams they are.
+        of one communicator run one after another, even on different streams.
 
         A collective orders each rank after its sources' work before they arrived, not after the end of the collective
         on them: a source's part may still run when this rank's part has ended, so the reads and writes of each rank are

@@ -4,7 +4,7 @@ A batch is the new tokens of its requests, one request after another: whole prom
 to decode, in any mix. Each request has a slot of the cache, which holds its earlier tokens and receives the new ones.
 
 A `Layout` is a batch on the device: int32 tables that one copy fills and the kernels read. A layout with room for a
-number of tokens and requests can be filled again, so that one CUDA graph serves every batch that fits:
+number of tokens and requests can be filled again, so that one CUDA graph can run every batch that fits:
 
     rows      0 ..         singles ..                      tokens
               | one token each    | several tokens each    |

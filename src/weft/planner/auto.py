@@ -104,7 +104,7 @@ def _stored(gpu: str, op: str, size: int, m: int, n: int, k: int, mode: str, lim
 
 
 def _planner_or_unusable(world: World) -> Planner | str | None:
-    """Return what `_make_planner` returned for this World at the first call."""
+    """Return the result of `_make_planner` from this World's first call."""
     return world.cached("planner", lambda: _make_planner(world))
 
 

@@ -1,7 +1,7 @@
 """Predict the time of a plan from a profile, without running the plan (FlashOverlap, section 4).
 
-Each op declares a short model of what runs concurrently for each class of its plans (`Op.costs`; `weft.cost`, and
-`cost.py` beside the ops).
+For each class of its plans an op declares a short model of the work that runs concurrently (`Op.costs`; `weft.cost`,
+and `cost.py` next to the ops).
 
 Times of parts come from the profile (`parts`); parameters that cannot be measured alone are fitted to the profile's
 calls of the plan's kind (`fits`). Finally the measured / predicted ratio of the profile's own calls near the shape

@@ -189,7 +189,7 @@ class Planner:
     def _nearest(self, op: str, m: int, n: int, k: int, mode: str, limits: bool = True) -> Plan:
         """Return the plan that "auto" runs: the plan of `near(m)`, so that serving, where M changes with every batch,
         searches a few hundred times and not once for every M; sequential if that plan is not predicted faster than
-        sequential at M itself. Every rank gets the same plan, whatever it chose before. Raises NotMeasured."""
+        sequential at M itself. Every rank gets the same plan, independent of earlier choices. Raises NotMeasured."""
         p, planned_m = self.predictor, near(m, self.predictor.world)
         movable = REGISTRY[op].movable(Signaled(copies=True), m, p.world)
         plan = self.decide(op, planned_m, n, k, mode, m % p.world == 0, movable=movable, limits=limits).plan
