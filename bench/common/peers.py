@@ -27,22 +27,18 @@ def cublas_nccl(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> Run:
             dist.all_gather_into_tensor(full, x)
             return full @ w.t()
 
-    elif op == "matmul_reduce_scatter":
+        return run
+    return lambda: sum_over_ranks(op, x @ w.t(), world)
 
-        def run() -> torch.Tensor:
-            y = x @ w.t()
-            out = torch.empty(y.shape[0] // world, y.shape[1], device=x.device, dtype=x.dtype)
-            dist.reduce_scatter_tensor(out, y)
-            return out
 
-    else:
-
-        def run() -> torch.Tensor:
-            y = x @ w.t()
-            dist.all_reduce(y)
-            return y
-
-    return run
+def sum_over_ranks(op: str, y: torch.Tensor, world: int) -> torch.Tensor:
+    """Return what NCCL's collective of a sum over ranks makes of the partial sums y: this rank's rows, or y itself with all rows."""
+    if op == "matmul_all_reduce":
+        dist.all_reduce(y)
+        return y
+    out = torch.empty(y.shape[0] // world, y.shape[1], device=y.device, dtype=y.dtype)
+    dist.reduce_scatter_tensor(out, y)
+    return out
 
 
 def cublas_nccl_mlp(x: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor, world: weft.World) -> Run:

@@ -8,8 +8,7 @@ ranks, or is "<m>*" for m rows on each rank; D is 128. `us` is the time of a cal
 median of interleaved rounds. The method "nccl+cudnn" makes two all-gathers and one call of cuDNN; with a causal mask it
 is weft's sequential plan, because torch cannot compute a part of a sequence. "compute alone" makes the library calls
 that the mask requires, on keys that are already local. "communication alone" makes the two all-gathers. overlap =
-(compute alone + communication alone - us) / communication alone. limit_us = max(FLOPs at RATE, bytes of other ranks'
-keys that a rank reads / the link's measured rate), on the rank with the most work.
+(compute alone + communication alone - us) / communication alone.
 
 --decoder times the context-parallel prefill of prompts with these numbers of tokens (examples/context_parallel.py)
 through LAYERS layers of Llama-3.1-8B's sizes: `op` "context_parallel_prefill", `M` tokens, `N` layers, `K` hidden size;
@@ -43,7 +42,6 @@ from weft.plans import Plan
 BF = torch.bfloat16
 D = 128
 LAYERS = 4
-RATE = 680.0  # TFLOP/s of the best attention known on an H200 (cuDNN, no mask, 128K)
 SHAPES = [
     "24x24-4096*-none",
     "32x32-16384-none",
@@ -132,17 +130,6 @@ class Attention:
         for group, keys in zip(self.key_ranges.remote, self.remote_keys, strict=True):
             self.library.forward(self.q[group.first_query :], *keys, False, None, D**-0.5)
 
-    def limit(self, link: float) -> float:
-        """Return the lower bound of a call's time in us. link: GB/s."""
-        shape, pairs, received = self.shape, 0.0, 0
-        for block in self.key_ranges.local:
-            pairs += shape.rows * (block.hi - block.lo) * (0.5 if block.causal else 1)
-        for group in self.key_ranges.remote:
-            pairs += (shape.rows - group.first_query) * group.rows
-            received += sum(p.hi - p.lo for p in group.ranges if p.source != self.world.rank)
-        flops, nbytes = 4 * pairs * shape.heads * D, received * 2 * shape.kv_heads * D * 2
-        return max(self.world.exchange(max(flops / RATE / 1e6, nbytes / link / 1e3)))
-
     def trained(self, plan: str | Plan) -> Run:
         """Return a function that runs the forward and the backward pass."""
         leaves, dout = [t.detach().requires_grad_() for t in (self.q, self.k, self.v)], torch.ones_like(self.q)
@@ -229,7 +216,7 @@ def once(fn: Run) -> float:
     return took
 
 
-def measure(world: weft.World, text: str, a: argparse.Namespace, link: float) -> list[dict]:
+def measure(world: weft.World, text: str, a: argparse.Namespace) -> list[dict]:
     size = Shape.parsed(text, world.size)
     case = Attention(world, size)
     ways: dict[str, str | Plan] = {"weft": "auto"} | {str(p): p for p in a.plans}
@@ -249,7 +236,7 @@ def measure(world: weft.World, text: str, a: argparse.Namespace, link: float) ->
     shape = dict(
         op="gathered_attention", name=f"{size.heads}x{size.kv_heads}-{total}-{mask}", M=total, N=size.heads, K=D
     )
-    fixed = dict(limit_us=round(case.limit(link), 1), error=round(error, 5), library=case.library.name)
+    fixed = dict(error=round(error, 5), library=case.library.name)
     rows = []
     for way, us in times.items():
         alone = way.endswith(" alone")
@@ -293,12 +280,10 @@ def main() -> None:
     a = options(shapes=SHAPES, plans=[], backward=False, decoder=[], torch=False)
     a.plans = [Plan.from_json(plan) for plan in a.plans]
     run = Program(a, "attention.jsonl")
-    link = run.link
     for text in run.cases({f"attention {shape}": shape for shape in a.shapes}):
-        rows = run.keep(measure(run.world, text, a, link))
+        rows = run.keep(measure(run.world, text, a))
         figures = " | ".join(f"{r['method']} {r['us']:.0f} ({r.get('overlap')})" for r in rows)
-        bounds = f"limit {rows[0]['limit_us']} error {rows[0]['error']} plan {rows[3]['plan']}"
-        run.log(f"{rows[0]['name']} {bounds}: {figures}")
+        run.log(f"{rows[0]['name']} error {rows[0]['error']} plan {rows[3]['plan']}: {figures}")
     for length in run.cases({f"prefill {tokens}": int(tokens) for tokens in a.decoder}):
         rows = run.keep(decoded(run.world, length, a))
         run.log(rows[0]["name"], {row["method"]: row["us"] for row in rows})

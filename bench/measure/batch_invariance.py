@@ -30,7 +30,7 @@ import torch
 import triton.language as tl
 
 import weft
-from bench.common.program import Program, options, worst_error
+from bench.common.program import Program, gains, options, worst_error
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from weft.lang.channel import address_of, calls_of, end_call
 from weft.lang.intrinsics import wait_until
@@ -293,7 +293,7 @@ class Rebuilt(Method):
         """Set the tile of each product and the number of programs of the sum for these sizes."""
         m, hidden = batch.normed.shape
         for weight in (weights.qkv, weights.out, weights.gate_up, weights.down):
-            x, out = torch.zeros(m, weight.shape[1], device=weight.device, dtype=BF), None
+            x = torch.zeros(m, weight.shape[1], device=weight.device, dtype=BF)
             out = torch.empty(m, len(weight), device=weight.device, dtype=BF)
             calls = {tile: lambda t=tile, x=x, w=weight, y=out: self.multiply(x, w, y, t) for tile in TILES}
             self.tiles[m, weight.shape[1], len(weight)] = fastest(calls)
@@ -375,11 +375,6 @@ class Bench:
         return {name: (us[name], errors[name]) for name in calls}
 
 
-def ratios(us: dict[str, float]) -> str:
-    """Return the times as text, with the ratio of the rebuilt mode's time to each of them."""
-    return ", ".join(f"{name} {t:.0f} us ({us['rebuilt'] / t:.2f}x)" for name, t in us.items() if "rebuilt" in us)
-
-
 def main() -> None:
     a = options(models=list(MODELS), tokens=[2048, 8192, 64, 512, 1], rounds=5)
     bench = Bench(weft.init(batch_invariant=True), weft.init(batch_invariant=False), a.rounds)
@@ -387,7 +382,8 @@ def main() -> None:
     weights = {name: weights_of(MODELS[name], run.world) for name in a.models}
     for name, m in run.cases({f"invariant {name} {m}": (name, m) for name in a.models for m in a.tokens}):
         measured = bench.measure(MODELS[name], weights[name], m)
-        run.log(f"{name}, {m} tokens:", ratios({method: us for method, (us, _) in measured.items()}))
+        if "rebuilt" in measured:
+            run.log(f"{name}, {m} tokens:", gains({method: us for method, (us, _) in measured.items()}, "rebuilt"))
         shape = dict(model=name, M=m)
         run.keep(dict(shape, method=q, us=round(us, 2), error=error) for q, (us, error) in measured.items())
     run.end()

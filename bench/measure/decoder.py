@@ -1,7 +1,7 @@
 """The decoder's benchmark: layers of Llama-3.3-70B, or of another model, over all ranks, for prefill, decode and request mixes.
 
 torchrun --nproc-per-node N -m bench.measure.decoder --out DIR [--parts prefill decode eager mixes] [--tune] [--layers 8] [--sms 116 ..]
-         [--models 70B ..] [--norms auto ..] [--ways fused ..] [--seconds S]
+         [--models 70B ..] [--norms auto ..] [--seconds S]
 
 The program appends rows to DIR/decoder.jsonl. It times all methods of one size in one interleaved run of CUDA graphs of whole forward
 passes (embedding, layers, final norm; no output head); `us` is the slowest rank's median over rounds. The methods:
@@ -44,25 +44,26 @@ from weft.nn.weave import LayerPlan, LayerTimes, Table
 from weft.planner.table import gpu_model
 
 _LLAMA_3 = dict(
-    rms_norm_eps=1e-5, rope_theta=500000.0,
+    rope_theta=500000.0,
     rope_scaling=dict(
         rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     ),
 )  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {  # the vocabulary is small: a whole output head would take longer than 8 of 80 layers
-    "70B": dict(
-        _LLAMA_3, vocab_size=1024, hidden_size=8192, intermediate_size=28672, num_attention_heads=64,
-        num_key_value_heads=8, head_dim=128,
-    ),
-    "Llama-8B": dict(
-        _LLAMA_3, vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128,
-    ),
-    "Qwen2.5-32B": dict(
-        model_type="qwen2", vocab_size=1024, hidden_size=5120, intermediate_size=27648, num_attention_heads=40,
-        num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1000000.0,
-    ),
-}  # fmt: skip
+
+
+def _model(hidden: int, inner: int, heads: int, **fields: Any) -> dict[str, Any]:
+    return dict(
+        vocab_size=1024,  # small: a whole output head would take longer than 8 of 80 layers
+        hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=8, head_dim=128,
+        rms_norm_eps=1e-5, **fields,
+    )  # fmt: skip
+
+
+MODELS = {
+    "70B": _model(8192, 28672, 64, **_LLAMA_3),
+    "Llama-8B": _model(4096, 14336, 32, **_LLAMA_3),
+    "Qwen2.5-32B": _model(5120, 27648, 40, model_type="qwen2", rope_theta=1000000.0),
+}
 PREFILL = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 HISTORY = 1024  # the number of tokens in the cache before a decode step
@@ -148,9 +149,8 @@ class Bench(Program):
         self.eager: dict[int, LayerPlan] = {}
         self.smart: list[float] = []  # the gains of smart splits over equal splits
         self.fixed |= dict(
-            op="decoder", attention="flash" if self.model.flash else "sdpa", heads=c.num_attention_heads,
-            kv_heads=c.num_key_value_heads, head_dim=c.head_dim, N=c.hidden_size, K=c.intermediate_size,
-        )  # fmt: skip
+            op="decoder", attention="flash" if self.model.flash else "sdpa", N=c.hidden_size, K=c.intermediate_size
+        )
         self.log(
             f"{model_name}, {gpu_model(self.world.device)}, attention {self.fixed['attention']}, link {self.link:.0f} GB/s"
         )
@@ -160,6 +160,9 @@ class Bench(Program):
         cache.keys.normal_()
         cache.values.normal_()
         return cache
+
+    def ids(self, batch: Batch) -> torch.Tensor:
+        return torch.randint(self.model.config.vocab_size, (batch.tokens,), device=self.world.device)
 
     def methods(self, tokens: int) -> dict[str, LayerPlan]:
         """Return the plans of a method by name."""
@@ -180,7 +183,7 @@ class Bench(Program):
                 if plan.split != weave.halves(tokens):
                     out[f"{sms} SMs, halves{tail}"] = replace(plan, split=weave.halves(tokens))
         out["sequence"] = LayerPlan("sequence")
-        return {name: way for name, way in out.items() if name == "sequential" or name in (self.a.ways or out)}
+        return out
 
     def forward(self, ids: torch.Tensor, batch: Batch, cache: Cache, plan: LayerPlan, norm: Any = None) -> Run:
         return partial(self.model.hidden, ids, self.model.layout(batch, cache, plan), norm)
@@ -199,7 +202,7 @@ class Bench(Program):
     # -- one batch, forward pass after forward pass
     def size(self, name: str, batch: Batch, cache: Cache) -> None:
         tokens, world, model = batch.tokens, self.world, self.model
-        ids = torch.randint(model.config.vocab_size, (tokens,), device=world.device)
+        ids = self.ids(batch)
         guess = self.a.layers * (60 + tokens * 0.4)
         methods = self.methods(tokens)
         fn = {q: self.forward(ids, batch, cache, plan) for q, plan in methods.items()}
@@ -207,7 +210,7 @@ class Bench(Program):
         fn = self.working(fn)
         if self.a.tune:
             times = self.time(fn, guess, 3)
-            self.log_times(f"tuning {name}", times)
+            self.log(f"tuning {name}: {gains(times, 'sequential')}")
             best = min((q for q in times if q in methods), key=times.__getitem__)
             plan = methods[best] if times["sequential"] / times[best] >= GAIN else LayerPlan("plain")
             usual = model.plan(replace(plan, split=0), tokens) == plan  # the split that the plan gets in any case
@@ -222,21 +225,17 @@ class Bench(Program):
         times = self.time(fn, guess, self.a.rounds)
         if same:
             times["auto"] = times[same]
-        self.log_times(name, times)
+        self.log(f"{name}: {gains(times, 'sequential')}")
         none = times.pop("no communication", None)
         c, w = model.config, world.size
         received = 2 * self.a.layers * 2 * tokens * c.hidden_size * 2 * (w - 1) / w
         link = received / self.fixed["link_gbs"] / 1e3
-        for method, us in times.items():
-            plan = auto if method == "auto" else methods[method]
-            row = dict(name=name, M=tokens, mode="graph", method=method, us=round(us, 2), requests=batch.requests)
-            row |= dict(gemm_us=none and round(none, 2), limit_us=none and round(max(none, link), 2))
-            self.keep([row | dict(plan=json.dumps({"kind": plan.kind, **vars(plan)}))])
+        limits = dict(gemm_us=none and round(none, 2), limit_us=none and round(max(none, link), 2))
+        self.keep_times(dict(name=name, M=tokens, mode="graph", **limits), times, methods | {"auto": auto})
 
     def launched(self, name: str, batch: Batch, cache: Cache) -> None:
         """Time forward passes without a graph, whose kernels the host launches one by one."""
-        tokens = batch.tokens
-        ids = torch.randint(self.model.config.vocab_size, (tokens,), device=self.world.device)
+        tokens, ids = batch.tokens, self.ids(batch)
         plans = self.methods(tokens)
         plan = self.model.plan("auto", tokens, "eager")
         if plan not in plans.values():
@@ -248,14 +247,13 @@ class Bench(Program):
             plan = plans[best] if times["sequential"] / times[best] >= GAIN else plans["sequential"]
             self.eager[tokens] = replace(plan, split=0)
         times["auto"] = times[next(q for q in plans if plans[q] == plan)]
-        self.log_times(f"{name}, eager", times)
-        for method, us in times.items():
-            chosen = plan if method == "auto" else plans[method]
-            row = dict(name=name, M=tokens, mode="eager", method=method, us=round(us, 2), requests=batch.requests)
-            self.keep([row | dict(plan=json.dumps({"kind": chosen.kind, **vars(chosen)}))])
+        self.log(f"{name}, eager: {gains(times, 'sequential')}")
+        self.keep_times(dict(name=name, M=tokens, mode="eager"), times, plans | {"auto": plan})
 
-    def log_times(self, name: str, times: dict[str, float]) -> None:
-        self.log(f"{name}: {gains(times, 'sequential')}")
+    def keep_times(self, shape: dict[str, Any], times: dict[str, float], plans: dict[str, LayerPlan]) -> None:
+        """Keep a row for each method, with its plan."""
+        as_json = {method: json.dumps({"kind": plan.kind, **vars(plan)}) for method, plan in plans.items()}
+        self.keep(dict(shape, method=method, us=round(us, 2), plan=as_json[method]) for method, us in times.items())
 
     # -- the profile of the layer's GEMMs
     def measure_profile(self, rows: int, step: int = 128) -> None:
@@ -309,7 +307,7 @@ class Bench(Program):
         steps = steps[len(steps) // 3 :][: a.steps]
         several = max(b.requests - b.singles for b in steps)
         cache = self.cache(slots, MAX_LEN)
-        ids = [torch.randint(model.config.vocab_size, (b.tokens,), device=world.device) for b in steps]
+        ids = [self.ids(b) for b in steps]
         every: dict[str, list[Run]] = {}
         plans: dict[str, str | LayerPlan] = {
             "sequential": "plain",
@@ -320,8 +318,6 @@ class Bench(Program):
         plans |= {f"fused, norm {norm}": LayerPlan("fused", norm=norm) for norm in a.norms[1:]}
         plans |= {"sequence": "sequence", "woven": LayerPlan("woven", norm=a.norms[-1])}
         for method, plan in plans.items():
-            if a.ways and method not in ("sequential", "no communication", *a.ways):
-                continue
             graphs = Graphs(model, cache, sizes=sizes, several=several, plan=plan)
             summing = llama.all_reduce_then_norm
             if method == "no communication":
@@ -335,16 +331,11 @@ class Bench(Program):
         tokens = sum(b.tokens for b in steps)
         fns = {q: partial(run_all, runs) for q, runs in every.items()}
         times = time_interleaved(fns, mode="eager", calls=1, rounds=a.rounds)  # each step replays a graph
-        self.log_times(f"{name}, {len(steps)} steps, {tokens} tokens", times)
+        self.log(f"{name}, {len(steps)} steps, {tokens} tokens: {gains(times, 'sequential')}")
         none = times.pop("no communication", None)
-        for method, us in times.items():
-            alone = none and round(none / len(steps), 2)
-            row = dict(name=f"{self.model_name}-{name}", M=CHUNK, mode="graph", method=method, plan=None)
-            row |= dict(us=round(us / len(steps), 2), gemm_us=alone, limit_us=alone)
-            self.keep([row | dict(steps=len(steps), tokens=tokens, slots=slots)])
-        del every, fns, cache
-        gc.collect()
-        torch.cuda.empty_cache()
+        alone = none and round(none / len(steps), 2)
+        shape = dict(name=f"{self.model_name}-{name}", M=CHUNK, mode="graph", gemm_us=alone, limit_us=alone, plan=None)
+        self.keep(dict(shape, method=method, us=round(us / len(steps), 2)) for method, us in times.items())
 
     def table(self) -> None:
         """Write the table of choices, in which consecutive equal choices share one entry. The profile is kept if smart
@@ -413,7 +404,7 @@ def main() -> None:
         prefill=list(PREFILL), eager=list(PREFILL), decode=list(DECODE), mixes=list(MIXES), layers=8, sms=[116]
     )
     a = options(
-        choices=dict(models=MODELS), parts=["prefill", "decode", "mixes"], models=["70B"], ways=[], **sizes, norms=["auto"],
+        choices=dict(models=MODELS), parts=["prefill", "decode", "mixes"], models=["70B"], **sizes, norms=["auto"],
         weave_from=128, rounds=5, steps=120, tune=False, profile=16384,
     )  # fmt: skip
     world = weft.init()

@@ -36,10 +36,9 @@ def sizes(world: int) -> dict[str, tuple[str, int, int, int]]:
 
 def main() -> None:
     run = Program(options(), "eager.jsonl")
-    world, cases = run.world, sizes(run.world.size)
+    world = run.world
     with torch.no_grad():
-        for name in run.cases(cases):
-            op, m, n, k = cases[name]
+        for op, m, n, k in run.cases(sizes(world.size)):
             rows = m // world.size if op == OPS[0] else m
             x, w = (torch.randn(count, k, device=world.device, dtype=torch.bfloat16) for count in (rows, n))
             calls = dict(
@@ -49,7 +48,7 @@ def main() -> None:
             count = max(3, min(12, int(1e13 / (2 * m * n * k))))
             us = time_interleaved(calls, mode="eager", calls=count, rounds=5)
             run.keep([dict(op=op, method=method, us=round(t, 1), M=m, N=n, K=k) for method, t in us.items()])
-            run.log(f"{name}: {gains(us, 'library')}")
+            run.log(f"{op} {m}x{n}x{k}: {gains(us, 'library')}")
     run.end()
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -100,9 +101,16 @@ def rows_of(t: ScaledTensor, rows: torch.Tensor) -> ScaledTensor:
     return ScaledTensor(t.values.view(torch.uint8)[rows].view(E4M3), scales, t.recipe)
 
 
-def column_major(o: ScaledOperands) -> ScaledOperands:
-    """Return the operands with x's scales laid out column after column."""
-    return o._replace(x=o.x._replace(scales=o.x.scales.t().contiguous().t()))
+def ready(product: str, x: ScaledTensor) -> ScaledTensor:
+    """Return x with its scales in the layout that the library reads without a copy; a quantization can write this
+    layout."""
+    if x.recipe != "block":
+        return x
+    if product == "torch":
+        return x._replace(scales=x.scales.t().contiguous().t())
+    from deep_gemm.utils.layout import get_mn_major_tma_aligned_tensor
+
+    return x._replace(scales=get_mn_major_tma_aligned_tensor(x.scales))
 
 
 def compiled(job: tuple[str, Persistent, bool]) -> str:
@@ -138,17 +146,9 @@ def sizes() -> Iterator[tuple[str, int, int, int]]:
 
 def libraries(name: str, o: ScaledOperands, out: torch.Tensor) -> dict[str, Callable[[], object]]:
     ways: dict[str, Callable[[], object]] = {
-        product: lambda run=run: run(o, out) for product, run in library_gemm.scaled_products(o.scaling).items()
+        product: partial(run, o._replace(x=ready(product, o.x)), out)
+        for product, run in library_gemm.scaled_products(o.scaling).items()
     }
-    if name == "block":
-        columns = column_major(o)
-        if "torch" in ways:
-            ways["torch"] = lambda: library_gemm.torch_scaled_by_block(columns, out)
-        if "deep_gemm" in ways:
-            from deep_gemm.utils.layout import get_mn_major_tma_aligned_tensor
-
-            ready = o._replace(x=o.x._replace(scales=get_mn_major_tma_aligned_tensor(o.x.scales)))
-            ways["deep_gemm"] = lambda: library_gemm.deep_gemm_by_block(ready, out)
     if name == "tensor":
         try:
             from quack.gemm import gemm
@@ -168,7 +168,7 @@ def methods(
     """Return the methods of a recipe whose results are correct, and their errors."""
     recipe = RECIPES[name]
     o = operands(m, n, k, recipe)
-    columns = column_major(o) if name == "block" else o
+    columns = o._replace(x=ready("torch", o.x))
     ways: dict[str, Callable[[], object]] = {}
     for job in jobs([name]):
         _, plan, by_columns = job
@@ -258,11 +258,9 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     recipes = ["row", "block", "slow", "tensor"]
-    a = options(choices=dict(recipes=RECIPES), recipes=recipes, rounds=5, processes=12, only_quantizing=False)
-    todo = [] if a.only_quantizing else jobs(a.recipes)
-    with ProcessPoolExecutor(
-        a.processes, multiprocessing.get_context("spawn")
-    ) as pool:  # an executor without jobs starts no process
+    a = options(choices=dict(recipes=RECIPES), recipes=recipes, rounds=5, processes=12)
+    todo = jobs(a.recipes)
+    with ProcessPoolExecutor(a.processes, multiprocessing.get_context("spawn")) as pool:
         bad = {j for j, why in zip(todo, pool.map(compiled, todo), strict=True) if why and not print(j, why)}
     run = Program(a, "fp8.jsonl", triton=triton.__version__, versions=versions(), rounds=a.rounds)
     for m, h, inner in run.cases({f"FP8 quantizing {mhi}": mhi for mhi in QUANTIZED}):
@@ -270,7 +268,7 @@ def main() -> None:
         us = {way: t for way, t in row["us"].items() if not way.startswith("q") and "," in way}
         ratios = [f"{way} {t / row['us'][way.partition(',')[0]]:.2f}x" for way, t in us.items()]
         run.log(f"quantizing {m} x {h}, {inner}: {', '.join(ratios)}")
-    for size in run.cases({} if a.only_quantizing else {f"FP8 GEMMs {size}": size for size in sizes()}):
+    for size in run.cases({f"FP8 GEMMs {size}": size for size in sizes()}):
         (row,) = run.keep([measure(size, a.recipes, run.world, bad, a.rounds)])
         run.log(summary(row, a.recipes))
     run.end()

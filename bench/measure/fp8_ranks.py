@@ -32,9 +32,9 @@ import triton
 
 import weft
 from bench.common import peers
-from bench.common.program import Program, options, worst_error
+from bench.common.program import Program, gains, options, worst_error
 from bench.common.timing import RIGHT, error_of, time_interleaved
-from bench.measure.fp8 import BF, E4M3, MODELS, RECIPES, ROWS, operands, rows_of, versions
+from bench.measure.fp8 import BF, E4M3, MODELS, RECIPES, ROWS, operands, ready, rows_of, versions
 from bench.measure.run import OPS, capturable
 from weft.backends import library_gemm
 from weft.backends.library_gemm import ScaledOperands
@@ -145,18 +145,6 @@ def by_block(o: ScaledOperands, product: library_gemm.ScaledProduct) -> Product:
     return run
 
 
-def ready(product: str, x: ScaledTensor) -> ScaledTensor:
-    """Return x with its scales in the layout that the library reads without a copy; the kernel that quantizes x can
-    write this layout."""
-    if x.recipe != "block":
-        return x
-    if product == "torch":
-        return x._replace(scales=x.scales.t().contiguous().t())
-    from deep_gemm.utils.layout import get_mn_major_tma_aligned_tensor
-
-    return x._replace(scales=get_mn_major_tma_aligned_tensor(x.scales))
-
-
 def sequential(layer: Layer, product: str, multiply: Product) -> dict[str, peers.Run]:
     """Return the forms of NCCL's collective and a library's product, one after the other."""
     o, size, world = layer.o, layer.size, layer.world.size
@@ -168,16 +156,7 @@ def sequential(layer: Layer, product: str, multiply: Product) -> dict[str, peers
         }
     x = ready(product, o.x)
 
-    def run() -> torch.Tensor:
-        y = multiply(x)
-        if size.op == SCATTER:
-            out = torch.empty(size.m // world, size.n, device=y.device, dtype=BF)
-            dist.reduce_scatter_tensor(out, y)
-            return out
-        dist.all_reduce(y)
-        return y
-
-    return {f"{SEQUENTIAL}, {product}": run}
+    return {f"{SEQUENTIAL}, {product}": lambda: peers.sum_over_ranks(size.op, multiply(x), world)}
 
 
 def torch_fused(layer: Layer) -> dict[str, peers.Run]:
@@ -261,18 +240,6 @@ def taken(layer: Layer, mode: str) -> str | None:
     return None if trial is None else trial.chosen(mode).to_json()
 
 
-def summary(row: dict[str, Any]) -> str:
-    """Return the ratios to sequential, and the share of the possible saving that "auto" reached."""
-    us, base, limit = row["us"], row["us"][SEQUENTIAL], row["limit_us"]
-    ways = {way: t for way, t in us.items() if not way.startswith((SEQUENTIAL, "gemm", "comm"))}
-    ratios = " | ".join(f"{way} {base / t:.2f}x" for way, t in ways.items())
-    share = ""
-    if "weft auto" in us and limit < base:
-        share = f", auto {100 * (base - us['weft auto']) / (base - limit):.0f}% of the way"
-    size = f"{row['op']} {row['recipe']} {row['name']} {row['M']}x{row['N']}x{row['K']} {row['mode']}"
-    return f"{size}: {base:.0f} us, gemm {us['gemm']:.0f}, comm {us['comm']:.0f}, limit {limit:.0f}{share} | {ratios}"
-
-
 def main() -> None:
     recipes, modes = ["row", "block", "tensor"], ["graph", "eager"]
     choices = dict(recipes=recipes, ops=OPS, modes=modes)
@@ -282,7 +249,8 @@ def main() -> None:
     link = run.link
     for size in run.cases({f"FP8 {size}": size for size in sizes(run.world.size, a.recipes, a.ops)}):
         for row in measured(size, run.world, link, a.modes, a.rounds):
-            run.log(summary(*run.keep([row])))
+            run.keep([row])
+            run.log(f"{size}, {row['mode']}: limit {row['limit_us']:.0f} | {gains(row['us'], SEQUENTIAL)}")
     run.end()
 
 

@@ -11,6 +11,7 @@ for ranks that share a GPU.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from bench.common.program import Program, gains, options
 from bench.common.timing import error_of, time_interleaved
 
 BF = torch.bfloat16
+Make = Callable[[Any], Callable[[], torch.Tensor]]  # of a model, a forward pass
 LLAMA_70B = dict(  # the vocabulary is small: a whole head would take longer than 8 of 80 layers
     vocab_size=1024, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
     max_position_embeddings=16384, rms_norm_eps=1e-5,
@@ -67,6 +69,13 @@ def decode(model: Any, batch: int, length: int) -> Callable[[], torch.Tensor]:
     return step
 
 
+def passes(a: argparse.Namespace, name: str) -> dict[str, tuple[str, int, Make]]:
+    """Return the phase, the tokens or sequences, and the function that makes a pass of a model, by case, for the options of a program."""
+    todo: list[tuple[str, int, Make]] = [("prefill", n, partial(prefill, tokens=n)) for n in a.tokens]
+    todo += [("decode", n, partial(decode, batch=n, length=a.length)) for n in a.batches]
+    return {f"{name} {phase} {m}": (phase, m, make) for phase, m, make in todo}
+
+
 def in_parts(model: Any, two_parts: int | None, fn: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     def run() -> torch.Tensor:
         model._weft.two_parts = two_parts
@@ -75,7 +84,7 @@ def in_parts(model: Any, two_parts: int | None, fn: Callable[[], torch.Tensor]) 
     return run
 
 
-def ways(models: dict[str, Any], make: Callable[[Any], Callable[[], torch.Tensor]], prefill: bool) -> dict[str, Any]:
+def ways(models: dict[str, Any], make: Make, prefill: bool) -> dict[str, Any]:
     fns = {name: make(model) for name, model in models.items()}
     woven, one = models["weft"], fns["weft"]
     fns["weft"] = in_parts(woven, None, one)
@@ -112,11 +121,7 @@ def main() -> None:
                 copy.copy_(parameter)
         weft.hf.weave(models["weft"])
         run.log(weft.hf.report(models["weft"]))
-        todo: list[tuple[str, int, Callable[[Any], Callable[[], torch.Tensor]]]] = [
-            *(("prefill", n, partial(prefill, tokens=n)) for n in a.tokens),
-            *(("decode", n, partial(decode, batch=n, length=a.length)) for n in a.batches),
-        ]
-        for phase, m, make in run.cases({f"70B {phase} {m}": (phase, m, make) for phase, m, make in todo}):
+        for phase, m, make in run.cases(passes(a, "70B")):
             with run.tolerating(f"{phase} {m}"):
                 measure(run, phase, m, ways(models, make, phase == "prefill"), make(exact)())
     run.end()

@@ -9,7 +9,6 @@ a cache; "decode": one token of each of M sequences over a static cache of `leng
 
 from __future__ import annotations
 
-import functools
 import gc
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers.distributed import DistributedConfig
 import weft
 from bench.common.program import Program, gains, options
 from bench.common.timing import error_of, time_interleaved
-from bench.measure.hf import decode, loaded, prefill
+from bench.measure.hf import loaded, passes
 
 COMMON = dict(vocab_size=1024, max_position_embeddings=16384, rms_norm_eps=1e-5)  # the vocabulary is small, as in hf.py
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,9 +70,7 @@ def main() -> None:
                 copy.copy_(parameter)
             weft.hf.weave(models["weft"], run.world)
             run.log(f"{name}\n{weft.hf.report(models['weft'])}")
-            todo = [("prefill", n, functools.partial(prefill, tokens=n)) for n in a.tokens]
-            todo += [("decode", n, functools.partial(decode, batch=n, length=a.length)) for n in a.batches]
-            for phase, m, make in run.cases({f"{name} {phase} {m}": (phase, m, make) for phase, m, make in todo}):
+            for phase, m, make in run.cases(passes(a, name)):
                 with run.tolerating(f"{name} {phase} {m}"):
                     measured(run, name, phase, m, {method: make(model) for method, model in models.items()})
         models.clear()

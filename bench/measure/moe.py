@@ -1,26 +1,25 @@
 """The MoE layer with the sizes of real models, compared with NCCL's all-to-all and torch's grouped GEMM.
 
-torchrun --nproc-per-node N -m bench.measure.moe --out DIR [--models ...] [--tokens ...] [--zipf 1.0] [--plans JSON ...] [--eager] [--seconds S]
+torchrun --nproc-per-node N -m bench.measure.moe --out DIR [--models ...] [--tokens ...] [--zipf 1.0] [--eager] [--seconds S]
 torchrun --nproc-per-node N -m bench.measure.moe --out DIR --one-launch [--seconds 100]
 torchrun --nproc-per-node N -m bench.measure.moe --out DIR --stamps [--models ...] [--tokens ...]
 
 The program appends rows to DIR/moe.jsonl or, with --stamps, rows with the shares of a fused call's tasks to
 DIR/moe_stamps.jsonl. `us` is the time of a layer with its router in a CUDA graph: the slowest rank's median of
-interleaved rounds; the routing changes from call to call within the graph. --plans are plans as JSON, of class
-Dispatched if they name no kind; --one-launch times the plans that run in one launch and the plans for few tokens.
-"library" is captured with split sizes known in advance and without the router, the fastest form of the libraries;
-"library, eager" (--eager) reads the sizes back and has the router, as users write it. "vllm" and "quack", if they are
-installed, are their gated experts between NCCL's all-gather and reduce-scatter (bench/common/gathered_experts.py).
-limit_us = max(FLOPs at RATE, bytes of weights touched / MEMORY, bytes that dispatch and combine move each way / the
-link's measured rate). Of the same run: gemm_us, both grouped GEMMs alone, the faster of torch's and weft's; tables_us,
-the router and the tables alone; alone_us, the limit of all overlap: max(gemm_us, weights, bytes) + tables_us.
+interleaved rounds; the routing changes from call to call within the graph. --one-launch times the plans of one launch
+and of few tokens.
+"library" is captured with split sizes known in advance and without the router, the fastest form of the libraries; "library, eager"
+(--eager) reads the sizes back and has the router, as users write it. "vllm" and "quack", if they are installed, are their gated experts
+between NCCL's all-gather and reduce-scatter (bench/common/gathered_experts.py). limit_us = max(FLOPs at RATE, bytes of weights touched /
+MEMORY, bytes that dispatch and combine move each way / the link's measured rate). Of the same run: gemm_us, both grouped GEMMs alone, the
+faster of torch's and weft's; tables_us, the router and the tables alone; alone_us, the limit of all overlap: max(gemm_us, weights,
+bytes) + tables_us.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -36,7 +35,7 @@ from bench.common.timing import capture, error_of, time_interleaved
 from bench.measure import moe_alone
 from weft import moe
 from weft.ops.moe.expert_parallel import fused
-from weft.plans import NARROW, Dispatched, FusedMoe, GemmTile, LowLatency, Plan
+from weft.plans import NARROW, FusedMoe, GemmTile, LowLatency, Plan
 
 BF = torch.bfloat16
 RATE = 700.0  # TFLOP/s of the best grouped GEMM known on an H200 (docs/moe.md)
@@ -238,11 +237,12 @@ def limits(layer: Layer, link: float) -> tuple[float, float]:
 
 
 def measure(
-    world: weft.World, name: str, tokens: int, plans: Mapping[str, Plan], a: argparse.Namespace, link: float
+    world: weft.World, name: str, tokens: int, plans: Sequence[str], a: argparse.Namespace, link: float
 ) -> list[dict]:
+    """Return the rows of a layer by "auto", by the plans of these names, and by the libraries."""
     layer = Layer(world, KNOWN[name], tokens, a.zipf)
     library, model = Library(layer), KNOWN[name]
-    ways: dict[str, Way] = {way: partial(layer.run, plan) for way, plan in {"auto": "auto", **plans}.items()}
+    ways: dict[str, Way] = {"auto": partial(layer.run, "auto")} | {way: partial(layer.run, PLANS[way]) for way in plans}
     ways |= baselines(layer, a.installed)
     expected, errors = library.known(), dict[str, float]()
     for way, run in ways.items():
@@ -265,10 +265,7 @@ def measure(
         tables_us=round(alone["tables"], 1), alone_us=round(max(gemm, by_bytes) + alone["tables"], 1),
         limit_us=round(max(by_flops, by_bytes), 1),
     )  # fmt: skip
-    return [
-        dict(shape, method=way, us=round(us, 1), error=errors.get(way), plan=str(plans[way].to_json() if way in plans else None))
-        for way, us in times.items()
-    ]  # fmt: skip
+    return [dict(shape, method=way, us=round(us, 1), error=errors.get(way)) for way, us in times.items()]
 
 
 def stamps(world: weft.World, name: str, tokens: int, way: str) -> dict:
@@ -289,31 +286,27 @@ def stamps(world: weft.World, name: str, tokens: int, way: str) -> dict:
 
 
 def main() -> None:
-    sizes = dict(models=list(MODELS), tokens=[512, 2048, 8192], zipf=0.0, plans=[])
+    sizes = dict(models=list(MODELS), tokens=[512, 2048, 8192], zipf=0.0)
     a = options(choices=dict(models=KNOWN), **sizes, one_launch=False, stamps=False, eager=False)
-    usual = json.loads(Dispatched().to_json())
-    plans_by_name = {
-        p: Plan.from_json(p if "kind" in json.loads(p) else json.dumps(usual | json.loads(p))) for p in a.plans
-    }
-    todo = [(name, tokens, plans_by_name) for tokens in sorted(a.tokens, reverse=True) for name in a.models]
+    todo = [(name, tokens, list[str]()) for tokens in sorted(a.tokens, reverse=True) for name in a.models]
     if a.one_launch:
-        todo = [(name, tokens, {way: PLANS[way] for way in ways}) for name, tokens, ways in TIMED]
+        todo = TIMED
     run = Program(a, "moe_stamps.jsonl" if a.stamps else "moe.jsonl")
     world, link = run.world, run.link
     a.installed, a.versions = gathered_experts.installed(world) if world.size > 1 else ({}, {})
     with torch.no_grad():
-        for name, tokens, plans in run.cases(
-            {f"MoE {name} {tokens}": (name, tokens, plans) for name, tokens, plans in todo}
+        for name, tokens, ways in run.cases(
+            {f"MoE {name} {tokens}": (name, tokens, ways) for name, tokens, ways in todo}
         ):
             if a.stamps:
                 run.log(*run.keep(stamps(world, name, tokens, way) for way in STAMPED))
                 continue
             try:
-                rows = run.keep(measure(world, name, tokens, plans, a, link))
+                rows = run.keep(measure(world, name, tokens, ways, a, link))
             except weft.WeftError as e:
                 print(f"{name} {tokens}: {type(e).__name__}: {e}"[:400], flush=True)
                 continue
-            figures = " | ".join(f"{r['method'][:200]} {r['us']:.0f} ({r['error']})" for r in rows)
+            figures = " | ".join(f"{r['method']} {r['us']:.0f} ({r['error']})" for r in rows)
             run.log(f"{rows[0]['name']} limit {rows[0]['limit_us']}: {figures}")
     run.end()
 

@@ -133,8 +133,8 @@ class Bench(Program):
             return torch.compile(by_torch(layer), dynamic=False)
         if name == "vllm":
             return by_vllm(layer)
-        if name == ONE_LAUNCH:
-            return by_weft(layer, moe.ONE_LAUNCH)
+        if name in ("weft", ONE_LAUNCH):
+            return by_weft(layer, "auto" if name == "weft" else moe.ONE_LAUNCH)
         return by_quack(layer, self.forms) if name == "quack" else by_torch(layer)
 
     def fail(self, size: Size, method: str, error: Exception) -> None:
@@ -149,15 +149,10 @@ class Bench(Program):
     def prepared(self, size: Size, layer: Layer) -> tuple[dict[str, Method], dict[str, float]]:
         """Return the methods that run at this size, also in a CUDA graph, and their errors."""
         expected, runs, errors = by_torch(layer)(layer.xs[0]), dict[str, Method](), dict[str, float]()
-        ways: dict[str, Callable[[], Method]] = {"weft": lambda: by_weft(layer, "auto")}
-        ways |= {
-            m: partial(self.method, m, layer) for m in self.methods if m != "weft" and (m != ONE_LAUNCH or layer.even)
-        }
-        if size.compiled:
-            ways[COMPILED] = partial(self.method, COMPILED, layer)
-        for name, make in ways.items():
+        names = [name for name in self.methods if name != ONE_LAUNCH or layer.even]
+        for name in dict.fromkeys(["weft", *names, *[COMPILED] * size.compiled]):
             try:
-                fn = make()
+                fn = self.method(name, layer)
                 errors[name] = error_of(fn(layer.xs[0]), expected)
                 capture(partial(fn, layer.xs[0]), 1)
                 runs[name] = fn

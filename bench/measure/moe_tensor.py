@@ -1,10 +1,10 @@
 """Layers whose experts' columns are split over the ranks, with TileLink's sizes, compared with NCCL and torch's grouped
 GEMM.
 
-torchrun --nproc-per-node N -m bench.measure.moe_tensor --out DIR [--models ...] [--tokens ...] [--plans JSON ...] [--seconds S]
+torchrun --nproc-per-node N -m bench.measure.moe_tensor --out DIR [--models ...] [--tokens ...] [--seconds S]
 
 The program appends rows to DIR/moe_tensor.jsonl, of three ops: both halves and "moe_tp", the whole layer. `us` is a call in a CUDA graph,
-the slowest rank's median of interleaved rounds; M counts the tokens of all ranks. --plans are plans of DispatchedColumns as JSON. weft's
+the slowest rank's median of interleaved rounds; M counts the tokens of all ranks. weft's
 routing changes from call to call within the graph, which also builds the tables; "library" knows the order of its rows in advance:
 all-gather, index, `torch._grouped_mm` and activation; then `torch._grouped_mm`, index, weighted sum, reduce-scatter. limit_us = max(the
 GEMM, bytes of the collective / the link's measured rate), and for the whole the sum of both halves' limits; gemm_us is the faster of
@@ -15,7 +15,6 @@ and which "library" does not build.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -36,7 +35,7 @@ from weft.ops.moe.routing import route_tables
 from weft.ops.moe.tensor_parallel.call import GatherOperands, Split, route_parts
 from weft.ops.moe.tensor_parallel.dispatched import plan_state, table_builder
 from weft.ops.moe.tensor_parallel.op import FIRST_HALF, GATHER_NAME
-from weft.plans import DispatchedColumns, Plan
+from weft.plans import DispatchedColumns
 
 MODELS = {f"MoE-{i + 1}": Model(2048, 1536, e, k) for i, (e, k) in enumerate([(8, 2), (32, 2), (32, 5)])}
 MODELS |= {f"MoE-{i + 4}": Model(4096, 2048, e, k) for i, (e, k) in enumerate([(8, 2), (32, 2), (32, 5)])}
@@ -65,24 +64,17 @@ class Layer:
         self.routes = [(t.indices.int(), t.values / t.values.sum(1, keepdim=True)) for t in top]
         self.call_index = 0
 
-    def first_half(self, plan: str | Plan, index: int | None = None) -> tuple[torch.Tensor, ...]:
+    def first_half(self, index: int | None = None) -> tuple[torch.Tensor, ...]:
         if index is None:
             index, self.call_index = self.call_index % ROUTINGS, self.call_index + 1
         ids, weights = self.routes[index]
         outputs = weft.all_gather_grouped_matmul(
-            self.x,
-            ids,
-            weights,
-            self.packed,
-            inner=self.inner,
-            activation=self.model.activation,
-            world=self.world,
-            plan=plan,
+            self.x, ids, weights, self.packed, inner=self.inner, activation=self.model.activation, world=self.world
         )
         return *outputs, ids
 
-    def second_half(self, plan: str | Plan, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return weft.grouped_matmul_reduce_scatter(*outputs, self.w2, world=self.world, plan=plan)
+    def second_half(self, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return weft.grouped_matmul_reduce_scatter(*outputs, self.w2, world=self.world)
 
 
 class Library:
@@ -161,23 +153,23 @@ def tables_alone(layer: Layer, outputs: tuple[torch.Tensor, ...]) -> Callable[[]
     return run
 
 
-def measure(world: weft.World, name: str, tokens: int, plans: list[str], link: float) -> list[dict]:
+def measure(world: weft.World, name: str, tokens: int, link: float) -> list[dict]:
     model = MODELS[name]
     layer = Layer(world, model, tokens)
     library = Library(layer)
-    ways: dict[str, str | Plan] = {"auto": "auto"} | {p: Plan.from_json(p) for p in plans}
-    outputs = layer.first_half("auto", 0)
+    outputs = layer.first_half(0)
     gemm_fns = own_gemms(layer, library, outputs)
-    error = error_of(layer.second_half("auto", outputs), library.second_half(library.hidden))
+    error = error_of(layer.second_half(outputs), library.second_half(library.hidden))
     ops: dict[str, dict[str, Callable[[], object]]] = {
-        "all_gather_grouped_matmul": {"library": library.first_half},
-        "grouped_matmul_reduce_scatter": {"library": lambda: library.second_half(library.hidden)},
-        "moe_tp": {"library": lambda: library.second_half(library.first_half())},
+        "all_gather_grouped_matmul": dict(library=library.first_half, auto=layer.first_half),
+        "grouped_matmul_reduce_scatter": dict(
+            library=lambda: library.second_half(library.hidden), auto=lambda: layer.second_half(outputs)
+        ),
+        "moe_tp": dict(
+            library=lambda: library.second_half(library.first_half()),
+            auto=lambda: layer.second_half(layer.first_half()),
+        ),
     }
-    for way, plan in ways.items():
-        ops["all_gather_grouped_matmul"][way] = lambda plan=plan: layer.first_half(plan)
-        ops["grouped_matmul_reduce_scatter"][way] = lambda plan=plan: layer.second_half(plan, outputs)
-        ops["moe_tp"][way] = lambda plan=plan: layer.second_half(plan, layer.first_half(plan))
     every = {f"{op} {way}": fn for op, fns in ops.items() for way, fn in fns.items()}
     every |= {f"gemm {half} torch": fn for half, fn in library.gemms().items()}
     every |= {f"gemm {half} weft": fn for half, fn in gemm_fns.items()}
@@ -193,7 +185,7 @@ def measure(world: weft.World, name: str, tokens: int, plans: list[str], link: f
     fixed = dict(mode="graph", error=round(error, 5), tables_us=round(times["tables"], 1))
     return [
         dict(op=op, **shape, method=way, us=round(times[f"{op} {way}"], 1), limit_us=round(bounds[op], 1),
-             gemm_us=round(gemms[op], 1), plan=str(ways.get(way, way)), **fixed)
+             gemm_us=round(gemms[op], 1), **fixed)
         for op, fns in ops.items() for way in fns
     ]  # fmt: skip
 
@@ -202,21 +194,19 @@ def summary(rows: list[dict]) -> str:
     lines = [f"{rows[0]['name']}-{rows[0]['M']} error {rows[0]['error']}, tables {rows[0]['tables_us']} us"]
     for op in dict.fromkeys(r["op"] for r in rows):
         of_op = [r for r in rows if r["op"] == op]
-        figures = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in of_op)
+        figures = " | ".join(f"{r['method']} {r['us']:.0f}" for r in of_op)
         lines.append(f"    {op}: limit {of_op[0]['limit_us']:.0f} (GEMM {of_op[0]['gemm_us']:.0f}): {figures}")
     return "\n".join(lines)
 
 
 def main() -> None:
-    a = options(models=list(MODELS), tokens=[8192], plans=[])
-    usual = json.loads(DispatchedColumns().to_json())
-    plans = [Plan.from_json(json.dumps(usual | json.loads(plan))).to_json() for plan in a.plans]
+    a = options(models=list(MODELS), tokens=[8192])
     run = Program(a, "moe_tensor.jsonl")
     cases = {f"columns {name} {tokens}": (name, tokens) for name, tokens in itertools.product(a.models, a.tokens)}
     link = run.link
     with torch.no_grad():
         for name, tokens in run.cases(cases):
-            run.log(summary(run.keep(measure(run.world, name, tokens, plans, link))))
+            run.log(summary(run.keep(measure(run.world, name, tokens, link))))
     run.end()
 
 

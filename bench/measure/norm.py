@@ -1,12 +1,12 @@
 """The benchmark of all-reduce + residual + RMSNorm compares every plan with NCCL and torch's symmetric memory, by
 number of tokens.
 
-torchrun --nproc-per-node N -m bench.measure.norm --out DIR [--tokens ...] [--hidden 8192] [--modes graph eager] [--plans TEXT ...]
+torchrun --nproc-per-node N -m bench.measure.norm --out DIR [--tokens ...] [--hidden 8192] [--modes graph eager]
 
 All methods compute normalised rows on every rank and the new residual from partial sums x [M, H] in bfloat16. `sequential` is NCCL's
 all-reduce in place and a torch.compile'd residual add + RMSNorm of all rows. weft's plans shard the residual and write to symmetric
-memory, and `pull` plans read x from there, where a producing GEMM would write it. --plans selects the methods whose name contains one of
-the texts. The program compares every method with a float32 sum before it times it, and prints and leaves out a method that fails. It
+memory, and `pull` plans read x from there, where a producing GEMM would write it.
+The program compares every method with a float32 sum before it times it, and prints and leaves out a method that fails. It
 appends rows to DIR/all_reduce_rms_norm.jsonl (M: tokens, N: hidden size), and the times of weft's plans to DIR/sweep.jsonl (for
 bench/pages/table.py). `limit_us`: the bytes that a rank must receive over 378 GB/s, a copy engine's rate.
 """
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm
 
 import weft
-from bench.common.program import Program, options, worst_error
+from bench.common.program import Program, gains, options, worst_error
 from bench.common.resume import keep
 from bench.common.timing import RIGHT, error_of, time_interleaved
 from weft.lang.mapping import balanced_rows
@@ -37,7 +37,7 @@ EPS = 1e-6
 Method = tuple[Callable[[], Any], Callable[[], torch.Tensor]]  # a call, and the normalised rows that it returns
 
 
-def plans(tokens: int, hidden: int, world: int) -> list[Plan]:
+def plans(tokens: int, hidden: int) -> list[Plan]:
     """Return the plans to time for a size: one-shot plans if their memory is small, and two-shot plans in several forms
     and with several numbers of programs."""
     candidates: list[Plan] = []
@@ -156,12 +156,10 @@ class Bench(Program):
         place.copy_(x)
         torch.cuda.synchronize()
         todo: dict[str, tuple[torch.Tensor, Plan | str]] = {"auto": (place, "auto")}
-        for plan in plans(m, h, world.size):
+        for plan in plans(m, h):
             pull = isinstance(plan, Decomposed | TwoShotPull)
             todo[plan.to_json()] = (place if pull else x, plan)
         for name, (part, plan) in todo.items():
-            if self.a.plans and name != "auto" and not any(text in name for text in self.a.plans):
-                continue
             results: list[torch.Tensor] = [x]
 
             def call(part=part, plan=plan, results=results) -> None:
@@ -180,7 +178,7 @@ class Bench(Program):
         limit = 2 * (world.size - 1) / world.size * m * h * 2 / LINK / 1e3
         if world.rank:
             return
-        names = {p.to_json(): brief(p) for p in plans(m, h, world.size)}
+        names = {p.to_json(): brief(p) for p in plans(m, h)}
         trial = world.choices.last(OP, (m, h, 1))
         seq, auto = times["sequential"], (trial.chosen(mode) if trial else chosen(OP, world, m, h, 1, mode)).to_json()
         shape = dict(op=OP, name=f"{m} tokens", M=m, N=h, K=1, mode=mode)
@@ -193,16 +191,13 @@ class Bench(Program):
         )
         tuned[Sequential().to_json()] = seq
         keep(world, self.a.out / "sweep.jsonl", [dict(shape, world=world.size, times=tuned)])
-        self.log(f"{m} tokens, {mode}: sequential {seq:.1f} (nccl {nccl:.1f}), limit {limit:.1f}")
-        for name in sorted(times, key=lambda n: times[n]):
-            us = times[name]
-            shown = names.get(name) or name.replace('"', "")
-            print(f"      {us:8.1f} us  {seq / us:5.2f}x  {limit / us:4.2f} of the limit  {shown}", flush=True)
+        shown = gains({names.get(method, method): us for method, us in times.items()}, "sequential")
+        self.log(f"{m} tokens, {mode}: nccl {nccl:.1f}, limit {limit:.1f} | {shown}")
 
 
 def main() -> None:
     tokens = [16, 64, 256, 1024, 2048, 4096, 8192, 16384, 1]
-    a = options(tokens=tokens, hidden=8192, modes=["graph", "eager"], rounds=5, plans=[])
+    a = options(tokens=tokens, hidden=8192, modes=["graph", "eager"], rounds=5)
     bench = Bench(a)
     for m in bench.cases({f"norm {tokens} x {a.hidden}": tokens for tokens in a.tokens}):
         with bench.tolerating(f"{m} tokens"):

@@ -131,8 +131,6 @@ class Bench(Program):
     def mnk(self) -> list[tuple[int, int, int]]:
         sizes = [(4096, 4096), (8192, 8192), (16384, 8192), (32768, 8192)]
         shapes_of_grid = [(m, n, k) for m, n in sizes for k in (1024, 2048, 4096, 8192)]
-        if not self.a.grid:
-            shapes_of_grid = []
         return shapes_of_grid + [s.row(self.world.size) for s in shapes.ALL if s.name in self.a.shapes]
 
     def calls(self, m: int, n: int, k: int) -> int:
@@ -212,7 +210,7 @@ class Bench(Program):
 def main() -> None:
     names = [s.name for s in shapes.TILELINK]
     modes = ["graph", "eager"]
-    a = options(choices=dict(parts=PARTS), parts=PARTS, ops=[AR, RS, A2A], shapes=names, modes=modes, grid=1, rounds=5)
+    a = options(choices=dict(parts=PARTS), parts=PARTS, ops=[AR, RS, A2A], shapes=names, modes=modes, rounds=5)
     bench = Bench(a)
     torch.manual_seed(bench.world.rank)
     with torch.no_grad():

@@ -34,9 +34,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bench.common.program import options
 from bench.common.resume import keep, unfinished
 from bench.measure import vllm_engine
 from bench.measure.vllm_engine import LAYERS, METHODS, MODELS, Load, Served, Setup
@@ -254,6 +251,11 @@ def measure(model: str, args: argparse.Namespace, end: float) -> bool:
 
 
 def main() -> None:
+    # Each engine's process imports this module before it sets its environment and imports vLLM.
+    import torch
+
+    from bench.common.program import options
+
     choices = dict(models=MODELS, methods=METHODS, mixes=MIXES)
     words = dict(models=["Llama-70B"], methods=[STOCK, "weft"], mixes=list(MIXES))
     args = options(

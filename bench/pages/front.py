@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.pages import layer_picture, one_gpu_page
 from bench.pages.report import FEW, LIBRARIES, MODES, OPS, cases, load, mean, means, measured
-from bench.pages.tables import grid, lines_of
+from bench.pages.tables import gpus_of, grid, lines_of
 
 Row = dict
 MACHINES = ("nvidia-h200-x2", "nvidia-h200-x4")  # the columns of the README's tables, except vLLM's
@@ -175,12 +175,8 @@ def figures(results: Path) -> str:
         lowest = min((line[4].split()[0] for line in lines if line[4] != "–"), key=lambda ratio: float(ratio[:-1]))
         over = baselines.get(title, NCCL)
         table.append([title + f" (over {over})" * (over != NCCL), *cells, lowest])
-    head = [f"over {NCCL}", *(cell for name in MACHINES for cell in (gpus(name), "best other library")), "lowest"]
+    head = [f"over {NCCL}", *(cell for name in MACHINES for cell in (gpus_of(name), "best other library")), "lowest"]
     return grid(head, table, 1)
-
-
-def gpus(machine: str) -> str:
-    return f"{machine.rpartition('x')[2]} GPUs"
 
 
 def requests(path: Path) -> tuple[str, str]:
@@ -210,7 +206,7 @@ def doors(results: Path) -> str:
         ["[your own kernels](docs/writing-kernels.md)", "`@weft.jit`", "–", "–"],
         ["[check](docs/check.md) for races and deadlocks", "`weft check FILE`", "–", "–"],
     ]
-    table = grid(["you have", "you write", *map(gpus, MACHINES)], rows, 2)
+    table = grid(["you have", "you write", *map(gpus_of, MACHINES)], rows, 2)
     return f"{table}\n\n{CAVEAT.format(lowest=lowest, null=null, share=share(results))}"
 
 

@@ -23,15 +23,7 @@ from weft.ops.moe.expert_parallel.dispatched import memory
 from weft.plans import FusedMoe
 
 NOT_MEASURED = "Not measured on GPUs yet."
-BEGIN, END = "<!-- made by bench/pages/moe_page.py from bench/results -->", "<!-- end -->"
-MEMORY_BEGIN, MEMORY_END = "<!-- memory: made by bench/pages/moe_page.py -->", "<!-- end of memory -->"
-TRAINING = "<!-- training: made by bench/pages/moe_page.py from bench/results -->"
-TRAINING_END = "<!-- end of training -->"
 TABLES = "bench/results/moe.md"
-IN_PARTS = "<!-- in parts: made by bench/pages/moe_page.py from bench/results -->"
-IN_PARTS_END = "<!-- end of in parts -->"
-LAUNCHES = "<!-- launches: made by bench/pages/one_gpu_page.py from bench/results -->"
-LAUNCHES_END = "<!-- end of launches -->"
 LAYER = "layer, tokens a GPU"
 
 
@@ -302,11 +294,17 @@ def training(results: Path, backward: bool = False) -> str:
 
 
 def filled(text: str, results: Path) -> str:
-    text = between(text, BEGIN, END, f"{one_gpu_table(results)}\n\n{growths(results)}")
-    text = between(text, LAUNCHES, LAUNCHES_END, launches(results))
-    text = between(text, MEMORY_BEGIN, MEMORY_END, memory_table())
-    text = between(text, TRAINING, TRAINING_END, training(results))
-    return between(text, IN_PARTS, IN_PARTS_END, page_in_parts(results, sizes=False))
+    origin = "made by bench/pages/moe_page.py"
+    blocks = {
+        (f"{origin} from bench/results", "end"): f"{one_gpu_table(results)}\n\n{growths(results)}",
+        ("launches: made by bench/pages/one_gpu_page.py from bench/results", "end of launches"): launches(results),
+        (f"memory: {origin}", "end of memory"): memory_table(),
+        (f"training: {origin} from bench/results", "end of training"): training(results),
+        (f"in parts: {origin} from bench/results", "end of in parts"): page_in_parts(results, sizes=False),
+    }
+    for (begin, end), block in blocks.items():
+        text = between(text, f"<!-- {begin} -->", f"<!-- {end} -->", block)
+    return text
 
 
 HEAD = """# Mixtures of experts

@@ -37,7 +37,7 @@ OPS = {
 }
 PLOTTED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "parallel_mlp", "decoder")
 FEW = 512  # calls of at most this number of tokens have a separate mean
-SINCE = "2026-11-21"  # machines that were measured only before stand in docs/measurements.md and not in the README
+SINCE = "2026-11-21"  # a machine that was measured only before has no chapter and no plots
 HASH = 8  # the number of letters of a commit's hash on a page
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # the marks of the generated block in the README
 NEEDED = ("op", "name", "world", "mode", "method", "us", "commit", "date")
@@ -304,26 +304,18 @@ def measured(rows: Sequence[Row]) -> str:
     return " ".join(part for part in (when(dated) if dated else "", commits(rows)) if part)
 
 
-def _old(rows: Sequence[Row]) -> bool:
-    return when(rows)[-10:] < SINCE
-
-
 def digest(machine: str, rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> str:
-    """Return a machine's chapter: the table of means and, unless the machine was measured with an earlier version, the
-    plots. layers: further lines of the table of means."""
-    where = "rows are in `bench/results/" + machine + "`"
-    if not _old(rows):
-        where = f"[every size](../{table_name(machine)})"
-    source = f"Measured {when(rows)} at {commits(rows)}; {'an earlier version, whose ' * _old(rows)}{where}."
+    """Return a machine's chapter: its means and plots. layers: further lines of the means."""
+    source = f"Measured {when(rows)} at {commits(rows)}; [every size](../{table_name(machine)})."
     text = [f"## {machine}", source, table_of_means(rows, layers)]
-    for op in () if _old(rows) else (op for op in _distinct(rows, "op", tuple(OPS)) if op in PLOTTED):
+    for op in (op for op in _distinct(rows, "op", tuple(OPS)) if op in PLOTTED):
         text.append(f"![{OPS.get(op, op)} against cuBLAS + NCCL](img/{_plot_name(machine, op)})")
     return "\n\n".join(text) + "\n"
 
 
 def new(machines: dict[str, list[Row]]) -> list[str]:
     """Return the machines that were measured with the current version."""
-    return [machine for machine, rows in machines.items() if not _old(rows)]
+    return [machine for machine, rows in machines.items() if when(rows)[-10:] >= SINCE]
 
 
 def table_name(machine: str) -> str:
@@ -332,11 +324,11 @@ def table_name(machine: str) -> str:
 
 
 def chapter(machine: str, rows: Sequence[Row]) -> str:
-    """Return the tables of one machine for each op; none if the machine was measured with an earlier version."""
+    """Return the tables of one machine, op by op."""
     text = [
         f"# Every size on {machine}\n\nMeasured {when(rows)}; [what the columns are](../../../docs/measurements.md).\n"
     ]
-    for op in () if _old(rows) else _distinct(rows, "op", tuple(OPS)):
+    for op in _distinct(rows, "op", tuple(OPS)):
         for world in sorted({row["world"] for row in rows if row["op"] == op}, reverse=True):
             text.append(f"## {OPS.get(op, op)}, {world} GPUs\n")
             modes = [m for m in _distinct(rows, "mode", tuple(MODES)) if cases(rows, op, world, m)]
@@ -351,8 +343,9 @@ def _plot_name(machine: str, op: str) -> str:
 
 def plots(machines: dict[str, list[Row]], folder: Path) -> list[Path]:
     paths = []
-    for machine, rows in machines.items():
-        for op in (op for op in PLOTTED if not _old(rows) and any(row["op"] == op for row in rows)):
+    for machine in new(machines):
+        rows = machines[machine]
+        for op in (op for op in PLOTTED if any(row["op"] == op for row in rows)):
             paths.append(folder / _plot_name(machine, op))
             _plot(rows, op, max(row["world"] for row in rows if row["op"] == op), paths[-1])
     return paths

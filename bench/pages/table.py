@@ -14,22 +14,13 @@ import json
 import sys
 from pathlib import Path
 
+from bench.common.stored import plan_of
 from bench.pages.tables import lines_of
 from weft.planner.table import DECODER, KEY, stored
-from weft.plans import Plan
 
 ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "src/weft/planner/tables"
 SEQUENTIAL = '{"kind": "sequential"}'
-
-
-def still_there(plan: str) -> bool:
-    """Return whether a plan of an earlier version still exists: sums over ranks formerly had different fused plans."""
-    try:
-        Plan.from_json(plan)
-    except ValueError:
-        return False
-    return True
 
 
 def tuned(folders: list[Path]) -> dict[tuple, dict]:
@@ -38,9 +29,8 @@ def tuned(folders: list[Path]) -> dict[tuple, dict]:
         for r in lines_of(path):
             times = {p: t for p, t in r["times"].items() if p.startswith("{")}
             plan = min(times, key=lambda p: times[p])
-            if not still_there(
-                plan
-            ):  # the nearest shape that was measured later is a better guide than the second best plan of that run
+            # The nearest shape measured since is a better guide than that run's second best plan.
+            if plan_of(r["op"], plan) is None:
                 continue
             row = {k: r[k] for k in ("op", "name", "world", "M", "N", "K", "mode")}
             row |= {

@@ -156,6 +156,10 @@ def gpus(count: int) -> str:
     return f"{count} GPU{'s' * (count != 1)}"
 
 
+def gpus_of(machine: str) -> str:
+    return gpus(int(machine.rpartition("x")[2]))
+
+
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int | None = None) -> str:
     """Return a table. text_columns: the number of left-aligned columns; the others are right-aligned."""
     align = ["---"] * len(head)
@@ -178,5 +182,5 @@ def page(results: Path, file: str, table: Callable[[Rows], str]) -> str:
     parts = []
     for machine, lines in by_machine(results, file).items():
         if text := table(lines):
-            parts.append(f"{gpus(int(machine.rpartition('x')[2]))} ({machine}), {text}")
+            parts.append(f"{gpus_of(machine)} ({machine}), {text}")
     return "\n\n".join(parts)

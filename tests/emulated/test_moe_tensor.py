@@ -112,20 +112,15 @@ def test_the_calls_that_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> 
 
     def main(world: weft.World) -> None:
         layer = bench.Layer(world, bench.Model(32, 32 * world.size, 4, 2), 32)
-        first_half = layer.first_half("auto", 0)
-        y = layer.second_half("auto", first_half).clone()
+        first_half = layer.first_half(0)
+        y = layer.second_half(first_half).clone()
         world.synchronize()
         full = torch.cat(world.exchange(layer.x))
         gemms = bench.own_gemms(layer, SimpleNamespace(gathered=lambda t: full), first_half)
-        for part in (
-            gemms["first"],
-            gemms["second"],
-            bench.tables_alone(layer, first_half),
-            lambda: layer.first_half("auto"),
-        ):
+        for part in (gemms["first"], gemms["second"], bench.tables_alone(layer, first_half), layer.first_half):
             part()
         world.synchronize()
-        assert torch.equal(layer.second_half("auto", first_half), y)
+        assert torch.equal(layer.second_half(first_half), y)
         world.synchronize()
 
     weft.spmd(main, 2, backend="emulated")

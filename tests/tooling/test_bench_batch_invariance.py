@@ -34,7 +34,3 @@ def test_all_methods_compute_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
             *("weft norm", "weft rows", "weft shards", "rebuilt"),
             *("auto norm", "auto rows", "auto shards", "libraries"),
         }
-
-
-def test_ratios_are_of_the_rebuilt_mode() -> None:
-    assert bench.ratios({"weft rows": 100.0, "rebuilt": 150.0}) == "weft rows 100 us (1.50x), rebuilt 150 us (1.00x)"

@@ -4,6 +4,8 @@ and timed."""
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -150,3 +152,12 @@ def test_the_page_shows_the_difference_of_the_two_stock_turns() -> None:
     assert "(trtllm)" in page and "1.50x" not in page
     cells = "| Llama-8B | decode: 8 of 128 + 64 | weft | **1.02x** | 0.99–1.04 | 0.98–1.01 | 10.0, 20.0 / 10.0, 20.0 |"
     assert cells in page
+
+
+def test_an_engines_process_imports_no_torch_before_its_environment_is_set() -> None:
+    """A process of `multiprocessing` imports the parent's main module before it runs `vllm_engine.main`, which sets the
+    environment of the engine. The stock engine also has nothing of weft but the package's lazy names."""
+    names = "'torch', 'triton', 'vllm', 'weft.world'"
+    imports = f"import sys, bench.measure.vllm_serving; print([name for name in ({names}) if name in sys.modules])"
+    printed = subprocess.run([sys.executable, "-c", imports], capture_output=True, text=True, check=True).stdout
+    assert printed == "[]\n"

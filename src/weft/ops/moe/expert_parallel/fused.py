@@ -74,7 +74,7 @@ def layer_memory(
     routes, programs = builder.routes, world.sm_count * plan.per_sm
     shapes = (2, builder.rows // plan.tile.block_m), (1,), (4 if plan.route else 2,)
     done, epoch, barrier_arrivals = world.cached(
-        (NAME, layer, plan), lambda: [world.zeros(shape, torch.int32) for shape in shapes]
+        (NAME, layer, plan), lambda: tuple(world.zeros(shape, torch.int32) for shape in shapes)
     )
     memory = LayerMemory(
         workspace.inbox.local,
