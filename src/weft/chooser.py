@@ -116,7 +116,7 @@ class Chooser:
         known = self.remembered(choice.key, mode)
         return choice.expected(mode) if known is None else known
 
-    def remembered(self, key: Hashable, mode: str = "graph") -> Any | None:
+    def remembered(self, key: Hashable, mode: str) -> Any | None:
         """Return the candidate that was timed faster than the expected one, or None."""
         trial = self.trials.get(key)
         return trial.faster[mode] if trial else None

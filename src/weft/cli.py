@@ -98,13 +98,13 @@ def doctor(
     """Print what is installed and found on this machine, and which backend weft will use and why."""
     from .doctor import examine
 
-    findings = examine(measure=not quick)
+    sections, backend, why = examine(measure=not quick)
     table = Table.grid(padding=(0, 2))
-    for section, lines in findings.sections.items():
+    for section, lines in sections.items():
         table.add_row(f"[bold]{section}", "")
         for name, value in lines:
             table.add_row(f"  {escape(name)}", escape(value))
-    table.add_row("[bold]weft will use", f"[bold green]{findings.backend}[/]: {escape(findings.why)}")
+    table.add_row("[bold]weft will use", f"[bold green]{backend}[/]: {escape(why)}")
     console.print(table, highlight=False)
 
 

@@ -17,7 +17,6 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -36,40 +35,30 @@ SIZE = 64 << 20  # bytes of a measured copy
 _MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
 
-@dataclass
-class Findings:
-    """The findings as (name, value) lines by section, and the verdict: the backend that weft will use, and why."""
-
-    sections: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    backend: str = "emulated"
-    why: str = ""
-
-
-def examine(measure: bool = True) -> Findings:
-    findings = Findings()
-    findings.sections["versions"] = _versions()
+def examine(measure: bool) -> tuple[dict[str, list[tuple[str, str]]], str, str]:
+    """Return lines of (name, value) by section, the backend that weft will use, and why."""
+    sections = {"versions": _versions()}
     gpus = torch.cuda.device_count()
     if gpus:
-        findings.sections["GPUs"] = _gpus(gpus)
-    findings.sections["GEMM"] = [
+        sections["GPUs"] = _gpus(gpus)
+    sections["GEMM"] = [
         ("libraries", "cuBLAS"),
         ("quack", quack.lacks() or f"{quack.installed()}, by measurement"),
     ]
-    findings.sections["attention"] = _attention()
-    findings.sections["engines"] = [("vLLM", vllm.state()), ("SGLang", sglang.state())]
+    sections["attention"] = _attention()
+    sections["engines"] = [("vLLM", vllm.state()), ("SGLang", sglang.state())]
     if gpus > 1:
-        findings.sections["links"] = _links(gpus)
-        findings.sections["symmetric memory"] = _symmetric(gpus)
+        sections["links"] = _links(gpus)
+        sections["symmetric memory"] = _symmetric(gpus)
         if measure:
-            findings.sections["bandwidth, one direction"] = _bandwidth(gpus)
+            sections["bandwidth, one direction"] = _bandwidth(gpus)
     how = (
         "each by all hosts (WEFT_CHECK)"
         if os.environ.get("WEFT_CHECK") == "1"
         else "by kernels; WEFT_CHECK=1: by hosts"
     )
-    findings.sections["calls"] = [("compared across ranks", how)]
-    findings.backend, findings.why = _verdict(gpus)
-    return findings
+    sections["calls"] = [("compared across ranks", how)]
+    return sections, *_verdict(gpus)
 
 
 def _versions() -> list[tuple[str, str]]:

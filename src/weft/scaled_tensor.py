@@ -37,7 +37,7 @@ class ScaledTensor(NamedTuple):
         return self.values.float() * scales
 
 
-def scales_shape(recipe: str, rows: int, columns: int, block_rows: int = 1) -> tuple[int, ...]:
+def scales_shape(recipe: str, rows: int, columns: int, block_rows: int) -> tuple[int, ...]:
     """Return the shape of the scales of a matrix. block_rows: rows that share a scale by block."""
     by_block = -(-rows // block_rows), columns // SCALE_BLOCK
     return {"tensor": (1,), "row": (rows, 1), "block": by_block}[recipe]

@@ -1,5 +1,5 @@
-"""Memory-bound kernels between the overlapped kernels: the gated activation and its gradient, and the rotary embedding
-of a decoder."""
+"""Memory-bound kernels that run between the overlapped kernels: the gated activation, its gradient, and the rotary
+embedding of a decoder."""
 
 import triton.language as tl
 
@@ -8,8 +8,8 @@ from ..lang.jit import jit
 
 @jit(do_not_specialize=("rows",))
 def silu_mul(x, out, rows, N, stride, INTERLEAVE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Compute out [rows, N] = silu(gate) * up. In a row of x, which has `stride` elements, blocks of INTERLEAVE gate
-    columns alternate with blocks of as many up columns. A tile has R x C elements of out."""
+    """Compute out [rows, N] = silu(gate) * up. A row of x has `stride` elements, in which blocks of INTERLEAVE gate
+    columns alternate with blocks of INTERLEAVE up columns. A tile has R x C elements of out."""
     tiles_n = tl.cdiv(N, C)
     for t in range(tl.program_id(0), tl.cdiv(rows, R) * tiles_n, tl.num_programs(0)):
         row = (t // tiles_n * R + tl.arange(0, R)).to(tl.int64)[:, None]
@@ -23,8 +23,8 @@ def silu_mul(x, out, rows, N, stride, INTERLEAVE: tl.constexpr, R: tl.constexpr,
 
 @jit(do_not_specialize=("rows",))
 def silu_mul_backward(dy, x, dx, rows, N, stride, INTERLEAVE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Compute dx, the gradient of x in `silu_mul`, in x's layout, from dy [rows, N]. The padding columns of dx become
-    zero."""
+    """Compute dx, the gradient of x in `silu_mul`, from dy [rows, N]. dx has the layout of x. The padding columns of dx
+    become zero."""
     half = stride // 2
     tiles_n = tl.cdiv(half, C)
     for t in range(tl.program_id(0), tl.cdiv(rows, R) * tiles_n, tl.num_programs(0)):
@@ -65,10 +65,11 @@ def rotate_and_keep(
     """Add the bias to queries, keys and values, normalise and rotate queries and keys, and store keys and values in the
     cache.
 
-    qkv [rows, (HEADS + 2 KV) D]: the queries are rotated in place. bias [(HEADS + 2 KV) D]: read if BIAS. norms [2, D]:
-    the weights of the RMSNorm of each head of the queries, then of the keys, read if EPS is above zero. keys, values
-    [slots, max_len, KV, D]: a token is stored at its slot and position (int32 [rows]); with slot -1 nothing is stored.
-    rotary float32 [.., D]: by position, the cosines, then the sines. HALF: D / 2 rounded up to a power of two.
+    qkv is [rows, (HEADS + 2 KV) D], and its queries are rotated in place. The kernel reads bias [(HEADS + 2 KV) D] if
+    BIAS is set, and norms [2, D] if EPS is above zero: the RMSNorm weights of a query head, then of a key head. A token
+    is stored in keys and values [slots, max_len, KV, D] at its slot and position (int32 [rows]); a token with slot -1
+    is not stored. rotary float32 [.., D] has the cosines, then the sines, of each position. HALF is D / 2 rounded up to
+    a power of two.
     """
     WIDTH: tl.constexpr = (HEADS + 2 * KV) * D
     c = tl.arange(0, HALF)[None, :]
@@ -131,7 +132,7 @@ def rotate(
     HALF: tl.constexpr,
 ):
     """Compute out = qkv [rows, (HEADS + 2 KV) D] with queries and keys rotated by the angles cos, sin [period, D] of
-    row % period. If EPS is above zero, each head is normalised first (RMSNorm). Values are copied. HALF: D / 2 rounded
+    row % period. If EPS is above zero, RMSNorm is applied to each head first. Values are copied. HALF is D / 2 rounded
     up to a power of two."""
 
     c = tl.arange(0, HALF)[None, :]

@@ -1,14 +1,14 @@
-"""Device functions of a persistent TMA GEMM: out[M, N] = a[M, K] @ b[N, K]^T, in 128 x 256 x 64 tiles by 8 warps, as
-fast as cuBLAS.
+"""Device functions of a persistent TMA GEMM, out[M, N] = a[M, K] @ b[N, K]^T, with 8 warps for each 128 x 256 x 64
+tile. The GEMM is as fast as cuBLAS.
 
-A kernel composes them, with its own tile order and its own waits around `gemm_tile`. The loop over tiles is flattened
-(`tl.range(..., flatten=True)`) so that a tile's epilogue overlaps the next tile's loads, which for short K gains 14%
-(8192 x 2752 x 4096 on H200: 576 -> 658 TFLOP/s).
+Each kernel combines these functions with its own tile order and its own waits around `gemm_tile`. The loop over tiles
+is flattened (`tl.range(..., flatten=True)`) so that a tile's epilogue overlaps the next tile's loads. For short K the
+overlap gains 14% (8192 x 2752 x 4096 on H200: 576 -> 658 TFLOP/s).
 
-A kernel that notifies readers of its tiles is one loop over the K steps of all tiles, and notifies of a tile FLUSHED
-steps into the next tile. Directly after the stores it would wait until they have completed, 1.2 us for each tile, with
-idle tensor cores. (A flattened loop that carries a value from tile to tile could notify as late, but Triton 3.6 gave
-the inner loop the value of the next tile.)
+A kernel that notifies readers of its tiles has one loop over the K steps of all tiles, and notifies the readers of a
+tile FLUSHED steps into the next tile. A notify directly after the stores would wait 1.2 us for each tile until the
+stores have completed, with idle tensor cores. (A flattened loop that carries a value from tile to tile could notify
+equally late, but Triton 3.6 gave the inner loop the value of the next tile.)
 """
 
 from typing import NamedTuple
@@ -20,13 +20,13 @@ from ..lang.descriptors import tiles_of
 from ..lang.intrinsics import flush_stores, load_pairs, store_pairs, wait_until
 from ..lang.jit import jit
 
-FLUSHED = tl.constexpr(2)  # K steps after which a tile's stores have usually completed; `flush_stores` waits for them
+FLUSHED = tl.constexpr(2)  # a tile's stores have usually completed after these K steps; `flush_stores` waits for them
 
 
 class Tile(NamedTuple):
-    """A tile has BM rows and BN columns, a K step BK elements; GROUP_M rows of tiles are computed together
-    (`grouped_tile`). TRANS_B is as in `second_operand`. SCALED and PROMOTE describe 8-bit operands (scaled_gemm.py);
-    for 16-bit operands they are 0 and False."""
+    """The tile of a GEMM. A tile has BM rows and BN columns, and a K step has BK elements; GROUP_M rows of tiles are
+    computed together (`grouped_tile`). TRANS_B is as in `second_operand`. SCALED and PROMOTE describe 8-bit operands
+    (scaled_gemm.py); for 16-bit operands they are 0 and False."""
 
     BM: tl.constexpr
     BN: tl.constexpr
@@ -63,8 +63,8 @@ def second_operand(b_desc, col, k, TRANS_B: tl.constexpr):
 def gemm_tile(
     a_desc, b_desc, row, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRANS_B: tl.constexpr = False
 ):
-    """Return the float32 tile [BM, BN] of a @ b^T at (row, col): a row of `a`, and a row of `b`, which is a column of
-    the product."""
+    """Return the float32 tile [BM, BN] of a @ b^T at (row, col). `row` is a row of `a`, and `col` is a row of `b`, that
+    is, a column of the product."""
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         acc = tl.dot(a_desc.load([row, k]), second_operand(b_desc, col, k, TRANS_B), acc)
@@ -73,8 +73,8 @@ def gemm_tile(
 
 @jit
 def column_halves(acc, BM: tl.constexpr, BN: tl.constexpr):
-    """Split [BM, BN] into its left and its right half, [BM, BN / 2] each. An epilogue by halves needs half the shared
-    memory of one for the whole tile."""
+    """Split [BM, BN] into a left and a right half, [BM, BN / 2] each. An epilogue for one half at a time needs half the
+    shared memory of an epilogue for the whole tile."""
     return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -93,11 +93,11 @@ def silu_gate(gate_up, BM: tl.constexpr, BN: tl.constexpr):
 
 @jit
 def store_tile(out_desc, acc, bias, row, col, N, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
-    """Store acc + bias (or None), or silu(gate) * up of this sum, cast to out_desc's dtype, by TMA.
+    """Store acc + bias (or acc, if bias is None), or silu(gate) * up of this sum, by TMA in out_desc's dtype.
 
-    GATED 0: out_desc has [BM, BN / 2] blocks. Otherwise blocks of GATED rows of `b` belong alternately to the gate and
-    to the up projection, BN is 2 or 4 times GATED, and out_desc has [BM, GATED] blocks; `col` and `N` still count rows
-    of `b`.
+    If GATED is 0, out_desc has [BM, BN / 2] blocks. Otherwise blocks of GATED rows of `b` belong alternately to the
+    gate and to the up projection, BN is 2 or 4 times GATED, and out_desc has [BM, GATED] blocks; `col` and `N` still
+    count rows of `b`.
     """
     if bias is not None:
         c = col + tl.arange(0, BN)
@@ -108,7 +108,7 @@ def store_tile(out_desc, acc, bias, row, col, N, BM: tl.constexpr, BN: tl.conste
 
 @jit
 def store_halves(out_desc, left, right, row, col, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
-    """Store the left and the right half of a tile, as `store_tile` does."""
+    """Store the left and the right half of a tile in the same way as `store_tile`."""
     HALF: tl.constexpr = BN // 2
     if GATED == HALF:
         out_desc.store([row, col // 2], (silu(left) * right).to(out_desc.dtype))
@@ -122,8 +122,8 @@ def store_halves(out_desc, left, right, row, col, BM: tl.constexpr, BN: tl.const
 
 @jit(do_not_specialize=("M",))
 def whole_matmul(a_desc, b_desc, out_desc, bias, M, N, K, tile):
-    """Compute out_desc [M, N] = a [M, K] @ b [N, K]^T + bias [N] (or None). One program adds all K steps of a tile,
-    from the first to the last, so that the bits of an element depend on neither M nor the tile."""
+    """Compute out_desc [M, N] = a [M, K] @ b [N, K]^T + bias [N] (or None). One program adds all K steps of a tile in
+    ascending order, so that the bits of an element depend on neither M nor the tile."""
     a_desc, b_desc, out_desc = tiles_of(a_desc), tiles_of(b_desc), tiles_of(out_desc)
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN
@@ -137,7 +137,7 @@ def whole_matmul(a_desc, b_desc, out_desc, bias, M, N, K, tile):
 
 @jit
 def tile_of_steps(a_desc, b_desc, row, col, first_step, steps, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Return the sum over `steps` K steps of `gemm_tile`, from first_step on."""
+    """Return the part of `gemm_tile` that sums over `steps` K steps, beginning with first_step."""
     acc = tl.zeros((BM, BN), tl.float32)
     for i in range(0, steps):
         k = (first_step + i) * BK
@@ -147,8 +147,9 @@ def tile_of_steps(a_desc, b_desc, row, col, first_step, steps, BM: tl.constexpr,
 
 @jit
 def fragment_offsets(BM: tl.constexpr, BN: tl.constexpr, COLS: tl.constexpr):
-    """Return the offsets of a partial tile's first COLS columns in memory: consecutive fragments of 16 rows x 8
-    columns, as a warp's tensor cores hold them, so that the warp's threads write and read whole lines."""
+    """Return the offsets in memory of the first COLS columns of a partial tile. The tile is stored as consecutive
+    fragments of 16 rows x 8 columns, the layout of a warp's tensor cores, so that the warp's threads write and read
+    whole lines."""
     r = tl.arange(0, BM)[:, None]
     c = tl.arange(0, COLS)[None, :]
     return r // 16 * (16 * BN) + c // 8 * 128 + r % 16 * 8 + c % 8
@@ -173,15 +174,16 @@ def matmul(
     GATED: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Compute a [M, K] @ b [N, K]^T, without communication, on as many SMs as there are programs; concurrent kernels
-    use the remaining SMs. out_desc and GATED are as in `store_tile`.
+    """Compute a [M, K] @ b [N, K]^T without communication. The kernel uses one SM for each of its programs; concurrent
+    kernels use the remaining SMs. out_desc and GATED are as in `store_tile`.
 
-    SHARE: the last shared_tiles tiles, too few for all programs, are split along K into `parts` parts. The program that
-    stores the tile computes the first part, of first_steps K steps. A helper computes one further part of
-    tiles_per_helper tiles, so that all programs take about the same time. The helpers of the same part read the same K
-    range at the same time, which keeps the operands in L2. partials: float32 [parts of helpers, BM, BN], with a channel
-    for each part. A helper's stores come before its add to the counter (release), which comes before the loads of the
-    program that waited for it (acquire); the helper writes that memory again only in a later launch on the stream.
+    With SHARE the last shared_tiles tiles, which are too few for all programs, are split along K into `parts` parts.
+    The program that stores a tile computes the tile's first part, of first_steps K steps. A helper computes one further
+    part of tiles_per_helper tiles, so that all programs finish at about the same time. The helpers of the same part
+    read the same K range at the same time, which keeps the operands in L2. The helpers' parts are in partials, float32
+    [parts of helpers, BM, BN], with a channel for each part. A helper's stores precede its add to the counter
+    (release), and that add precedes the loads of the program that waited for it (acquire); the helper writes that
+    memory again only in a later launch on the stream.
     """
     a_desc, b_desc, out_desc = tiles_of(a_desc), tiles_of(b_desc), tiles_of(out_desc)
     BM: tl.constexpr = tile.BM
@@ -199,8 +201,8 @@ def matmul(
     if SHARE:
         steps = tl.cdiv(K, BK)
         groups = tl.cdiv(shared_tiles, tiles_per_helper)
-        # Helpers have lower program numbers than the programs that wait for them: a GPU with too few free SMs starts
-        # them first, so that every wait ends.
+        # Helpers have lower program numbers than the programs that wait for them. So a GPU with too few free SMs starts
+        # the helpers first, and every wait ends.
         helpers = groups * (parts - 1)
         if pid < helpers:
             part = pid // groups
@@ -209,7 +211,7 @@ def matmul(
             group = pid % groups * tiles_per_helper
             for shared_tile in range(group, min(group + tiles_per_helper, shared_tiles)):
                 tm, tn = grouped_tile(whole_tiles + shared_tile, tiles_m, tiles_n, GROUP_M)
-                if count > 0:  # always: without this test ptxas does not know that the loop runs, and serialises wgmmas
+                if count > 0:  # true: without this test ptxas does not know that the loop runs, and serialises wgmmas
                     acc = tile_of_steps(a_desc, b_desc, tm * BM, tn * BN, begin, count, BM, BN, BK)
                     partial = part * shared_tiles + shared_tile
                     store_pairs(partials + partial.to(tl.int64) * (BM * BN) + fragment_offsets(BM, BN, BN), acc)

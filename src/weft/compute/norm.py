@@ -1,9 +1,9 @@
-"""Row-wise kernels that follow a collective: RMSNorm, residual add and copy. They also undo the tile order of a
-signaled plan's result (FlashOverlap, section 4.3).
+"""Row-wise kernels that follow a collective: RMSNorm, residual add and copy. The kernels also restore ordinary order if
+the result of a signaled plan is in tile order (FlashOverlap, section 4.3).
 
-A block has rows x runs x COLS columns. TILED: `x` is not [rows, N] but tiles of BM x 2 COLS in the order of
-`grouped_tile`, each stored as its left, then its right half, so that a run of COLS columns of a row is contiguous in
-`x` too; the offset is computed once for each run. The results are in ordinary order.
+A block has rows x runs x COLS columns. With TILED, `x` is not [rows, N] but consists of tiles of BM x 2 COLS in the
+order of `grouped_tile`. The left half of each tile is stored before its right half, so that a run of COLS columns of a
+row is contiguous in `x` too, and the kernel computes one offset for each run. The results are in ordinary order.
 """
 
 from typing import NamedTuple
@@ -24,9 +24,9 @@ class TileRuns(NamedTuple):
 
 @jit
 def sum_in_pairs(x, R: tl.constexpr, P: tl.constexpr):
-    """Return [R], the sums of the rows of x [R, P], for P a power of two. Neighbours are added, then neighbouring sums,
-    and so on: each sum has two addends, so that neither the layout of x over threads nor zeros after x change the
-    order."""
+    """Return [R], the sums of the rows of x [R, P], where P is a power of two. The function adds neighbouring elements,
+    then neighbouring sums, and so on. Each sum has two addends, so that neither the layout of x over threads nor zeros
+    after x change the order."""
     for _ in tl.static_range(24):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, (R, x.shape[1] // 2, 2)), 2)
@@ -35,7 +35,8 @@ def sum_in_pairs(x, R: tl.constexpr, P: tl.constexpr):
 
 @jit
 def run_offset(row, run, tiles_m, N, layout):
-    """Return the offset of a row's columns from run * COLS on in the tiles: the inverse of `grouped_tile`."""
+    """Return the offset in the tiles of a row's columns that begin with column run * COLS. This function inverts
+    `grouped_tile`."""
     BM: tl.constexpr = layout.BM
     COLS: tl.constexpr = layout.COLS
     GROUP_M: tl.constexpr = layout.GROUP_M
@@ -64,9 +65,9 @@ def rms_norm(
     RUNS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Compute out [rows, N] = h / rms(h) * weight [N] for h = x. With RESIDUAL, h = x + residual is rounded and stored
-    in `total`, and this rounded sum is normalised. A block has R rows, and RUNS runs cover N. ALIGNED: N is a multiple
-    of 8. PAIRS: `sum_in_pairs` adds the squares."""
+    """Compute out [rows, N] = h / rms(h) * weight [N] for h = x. With RESIDUAL the kernel rounds h = x + residual,
+    stores it in `total`, and normalises this rounded sum. A block has R rows, and RUNS runs cover N. ALIGNED means that
+    N is a multiple of 8. With PAIRS, `sum_in_pairs` adds the squares."""
     COLS: tl.constexpr = layout.COLS
     if ALIGNED:
         N = N // 8 * 8
@@ -108,7 +109,8 @@ def add_rows(
     ALIGNED: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Compute out [rows, N] = x, or x + residual with RESIDUAL. A block has R rows. ALIGNED: N is a multiple of 8."""
+    """Compute out [rows, N] = x, or x + residual with RESIDUAL. A block has R rows. ALIGNED means that N is a multiple
+    of 8."""
     COLS: tl.constexpr = layout.COLS
     if ALIGNED:
         N = N // 8 * 8

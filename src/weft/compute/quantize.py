@@ -1,4 +1,5 @@
-"""Kernels that quantize the rows of a matrix, or of a gated activation, to e4m3 with their scales in one pass."""
+"""Kernels that quantize the rows of a matrix, or of a gated activation, to e4m3, and compute the scales in the same
+pass."""
 
 from typing import NamedTuple
 
@@ -8,13 +9,14 @@ from ..lang.jit import jit
 from .gemm import silu
 
 LARGEST = tl.constexpr(448.0)  # the largest value of e4m3
-LEAST = tl.constexpr(1e-12)  # a group of zeros has the scale of a group with this largest element
+LEAST = tl.constexpr(1e-12)  # a group of zeros has the same scale as a group with this largest element
 
 
 class Groups(NamedTuple):
-    """The elements that share a scale: GROUP columns of a row; with SHARED, of all R rows of a tile; with STATIC, all
-    elements, and the scale is an argument. INTERLEAVE: 0, or as in `elementwise.silu_mul`. A tile has R x C elements,
-    and C is a multiple of GROUP. LOOPED: a row is longer than C, and GROUP is the whole row."""
+    """The elements that share a scale. By default these are GROUP columns of a row; with SHARED, GROUP columns of all R
+    rows of a tile; with STATIC, all elements, and the scale is an argument. INTERLEAVE is 0, or as in
+    `elementwise.silu_mul`. A tile has R x C elements, and C is a multiple of GROUP. With LOOPED a row is longer than C,
+    and GROUP is the whole row."""
 
     GROUP: tl.constexpr
     SHARED: tl.constexpr
@@ -27,7 +29,7 @@ class Groups(NamedTuple):
 
 @jit
 def e4m3_scale(largest):
-    """Return the scale of a group with a largest element of this magnitude."""
+    """Return the scale of a group whose largest magnitude is `largest`."""
     return tl.maximum(largest, LEAST) / LARGEST
 
 
@@ -40,7 +42,8 @@ def divide_by_given_scale(values, scale):
 
 @jit
 def divide_by_scales(values, COUNT: tl.constexpr, GROUP: tl.constexpr):
-    """Return values float32 [COUNT GROUP], each divided by the scale of its group, and the scales [COUNT]."""
+    """Divide values, float32 [COUNT GROUP], by the scales of their groups. Return the quotients and the scales
+    [COUNT]."""
     parts = tl.reshape(values, (COUNT, GROUP))
     scale = e4m3_scale(tl.max(tl.abs(parts), 1))
     return tl.reshape(parts / scale[:, None], (COUNT * GROUP,)), scale
@@ -60,7 +63,7 @@ def load_values(x, row, col, ok, stride, INTERLEAVE: tl.constexpr):
 
 @jit
 def quantize_long_row(x, out, scales, t, N, stride, row_stride, groups):
-    """Quantize row t in two passes; the second reads the row from the L2 cache."""
+    """Quantize row t in two passes; the second pass reads the row from the L2 cache."""
     row = t.to(tl.int64)
     c = tl.arange(0, groups.C)
     largest = tl.zeros((groups.C,), tl.float32)
@@ -78,8 +81,8 @@ def quantize_long_row(x, out, scales, t, N, stride, row_stride, groups):
 @jit(do_not_specialize=("rows", "row_stride", "group_stride"))
 def quantize_rows(x, out, scales, rows, N, stride, row_stride, group_stride, groups):
     """Compute out [rows, N] = x / scale, rounded to e4m3; rows of x have `stride` elements. The scale of a group is
-    stored at row * row_stride + group * group_stride of `scales`; with SHARED, `row` counts rows of tiles. STATIC: the
-    scale of all elements is read from `scales`."""
+    stored at row * row_stride + group * group_stride of `scales`; with SHARED, `row` counts rows of tiles. With STATIC
+    the kernel reads the scale of all elements from `scales`."""
     R: tl.constexpr = groups.R
     C: tl.constexpr = groups.C
     GROUP: tl.constexpr = groups.GROUP

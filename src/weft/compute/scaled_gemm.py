@@ -1,21 +1,21 @@
-"""Tiles of a GEMM of 8-bit operands (e4m3) and the scales that give their values: value = element x scale.
+"""Tiles of a GEMM of 8-bit operands (e4m3) with scales. The value of an element is element x scale.
 
     BY_TENSOR   one scale for x, one for w
     BY_ROW      one for each row of x (a token), one for each row of w (an output channel)
     BY_BLOCK    one for each row of x and 128 of K, one for each 128 x 128 of w (DeepSeek-V3, section 3.3.2)
 
-The first two do not depend on K, so the epilogue multiplies by them. The third multiplies the product of each 128 of K
-before it is added. Hopper's tensor cores add 8-bit products in about 14 bits (DeepSeek-V3, section 3.3.2). PROMOTE: the
-ordinary cores add every K step in float32, always for BY_BLOCK, and for BY_ROW and BY_TENSOR with torch._scaled_mm's
-`use_fast_accum=False`. Such a tile is computed as two halves of its rows in turn: a product needs accumulators of half
-a tile besides the sums, and with two programs per SM the tensor cores compute one program's product while the other
-program adds.
+Scales by tensor and by row do not depend on K, so the epilogue multiplies by them. A scale by block multiplies the
+product of each 128 of K before that product is added. Hopper's tensor cores add 8-bit products in about 14 bits
+(DeepSeek-V3, section 3.3.2). With PROMOTE the ordinary cores add every K step in float32: always for BY_BLOCK, and for
+BY_ROW and BY_TENSOR with torch._scaled_mm's `use_fast_accum=False`. The kernel computes the upper and the lower rows of
+such a tile in turn, since a product needs accumulators of half a tile besides the sums. With two programs per SM the
+tensor cores compute one program's product while the other program adds.
 
     upper sums   | a0 b | wait, add |                   | ..
     lower sums   |                  | a1 b | wait, add  | ..
 
-By block, two halves reach 0.63x to 0.75x of DeepGEMM's speed, one piece of eight warps 0.54x to 0.64x (6 sizes, 1 H200,
-2026-11; docs/design-notes.md).
+For scales by block, two halves reach 0.63x to 0.75x of DeepGEMM's speed, and one piece of eight warps reaches 0.54x to
+0.64x (6 sizes, 1 H200, 2026-11; docs/design-notes.md).
 """
 
 from typing import NamedTuple
@@ -30,21 +30,21 @@ from ..scaled_tensor import SCALE_BLOCK
 from .gemm import Tile, column_halves, gemm_tile, grouped_tile, silu, silu_gate, store_tile
 
 BY_TENSOR, BY_ROW, BY_BLOCK = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # Tile.SCALED
-BLOCK = tl.constexpr(SCALE_BLOCK)  # elements of K, and rows of w, that share a scale BY_BLOCK
+BLOCK = tl.constexpr(SCALE_BLOCK)  # with BY_BLOCK, the number of elements of K, and of rows of w, that share a scale
 
 
 class Scales(NamedTuple):
-    """The scales of a whole product, float32. x: [1], [M] or [M, K / 128]; w: [1], [N] or [N / 128 rounded up,
-    K / 128]."""
+    """The scales of a whole product, float32. x is [1], [M] or [M, K / 128]; w is [1], [N] or [N / 128 rounded up, K /
+    128]."""
 
     x: torch.Tensor
     w: torch.Tensor
 
 
 class TileScales(NamedTuple):
-    """The scales of a tile. x: where the scales of its first row begin; rows: how many of its rows exist; stride and
-    block_stride: elements from a row to the next row (BY_TENSOR: 0), and from 128 of K to the next 128; w: the scales
-    of all of w."""
+    """The scales of a tile. `x` points to the scales of the tile's first row, and `rows` is the number of rows that
+    exist. `stride` is the number of elements from one row to the next (0 for BY_TENSOR); `block_stride` is the number
+    of elements from 128 of K to the next 128. `w` has the scales of the whole second operand."""
 
     x: tl.tensor
     w: tl.tensor
@@ -55,7 +55,7 @@ class TileScales(NamedTuple):
 
 @jit
 def scales_of_rows(x_scale, row, K, SCALED: tl.constexpr):
-    """Return where the scales of row `row` begin in x_scale, contiguous."""
+    """Return the address of the scales of row `row` in the contiguous x_scale."""
     if SCALED == BY_BLOCK:
         x_scale += row.to(tl.int64) * (K // BLOCK)
     elif SCALED == BY_ROW:
@@ -65,8 +65,7 @@ def scales_of_rows(x_scale, row, K, SCALED: tl.constexpr):
 
 @jit
 def tile_scales(scales, x_scale, row, M, K, SCALED: tl.constexpr):
-    """Return the TileScales of a tile whose first row is `row` of M, with the contiguous x_scale in place of
-    scales.x."""
+    """Return the TileScales of a tile with first row `row` of M rows. The contiguous x_scale replaces scales.x."""
     stride = 0
     if SCALED == BY_ROW:
         stride = 1
@@ -77,15 +76,16 @@ def tile_scales(scales, x_scale, row, M, K, SCALED: tl.constexpr):
 
 @jit
 def rows_below(scales, ROWS: tl.constexpr):
-    """Return the TileScales of a tile's rows from its row ROWS on."""
+    """Return the TileScales of a tile's rows after the first ROWS rows."""
     begin = scales.x + ROWS * scales.stride
     return TileScales(begin, scales.w, scales.rows - ROWS, scales.stride, scales.block_stride)
 
 
 @jit
 def row_scales(scales, row, k, ROWS: tl.constexpr, SCALED: tl.constexpr):
-    """Return the factors float32 [ROWS] for the rows of a tile from its row `row` on at k; for scales that do not
-    depend on K, 1. Offsets have 32 bits, which take half the registers of addresses."""
+    """Return the factors, float32 [ROWS], at k for ROWS rows of a tile that begin with the tile's row `row`. Scales
+    that do not depend on K have the factor 1. Offsets have 32 bits, so that they need half as many registers as
+    addresses."""
     if SCALED == BY_BLOCK:
         r = row + tl.arange(0, ROWS)
         offset = r * scales.stride + k // BLOCK * scales.block_stride
@@ -97,7 +97,7 @@ def row_scales(scales, row, k, ROWS: tl.constexpr, SCALED: tl.constexpr):
 
 @jit
 def weight_scale(scales, col, k, K, SCALED: tl.constexpr):
-    """Return the factors for the columns of a tile from `col` on at k, as `row_scales` does for rows."""
+    """Return the factors at k for the columns of a tile that begin with `col`, like `row_scales` for rows."""
     scale = 1.0
     if SCALED == BY_BLOCK:
         scale = tl.load(scales.w + col // BLOCK * (K // BLOCK) + k // BLOCK)
@@ -106,7 +106,7 @@ def weight_scale(scales, col, k, K, SCALED: tl.constexpr):
 
 @jit
 def add_product(acc, a, b, scale, SCALED: tl.constexpr):
-    """Return acc + (a @ b) * scale [rows of a], added by the ordinary cores."""
+    """Return acc + (a @ b) * scale [rows of a]. The ordinary cores compute the sum."""
     if SCALED == BY_BLOCK:
         acc += tl.dot(a, b) * scale[:, None]
     else:
@@ -116,9 +116,10 @@ def add_product(acc, a, b, scale, SCALED: tl.constexpr):
 
 @jit
 def add_step(upper, lower, a_desc, b_desc, row, col, k, upper_scale, lower_scale, tile):
-    """Compute one K step of both halves of a promoted tile. The first product is added before the second starts, which
-    needs its registers. The second half's rows are loaded after that, so that the kernel waits for them there: with one
-    wait for all three blocks kernels spill registers (compiled for sm_90a; with two waits they need 230 to 255)."""
+    """Compute one K step of both halves of a promoted tile. The first product is added before the second starts,
+    because the second product needs the registers of the first. The rows of the second half are loaded only after that,
+    so that the kernel waits for them there. With a single wait for all three blocks kernels spill registers; with two
+    waits they need 230 to 255 registers (compiled for sm_90a)."""
     HALF: tl.constexpr = tile.BM // 2
     tl.static_assert(tile.SCALED != BY_BLOCK or (tile.BK == BLOCK and tile.BN <= BLOCK), "a block has one scale of w")
     b = b_desc.load([col, k]).T
@@ -129,8 +130,8 @@ def add_step(upper, lower, a_desc, b_desc, row, col, k, upper_scale, lower_scale
 
 @jit
 def scale_half(half, bias, scales, col, N, SCALED: tl.constexpr):
-    """Return the half of a tile's columns that begins at `col`, times the scales that do not depend on K, + bias (or
-    None)."""
+    """Multiply the half of a tile's columns that begins at `col` by the scales that do not depend on K, add the bias
+    (or None), and return the result."""
     r = tl.arange(0, half.shape[0])
     c = col + tl.arange(0, half.shape[1])
     if SCALED == BY_ROW:
@@ -145,9 +146,9 @@ def scale_half(half, bias, scales, col, N, SCALED: tl.constexpr):
 
 @jit
 def store_scaled_tile(out_desc, acc, bias, scales, row, col, N, SCALED: tl.constexpr, GATED: tl.constexpr):
-    """Store a tile, acc [rows, columns], scaled; out_desc, bias and GATED are as in `store_tile`. One half is stored
-    before the scales of the other half are loaded: the scales of a whole tile's columns take as many registers as its
-    accumulators (compiled for sm_90a: 254 registers against 196)."""
+    """Scale and store a tile, acc [rows, columns]; out_desc, bias and GATED are as in `store_tile`. The left half is
+    stored before the scales of the right half are loaded, since the scales of a whole tile's columns need as many
+    registers as the tile's accumulators (compiled for sm_90a: 254 registers against 196)."""
     BM: tl.constexpr = acc.shape[0]
     HALF: tl.constexpr = acc.shape[1] // 2
     left, right = column_halves(acc, BM, acc.shape[1])
@@ -167,8 +168,8 @@ def store_scaled_tile(out_desc, acc, bias, scales, row, col, N, SCALED: tl.const
 
 @jit
 def scaled_gemm_tile(a_desc, b_desc, row, col, K, tile):
-    """Return the tile float32 [BM, BN] at (row, col), for `store_scaled_tile`: rows of a, rows of b (columns of the
-    product)."""
+    """Return the float32 tile [BM, BN] at (row, col) for `store_scaled_tile`. `row` is a row of a, and `col` is a row
+    of b, that is, a column of the product."""
     acc = tl.zeros((tile.BM, tile.BN), tl.float32)
     for k in range(0, K, tile.BK):
         acc = tl.dot(a_desc.load([row, k]), b_desc.load([col, k]).T, acc)
@@ -178,7 +179,7 @@ def scaled_gemm_tile(a_desc, b_desc, row, col, K, tile):
 @jit
 def promoted_halves(a_desc, b_desc, row, col, scales, K, tile):
     """Return the upper and the lower half of a tile, float32 [BM / 2, BN] each, for `store_halves_of_rows`. a_desc has
-    blocks of BM / 2 rows. The scales of the next step are loaded while the products of this one run."""
+    blocks of BM / 2 rows. The scales of the next K step are loaded while the products of the current step run."""
     HALF: tl.constexpr = tile.BM // 2
     upper = tl.zeros((HALF, tile.BN), tl.float32)
     lower = tl.zeros((HALF, tile.BN), tl.float32)
@@ -207,9 +208,9 @@ def store_halves_of_rows(out_desc, upper, lower, bias, scales, row, col, N, tile
 
 @jit
 def product_tile(a_desc, b_desc, out_desc, bias, scales, a_row, row, col, N, K, tile, GATED: tl.constexpr):
-    """Compute and store one tile at (row, col) of the product from the rows of `a` from a_row on. scales: TileScales of
-    8-bit operands, or None. out_desc, bias and GATED are as in `store_tile`. PROMOTE: a_desc and out_desc have blocks
-    of half a tile's rows."""
+    """Compute one tile of the product from the rows of `a` that begin with a_row, and store it at (row, col). `scales`
+    are the TileScales of 8-bit operands, or None. out_desc, bias and GATED are as in `store_tile`. With PROMOTE, a_desc
+    and out_desc have blocks of half a tile's rows."""
     if tile.PROMOTE:
         upper, lower = promoted_halves(a_desc, b_desc, a_row, col, scales, K, tile)
         store_halves_of_rows(out_desc, upper, lower, bias, scales, row, col, N, tile, GATED)
@@ -225,8 +226,9 @@ def product_tile(a_desc, b_desc, out_desc, bias, scales, a_row, row, col, N, K, 
 def scaled_matmul(
     x_desc, w_desc, out_desc, bias, scales, M, N, K, tile: Tile, BY_COLUMNS: tl.constexpr, FLATTEN: tl.constexpr
 ):
-    """Compute out_desc [M, N] = x_desc [M, K] @ w_desc [N, K]^T by `scales`, + bias [N] or None. BY_COLUMNS: scales.x
-    [M, K / 128] is laid out column after column. FLATTEN: a tile's epilogue runs under the next tile's loads."""
+    """Compute out_desc [M, N] = x_desc [M, K] @ w_desc [N, K]^T with `scales`, + bias [N] or None. With BY_COLUMNS,
+    scales.x [M, K / 128] is stored column after column. With FLATTEN a tile's epilogue overlaps the next tile's
+    loads."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN

@@ -1,7 +1,8 @@
-"""The base of all cost models: the sizes of a call, the times of its parts, and the class of a model.
+"""The base of all cost models: classes for the sizes of a call, for the times of its parts, and for a model.
 
-An op declares a `Cost` for each class of plans with a predictable time (`Op.costs`). Its file is next to the op
-(`ops/<name>/cost.py`), or here if several ops share it. The planner knows plans only through their models.
+An op declares a `Cost` for each class of plans with a predictable time (`Op.costs`). The file with the `Cost` is next
+to the op (`ops/<name>/cost.py`), or in this package if several ops share it. The planner knows plans only through their
+models.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ if TYPE_CHECKING:
     from .decomposed import Chunking
     from .two_level import OverNodes
 
-ITEM = 2  # bytes of an element, bfloat16 or float16
+ITEM = 2  # bytes of a bfloat16 or float16 element
 SHOTS = (OneShot(), TwoShotLowLatency())  # the low-latency plans
 P = TypeVar("P", bound=Plan)
 F = TypeVar("F")
 
 
 class GemmCall(NamedTuple):
-    """The sizes of one call. M, N, K are the sizes of the GEMM on one rank, but M counts the rows of all ranks.
+    """The sizes of one call. N and K are the sizes of the GEMM on one rank; M counts the rows of all ranks.
 
-    collective: NCCL's collective. gathers: it moves the GEMM's input, before the GEMM; otherwise it moves the output.
-    received: for all-to-all, the rows that the busiest receiver gets, if more than M, the rows of the busiest sender.
+    `collective` is NCCL's collective. If `gathers` is true, the collective moves the GEMM's input before the GEMM,
+    otherwise the GEMM's output. In an all-to-all M is the number of rows that the busiest rank sends, and `received` is
+    the number that the busiest rank receives, if that is larger.
     """
 
     collective: str
@@ -40,12 +42,12 @@ class GemmCall(NamedTuple):
 
     @property
     def busiest(self) -> int:
-        """Return the number of rows of the rank that sends or receives the most."""
+        """Return the largest number of rows that a rank sends or receives."""
         return max(self.m, self.received or 0)
 
     @property
     def skew(self) -> float:
-        """Return the ratio of the busiest rank's received to its sent rows, at least 1."""
+        """Return the ratio of received to sent rows of the busiest rank, at least 1."""
         return max(1.0, (self.received or 0) / self.m)
 
     def moved(self, rows: int) -> int:
@@ -54,12 +56,12 @@ class GemmCall(NamedTuple):
 
 
 class Conditions(NamedTuple):
-    """The conditions besides a call's sizes that decide which plans are candidates for it.
+    """The conditions, besides a call's sizes, that decide which plans are candidates for the call.
 
-    even: all ranks have the same number of rows; without it nothing is decomposed. movable: copies can move the groups
-    of a signaled plan. limits: a communicator can be limited to a number of CTAs; without it a signaled plan would not
-    use the predicted number of SMs. measured: the op's plans with calls in the profile. parameters: the parameters of a
-    plan's model.
+    `even` means that all ranks have the same number of rows, which decomposed plans require. `movable` means that
+    copies can move the groups of a signaled plan. `limits` means that the number of a communicator's CTAs can be
+    limited; otherwise a signaled plan would not use the predicted number of SMs. `measured` are the op's plans with
+    calls in the profile. `parameters` returns the parameters of a plan's model.
     """
 
     even: bool
@@ -70,14 +72,14 @@ class Conditions(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """The tile of a GEMM, and the number of programs with such tiles that an SM holds at once."""
+    """The tile of a GEMM, and the number of programs with such tiles that run on an SM at once."""
 
     tile: GemmTile
     per_sm: int = 1
 
 
 class Parts(Protocol):
-    """us of the parts of calls on one machine (`planner.parts.PartTimes`)."""
+    """The us of the parts of calls on one machine (`planner.parts.PartTimes`)."""
 
     world: int
     sms: int
@@ -96,18 +98,18 @@ class Parts(Protocol):
 
 
 class Cost(Generic[P, F]):
-    """The model of an op's calls by one class of plans. If it has parameters that cannot be measured alone, `start`
-    returns their start values, and the planner fits them to the profile's calls of the plan's family. needs_calls:
-    there is no prediction without such a call."""
+    """The model of an op's calls by one class of plans. If the model has parameters that no probe can measure alone,
+    `start` returns their start values, and the planner fits them to the profile's calls of the plan's family. With
+    `needs_calls` the model predicts nothing without such a call."""
 
     needs_calls = False
 
     def start(self, plan: P) -> F | None:
-        """Return the parameters before they are fitted; None if there are none."""
+        """Return the start values of the parameters, or None if the model has no parameters."""
         return None
 
     def fitted_names(self, plan: P) -> tuple[str, ...]:
-        """Return the names of the parameters to fit; empty: all."""
+        """Return the names of the parameters to fit; an empty result means all of them."""
         return ()
 
     def possible(self, p: Parts) -> bool:
@@ -127,8 +129,8 @@ class Cost(Generic[P, F]):
         return ()
 
     def operations(self, plan: P, world: int) -> int:
-        """Return the number of operations that the host submits to streams in one call: kernels, copies, barriers,
-        collectives. The host needs about the same time for each, including the event that orders it."""
+        """Return the number of operations (kernels, copies, barriers, collectives) that the host submits to streams in
+        one call. The host needs about the same time for each, including the event that orders it."""
         return 2
 
     def eager_family(self, plan: P) -> str:
@@ -136,7 +138,7 @@ class Cost(Generic[P, F]):
         return plan.family
 
     def launches(self, plan: P, world: int) -> int:
-        """Return the factor by which the host's time for a call grows with the plan's groups."""
+        """Return the factor by which the plan's groups increase the host's time for a call."""
         return 1
 
 
@@ -144,7 +146,7 @@ AnyCost: TypeAlias = Cost[Any, Any]
 
 
 class InARow(Cost[P, None]):
-    """cuBLAS and a collective, one after the other."""
+    """The model of cuBLAS and a collective, one after the other."""
 
     def name(self, call: GemmCall, plan: P) -> str:
         """Return the collective's name in profiles."""
@@ -159,19 +161,20 @@ class InARow(Cost[P, None]):
         return [Step("gemm", "gemm", 0, gemm), Step("comm", name, gemm, gemm + transfer)]
 
     def sort_us(self, p: Parts, call: GemmCall) -> float:
-        """Return the us between the GEMM and the collective."""
+        """Return the us of sorting rows between the GEMM and the collective."""
         return 0.0
 
 
 class SequentialCost(InARow[Sequential]):
-    """cuBLAS and NCCL."""
+    """The model of cuBLAS and NCCL."""
 
     def candidates(self, p: Parts, call: GemmCall, conditions: Conditions) -> list[Sequential]:
         return [Sequential()]
 
 
 class ShotCost(InARow[LowLatencyShot]):
-    """cuBLAS and a low-latency collective, up to the measured number of bytes. shot: the measured plan."""
+    """The model of cuBLAS and a low-latency collective, up to the measured number of bytes. `shot` is the measured
+    plan."""
 
     def __init__(self, shot: LowLatencyShot) -> None:
         self.shot = shot
@@ -189,26 +192,26 @@ class ShotCost(InARow[LowLatencyShot]):
 
 
 class WholeShotCost(ShotCost):
-    """A low-latency all-reduce, which needs no rows on every rank."""
+    """The model of a low-latency all-reduce, for which a rank may have no rows."""
 
     def takes(self, p: Parts, call: GemmCall) -> bool:
         return True
 
 
 def low_latency_name(collective_name: str, plan: Plan) -> str:
-    """Return a profile's name for a collective by a low-latency plan, one of SHOTS."""
+    """Return the profile's name for a collective that runs by a low-latency plan, one of SHOTS."""
     return f"{plan.kind if plan in SHOTS else plan} {collective_name}"
 
 
 def has_16_byte_rows(call: GemmCall) -> bool:
-    """Return whether weft's kernels support these sizes: rows must be whole 16-byte words."""
+    """Return whether weft's kernels support these sizes, that is, whether rows are whole 16-byte words."""
     return call.k % 8 == 0 and call.n % 8 == 0
 
 
 def filled(tiles: float | np.ndarray, programs: int, per_sm: int, soft: float) -> np.ndarray:
-    """Return the waves that `tiles` tiles (a number or an array) take on `programs` programs. A last wave that leaves
-    SMs idle costs less than a full wave, by the fraction `soft` of the idle part, because the busy SMs get the power of
-    the idle ones. With two programs on an SM, half a wave takes half the time."""
+    """Return the number of waves in which `programs` programs compute `tiles` tiles (a number or an array). A last wave
+    that leaves SMs idle costs less than a full wave, by the fraction `soft` of the idle part, because the busy SMs get
+    the power of the idle ones. With two programs on an SM, half a wave needs half the time."""
     whole, rest = np.divmod(tiles, programs)
     last = np.ceil(rest * per_sm / programs) / per_sm
     return whole + np.where(whole > 0, (1 - soft) * last + soft * rest / programs, last)

@@ -1,4 +1,5 @@
-"""Simulation of the queues of one call: when each piece of work runs, and how concurrent pieces slow each other."""
+"""Simulation of the queues of one call. It computes when each piece of work runs, and how much concurrent pieces slow
+each other down."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Protocol
 
 
 class Slowing(Protocol):
-    """Time of a GEMM, and of a transfer, while both run, over its time alone (`planner.profile.Slowdown`)."""
+    """The slow-down of a GEMM and of a transfer that run concurrently, each as the ratio to its time alone
+    (`planner.profile.Slowdown`)."""
 
     @property
     def gemm(self) -> float: ...
@@ -20,7 +22,7 @@ class Slowing(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """One piece of work on a queue of a predicted call; start and end in us."""
+    """One piece of work on a queue of a predicted call, with its start and end in us."""
 
     queue: str
     name: str
@@ -30,7 +32,7 @@ class Step:
 
 @dataclass(eq=False)
 class Work:
-    """A piece of work that its queue runs in order, once `after` has ended. us: its time alone."""
+    """A piece of work. Its queue runs it in order, once `after` has ended. `us` is its time alone."""
 
     queue: str
     name: str
@@ -42,8 +44,8 @@ class Work:
 
 def side_by_side(works: Sequence[Work], slowdown: Slowing) -> list[Step]:
     """Return the start and end of each piece of work. A queue runs its pieces in order, one at a time. GEMMs on several
-    queues ("gemm", "gemm 2") share the SMs evenly, transfers ("comm", "comm 2") share the links; a GEMM and a transfer
-    slow each other while both run."""
+    queues ("gemm", "gemm 2") share the SMs evenly, and transfers ("comm", "comm 2") share the links; a GEMM and a
+    transfer slow each other down while both run."""
     queues: dict[str, list[Work]] = defaultdict(list)
     for w in reversed(works):
         queues[w.queue].append(w)

@@ -1,6 +1,6 @@
-"""Model of signaled plans. The GEMM's tiles run in waves on the SMs that the collective does not use. The transfer of
-group i starts at the group's signal or a gap after the end of transfer i - 1, whichever is later (the accumulate rule),
-and is slowed until the GEMM ends. If copy engines move the groups, the plan is modelled with queues, like decomposed
+"""The model of signaled plans. The GEMM's tiles run in waves on the SMs that the collective does not use. The transfer
+of group i starts at the group's signal or a gap after the end of transfer i - 1, whichever is later (the accumulate
+rule), and is slower until the GEMM ends. If copy engines move the groups, the model simulates queues, as for decomposed
 plans."""
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from ..plans import Signaled, partition
 from .model import ITEM, Conditions, Cost, GemmCall, Occupancy, Parts
 from .queues import Step, Work
 
-# us that each signaled group adds to a GEMM (docs/measurements.md, groups of one wave against tiles in order).
+# The us that each signaled group adds to a GEMM (docs/measurements.md, groups of one wave against tiles in order).
 SIGNAL_COST = 0.7
-UNITS = 48  # a GEMM of more waves than this is divided at multiples of several waves
+UNITS = 48  # a GEMM with more waves than this has groups of multiples of several waves
 BEST_PARTITIONS = 3
-SINGLE = (1,) * 16  # waves of each group if copies move the groups; the last group has the rest
-FIRST_GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)  # sizes of the first group, in waves or in such multiples
-Numbers = TypeVar("Numbers", float, np.ndarray)  # a number, or an array with one for each candidate
+SINGLE = (1,) * 16  # waves of each group if copies move the groups; the last group has the remaining waves
+FIRST_GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)  # candidate sizes of the first group, in waves or in such multiples
+Numbers = TypeVar("Numbers", float, np.ndarray)  # a number, or an array with a number for each candidate
 
 
 @dataclass(frozen=True)
 class Signaling:
-    """Parameters of the signaled calls of one op. signal: us from the last tile of a group to the start of its
-    collective. gap: us from the end of one collective to the start of the next, while the ranks wait for each other.
-    gemm, transfer: slow-down of waves and of transfers while both run, beyond the measured slow-down."""
+    """Parameters of the signaled calls of one op. `signal` is the us from the last tile of a group to the start of the
+    group's collective. `gap` is the us from the end of one collective to the start of the next, in which the ranks wait
+    for each other. `gemm` and `transfer` are the slow-down of waves and of transfers while both run, beyond the
+    measured slow-down."""
 
     signal: float = 6.0
     gap: float = 3.0
@@ -42,8 +43,8 @@ class Signaling:
 
 @dataclass(frozen=True)
 class Moving:
-    """Parameters of all-to-alls with groups that copy engines move. gap: us that a barrier takes beyond its own time.
-    copy: time of a copy over its time alone."""
+    """Parameters of all-to-alls with groups that copy engines move. `gap` is the us by which a barrier exceeds its own
+    time. `copy` is the ratio of a copy's time to its time alone."""
 
     gap: float = 6.0
     copy: float = 1.0
@@ -53,9 +54,10 @@ class Moving:
 class SignaledParts:
     """The inputs of the accumulate rule.
 
-    tiles, waves, programs: of the GEMM. unit: every group but the last has a multiple of `unit` tiles. alone,
-    concurrent: us of a wave alone and while the collective runs. signal, gap: as in Signaling. tile_bytes: bytes of a
-    tile. curve: us of the collective by bytes. slow: slow-down of the collective under the GEMM.
+    `tiles`, `waves` and `programs` are numbers of the GEMM. Every group but the last has a multiple of `unit` tiles.
+    `alone` and `concurrent` are the us of a wave alone and while the collective runs. `signal` and `gap` are as in
+    Signaling. A tile has `tile_bytes` bytes. `curve` returns the us of the collective by bytes; `slow` is the slow-down
+    of the collective under the GEMM.
     """
 
     tiles: int
@@ -71,7 +73,7 @@ class SignaledParts:
     slow: float
 
     def ends(self, groups: Sequence[int]) -> list[int]:
-        """Return, for each group, the number of tiles that are done and may be transferred when its waves are done."""
+        """Return the number of tiles that may be transferred after the waves of each group are done."""
         waves = itertools.accumulate(partition(groups, self.waves))
         done = [min(self.tiles, w * self.programs) for w in waves]
         return [d if d == self.tiles else d // self.unit * self.unit for d in done]
@@ -81,25 +83,25 @@ class SignaledParts:
         return self.curve(tiles * self.tile_bytes)
 
     def gemm(self, first_waves: Numbers) -> Numbers:
-        """Return the us of all waves; no transfer slows the waves of the first group."""
+        """Return the us of all waves. No transfer runs during the waves of the first group."""
         return first_waves * self.alone + (self.waves - first_waves) * self.concurrent
 
     def moved(self, begin: Numbers, us: Numbers, gemm: Numbers) -> Numbers:
-        """Return the end of a transfer that takes `us` alone and is slowed from `begin` until the GEMM ends."""
+        """Return the end of a transfer that needs `us` alone and is slower from `begin` until the GEMM ends."""
         return begin + us + np.minimum(us * (self.slow - 1), np.maximum(gemm - begin, 0) * (1 - 1 / self.slow))
 
 
 class SignaledCost(Cost[Signaled, Signaling | Moving]):
-    """The model of an op's signaled plans. Candidates are partitions of the GEMM's waves into groups, for every
-    measured number of CTAs; if copies move the groups, the default groups, and groups of one wave."""
+    """The model of an op's signaled plans. The candidates are partitions of the GEMM's waves into groups, for every
+    measured number of CTAs; if copies move the groups, the candidates are the default groups and groups of one wave."""
 
     def owners(self, world: int) -> int:
-        """Return the number of ranks that own equal parts of a group's rows."""
+        """Return the number of ranks among which a group's rows are divided equally."""
         return 1
 
     @abstractmethod
     def in_place(self, n: int) -> bool:
-        """Return whether rows of N elements are in ordinary order at the end, without a further copy."""
+        """Return whether the result's rows of N elements are in ordinary order without a further copy."""
 
     def by_copies(self, p: Parts, call: GemmCall, plan: Signaled, fit: Moving | None) -> list[Step]:
         """Return the steps of a plan with groups that copy engines move, if the op has such plans."""
@@ -144,7 +146,7 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
         return owners * -(-call.m // owners // plan.tile.block_m) * -(-call.n // plan.tile.block_n)
 
     def parts(self, p: Parts, call: GemmCall, plan: Signaled, fit: object) -> SignaledParts:
-        """Return the inputs of the accumulate rule. The GEMM has the SMs that the collective does not use."""
+        """Return the inputs of the accumulate rule. The GEMM runs on the SMs that the collective does not use."""
         if not 0 < plan.ctas < p.sms:
             raise ValueError(f"{plan.ctas} CTAs leave none of {p.sms} SMs, or are none")
         assert isinstance(fit, Signaling)
@@ -156,7 +158,7 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
             unit = max(1, min(plan.tile.group_m, programs // columns)) * columns
         alone = p.tiles(Occupancy(plan.tile), programs, tiles, call.m, call.n, call.k) / waves
         slowdown = p.slowdown(name, plan.ctas)
-        p.latency(name, 1, plan.ctas)  # raises NotMeasured now, not at the first transfer
+        p.latency(name, 1, plan.ctas)  # raises NotMeasured now rather than at the first transfer
         return SignaledParts(
             tiles,
             waves,
@@ -195,11 +197,12 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
         return [*ran, Step("gemm", "put in order", transferred, transferred + p.optional("local", out))]
 
     def nbytes(self, call: GemmCall) -> float:
-        """Return the number of bytes of the busiest rank's output."""
+        """Return the bytes of the output of the busiest rank."""
         return call.moved(call.m) * call.skew
 
     def groups_by_copies(self, p: Parts, call: GemmCall, plan: Signaled) -> Iterator[tuple[Work, float, float]]:
-        """Yield, for each group, its part of the GEMM, and the fractions of the GEMM done before and after it."""
+        """Yield each group's part of the GEMM, and the fractions of the GEMM that are done before and after that
+        part."""
         tiles, programs = self._tiles(call, plan), p.sms - plan.ctas
         waves = -(-tiles // programs)
         wave_us = p.tiles(Occupancy(plan.tile), programs, tiles, call.m, call.n, call.k) / waves
@@ -210,17 +213,17 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
 
 
 def groupings(part: SignaledParts) -> list[tuple[int, ...]]:
-    """Return one group of all waves, and the BEST_PARTITIONS partitions predicted fastest among the best partitions for
-    each size of the first group. By the accumulate rule the end of transfer i depends on earlier transfers only through
-    the end of transfer i - 1, so dynamic programming over the waves finds the best partition for each size of the first
-    group (FlashOverlap prunes and tries)."""
+    """Return one group of all waves, and the BEST_PARTITIONS fastest predicted partitions among the best ones for each
+    size of the first group. By the accumulate rule the end of transfer i depends on earlier transfers only through the
+    end of transfer i - 1. So dynamic programming over the waves finds the best partition for each size of the first
+    group (FlashOverlap instead prunes the partitions and tries the rest)."""
     step = -(-part.waves // UNITS)
-    ends = [*range(step, part.waves, step), part.waves]  # waves at which a group may end
+    ends = [*range(step, part.waves, step), part.waves]  # numbers of waves after which a group may end
     if len(ends) == 1:
         return [(part.waves,)]
     bounds = np.array([0, *ends])
     firsts = np.array([f for f in FIRST_GROUPS if f < len(ends)])
-    # transfers[i, j]: us of transferring waves bounds[i] .. bounds[j] alone; the last wave may have fewer tiles
+    # transfers[i, j] is the us of transferring waves bounds[i] .. bounds[j] alone; the last wave may have fewer tiles.
     lengths = sorted({int(b - a) for i, a in enumerate(bounds) for b in bounds[i + 1 : -1]})
     by_length = np.zeros(part.waves + 1)
     by_length[lengths] = [part.transfer(g * part.programs) for g in lengths]

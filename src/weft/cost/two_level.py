@@ -1,8 +1,8 @@
-"""Model of two-level plans: the node's op runs on the rows of one node after another, by the plan predicted fastest
-for one node, and transfers between nodes run on a separate queue, before the op (all-gather) or after it.
+"""The model of two-level plans. The node's op runs on the rows of one node after another, by the plan with the fastest
+prediction for one node. Transfers between nodes run on a separate queue, before the op (all-gather) or after it.
 
-The node's kernels leave BETWEEN_CTAS SMs to the transfers and are slowed in proportion. The library's GEMM leaves none;
-the model slows it by the same factor, since it shares its SMs with the transfers.
+The node's kernels leave BETWEEN_CTAS SMs to the transfers and are slower in proportion. cuBLAS's GEMM leaves none, but
+shares its SMs with the transfers, so the model slows it by the same factor.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .queues import Step
 
 @dataclass(frozen=True)
 class OverNodes:
-    """Times on `nodes` equal nodes. node: the parts of one node. node_us: us, on one node, of the op of a collective.
-    send: us of a send of n bytes from every rank to the rank with the same local rank in a different node. all_reduce:
-    us of an all-reduce among the ranks with the same local rank."""
+    """Times on `nodes` equal nodes. `node` has the parts of one node. `node_us` returns the us of a collective's op on
+    one node. `send` returns the us of a send of n bytes from every rank to the rank with the same local rank in a
+    different node. `all_reduce` returns the us of an all-reduce among the ranks with the same local rank."""
 
     nodes: int
     node: Parts

@@ -204,7 +204,7 @@ class Programs:
         region, number = self._within(lo, hi, size, kind, lambda: ptrs)
         return region, lo - number, hi - number, start - number - region.base, strides
 
-    def _element(self, pointer: int, kind: int, size: int = 4) -> tuple[Region, int]:
+    def _element(self, pointer: int, kind: int, size: int) -> tuple[Region, int]:
         return self._within(pointer, pointer + size, size, kind, lambda: np.array([pointer], np.uint64))
 
     def _address(self, pointer: int, kind: int, size: int = 4) -> int:

@@ -1,4 +1,4 @@
-"""weft inside other projects: torch, Transformers, vLLM and SGLang."""
+"""Integrations of weft into torch, Transformers, vLLM and SGLang."""
 
 import os
 from importlib import metadata
@@ -20,9 +20,8 @@ def switched_off(switch: str) -> bool:
 
 
 def plugin_state(switch: str, allowed: str) -> str:
-    """Return whether two environment variables leave a plugin on: `switch` is weft's own, and `allowed` is the engine's
-    list of plugins.
-    """
+    """Return whether a plugin is on. Two environment variables decide this: `switch`, which is weft's own, and
+    `allowed`, which is the engine's list of plugins."""
     if switched_off(switch):
         return f"the plugin is off by {switch}={os.environ[switch]}"
     names = os.environ.get(allowed)

@@ -18,7 +18,7 @@ from .. import architectures
 from ..backends.library_gemm import Form, GemmFunction, is_close
 from . import installed_version
 
-OLDEST, BEFORE = (0, 6, 5), (0, 7)  # supported versions of quack-kernels: from OLDEST, before BEFORE
+OLDEST, BEFORE = (0, 6, 5), (0, 7)  # the supported quack-kernels: from OLDEST up to, but not including, BEFORE
 FORMS = (Form(128, 192, 2, True), Form(128, 160, 2, True), Form(128, 256, 2, False))
 
 
@@ -50,7 +50,7 @@ def lacks() -> str | None:
         return "its GEMM is used on Hopper GPUs alone"
     try:
         import quack.gemm  # noqa: F401
-    except Exception as e:  # a library may raise any exception if its dependencies have wrong versions
+    except Exception as e:  # quack may raise any exception if its dependencies have wrong versions
         return f"quack-kernels {version} cannot be imported: {type(e).__name__}: {e}"
     return None
 
@@ -87,8 +87,7 @@ def flag_gated(
     loads rows of shard s once flags[s] >= call (int32 [1] on the device). It starts with this rank's shard, `me`, and
     continues in ring order. The wait has no timeout, and the SMs poll in no particular order. So the operation that
     sets a flag must be ordered after the copy of the rows, must need no SM, and must run even if a peer fails
-    (docs/protocol.md, "Flags of the copy engine").
-    """
+    (docs/protocol.md, "Flags of the copy engine")."""
     from quack.gemm import AllGatherArguments, gemm
 
     waiting = AllGatherArguments(flags, call, flags.numel(), me)
@@ -99,8 +98,7 @@ def flag_gated(
 @functools.cache
 def waits(form: Form, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether `flag_gated` computes correct results in this form, for a product whose flags are already set. The
-    check compiles the kernel, which takes seconds unless quack has cached the compiled kernel.
-    """
+    check compiles the kernel, which takes seconds unless quack has cached the compiled kernel."""
     generator = torch.Generator(device).manual_seed(0)  # a generator of its own leaves the user's unchanged
     x, weight = (torch.randn(512, 256, device=device, generator=generator).to(dtype) for _ in range(2))
     out, call = torch.empty(512, 512, device=device, dtype=dtype), torch.ones(1, device=device, dtype=torch.int32)

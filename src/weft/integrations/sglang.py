@@ -53,13 +53,12 @@ def register() -> None:
 
 
 def state() -> str:
-    """Return one line that says whether the plugin would be loaded."""
+    """Return one line that says whether SGLang would load the plugin."""
     version = installed_version("sglang")
     return "not installed" if version is None else f"{version}, {plugin_state(WEFT_SGLANG, 'SGLANG_PLUGINS')}"
 
 
 def report() -> str:
     """Return a line for each of torch's fused operators, with the number of calls in this process that weft computed
-    and the number that torch computed.
-    """
+    and the number that torch computed."""
     return _served[-1].report() if _served else "weft serves nothing here"

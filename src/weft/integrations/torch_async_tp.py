@@ -49,7 +49,7 @@ _worlds: dict[str, World] = {}  # by the group's name
 
 
 def async_tp(*groups: ProcessGroup | World, plan: str | Plan = "auto") -> AsyncTP:
-    """Make weft serve torch's `symm_mem` fused operators from now on.
+    """Replace torch's `symm_mem` fused operators by weft's until the result is closed.
 
     Args:
         groups: the tensor-parallel groups for which torch.compile's micro-pipeline pass is enabled. Without groups,
@@ -69,8 +69,7 @@ def async_tp(*groups: ProcessGroup | World, plan: str | Plan = "auto") -> AsyncT
 class AsyncTP(contextlib.AbstractContextManager["AsyncTP"]):
     """weft's implementation of torch's operators. `served` counts the calls that weft computed, by operator;
     `fell_through` counts the calls that torch computed, by (operator, reason). Both include calls from compiled code,
-    but not replays of CUDA graphs.
-    """
+    but not replays of CUDA graphs."""
 
     def __init__(self, groups: Sequence[ProcessGroup | World], plan: str | Plan) -> None:
         for op in (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER):
@@ -90,7 +89,8 @@ class AsyncTP(contextlib.AbstractContextManager["AsyncTP"]):
         _active.append(self)
 
     def close(self) -> None:
-        """Restore torch's operators if no other AsyncTP is active. Compiled code then calls them as well."""
+        """Restore torch's operators if no other AsyncTP is active. Compiled code then calls torch's operators as
+        well."""
         if self in _active:
             _active.remove(self)
             self._undo.close()
@@ -110,8 +110,7 @@ class AsyncTP(contextlib.AbstractContextManager["AsyncTP"]):
 
 class Factor(NamedTuple):
     """A weight [K, N], and the bias of its product with x. A weight in e4m3 also has scales, and the dtype and the
-    accumulation mode of the product.
-    """
+    accumulation mode of the product."""
 
     weight: Tensor
     scales: Tensor | None = None
@@ -134,8 +133,7 @@ class Factor(NamedTuple):
 # -- the operators -----------------------------------------------------------------------------------------------------
 def rows_of(front: Tensor, scales: Tensor | None) -> Activation:
     """Return the rows of front [.., K], with their scales if there are any: one scale for each row, or one for all
-    rows.
-    """
+    rows."""
     rows = front.flatten(0, -2)
     if scales is None:
         return rows
@@ -181,8 +179,7 @@ def gather(
 
 def scatter(world: World, front: Tensor, scales: Tensor | None, factor: Factor, dim: int, reduce_op: str) -> Tensor:
     """Sum or average front @ factor over the ranks, and return this rank's part along `dim`, which is not the last
-    dimension. `front` [.., K] has `dim` as its first dimension.
-    """
+    dimension. `front` [.., K] has `dim` as its first dimension."""
     arguments = factor.arguments(rows_of(front, scales))
     y = matmul_reduce_scatter(*arguments, world=world, plan=_active[-1].plan, **factor.options)
     total = y.view(front.shape[0] // world.size, *front.shape[1:-1], y.shape[1]).movedim(0, dim).contiguous()
@@ -262,8 +259,7 @@ class NotServed(Exception):
 
 def _with_fallback(name: str, compute: Callable[..., object]) -> Callable[..., object]:
     """Return weft's implementation of an operator. It calls `compute`, or torch's implementation if `compute` raises
-    NotServed, and counts the calls.
-    """
+    NotServed, and counts the calls."""
 
     def run(x: Tensor, *args: object, **kwargs: object) -> object:
         try:
@@ -286,8 +282,7 @@ def _check_operands(
     group_name: str, x: Tensor, weights: Sequence[Tensor], dim: int, dtype: torch.dtype | None = None
 ) -> None:
     """Raise NotServed for operands that weft does not multiply. This check runs before the World is made, since a fake
-    group cannot have a World. `dtype` is the dtype that the operands must have; None means either 16-bit dtype.
-    """
+    group cannot have a World. `dtype` is the dtype that the operands must have; None means either 16-bit dtype."""
     if _symm_mem()._is_test_mode:
         raise NotServed("torch's test mode")
     if not _has_world(group_name, x):
@@ -336,13 +331,13 @@ def _native(x: Tensor, weights: Sequence[Tensor], dim: int, group_name: str) -> 
 
 
 def _has_world(group_name: str, x: Tensor) -> bool:
-    """Return whether the group can have a World: a group of GPUs, one of CPU processes over gloo, or an emulated World
-    of that name."""
+    """Return whether the group can have a World. It can if it is a group of GPUs, a group of CPU processes over gloo,
+    or if an emulated World has its name."""
     return x.is_cuda or group_name in World._all or serves(_group(group_name))
 
 
 def world_of(group_name: str, x: Tensor) -> World | None:
-    """Return the group's World, made at its first use, or None for a group that cannot have one."""
+    """Return the group's World, which is made at the first use, or None for a group that cannot have one."""
     return _world(group_name) if _has_world(group_name, x) else None
 
 
@@ -363,7 +358,7 @@ def _group(name: str) -> ProcessGroup:
 # -- torch's -----------------------------------------------------------------------------------------------------------
 @functools.cache
 def _symm_mem() -> ModuleType:
-    """Return torch's module of symmetric memory, whose import defines the operators."""
+    """Return torch's module of symmetric memory. Its import defines the operators."""
     import torch.distributed._symmetric_memory as module
 
     return module

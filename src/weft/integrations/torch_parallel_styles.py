@@ -60,21 +60,21 @@ class Styled:
 
 
 def report(module: nn.Module) -> str:
-    """Return a line for each module with one of these styles: whether weft or torch computed its last call, and why."""
+    """Return a line for each module with one of these styles, which says whether weft or torch computed the last call,
+    and why."""
     notes = {name: vars(m)[STYLED].note for name, m in module.named_modules() if STYLED in vars(m)}
     return "\n".join(f"{name or '(itself)'}: {note}" for name, note in notes.items()) or "no module has a style of weft"
 
 
 if TYPE_CHECKING:
-    _TorchStyle = style.ColwiseParallel  # RowwiseParallel's methods have the same types
+    _TorchStyle = style.ColwiseParallel  # for the type checker; RowwiseParallel's methods have the same types
 else:
     _TorchStyle = object
 
 
 class _LinearStyle(_TorchStyle):
     """A mixin that precedes one of torch's styles among the base classes. torch splits the parameters of an
-    `nn.Linear`, and `_linear` becomes the forward of the linear.
-    """
+    `nn.Linear`, and `_linear` becomes the forward of the linear."""
 
     def __init__(
         self,
@@ -169,8 +169,7 @@ class RowwiseParallel(_LinearStyle, style.RowwiseParallel):  # type: ignore[misc
 
 class SequenceParallel(style.SequenceParallel):
     """torch's SequenceParallel for norms, without the cost of DTensors. The module computes on plain tensors of this
-    rank's rows, and the ranks sum the gradients of its parameters.
-    """
+    rank's rows, and the ranks sum the gradients of its parameters."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_module(module, device_mesh, self._replicate_module_fn)
@@ -203,7 +202,7 @@ class SequenceParallel(style.SequenceParallel):
 
 
 class SummedGradient(torch.autograd.Function):
-    """A tensor that is the same on all ranks. Its gradient is the sum of the ranks' gradients."""
+    """A tensor that is the same on all ranks. The gradient of the tensor is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -221,8 +220,7 @@ class SummedGradient(torch.autograd.Function):
 @dataclass
 class LinearOperands:
     """The local operands of a call, in the dtype in which the product is computed. `bias` is this rank's shard for a
-    column-parallel linear, and the full bias for a row-parallel linear.
-    """
+    column-parallel linear, and the full bias for a row-parallel linear."""
 
     x: Tensor
     weight: Tensor
@@ -232,8 +230,7 @@ class LinearOperands:
 @dataclass
 class Gathered:
     """The rows that were gathered last. Later modules reuse them if their x is the same tensor and has not been written
-    since.
-    """
+    since."""
 
     x: weakref.ref[Tensor]
     version: int
@@ -243,8 +240,7 @@ class Gathered:
 
     def serves(self, x: Tensor, key: tuple[object, ...], module: nn.Module) -> bool:
         """Return whether these are the rows that the module would gather from x. A second call by the same module
-        belongs to a later pass, so the module gathers again.
-        """
+        belongs to a later pass, so the module gathers again."""
         same = self.x() is x and (self.version, self.key) == (x._version, key)
         return same and id(module) not in self.served
 
@@ -283,8 +279,7 @@ def _forget(name: str, reference: weakref.ref[Tensor]) -> None:
 
 def reduced_linear(world: World, operands: LinearOperands, dim: int | None, plan: str | Plan) -> Tensor:
     """Sum x @ weight.T over the ranks and add the bias. Return this rank's part along `dim`, or all of it if `dim` is
-    None.
-    """
+    None."""
     if dim is None:
         y = matmul_all_reduce(operands.x.flatten(0, -2), operands.weight, operands.bias, world=world, plan=plan)
         return y.view(*operands.x.shape[:-1], y.shape[1])

@@ -11,7 +11,7 @@ from triton import JITFunction
 from ..compute.elementwise import silu_mul as silu_mul_kernel
 from ..compute.elementwise import silu_mul_backward as backward_kernel
 from ..kernel_launch import Launch, prepared
-from ..op import Local, RowsCall, check_call, registered
+from ..op import Local, RowsCall, registered
 from ..plans import Plan, Sequential
 from ..prepared import Run
 from ..scaled_tensor import ScaledTensor
@@ -26,7 +26,7 @@ _OP = "silu_mul"
 
 @dataclass(frozen=True)
 class SiluCall(RowsCall):
-    """A checked call: out [m, columns] for x [m, stride], in which blocks of `interleave` gate and up columns
+    """A checked call. The result is [m, columns] for x [m, stride], in which blocks of `interleave` gate and up columns
     alternate."""
 
     columns: int
@@ -47,7 +47,7 @@ def prepare_silu_mul(world: World, call: SiluCall, plan: Plan) -> Run:
 
 
 class SiluMul(Local[SiluCall]):
-    """silu(gate) * up. Options: columns, interleave."""
+    """The op silu(gate) * up. The options are columns and interleave."""
 
     name = _OP
     signature = "Tensor x, SymInt columns, SymInt interleave"
@@ -57,7 +57,11 @@ class SiluMul(Local[SiluCall]):
 
     def check(self, world: World, operands: SiluOperands, options: CallOptions) -> SiluCall:
         (x,), (columns, interleave) = operands, options
-        validate(x, world)
+        check_device(_OP, world, "x", x)
+        if x.dim() != 2 or x.shape[1] % 2:
+            raise ValueError(f"{_OP}: x must be [M, 2I], gate then up, got {dims(x)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{_OP}: x is {dims(x)}; bfloat16 and float16 are supported")
         return SiluCall(x.shape[0], columns, x.shape[1], interleave, x.dtype)
 
     def outputs(self, world: World, call: SiluCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -82,11 +86,11 @@ SILU_MUL = registered(SiluMul())
 
 
 def silu_mul(x: torch.Tensor, *, world: World, **removed: Never) -> torch.Tensor:
-    """Return silu(gate) * up [M, I] for x [M, 2 I], the gate columns followed by the up columns: the activation of a
-    Llama MLP.
+    """Return silu(gate) * up [M, I], the activation of a Llama MLP: x [M, 2 I] has the gate columns, followed by the up
+    columns.
 
-    One launch computes the result in float32, and one launch its gradient. x is bfloat16 or float16 on `world.device`.
-    Raises ValueError or TypeError for anything else. No rank waits for another.
+    One launch computes the result in float32, and one launch computes its gradient. x is bfloat16 or float16 on
+    `world.device`. Raises ValueError or TypeError for any other x. No rank waits for another.
 
     Examples:
         >>> x = torch.ones(2, 16).bfloat16()  # gate [2, 8], then up [2, 8]
@@ -104,8 +108,8 @@ def silu_mul_quantized(
 ) -> ScaledTensor:
     """Return `silu_mul` in 8 bits.
 
-    One launch computes the values and their scales. There is no gradient. recipe, scale: as in `weft.quantize`;
-    "tensor" needs a scale. Raises the errors of `weft.quantize`.
+    One launch computes the values and their scales. The function has no gradient. recipe and scale are as in
+    `weft.quantize`, but "tensor" needs a scale. Raises the errors of `weft.quantize`.
 
     Examples:
         >>> x = torch.ones(2, 32).bfloat16()
@@ -126,30 +130,21 @@ def columns_of(op: str, x: torch.Tensor) -> int:
 
 
 def silu_mul_blocks(x: torch.Tensor, columns: int, block: int, world: World) -> torch.Tensor:
-    """Return `silu_mul` [M, columns] of x [M, S], in which blocks of `block` gate and of as many up columns alternate;
-    the last two blocks are padded."""
+    """Return `silu_mul` [M, columns] of x [M, S], in which blocks of `block` gate columns and `block` up columns
+    alternate; the last two blocks are padded."""
     return SILU_MUL(world, Sequential(), SiluOperands(x), (columns, block))
 
 
-def validate(x: torch.Tensor, world: World) -> None:
-    check_call(_OP, world)
-    check_device(_OP, world, "x", x)
-    if x.dim() != 2 or x.shape[1] % 2:
-        raise ValueError(f"{_OP}: x must be [M, 2I], gate then up, got {dims(x)}")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{_OP}: x is {dims(x)}; bfloat16 and float16 are supported")
-
-
 def launch_silu_mul(x: torch.Tensor, out: torch.Tensor, world: World, interleave: int) -> None:
-    """Compute out [M, I] of x [M, S] on the current stream (`silu_mul_launch`)."""
+    """Compute out [M, I] from x [M, S] on the current stream (`silu_mul_launch`)."""
     rows, columns = out.shape
     if rows and columns:
         silu_mul_launch(world, rows, columns, x.shape[1], interleave)(world.current_stream(), x=x, out=out)
 
 
 def silu_mul_launch(world: World, rows: int, columns: int, stride: int, interleave: int) -> Launch:
-    """Return the launch of out [rows, columns] = silu(gate) * up for x [rows, stride], in which blocks of `interleave`
-    gate and of as many up columns alternate; the last two blocks are padded."""
+    """Return the launch that computes out [rows, columns] = silu(gate) * up. In x [rows, stride] blocks of `interleave`
+    gate columns and `interleave` up columns alternate; the last two blocks are padded."""
     return _elementwise(world, silu_mul_kernel, rows, columns, stride, columns, interleave)
 
 
@@ -157,8 +152,8 @@ def silu_mul_launch(world: World, rows: int, columns: int, stride: int, interlea
 def _elementwise(
     world: World, kernel: JITFunction, rows: int, columns: int, stride: int, width: int, interleave: int
 ) -> Launch:
-    """Return the launch. stride: the elements of a row of the kernel's input. width: the columns that its tiles of
-    R x C elements cover."""
+    """Return the launch. A row of the kernel's input has `stride` elements, and the kernel's tiles of R x C elements
+    cover `width` columns."""
     block = world.backend.scale.gate_block
     c = min(1 << (width - 1).bit_length(), block)
     r = block // c

@@ -1,5 +1,5 @@
-"""Decomposed plans for ranks without symmetric memory. Shards are cut into parts; NCCL's collective of one part runs
-under the GEMM of a different part.
+"""Decomposed plans for ranks without symmetric memory. Shards are cut into parts, and NCCL's collective of one part
+runs under the GEMM of a different part.
 
     all-gather       comm    gather part 0 | gather part 1 | ...
                      stream                | GEMM 0, put in order | GEMM 1, ..
@@ -7,8 +7,9 @@ under the GEMM of a different part.
                      comm                                   | reduce-scatter part 0 | ..
 
 A part is the same fraction of a shard's rows as the plan's group is of the shards. Collectives need contiguous memory,
-so rows are copied within the GPU; the copy costs one pass through its memory, which is several times as fast as the
-link. All memory is allocated before the streams diverge, because the caching allocator orders reuse on one stream only.
+so rows are copied within the GPU. The copy costs one pass through the GPU's memory, which is several times as fast as
+the link. All memory is allocated before the streams diverge, because the caching allocator orders the reuse of memory
+only on one stream.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def gather(world: World, plan: Decomposed, operands: ScaledFactors, out: torch.T
 
 
 def scatter(world: World, plan: Decomposed, operands: ScaledFactors, out: torch.Tensor) -> None:
-    """Compute out [m, N], this rank's rows of the sum over ranks."""
+    """Compute this rank's rows of the sum over ranks, out [m, N]."""
     x, weight, bias, *_ = operands
     (rows, n), k, size = out.shape, x.shape[1], world.size
     stream, comm = world.current_stream(), world.side_stream("comm")

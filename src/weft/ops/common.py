@@ -1,4 +1,4 @@
-"""The base of the ops with one GEMM: options, checks, the plans that fit a call, and descriptors."""
+"""The base of the ops with one GEMM: their options, checks and descriptors, and the plans that suit a call."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class MatmulCall(Call):
-    """A checked call of a GEMM [M, K] x [N, K]^T on every rank, with its collective. shards: the rows of each rank.
-    n, k: N and K. dtype: the result's dtype. bias: whether there is a bias. scaling: the scaling of 8-bit operands, or
-    None for operands of the result's dtype."""
+    """A checked call of a GEMM [M, K] x [N, K]^T on every rank, with its collective. `shards` has the number of rows of
+    each rank, `n` and `k` are N and K, `dtype` is the result's dtype, and `bias` says whether there is a bias.
+    `scaling` is the scaling of 8-bit operands, or None for operands of the result's dtype."""
 
     shards: tuple[int, ...]
     n: int
@@ -59,7 +59,7 @@ class MatmulCall(Call):
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """Return the dtype of x and the weight."""
+        """Return the dtype of x and of the weight."""
         return self.dtype if self.scaling is None else E4M3
 
     @cached_property
@@ -86,10 +86,10 @@ class MatmulOp(Op[M]):
         return call.rows, call.n, call.k
 
     operand_type: ClassVar[Callable[..., Operands]] = Factors
-    transposes: ClassVar[tuple[type[Plan], ...]] = ()  # plans that support a weight [N, K] stored as [K, N]
+    transposes: ClassVar[tuple[type[Plan], ...]] = ()  # these plans support a weight [N, K] stored as [K, N]
 
     def trial_key(self, call: M) -> Hashable:
-        """Return the key that calls share if they share a trial, with rows rounded as for the library's GEMM."""
+        """Return a key that is equal for calls that share a trial. Rows are rounded as for the library's GEMM."""
         return tuple((call.same_on_all_ranks() | dict(rows=library_gemm.stepped(call.rows), even=call.even)).items())
 
     def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
@@ -107,12 +107,12 @@ class MatmulOp(Op[M]):
         return self._with_operand_tiles(call, super()._named(world, call, name, capturing))
 
     def expected(self, world: World, call: M, mode: str) -> Plan:
-        """Return the expected plan; sequential for 8-bit operands, since the planner has no rates for these, and only
-        trials decide."""
+        """Return the expected plan. For 8-bit operands it is sequential, since the planner has no rates for these, so
+        that only trials decide."""
         return super().expected(world, call, mode) if call.scaling is None else Sequential()
 
     def choose(self, world: World, call: M, asked: str | Plan, capturing: bool) -> Plan:
-        """Return the Plan to run. A Plan that the caller passed keeps its tiles; the plan for "auto" or a kind's name
+        """Return the Plan to run. A Plan from the caller keeps its tiles; the plan for "auto" or the name of a kind
         gets tiles that suit the shape. With 8-bit operands every plan gets tiles that suit the operands."""
         if isinstance(asked, Plan):
             asked = self._with_operand_tiles(call, asked)
@@ -124,8 +124,8 @@ class MatmulOp(Op[M]):
         return with_shape_tiles(plan, call.shards, call.n, world.sm_count, world.backend.capability)
 
     def batch_invariance_unsupported(self, world: World, call: M, plan: Plan) -> str | None:
-        """Return why the plan is not batch-invariant, or None. All plans add K in steps of one length, from the first
-        to the last."""
+        """Return the reason why the plan is not batch-invariant, or None if it is. All plans add the steps of K in
+        ascending order, and all steps have the same length."""
         if call.scaling is not None:
             return "libraries multiply 8-bit operands"
         if isinstance(plan, Decomposed) and world.size > 1 and world.backend.symmetric_unsupported is not None:
@@ -137,7 +137,7 @@ class MatmulOp(Op[M]):
 
     def dense_operands(self, plan: Plan, operands: AnyFactors) -> AnyFactors:
         """Return dense operands. A weight stored as [K, N], as in a gradient's GEMM, is not copied if the plan supports
-        it: the copy would take as long as some collectives."""
+        it, since the copy would need as much time as some collectives."""
         x, weight, *extra = operands
         takes_transposed = isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t())
         if takes_transposed and weight.dtype != E4M3:
@@ -174,7 +174,7 @@ class MatmulOp(Op[M]):
         return reason
 
     def why_not_8_bits(self, world: World, scaling: Scaling, plan: Plan) -> str | None:
-        """Return why the plan does not support 8-bit operands, or None."""
+        """Return the reason why the plan does not support 8-bit operands, or None if it does."""
         if isinstance(plan, Fused):
             return tile_unsupported(scaling, plan.tile)
         if isinstance(plan, Signaled | FlagGated):
@@ -184,12 +184,12 @@ class MatmulOp(Op[M]):
         return world.backend.symmetric_unsupported if isinstance(plan, Decomposed) else None
 
     def why_uneven(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
-        """Return why the plan does not support shards of these lengths, or None. If the caller did not ask for the
-        plan, the reason is "", which is not logged."""
+        """Return the reason why the plan does not support shards of these lengths, or None if it does. If the caller
+        did not request the plan, the reason is "", which is not logged."""
         why = None
         if isinstance(plan, OneShot) and self.collective != "all_reduce":
             if asked == "auto" and world.size * max(call.shards) > 2 * call.rows:
-                return ""  # the plan would allocate the longest shard for every rank
+                return ""  # the plan would allocate memory for the longest shard on every rank
             if min(call.shards) == 0 < max(call.shards):
                 why = "a rank without rows would not wait for the other ranks"
         elif not call.even and self.copies_shards(plan):
@@ -197,13 +197,13 @@ class MatmulOp(Op[M]):
         return "" if why and asked == "auto" else why
 
     def copies_shards(self, plan: Plan) -> bool:
-        """Return whether a copy engine moves whole shards."""
+        """Return whether a copy engine moves the shards as a whole."""
         return isinstance(plan, Decomposed)
 
 
 def check_16_byte_rows(**sizes: int) -> str | None:
-    """Return why bulk copies do not support rows with these numbers of elements, or None. sizes: the numbers, by
-    name."""
+    """Return the reason why bulk copies do not support rows with these numbers of elements, or None if they do. `sizes`
+    has the numbers by name."""
     for name, size in sizes.items():
         if size % 8:
             return f"{name} {size} must be a multiple of 8 (16-byte rows for bulk copies)"
@@ -211,8 +211,8 @@ def check_16_byte_rows(**sizes: int) -> str | None:
 
 
 def check_rows(op: str, world: World, rows: Sequence[int], x: torch.Tensor, whole: bool) -> tuple[int, ...]:
-    """Check and return the caller's `rows`, the number of rows of every rank. whole: x has the rows of all ranks, not
-    this rank's alone."""
+    """Check and return the caller's `rows`, the number of rows of every rank. With `whole`, x has the rows of all ranks
+    instead of only this rank's."""
     valid, own_rows = len(rows) == world.size and min(rows) >= 0, x.shape[0]
     if whole and not (valid and sum(rows) == own_rows):
         raise ValueError(
@@ -224,12 +224,12 @@ def check_rows(op: str, world: World, rows: Sequence[int], x: torch.Tensor, whol
 
 
 def split_rows(world: World, m: int) -> tuple[int, ...]:
-    """Return `balanced_rows` of M, computed without comparisons, for sizes that are symbols under torch.compile."""
+    """Return `balanced_rows` of M. The function compares no sizes, which may be symbols under torch.compile."""
     return tuple((m + world.size - 1 - r) // world.size for r in range(world.size))
 
 
 def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return a copy of the caller's list or tensor as a tuple: the tuple is part of the key of decisions, and the
+    """Return a copy of the caller's list or tensor as a tuple. The tuple is part of the key of decisions, and the
     backward pass reads it later."""
     if rows is None or torch.compiler.is_compiling():
         return rows  # type: ignore[return-value]  # may hold symbols
@@ -240,14 +240,14 @@ def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def tile_of(tile: TileShape, group_m: int, trans_b: bool = False, scaling: Scaling | None = None) -> Tile:
-    """Return a kernel's Tile. trans_b: the weight [N, K] is stored as [K, N]. scaling: the scaling of 8-bit operands,
-    or None."""
+    """Return a kernel's Tile. With `trans_b` the weight [N, K] is stored as [K, N]. `scaling` is the scaling of 8-bit
+    operands, or None."""
     if scaling is not None:
         return scaled_tile(tile, group_m, scaling)
     return constants(Tile, BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP_M=group_m, TRANS_B=trans_b)
 
 
 def weight_matrix(call: MatmulCall, tile: TileShape, trans_b: bool = False) -> Matrix:
-    """Return the weight's descriptor, in the tiles of a GEMM."""
+    """Return the weight's descriptor, with blocks for the tiles of a GEMM."""
     (n, k), (bn, bk) = (call.n, call.k), (tile.block_n, tile.block_k)
     return Matrix(k, n, (bk, bn)) if trans_b else Matrix(n, k, (bn, bk))

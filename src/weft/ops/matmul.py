@@ -1,5 +1,5 @@
-"""x @ weight.T on some of the SMs, so that a concurrent communication kernel can use the rest. No rank waits for
-another."""
+"""The product x @ weight.T on some of the SMs, so that a concurrent communication kernel can use the other SMs. No rank
+waits for another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..world import World
 from .common import tile_of
 from .tiles import usual_tile
 
-# The kernel's arguments for a GEMM without shared tiles.
+# The arguments of the kernel for a GEMM without shared tiles.
 ALONE = dict(
     partials=None, epoch=None, ch=None, shared_tiles=0, tiles_per_helper=1, parts=1, first_steps=0, SHARE=False
 )
@@ -27,9 +27,9 @@ ALONE = dict(
 
 @dataclass(frozen=True)
 class Shares:
-    """How programs share the last tiles of a GEMM (`compute.gemm.matmul`), and how long the GEMM takes, in K steps of a
-    tile. A tile is split along K into `parts` parts; the first part has first_steps K steps. A helper computes one part
-    of tiles_per_helper tiles."""
+    """The way in which programs share the last tiles of a GEMM (`compute.gemm.matmul`), and the time of the GEMM, in K
+    steps of a tile. A tile is split along K into `parts` parts; the first part has first_steps K steps. A helper
+    computes one part of tiles_per_helper tiles."""
 
     time: int
     shared_tiles: int = 0
@@ -40,7 +40,7 @@ class Shares:
     @classmethod
     def choose(cls, world: World, tiles: int, steps: int, programs: int) -> Shares:
         """Return the fastest Shares for `tiles` tiles of `steps` K steps. Programs share no tiles if the last wave is
-        so full that sharing its tiles costs more than it saves."""
+        so full that sharing its tiles would cost more time than it saves."""
         part, handover, cost = (
             world.backend.scale.min_part_steps,
             world.backend.scale.handover_steps,
@@ -63,9 +63,9 @@ class Shares:
 def matmul(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, world: World, programs: int, gated: int = 0
 ) -> None:
-    """Compute out [M, N] = x [M, K] @ weight.T [N, K] with `programs` programs, one on each SM, on the current stream;
-    with `gated`, out [M, gated] = silu(gate) * up for a weight as in `all_gather_swiglu`. All tensors are contiguous,
-    and their rows are whole 16-byte words."""
+    """Compute out [M, N] = x [M, K] @ weight.T [N, K] on the current stream, with `programs` programs, one on each SM.
+    With `gated` compute out [M, gated] = silu(gate) * up for a weight as in `all_gather_swiglu`. All tensors are
+    contiguous, and their rows are whole 16-byte words."""
     (m, k), n, stream = x.shape, weight.shape[0], world.current_stream()
     if m == 0:
         return
@@ -77,7 +77,7 @@ def matmul(
 
 @prepared
 def _matmul(world: World, m: int, n: int, k: int, columns: int, gated: bool, programs: int) -> tuple[Launch, bool]:
-    """Return the launch, and whether its programs share tiles. columns: the output's columns."""
+    """Return the launch, and whether its programs share tiles. The output has `columns` columns."""
     t, block = usual_tile(world), world.backend.scale.interleave
     tiles, steps = -(-m // t.block_m) * -(-n // t.block_n), -(-k // t.block_k)
     shares = Shares.choose(world, tiles, steps, programs)
@@ -100,8 +100,7 @@ def _matmul(world: World, m: int, n: int, k: int, columns: int, gated: bool, pro
 
 
 def share_arguments(world: World, t: GemmTile, shares: Shares, programs: int) -> dict[str, object]:
-    """Return the kernel's arguments for tiles that programs share. GEMMs of all shapes use the same memory for partial
-    tiles."""
+    """Return the kernel's arguments for shared tiles. GEMMs of all shapes use the same memory for partial tiles."""
 
     def make() -> dict[str, object]:
         ch = world.local_channel("parts of tiles", [1] * (shares.shared_tiles * (shares.parts - 1)))
@@ -115,12 +114,12 @@ def share_arguments(world: World, t: GemmTile, shares: Shares, programs: int) ->
             first_steps=shares.first_steps,
         )
 
-    shape = (programs, t.block_m, t.block_n)  # helpers have no more parts than there are programs
+    shape = (programs, t.block_m, t.block_n)  # helpers compute at most as many parts as there are programs
     partials = world.cached(("parts of tiles", shape), lambda: world.empty(shape, torch.float32))
     return dict(partials=partials, **world.cached(shares, make))
 
 
-# The tiles that `invariant_matmul` times on a Hopper GPU: narrow ones keep all SMs busy with few rows.
+# The tiles that `invariant_matmul` times on a Hopper GPU. With few rows, narrow tiles keep all SMs busy.
 INVARIANT_TILES = (
     GemmTile(),
     GemmTile(block_m=64, warps=4, stages=5),
@@ -140,8 +139,8 @@ def invariant_matmul(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x @ weight.T + bias, in `out` or in a new tensor, computed with the fastest tile for this size. An element
-    has the same bits with all tiles and in the fused plans: K is added in steps of one length, from the first to the
-    last. Operands are dense, or the weight is stored as [K, N]; rows are whole 16-byte words."""
+    has the same bits with all tiles and in the fused plans, since all add the steps of K in ascending order, and all
+    steps have the same length. Operands are dense, or the weight is stored as [K, N]; rows are whole 16-byte words."""
     out = world.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
     if len(x):
         with world.on(stream):
@@ -158,7 +157,7 @@ def multiply_with_tile(
 
 @prepared
 def _whole_matmul(world: World, size: tuple[int, int, int], t: GemmTile, trans_b: bool) -> Launch:
-    """Return the launch. size: M, N and K. trans_b: the weight is stored as [K, N]."""
+    """Return the launch. `size` is M, N and K. With `trans_b` the weight is stored as [K, N]."""
     (m, n, k), (bm, bn, bk) = size, (t.block_m, t.block_n, t.block_k)
     return Launch(
         world,
@@ -178,8 +177,8 @@ def _whole_matmul(world: World, size: tuple[int, int, int], t: GemmTile, trans_b
 def _fastest_tile(
     world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> GemmTile:
-    """Return the fastest tile for these operands. If the size is not measured yet, this function times GEMMs with all
-    tiles, which write `out`."""
+    """Return the fastest tile for these operands. If the size is not measured yet, the function times GEMMs with all
+    tiles; these GEMMs write `out`."""
     usual = usual_tile(world)
     if not x.is_cuda or usual not in INVARIANT_TILES:
         return usual

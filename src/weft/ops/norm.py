@@ -1,5 +1,5 @@
-"""RMSNorm and residual add, of rows in ordinary order or in the tiles that a signaled plan returns. No rank waits for
-another."""
+"""RMSNorm and residual add of rows that are in ordinary order or in the tiles that a signaled plan returns. No rank
+waits for another."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..world import World
 
 @dataclass(frozen=True)
 class Remap:
-    """The layout of a matrix [rows, columns] as tiles of block_m x block_n stored one after another, each as its left
-    half and its right half.
+    """The layout of a matrix [rows, columns] as tiles of block_m x block_n. The tiles are stored one after another, and
+    the left half of each tile before its right half.
 
     The tiles of group_m tile rows follow one another column by column, then the tiles of the next group_m tile rows.
     There are tiles_m tile rows in all. Tiles at the edges are whole; their elements outside the matrix are undefined.
@@ -36,12 +36,12 @@ class Remap:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the shape of the tensor that holds the tiles."""
+        """Return the shape of the tensor that contains the tiles."""
         tiles = self.tiles_m * -(-self.columns // self.block_n)
         return tiles * 2 * self.block_m, self.block_n // 2
 
     def index(self) -> torch.Tensor:
-        """Return int64 [rows, columns] on the CPU, such that `tiles.flatten()[index]` is the matrix."""
+        """Return int64 [rows, columns] on the CPU; `tiles.flatten()[index]` is the matrix."""
         row, col = torch.arange(self.rows)[:, None], torch.arange(self.columns)[None, :]
         half = self.block_n // 2
         tile_row, tile_column = row // self.block_m, col // self.block_n
@@ -91,25 +91,24 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     remap: Remap | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return h / sqrt(mean(h^2) + eps) * weight over the columns of h = x, or h = x + residual.
+    """Return h / sqrt(mean(h^2) + eps) * weight for h = x or h = x + residual. The mean is over the columns.
 
     Args:
-        x: [M, N]; with `remap`, the tiles that `matmul_all_reduce_tiles` or `matmul_reduce_scatter_tiles` returned with
-            it. The norm then stores rows in ordinary order without a further pass over memory (FlashOverlap, section
-            4.3).
+        x: [M, N]; or, with `remap`, the tiles that `matmul_all_reduce_tiles` or `matmul_reduce_scatter_tiles` returned
+            together with that Remap. The norm then stores rows in ordinary order without a further pass over memory
+            (FlashOverlap, section 4.3).
         weight: [N].
-        eps: added to the mean of squares.
+        eps: the number to add to the mean of squares.
         world: the World whose device is used. No rank waits for another.
         residual: [M, N], in ordinary order.
         remap: None if x is in ordinary order.
 
-    All tensors are bfloat16, or all are float16. The norm is computed in float32; h is rounded to the dtype first, as
-    if it had been stored.
+    All tensors are bfloat16, or all are float16. The norm is computed in float32, from h rounded to the dtype.
 
     Returns:
         [M, N] in ordinary order; with a residual also h [M, N].
 
-    Raises ValueError or TypeError for shapes, dtypes or devices that do not fit. There is no gradient.
+    Raises ValueError or TypeError for shapes, dtypes or devices that do not fit. The function has no gradient.
 
     Examples:
         >>> x, weight = torch.full((2, 16), 3.0).bfloat16(), torch.ones(16).bfloat16()
@@ -138,7 +137,7 @@ def rms_norm(
 
 
 def residual_add(x: torch.Tensor, residual: torch.Tensor, *, world: World, remap: Remap | None = None) -> torch.Tensor:
-    """Return x + residual [M, N] in ordinary order, for x and remap as in `rms_norm`. The sum is computed in float32
+    """Return x + residual [M, N] in ordinary order; x and remap are as in `rms_norm`. The sum is computed in float32
     and rounded once. Raises the errors of `rms_norm`.
 
     Examples:
@@ -158,7 +157,7 @@ def residual_add(x: torch.Tensor, residual: torch.Tensor, *, world: World, remap
 def put_rows(
     world: World, x: torch.Tensor, remap: Remap | None, residual: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """Write out [M, N] = x (+ residual), in ordinary order, on the current stream."""
+    """Compute out [M, N] = x, or x + residual, in ordinary order on the current stream."""
     rows, n = out.shape
     if rows == 0:
         return
@@ -170,7 +169,7 @@ def put_rows(
 
 
 def columns(world: World, remap: Remap | None) -> int:
-    """Return the columns of a contiguous run (compute/norm.py)."""
+    """Return the number of columns of a contiguous run (compute/norm.py)."""
     if remap is not None:
         return remap.block_n // 2
     return world.backend.scale.run_columns
@@ -179,7 +178,7 @@ def columns(world: World, remap: Remap | None) -> int:
 def validate(
     op: str, world: World, x: torch.Tensor, remap: Remap | None, others: dict[str, torch.Tensor | None]
 ) -> tuple[int, int]:
-    """Check the operands, and return the rows and columns of the matrix."""
+    """Check the operands, and return the numbers of rows and columns of the matrix."""
     check_call(op, world)
     for name, t in (("x", x), *others.items()):
         if t is not None or name != "residual":
@@ -219,7 +218,8 @@ def _launch(
     residual: bool,
     own_parameters: tuple[tuple[str, float], ...],
 ) -> Launch:
-    """Return the launch. size: the rows and columns. own_parameters: the kernel's own ones, by name."""
+    """Return the launch. `size` has the numbers of rows and columns, and `own_parameters` the kernel's own parameters
+    by name."""
     rows, n = size
     tiled = dict(BM=1, GROUP_M=1) if remap is None else dict(BM=remap.block_m, GROUP_M=remap.group_m)
     return Launch(

@@ -1,4 +1,4 @@
-"""x @ weight.T on one GPU, of 16-bit or of scaled 8-bit operands. No rank waits for another."""
+"""The product x @ weight.T on one GPU, of 16-bit or of scaled 8-bit operands. No rank waits for another."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OP = "matmul"
 
 @dataclass(frozen=True)
 class ProductCall(RowsCall):
-    """A checked call: x [m, k] @ weight [n, k].T + bias. dtype: the result's dtype."""
+    """A checked call of x [m, k] @ weight [n, k].T + bias. `dtype` is the result's dtype."""
 
     n: int
     k: int
@@ -60,8 +60,8 @@ def linear(
     stream: Stream,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute x @ weight.T + bias on a stream, in `out` or in a new tensor of this dtype, with the fastest library or,
-    on a batch-invariant World, with weft's own GEMM."""
+    """Compute x @ weight.T + bias on a stream, in `out` or in a new tensor of this dtype. The fastest library computes
+    it, or weft's own GEMM on a batch-invariant World."""
     x, weight, bias, *_ = operands
     if scaling is None and world.batch_invariant:
         return invariant_matmul(world, x, weight, bias, stream, out)
@@ -120,7 +120,7 @@ class Matmul(Local[ProductCall]):
         return super().choose(world, call, asked, capturing)
 
     def dense_operands(self, plan: Plan, operands: ScaledFactors) -> ScaledFactors:
-        """Return dense operands. The scales by block of x are not copied if they are laid out column after column."""
+        """Return dense operands. Scales by block of x are not copied if they are stored column after column."""
         x, weight, bias, x_scale, weight_scale = operands
         x, weight, bias, weight_scale = bulk((x, weight, bias, weight_scale))  # type: ignore[assignment]
         if x_scale is not None and not (x_scale.dim() == 2 and x_scale.t().is_contiguous()):
@@ -143,7 +143,7 @@ def matmul(
     out: torch.Tensor | None = None,
     **removed: Never,
 ) -> torch.Tensor:
-    """Return x @ weight.T + bias on this GPU, of 8-bit or of 16-bit operands. No rank waits for another.
+    """Return x @ weight.T + bias of 8-bit or 16-bit operands, computed on this GPU. No rank waits for another.
 
     Args:
         x: [M, K], a `weft.ScaledTensor` with K a multiple of 16, or bfloat16 or float16. If x or the weight is not
@@ -152,8 +152,9 @@ def matmul(
             tensor of x's dtype.
         bias: [N], of the result's dtype.
         out_dtype: the dtype of the result: bfloat16 (also for None) or float16. For 16-bit operands it is x's dtype.
-        use_fast_accum: as in torch._scaled_mm, True leaves sums over K in the tensor cores' accumulators, of about 14
-            bits; False adds each 128 of K in float32. Sums of operands scaled by block are always added in float32.
+        use_fast_accum: as in torch._scaled_mm, True keeps sums over K in the tensor cores' accumulators, which have
+            about 14 bits; False adds each 128 of K in float32. Products of operands with scales by block are always
+            added in float32.
         plan: "auto" and "sequential" run the fastest of weft's own kernel and the installed libraries, as timed at the
             first call of a size. "persistent" or a `weft.plans.Persistent` runs weft's own kernel.
         out: [M, N], contiguous: the tensor for the result.
@@ -163,7 +164,7 @@ def matmul(
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
-        Unsupported: the GPU does not multiply 8-bit operands.
+        Unsupported: the GPU cannot multiply 8-bit operands.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()

@@ -1,4 +1,5 @@
-"""8-bit rows and their scales, of a matrix or of SiLU-mul, in one launch. No rank waits for another."""
+"""Quantization of the rows of a matrix or of SiLU-mul to 8 bits. One launch computes the rows and their scales. No rank
+waits for another."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from ..compute.quantize import LARGEST, LEAST, Groups, quantize_rows
 from ..kernel_launch import Launch
 from ..lang.jit import constants
-from ..op import Local, RowsCall, check_call, registered
+from ..op import Local, RowsCall, registered
 from ..plans import Plan, Sequential
 from ..prepared import Run
 from ..scaled_tensor import E4M3, SCALE_BLOCK, ScaledTensor, scales_shape
@@ -20,7 +21,7 @@ from ..world import World
 from .recipes import check_quantized
 
 _OP = "quantize"
-IN_REGISTERS = 16384  # columns of a row that a program holds in registers
+IN_REGISTERS = 16384  # the number of columns that a program has in registers
 
 
 class QuantizeOperands(NamedTuple):
@@ -30,9 +31,9 @@ class QuantizeOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizeCall(RowsCall):
-    """A checked call: out [m, n] for x [m, stride]. interleave: 0, or the size of the alternating blocks of gate and up
-    columns in x. block_rows: the rows that share a scale by block. by_columns: the scales by block are laid out column
-    after column. static_scale: whether the scale is an operand."""
+    """A checked call. The result is [m, n] for x [m, stride]. `interleave` is 0, or the size of the alternating blocks
+    of gate and up columns in x. `block_rows` rows share a scale by block. With `by_columns` the scales by block are
+    stored column after column. With `static_scale` the scale is an operand."""
 
     n: int
     stride: int
@@ -73,8 +74,8 @@ def prepare_quantize(world: World, call: QuantizeCall, plan: Plan) -> Run:
 
 
 class Quantize(Local[QuantizeCall]):
-    """The op quantize. The options are the fields of `QuantizeCall`; columns are the result's columns. The results are
-    the rows and the scales."""
+    """The op quantize. The options are the fields of `QuantizeCall`; columns is the number of columns of the result.
+    The results are the rows and the scales."""
 
     name = _OP
     signature = (
@@ -87,7 +88,6 @@ class Quantize(Local[QuantizeCall]):
     def check(self, world: World, operands: QuantizeOperands, options: CallOptions) -> QuantizeCall:
         (x, scale), (recipe, columns, interleave, block_rows, by_columns) = operands, options
         op = "silu_mul_quantized" if interleave else _OP
-        check_call(op, world)
         check_device(op, world, "x", x)
         if x.dim() != 2:
             raise ValueError(f"{op}: x must be 2-D, got {dims(x)}")
@@ -165,19 +165,20 @@ def quantize(
         x: [M, K], bfloat16 or float16.
         recipe: as in `weft.ScaledTensor`. K is a multiple of 128 for "block".
         scale: float32 [1], for "tensor". x is divided by it and clamped to +-448. None: torch first computes the scale
-            from the largest element.
-        weight: a scale by block covers 128 x 128 elements, as for a weight.
-        by_columns: lay out the scales by block column after column, as DeepGEMM reads them. `weft.matmul` reads both
-            layouts; ops across ranks copy such scales first.
+            from the largest magnitude.
+        weight: if true, a scale by block covers 128 x 128 elements, as for a weight.
+        by_columns: if true, scales by block are stored column after column, the layout that DeepGEMM reads.
+            `weft.matmul` reads both layouts; ops across ranks copy such scales first.
 
-    A scale is the largest magnitude of its elements over 448; each element is divided by it and rounded to nearest.
+    A scale is the largest magnitude of its elements divided by 448; each element is divided by its scale and rounded to
+    nearest.
 
     Returns:
         A `weft.ScaledTensor`, with scales [M, 1], [M, K / 128], [M / 128 rounded up, K / 128] (weight) or [1].
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. Or x requires a gradient.
-        Unsupported: the GPU has no e4m3.
+        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. Also if x requires a
+        gradient. Unsupported: the GPU has no e4m3.
 
     Examples:
         >>> x = torch.ones(2, 16).bfloat16()
@@ -196,6 +197,6 @@ def quantize(
 
 
 def scaled_rows(world: World, x: torch.Tensor, scale: torch.Tensor | None, options: CallOptions) -> ScaledTensor:
-    """Return the result of the op with these options."""
+    """Return the op's result with these options as a ScaledTensor."""
     values, scales = QUANTIZE(world, Sequential(), QuantizeOperands(x, scale), options)
     return ScaledTensor(values, scales, options[0])

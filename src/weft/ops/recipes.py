@@ -1,4 +1,4 @@
-"""Products of 8-bit operands (compute/scaled_gemm.py): their options, checks of operands and plans, and tiles."""
+"""Options, tiles, and checks of operands and plans for products of 8-bit operands (compute/scaled_gemm.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..world import World
 SCALINGS = {"tensor": BY_TENSOR, "row": BY_ROW, "block": BY_BLOCK}
 
 
-# The fields of ScaledFactors and of ProductOptions as torch.library writes operands and options.
+# The fields of ScaledFactors and of ProductOptions in the syntax of torch.library's schemas.
 SCALED_FACTORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale, Tensor? weight_scale"
 PRODUCT_OPTIONS = "str? recipe, ScalarType? out_dtype, bool use_fast_accum"
 
@@ -38,8 +38,8 @@ class ScaledFactors(NamedTuple):
 
 
 class ProductOptions(NamedTuple):
-    """The options of a GEMM's op for 8-bit operands: their recipe, None for 16-bit operands; the dtype of the result,
-    or None; and use_fast_accum."""
+    """The options of a GEMM's op for 8-bit operands. `recipe` is None for 16-bit operands; `out_dtype` None means the
+    default dtype."""
 
     recipe: str | None = None
     out_dtype: torch.dtype | None = None
@@ -61,7 +61,7 @@ def scaled_factors(
     out_dtype: torch.dtype | None,
     fast_accum: bool,
 ) -> tuple[ScaledFactors, CallOptions]:
-    """Return the operands one by one, and the fields of `ProductOptions`."""
+    """Return the values and scales as separate operands, and the fields of `ProductOptions`."""
     if not isinstance(x, ScaledTensor) and not isinstance(weight, ScaledTensor):
         return ScaledFactors(x, weight, bias), (None, out_dtype, fast_accum)
     if not isinstance(x, ScaledTensor) or not isinstance(weight, ScaledTensor):
@@ -82,9 +82,9 @@ def check_name(op: str, recipe: str) -> None:
 def check_quantized(
     op: str, world: World, x: torch.Tensor, columns: int, recipe: str, scale: torch.Tensor | None, static: bool
 ) -> int:
-    """Check the arguments of a function that quantizes rows with these numbers of columns, derived from x. Return the
-    number of elements of a row that share a scale, 0 for a scale by tensor. scale: the caller's scale by tensor.
-    static: whether the recipe "tensor" requires that scale."""
+    """Check the arguments of a function that quantizes rows with `columns` columns, which it derives from x. Return the
+    number of elements of a row that share a scale, or 0 for a scale by tensor. `scale` is the caller's scale by tensor;
+    with `static` the recipe "tensor" requires it."""
     check_name(op, recipe)
     group = {"tensor": 0, "row": columns, "block": SCALE_BLOCK}[recipe]
     if group and columns % group:
@@ -114,8 +114,8 @@ def scales_of_part(scaling: Scaling | None, x_scale: torch.Tensor | None, rows: 
 
 
 def check_scaled(op: str, world: World, operands: ScaledFactors, scaling: Scaling) -> None:
-    """Raise ValueError or TypeError for 8-bit operands that cannot be multiplied, quoting them, and Unsupported if the
-    GPU does not multiply such operands."""
+    """Raise ValueError or TypeError for 8-bit operands that cannot be multiplied; the message quotes them. Raise
+    Unsupported if the GPU cannot multiply such operands."""
     (x, weight, _, x_scale, weight_scale), kind = operands, scaling.recipe
     check_name(op, kind)
     n, k = weight.shape
@@ -171,8 +171,8 @@ def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias:
 def check_product(
     op: str, world: World, operands: ScaledFactors, options: ProductOptions
 ) -> tuple[Scaling | None, torch.dtype]:
-    """Check the operands of x @ weight.T + bias. Return how 8-bit operands are multiplied, or None for 16-bit operands,
-    and the dtype of the result. Raises the errors of `validate` and of `check_scaled`."""
+    """Check the operands of x @ weight.T + bias. Return the scaling of 8-bit operands, or None for 16-bit operands, and
+    the dtype of the result. Raises the errors of `validate` and of `check_scaled`."""
     (x, weight, bias, *_), scaling, out_dtype = operands, options.scaling, options.out_dtype
     if scaling is None:
         validate(op, world, x, weight, bias)
@@ -193,7 +193,7 @@ P = TypeVar("P", bound=Plan)
 
 
 def tile_unsupported(scaling: Scaling, tile: TileShape) -> str | None:
-    """Return why the tiles of a plan do not suit 8-bit operands, or None if they do."""
+    """Return the reason why the tiles of a plan do not suit 8-bit operands, or None if they do."""
     if not scaling.by_block or (tile.block_k == SCALE_BLOCK and SCALE_BLOCK % tile.block_n == 0):
         return None
     return f"scales by block need tiles of block_k {SCALE_BLOCK} and block_n at most {SCALE_BLOCK}, not {tile}"
@@ -201,7 +201,7 @@ def tile_unsupported(scaling: Scaling, tile: TileShape) -> str | None:
 
 def with_scaled_tiles(plan: P, scaling: Scaling) -> P:
     """Return the plan with tiles for 8-bit instead of 16-bit operands. A K step has the same number of bytes. If sums
-    are promoted, tiles are 128 x 128, for two programs on each SM, or for one program with twice as many warps if a
+    are promoted, tiles are 128 x 128, and each SM runs two programs, or one program with twice as many warps if a
     second kernel's programs run on the same SMs."""
     if not isinstance(plan, Fused):
         return plan
@@ -221,8 +221,8 @@ def with_scaled_tiles(plan: P, scaling: Scaling) -> P:
 
 
 def block_rows(tile: TileShape, scaling: Scaling | None) -> int:
-    """Return the rows of the blocks in which tiles are loaded and stored. If sums are promoted, a block has half a
-    tile's rows (compute/scaled_gemm.py)."""
+    """Return the number of rows of the blocks in which tiles are loaded and stored. If sums are promoted, a block has
+    half a tile's rows (compute/scaled_gemm.py)."""
     return tile.block_m // 2 if scaling is not None and scaling.promotes else tile.block_m
 
 

@@ -1,4 +1,4 @@
-"""Keywords that functions no longer have, and what to write instead."""
+"""Keywords that functions no longer have, and their replacements."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ import torch
 
 from ..compute.elementwise import ROWS, rotate
 from ..kernel_launch import Launch
-from ..op import Local, RowsCall, check_call, registered
+from ..op import Local, RowsCall, registered
 from ..plans import Plan, Sequential
 from ..prepared import Run
-from ..tensor_checks import DTYPES, check_device, dims
+from ..tensor_checks import DTYPES, check_devices, dims
 from ..torch_library import CallOptions
 from ..world import World
 
@@ -22,7 +22,8 @@ _OP = "rotary"
 
 @dataclass(frozen=True)
 class RotaryCall(RowsCall):
-    """A checked call for qkv [m, (heads + 2 kv_heads) d]; row r has the angles of row r % period. eps 0: no norms."""
+    """A checked call for qkv [m, (heads + 2 kv_heads) d]. Row r has the angles of row r % period. If eps is 0, there
+    are no norms."""
 
     heads: int
     kv_heads: int
@@ -57,7 +58,7 @@ def prepare_rotary(world: World, call: RotaryCall, plan: Plan) -> Run:
 
 
 class Rotary(Local[RotaryCall]):
-    """Rotary embedding. Options: heads, kv_heads, eps."""
+    """The op of the rotary embedding. The options are heads, kv_heads and eps."""
 
     name = _OP
     signature = (
@@ -70,11 +71,7 @@ class Rotary(Local[RotaryCall]):
 
     def check(self, world: World, operands: RotaryOperands, options: CallOptions) -> RotaryCall:
         (qkv, cos, sin, *norms), (heads, kv_heads, eps) = operands, options
-        check_call(_OP, world)
-        tensors = dict(qkv=qkv, cos=cos, sin=sin, query_norm=norms[0], key_norm=norms[1])
-        for name, t in tensors.items():
-            if t is not None:
-                check_device(_OP, world, name, t)
+        check_devices(_OP, world, operands._asdict())
         if qkv.dtype not in DTYPES:
             raise TypeError(f"{_OP}: qkv is {dims(qkv)}; bfloat16 and float16 are supported")
         parts = heads + 2 * kv_heads
@@ -113,14 +110,14 @@ def rotary(
     *,
     world: World,
 ) -> torch.Tensor:
-    """Return qkv with rotated queries and keys and unchanged values, computed in one launch: for c < D / 2, out[c] =
+    """Return qkv with rotated queries and keys and unchanged values, computed in one launch. For c < D / 2, out[c] =
     x[c] cos[c] - x[c + D / 2] sin[c] and out[c + D / 2] = x[c + D / 2] cos[c] + x[c] sin[c], where x is a head or its
     norm.
 
     Args:
-        qkv: [M, (heads + 2 kv_heads) D], queries, then keys, then values; bfloat16 or float16.
-        cos, sin: [.., D] with P rows in all; only columns 0 to D / 2 - 1 are read. Row r of qkv has the angles of row
-            r % P.
+        qkv: [M, (heads + 2 kv_heads) D], bfloat16 or float16: queries, then keys, then values.
+        cos, sin: [.., D] with P rows in all, of which only columns 0 to D / 2 - 1 are read. Row r of qkv has the angles
+            of row r % P.
         norms: weights [D] of the RMSNorm of every query head, and of every key head, before the rotation; None: no
             norm.
 

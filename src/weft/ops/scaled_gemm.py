@@ -1,8 +1,9 @@
-"""x @ weight.T + bias of 8-bit operands on one GPU: weft's own kernel, the libraries' products, and which of them runs.
+"""The product x @ weight.T + bias of 8-bit operands on one GPU, by weft's own kernel or by a library, and the choice
+between them.
 
-The first call of a size outside a CUDA graph capture times all of them. From then on the fastest with correct results
-runs, as for the library's GEMM of 16-bit operands (backends/library_gemm.py). A capture of a size that was not measured
-uses weft's own kernel. On CPU tensors torch multiplies the dequantized values.
+The first call of a size outside a CUDA graph capture times all products. From then on the fastest product with correct
+results runs, as for the library's GEMM of 16-bit operands (backends/library_gemm.py). A capture of a size that was not
+measured uses weft's own kernel. On CPU tensors torch multiplies the dequantized values.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from ..scaled_tensor import Scaling
 from ..world import World
 from .recipes import block_rows, scaled_tile
 
-# The first call of a size times these plans and cuBLAS, and uses the fastest. With scales by row, tiles of 128 x 128
-# and 5 stages took at least 1.07 times as long as the fastest product at each of 45 sizes (H200, 2026-11).
+# The first call of a size times these plans and cuBLAS, and uses the fastest. With scales by row, plans with tiles of
+# 128 x 128 and 5 stages needed at least 1.07 times the fastest product's time at each of 45 sizes (H200, 2026-11).
 WIDE = (Persistent(tile=GemmTile(block_k=128, stages=4)),)
 PROMOTED = (Persistent(tile=GemmTile(block_n=128, block_k=128, warps=4, stages=3), per_sm=2, flatten=False),)
 PERSISTENT_PLANS = {str(plan): plan for plan in (*WIDE, *PROMOTED)}
 
 
 def persistent_plans(scaling: Scaling) -> tuple[Persistent, ...]:
-    """Return the plans of weft's own kernel that are worth timing."""
+    """Return the plans of weft's own kernel that the first call times."""
     return PROMOTED if scaling.promotes else WIDE
 
 
@@ -53,7 +54,7 @@ def multiply_persistent(world: World, plan: Persistent, operands: ScaledOperands
 def _persistent_launch(
     world: World, scaling: Scaling, plan: Persistent, size: tuple[int, int, int], by_columns: bool
 ) -> Launch:
-    """Return the launch of weft's own kernel. size: M, N and K."""
+    """Return the launch of weft's own kernel. `size` is M, N and K."""
     (m, n, k), tile = size, plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     rows = block_rows(tile, scaling)
@@ -75,7 +76,8 @@ def _persistent_launch(
 
 
 def product(world: World, scaling: Scaling, name: str) -> library_gemm.ScaledProduct:
-    """Return the product with this name: weft's own kernel with a plan's tiles, or a library's product."""
+    """Return the function with this name, which computes the product by weft's own kernel with a plan's tiles, or by a
+    library."""
     if name in PERSISTENT_PLANS:
         return partial(multiply_persistent, world, PERSISTENT_PLANS[name])
     return library_gemm.scaled_products(scaling)[name]
@@ -95,7 +97,7 @@ def multiply(world: World, operands: ScaledOperands, stream: Stream, out: torch.
 
 
 def fastest(world: World, operands: ScaledOperands, out: torch.Tensor) -> str:
-    """Return the name of the fastest product. If the size is not measured yet, this function times all products, which
+    """Return the name of the fastest product. If the size is not measured yet, the function times all products; these
     write `out`."""
     (x, x_scales, _), (weight, _, _), *_ = operands
     scaling = operands.scaling

@@ -1,11 +1,11 @@
-"""The tiles of a plan's GEMM: the usual ones, or tiles of half the rows if they save half a wave.
+"""The tiles of a plan's GEMM, which are the usual tiles, or tiles of half the rows if these save half a wave.
 
-T tiles on P programs take T / P waves, rounded up: a last wave that leaves SMs idle takes hardly less time than a full
-wave. A wave of 64 x 256 tiles with four warps takes half as long as one of 128 x 256 tiles, so these half tiles pay if
-128 x 256 tiles fill one wave and at most half of the next. With half tiles the same product takes 3 to 8% longer if all
-SMs are busy, and more under communication, since an SM reads as many columns for half the rows. With more waves, half
-tiles were at most 5% faster than 128 x 256 tiles in a GEMM alone, and up to 35% slower in a sum over ranks (H200,
-2026-11: tests/planner/test_tiles.py, docs/design-notes.md).
+P programs compute T tiles in T / P waves, rounded up: a last wave that leaves SMs idle needs hardly less time than a
+full wave. A wave of 64 x 256 tiles with four warps needs half the time of a wave of 128 x 256 tiles. So these half
+tiles are faster if 128 x 256 tiles fill one wave and at most half of the next. With half tiles the same product is 3 to
+8% slower if all SMs are busy, and even slower under communication, since an SM reads the same number of columns for
+half the rows. With more waves, half tiles were at most 5% faster than 128 x 256 tiles in a GEMM alone, and up to 35%
+slower in a sum over ranks (H200, 2026-11: tests/planner/test_tiles.py, docs/design-notes.md).
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from ..plans import Fused, FusedGather, FusedGatherByCopies, GemmTile, Plan, Sig
 from ..world import World
 
 P = TypeVar("P", bound=Plan)
-SMALL_TILES_KIB = 128  # shared memory of 128 x 256 x 64 tiles with mma.sync, three stages, two of them in flight
+SMALL_TILES_KIB = 128  # shared memory of 128 x 256 x 64 tiles with mma.sync: three stages, two of which are in flight
 
 
 def half_tile_is_faster(shards: Sequence[int], n: int, programs: int) -> bool:
-    """Return whether tiles of 64 rows save half a wave, for n columns and shards of these rows, tiled separately."""
+    """Return whether tiles of 64 rows save half a wave, for n columns and shards with these numbers of rows. Each shard
+    is tiled separately."""
     columns = -(-n // 256)
     usual, half = (columns * sum(-(-rows // height) for rows in shards) for height in (128, 64))
     return programs < usual < 2 * programs and half <= 3 * programs
 
 
 def with_architecture_tiles(plan: P, capability: int) -> P:
-    """Return the plan with tiles for the shared memory and registers of a GPU of that compute capability, if its tiles
-    are Hopper's 128 x 256 x 64. The number of waves stays the same, except for fused plans before Hopper: mma.sync
+    """If the plan has Hopper's 128 x 256 x 64 tiles, return it with tiles that fit the shared memory and registers of a
+    GPU of this compute capability. The number of waves stays the same, except for fused plans before Hopper: mma.sync
     reads operands from registers, and an SM that also runs programs that pull has too few registers for 128 x 256."""
     if not isinstance(plan, Fused | Signaled):
         return plan
@@ -50,9 +51,9 @@ def usual_tile(world: World) -> GemmTile:
 
 
 def with_shape_tiles(plan: Plan, shards: Sequence[int], n: int, sms: int, capability: int = HOPPER) -> Plan:
-    """Return the plan with the tiles that suit shards of these rows by n columns on `sms` SMs, if the plan has
-    128 x 256 tiles. Signaled plans with explicit groups keep their tiles, since groups count waves. On GPUs other than
-    Hopper, where half tiles were not measured, the result is that of `with_architecture_tiles`."""
+    """If the plan has 128 x 256 tiles, return it with the tiles that suit shards of these rows by n columns on `sms`
+    SMs. Signaled plans with explicit groups keep their tiles, since groups count waves. On GPUs other than Hopper half
+    tiles were not measured, so the result is that of `with_architecture_tiles`."""
     if not features(capability).wgmma:
         return with_architecture_tiles(plan, capability)
     if not isinstance(plan, Fused | Signaled) or (isinstance(plan, Signaled) and plan.groups):
@@ -68,6 +69,6 @@ def with_shape_tiles(plan: Plan, shards: Sequence[int], n: int, sms: int, capabi
         return plan
     # Four stages leave shared memory for the programs that sum on the same SMs.
     half = replace(tile, block_m=64, warps=4, stages=5 if gathers or isinstance(plan, Signaled) else 4)
-    if isinstance(plan, FusedGather):  # programs have the same bytes in flight, in blocks of half the rows
+    if isinstance(plan, FusedGather):  # programs have the same number of bytes in flight, in blocks of half the rows
         return replace(plan, tile=half, pull_rows=64, pull_stages=10)
     return replace(plan, tile=half)

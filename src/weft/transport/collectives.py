@@ -1,5 +1,5 @@
-"""NCCL's all-gather and reduce-scatter for shards of equal or unequal length, and the transports that call them, with
-one arrival or one part (interfaces.py)."""
+"""NCCL's all-gather and reduce-scatter for shards of equal or unequal length, and the transports that call these
+collectives. The transports have one arrival or one part (interfaces.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .order import group_steps
 
 
 def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Stream) -> torch.Tensor:
-    """Return all_gather(x) [M, K] by NCCL's collective. shards: the rows of every rank; shards of unequal length are
+    """Return all_gather(x) [M, K], computed by NCCL. `shards` has the number of rows of every rank; unequal shards are
     padded to the longest."""
     k, longest = x.shape[1], max(shards)
     if world.size == 1:
@@ -50,8 +50,8 @@ def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Stream)
 def reduce_scatter(
     x: torch.Tensor, world: World, shards: Sequence[int], stream: Stream, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return this rank's rows of the sum over ranks of x [M, N], by NCCL's collective, in `out` if it is not None.
-    shards: the rows of every rank; shards of unequal length are padded to the longest."""
+    """Sum x [M, N] over the ranks by NCCL's reduce-scatter, and return this rank's rows, in `out` if it is not None.
+    `shards` has the number of rows of every rank; unequal shards are padded to the longest."""
     n, longest, count = x.shape[1], max(shards), shards[world.rank]
     if min(shards) < longest:
         padded = world.zeros((world.size * longest, n), x.dtype)
@@ -69,9 +69,10 @@ def reduce_scatter(
 
 
 def reduce_all_rows(world: World, plan: Plan, shards: tuple[int, ...], n: int, dtype: torch.dtype) -> ReduceRows:
-    """Prepare the parts of `out` [M, N] to compute in place; NCCL then sums each part over the ranks, in place too. A
-    decomposed plan has one part for each of its groups of shards, and the all-reduce of a part runs while the next part
-    is computed; any other plan has one part. The environment variable NCCL_MAX_CTAS limits NCCL's CTAs."""
+    """Prepare parts of `out` [M, N]. The op computes each part in place, and NCCL then sums it over the ranks, also in
+    place. A decomposed plan has one part for each group of shards, and the all-reduce of a part overlaps the
+    computation of the next part; any other plan has one part. The environment variable NCCL_MAX_CTAS limits the number
+    of NCCL's CTAs."""
 
     @contextmanager
     def reduce(out: torch.Tensor, bias: torch.Tensor | None) -> Iterator[Iterable[PartialRows]]:
@@ -132,9 +133,9 @@ def reduce_at_once(reduce: Callable[..., object]) -> ReduceTransport:
 def gather_all(
     tensors: TensorList, world: World, plan: Plan, shards: tuple[int, ...], stream: Stream
 ) -> list[torch.Tensor]:
-    """Return the tensors with the rows of all ranks, gathered by NCCL. NCCL has no 8-bit floats: they are sent as
-    bytes. If shards have equal lengths, scales are sent with the rows, as bytes too: a sequential call with one launch
-    takes up to 4% less time than with two launches (bench/measure/fp8_ranks.py)."""
+    """Gather the rows of all ranks of each tensor by NCCL. NCCL has no 8-bit floats, so they are sent as bytes. If the
+    shards have equal lengths, the scales are sent as bytes in the same launch as the rows: a sequential call is up to
+    4% faster with one launch than with two (bench/measure/fp8_ranks.py)."""
     as_bytes = tensors[0].itemsize == 1
     sent = [t.view(torch.uint8) for t in tensors] if as_bytes else [*tensors]
     if world.size > 1 and len(sent) > 1 and min(shards) == max(shards):
@@ -150,12 +151,13 @@ reduce_rows = reduce_at_once(lambda partial, world, plan, *arguments: reduce_sca
 
 
 def gather_in_backward(world: World, x: torch.Tensor, shards: Sequence[int]) -> torch.Tensor:
-    """Return `gather` of an x that need not be contiguous, or x if no rank has rows, as in some backward passes."""
+    """Return `gather` of x, which need not be contiguous. If no rank has rows, as in some backward passes, return x."""
     return gather(x.contiguous(), world, shards, world.current_stream()) if any(shards) else x
 
 
 def reduce_scatter_in_backward(world: World, x: torch.Tensor, shards: Sequence[int]) -> torch.Tensor:
-    """Return `reduce_scatter` of an x that need not be contiguous, or x if no rank has rows or there is one rank."""
+    """Return `reduce_scatter` of x, which need not be contiguous. If no rank has rows or there is only one rank, return
+    x."""
     if world.size == 1 or not any(shards):
         return x
     return reduce_scatter(x.contiguous(), world, shards, world.current_stream())

@@ -1,4 +1,4 @@
-"""Transports by copy engine (interfaces.py), and their parts.
+"""Transports in which copy engines move the rows (interfaces.py), and the functions that these transports share.
 
     gather_rows      stream  stage the shard | GEMM of own rows | GEMM of a peer's rows | ..     | join
                      copies                  | barrier | pull | pull | ..              | barrier
@@ -10,10 +10,10 @@
                      copies  barrier                     | push        | push          | barrier
                      sum                                                                         | sum
 
-After the first barrier of a gather every rank has staged its shard, and after the last one no rank still reads it.
-After the first barrier of a reduce every staging slot may be written again, and after the later ones all pushes have
-arrived. All copies of a call are on one stream, peer by peer, so that at every step each rank copies from, or to, a
-different rank.
+After the first barrier of a gather every rank has staged its shard, and after the last barrier no rank still reads it.
+After the first barrier of a reduce every rank may write to the staging memory again, and after the later barriers all
+pushes have arrived. All copies of a call are on one stream, ordered by peer, so that at every step each rank copies
+from, or to, a different rank.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .memory import lock, rank_word, workspace
 from .order import chunks
 from .sums import sum_staged
 
-COPIES = "copy buffers"  # the lock on the buffers of these transports
+COPIES = "copy buffers"  # the lock that orders uses of these transports' buffers
 
 
 # -- gather ------------------------------------------------------------------------------------------------------------
 class ShardPulls:
-    """Symmetric copies of tensors [m_r, ..] of these shapes and dtypes on all ranks. A copy engine pulls them from
-    their owners.
+    """Symmetric copies of tensors [m_r, ..] of these shapes and dtypes on all ranks. A copy engine pulls the shards
+    from their owners.
 
-    The shards are staged on the caller's stream before the computation, since a copy within a GPU uses SMs. With `keep`
-    this rank's rows are also copied to the whole tensors."""
+    The shards are staged on the caller's stream before the computation, since a copy within a GPU uses SMs. With
+    `keep`, this rank's rows are also copied to the full tensors."""
 
     def __init__(self, world: World, specs: TensorSpecs, keep: bool) -> None:
         self.world, self.copies, self._keep = world, world.side_stream("copy"), keep
@@ -53,8 +53,8 @@ class ShardPulls:
         self._staged = [workspace(world, f"shard {i}" if i else "shard", *spec) for i, spec in enumerate(specs)]
 
     def stage(self, tensors: TensorList, stream: Stream) -> tuple[list[torch.Tensor], Callable[[int], None]]:
-        """Return fresh tensors for the rows of all ranks, and a function that enqueues the copies of a rank's shards on
-        the stream `copies`, which waits until every rank has staged its own."""
+        """Return new tensors for the rows of all ranks, and a function that enqueues the copies of one rank's shards on
+        the stream `copies`. That stream first waits until every rank has staged its shards."""
         world, rank = self.world, self.world.rank
         full = [world.empty(shape, dtype) for shape, dtype in self._full]
         by_rank = [t.split(self._rows) for t in full]
@@ -77,8 +77,8 @@ class ShardPulls:
 def gather_rows(
     world: World, plan: Decomposed, shards: Sequence[int], specs: TensorSpecs, keep: bool = True
 ) -> GatherRows:
-    """Prepare an arrival for each of the plan's groups of ranks. All shards have one length. If the first group is this
-    rank alone, the first arrival is the tensors themselves."""
+    """Prepare an arrival for each of the plan's groups of ranks. All shards have the same length. If the first group is
+    this rank alone, the first arrival consists of the caller's tensors."""
     groups, rows = chunks(plan, world.rank, world.size), shards[0]
     second_stream, own_rows_first = world.side_stream("gemm", urgent=False), len(groups[0][1]) == 1
     pulls = ShardPulls(world, specs, keep or not own_rows_first)
@@ -89,7 +89,7 @@ def gather_rows(
     def gather(tensors: TensorList) -> Iterator[GatheredTensors]:
         stream, copies, arrival_events = world.current_stream(), pulls.copies, []
         full, pull = pulls.stage(tensors, stream)
-        with world.on(copies):  # entering the stream once costs less host time than entering it for every copy
+        with world.on(copies):  # to enter the stream for every copy would cost more host time
             for ranks in others:
                 for p in ranks:
                     pull(p)
@@ -115,10 +115,11 @@ def gather_rows(
 def gather_to_flags(
     world: World, specs: TensorSpecs, keep: bool, flags: TensorList, number: torch.Tensor
 ) -> Callable[[TensorList], AbstractContextManager[TensorList]]:
-    """Prepare a context with the tensors with the rows of all ranks. A kernel that is launched inside it waits, with a
-    limit, until flags[p] has reached *number: then the shard of rank p has arrived. The copies and flags are enqueued
-    after that launch. In a CUDA graph a separate stream sets the flags, so that the next copy does not wait for the
-    flag; in eager calls the host's time for two more calls per peer would cost more than this saves."""
+    """Prepare a context that provides full tensors for the rows of all ranks. Inside the context the caller launches a
+    kernel, which waits, with a time limit, until flags[p] has reached *number; then the shard of rank p has arrived.
+    The copies and flags are enqueued after that launch. In a CUDA graph a separate stream sets the flags, so that the
+    next copy does not wait for the flag. In eager calls the host's time for two more calls per peer would exceed the
+    gain."""
     pulls = ShardPulls(world, specs, keep)
 
     @contextmanager
@@ -141,12 +142,12 @@ def gather_to_flags(
 
 
 class FlaggedShards:
-    """Symmetric memory for the x [rows, K] of every rank, with a flag for each, for a GEMM that occupies every SM and
-    polls its flags without a limit. The constructor acquires the lock on this memory, which orders all that the caller
-    then enqueues on its stream after the calls of other streams.
+    """Symmetric memory for the x [rows, K] of every rank, with a flag for each rank. A GEMM that occupies every SM
+    polls the flags without a time limit. The constructor acquires the lock on this memory, so that all later work on
+    the caller's stream is ordered after the calls of other streams.
 
-    `gathered` is [W rows, K], `flags` int32 [W]; the shard of rank p has arrived once flags[p] equals *one, int32
-    [1]."""
+    `gathered` is [W rows, K], `flags` is int32 [W], and `one` is int32 [1]; the shard of rank p has arrived once
+    flags[p] equals *one."""
 
     def __init__(self, world: World, x: torch.Tensor) -> None:
         self.world, rows = world, world.size * len(x)
@@ -158,13 +159,13 @@ class FlaggedShards:
 
     @contextmanager
     def gathering(self, x: torch.Tensor) -> Iterator[None]:
-        """Enqueue all that sets the flags; then the caller may enqueue the GEMM on its stream.
+        """Enqueue everything that sets the flags. Afterwards the caller may enqueue the GEMM on its stream.
 
-        Setting flags must need neither an SM nor a peer's help. Before the GEMM starts all ranks pass a barrier, which
-        is bounded, and only that barrier comes before the copies that set the flags. Each flag is copied from a one in
-        its peer's memory, since a copy within a GPU may need an SM. So the copies end, and with them the GEMM, even if
-        the barrier timed out. Flags are cleared before the barrier, after the previous call's GEMM, since the GEMM
-        compares numbers without a wrap; then this rank's own flag is set."""
+        Setting a flag must need neither an SM nor an action of a peer. Before the GEMM starts, all ranks pass a barrier
+        with a time limit, and only that barrier precedes the copies that set the flags. Each flag is copied from a one
+        in its peer's memory, since a copy within a GPU may need an SM. So the copies end, and therefore the GEMM, even
+        if the barrier timed out. Flags are cleared after the previous call's GEMM and before the barrier, since the
+        GEMM's comparison does not allow numbers to wrap around; then this rank's own flag is set."""
         world, shards, words = self.world, self._shards, self.flags.split(1)
         stream, copies = world.current_stream(), world.side_stream("copy")
         world.copy(shards.local[world.rank], x, stream)
@@ -183,11 +184,12 @@ class FlaggedShards:
 
 
 def _flags(world: World) -> tuple[torch.Tensor, torch.Tensor, SymmetricTensor]:
-    """Return the flags of the shards, int32 [W]; their values with only this rank's flag set; a one on every rank."""
+    """Return the flags of the shards, int32 [W]; the flags' values if only this rank's flag is set; and a one on every
+    rank."""
     ones = world.symmetric((1,), torch.int32, "flags of shards, a one")
     ones.local.fill_(1)
     world.wait_for_streams()
-    world.exchange(None, "flags of shards")  # no rank copies a one before its owner has stored it
+    world.exchange(None, "flags of shards")  # no rank copies a one before the owner has stored it
     initial = world.tensor([int(rank == world.rank) for rank in range(world.size)], torch.int32)
     return world.zeros((world.size,), torch.int32), initial, ones
 
@@ -206,16 +208,17 @@ def pull_rows(world: World, tensors: Sequence[SymmetricTensor], ends: Sequence[i
 def reduce_rows(
     world: World, plan: Decomposed, shards: Sequence[int], n: int, dtype: torch.dtype
 ) -> Callable[[torch.Tensor, torch.Tensor | None], AbstractContextManager[Iterable[PartialRows]]]:
-    """Prepare the rows to compute, first the farthest owners' rows and last this rank's, and their sums at their
-    owners. All shards have one length. The other ranks copy their parts of the rows that this rank owns to its staging
-    memory, and this rank sums them (`sum_parts`) once all have arrived."""
+    """Prepare the parts to compute and their sums. The first parts are the farthest owners' rows, and the last part is
+    this rank's rows. All shards have the same length. The other ranks copy their partial rows to the staging memory of
+    the owner, which sums them (`sum_parts`) once all have arrived."""
     rows, rank, size = shards[0], world.rank, world.size
     groups = chunks(plan, rank, size)[::-1]
     splits = plan.pieces if rows % plan.pieces == 0 and all(len(ranks) == 1 for _, ranks in groups) else 1
     count, copies, sums = rows // splits, world.side_stream("copy"), world.side_stream("sum")
     second_stream, holder = world.side_stream("gemm", urgent=False), lock(world, COPIES)
     staging = workspace(world, "staging", (splits, size, count, n), dtype)
-    # For each split, the rows of each part, and its copies: `splits` pieces for each rank, with their destinations.
+    # For each split this has the rows of each part, and the part's copies: `splits` pieces for each rank, with their
+    # destinations.
     steps = [
         [
             (
@@ -262,7 +265,8 @@ def reduce_rows(
 
 
 def pull_parts(world: World, source: SymmetricTensor, rows: slice, max_rows: int, stream: Stream) -> torch.Tensor:
-    """Return [W, max_rows, N] with the other ranks' `rows`, at most `max_rows`, of `source` [M, N]."""
+    """Pull `rows`, which are at most `max_rows` rows, of `source` [M, N] from all other ranks, and return them as [W,
+    max_rows, N]."""
     count, columns, dtype = rows.stop - rows.start, source.local.shape[1], source.local.dtype
     staging = world.empty((world.size, max_rows, columns), dtype)
     for p in world.other_ranks if count else ():
@@ -291,26 +295,27 @@ def _sum(world: World, rows: int, n: int, bias: bool) -> Launch:
 def sum_parts(
     x: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Stream
 ) -> None:
-    """Compute out [rows, N] = x + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
+    """Compute out [rows, N] = x + the other ranks' rows in staging [world, rows, N] + bias, in fp32 in rank order."""
     launch = _sum(world, out.shape[0], out.shape[1], bias is not None)
     launch(stream, x=x, staging=staging, out=out, bias=out if bias is None else bias)
 
 
 # -- exchange ----------------------------------------------------------------------------------------------------------
 class Send(NamedTuple):
-    """Some rows of this rank's tensors [n, ..], sent to the reader's memory [tensors, rows, ..] from row `row` on."""
+    """Some rows of this rank's tensors [n, ..], sent to the reader's memory [tensors, rows, ..], where they begin with
+    row `row`."""
 
     reader: int
     row: int
     rows: slice
 
 
-# Prepares a send: (world, memory, send) returns a function of the tensors and a stream.
+# A function that prepares a send: (world, memory, send) returns a function of the tensors and a stream.
 
 
 class Exchanged(NamedTuple):
-    """wait(ranks) makes the caller's stream wait for the rows from these ranks. The event `end` is recorded after all
-    of this rank's sends."""
+    """An exchange in progress. wait(ranks) makes the caller's stream wait for the rows from these ranks. The event
+    `end` is recorded after all of this rank's sends."""
 
     wait: Callable[[Iterable[int]], None]
     end: Event
@@ -331,12 +336,12 @@ def push(world: World, memory: SymmetricTensor, send: Send) -> Callable[[TensorL
 def prepare_exchange(
     world: World, name: str, memory: SymmetricTensor, sends: Iterable[Send]
 ) -> Callable[[TensorList], Exchanged]:
-    """Return a function that pushes rows of tensors into the `memory` of the ranks that read them, with one send to
-    each reader and a notification after it, and at the end this rank's send to itself.
+    """Return a function that pushes rows of tensors into the `memory` of the ranks that read them. Each reader gets one
+    send and then a notification; this rank's send to itself comes last.
 
     After the barrier all ranks have finished reading the rows that the previous call pushed, so that the memory may be
-    written again. Nothing is staged. A reader waits on the caller's stream between two kernels, so that its wait takes
-    no SM from a kernel. `name` is the name of the memory, its barrier and its channel.
+    written again. No rows are staged. A reader waits on the caller's stream between two kernels, so that the wait
+    occupies no SM that a kernel needs. The memory, its barrier and its channel have the name `name`.
     """
     me, copies, holder = world.rank, world.side_stream("copy"), lock(world, name)
     ch = world.channel(f"{name} arrived", world.size, None)
@@ -370,9 +375,9 @@ def prepare_exchange(
 
 
 def pull_from_all(world: World, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Stream, last: bool) -> None:
-    """Copy parts, (destination, source) by rank, after a barrier that all sources are complete. Parts may be empty.
-    Each source rank has a stream of its own, because parallel copies keep the links busy for any counts. If `last`,
-    `stream` waits for these copies, and for earlier copies on the same streams."""
+    """Copy parts, which are (destination, source) by rank, after a barrier that ensures that all sources are complete.
+    Parts may be empty. Each source rank has a stream of its own, because parallel copies keep the links busy for any
+    counts. If `last` is true, `stream` waits for these copies, and for earlier copies on the same streams."""
     world.barrier(stream)
     stored = world.record(stream)
     for j, p in enumerate((world.rank, *world.other_ranks)):

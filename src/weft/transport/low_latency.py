@@ -1,5 +1,5 @@
-"""The all-gather and reduce-scatter of a few rows by low_latency_kernels.py, as transports with one arrival or one part
-(interfaces.py), and the memory and launches of all kernels whose data are their own flags."""
+"""The all-gather and reduce-scatter of a few rows (low_latency_kernels.py) as transports with one arrival or one part
+(interfaces.py), and the memory and launches of all kernels in which the data are their own flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _NAME = "low-latency rows"
 @dataclass(eq=False)
 class Thirds:
     """Symmetric memory of three thirds for low-latency rows, and the state of `low_latency_kernels.PostingMemory`. All
-    calls of a World share it. Only one fact orders them: in each call every rank waits for data of every other rank."""
+    calls of a World share this memory. Their accesses are ordered only because in each call every rank waits for data
+    of every other rank."""
 
     memory: SymmetricTensor
     words: torch.Tensor
@@ -37,15 +38,16 @@ class Thirds:
 
 
 def thirds_of(world: World, nbytes: int) -> Thirds:
-    """Return thirds of at least `nbytes` each. Their size is a power of two, so that a batch that grows row by row
-    rarely needs new memory; CUDA graphs keep the memory that they use. Collective when the memory has to grow."""
+    """Return thirds of at least `nbytes` each. The size of a third is a power of two, so that a batch that grows row by
+    row rarely needs new memory; CUDA graphs keep the memory that they use. The call is collective when the memory has
+    to grow."""
     memory = world.buffer(_NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.backend.scale.staging_bytes))
 
     def make() -> Thirds:
         words, stream = memory.local.view(torch.int32), world.current_stream()
         world.call(lambda: words.fill_(EMPTY.value), [], [words], stream)
         world.wait_for_streams()
-        world.exchange(None, _NAME)  # no rank posts before all ranks have filled their words
+        world.exchange(None, _NAME)  # no rank posts before all ranks have filled their words with EMPTY
         return Thirds(memory, words, world.zeros((MAX_PROGRAMS, 2), torch.int32))
 
     return world.cached((_NAME, memory.local.data_ptr()), make)
@@ -60,8 +62,8 @@ def prepare_posting(
     options: dict[str, int],
     **constants: Any,
 ) -> Callable[..., None]:
-    """Return a function of a stream and the arguments that change from call to call, by name, which launches the
-    kernel. nbytes: the bytes of its third that a call fills. constants: the kernel's arguments that do not change."""
+    """Return a function that launches the kernel on a stream, with the arguments that change from call to call, by
+    name. A call fills `nbytes` bytes of its third. `constants` are the kernel's arguments that do not change."""
     thirds = thirds_of(world, nbytes)
     programs = min(MAX_PROGRAMS, plan.programs or world.sm_count)
     launch = Launch(
@@ -70,8 +72,8 @@ def prepare_posting(
         programs,
         options,
         memory=PostingMemory(thirds.words, thirds.memory.addresses, thirds.state),
-        # No counter of this channel is used. The channel passes the rank, the world size and the guard, and a Timeout
-        # looks up the name by the channel's address.
+        # The kernel uses no counter of this channel. The channel passes the rank, the world size and the guard to the
+        # kernel, and a Timeout looks up the name by the channel's address.
         ch=world.channel(f"{name} {plan}", 1, None),
         calls=world.calls(_NAME),
         third=thirds.words.numel() // 192 * 64,
@@ -99,7 +101,7 @@ def _prepare_shards(
     parts = 1 if scatters else world.size - 1  # the parts that a rank receives and stores
     while block > 128 and -(-longest // block) * parts < world.sm_count:
         block //= 2
-    warps = min(plan.warps, block // 32)  # one program is on an SM, so its warps share all registers
+    warps = min(plan.warps, block // 32)  # an SM runs one program, so the program's warps share all registers
     table = world.cached(("starts", starts), lambda: world.tensor(starts, torch.int32))
     constants = dict(x=Words(), starts=table, longest=longest, WORDS=4 * block)
     if scatters:
@@ -115,8 +117,8 @@ def _prepare_shards(
 def gather(
     x: torch.Tensor, world: World, plan: LowLatencyShot, shards: tuple[int, ...], stream: Stream
 ) -> torch.Tensor:
-    """Return all_gather(x) [M, K]. Every rank must have rows; `plan` has programs and warps. Rows that are not whole
-    16-byte words are padded."""
+    """Return all_gather(x) [M, K]. Every rank must have rows; `plan` has the numbers of programs and warps. Rows that
+    are not whole 16-byte words are padded."""
     (rows, columns), word = x.shape, VECTOR // x.itemsize
     out = world.empty((sum(shards), columns), x.dtype)
     if columns % word == 0:

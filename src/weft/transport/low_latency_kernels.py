@@ -1,15 +1,15 @@
-"""All-gather and reduce-scatter of a few rows whose data are their own flags, as in NCCL's LL protocol, where half of
-every 8 bytes is a flag, and in Lamport buffers, where, as here, no byte is a flag.
+"""All-gather and reduce-scatter of a few rows whose data are their own flags. In NCCL's LL protocol half of every 8
+bytes is a flag; here, as in Lamport buffers, no byte is a flag.
 
-Nothing is counted. A word of staging memory is EMPTY until a rank posts data there, and EMPTY is never posted. A reader
-polls a row until no word of it is EMPTY. This saves the fence of a notify, which waits until the peers have
-acknowledged every store, and the subsequent transfer of the counter to the peer.
+There are no counters. A word of staging memory is EMPTY until a rank posts data there, and no rank posts EMPTY. A
+reader polls a row until no word of the row is EMPTY. Polling saves the fence of a notify, which waits until the peers
+have acknowledged every store, and the subsequent transfer of the counter to the peer.
 
 Order of accesses. Calls rotate through three thirds of the memory: call n fills and reads one third, and clears the
 third of call n - 1, from which this rank's own kernel has read everything. Peers fill the cleared third again in call
 n + 2, after their call n + 1. That call waits for rows that this rank posted in its own call n + 1, or for a sum that
 includes them. By then this rank's call n had ended, and its clearing was complete. So every rank must wait for data of
-every other rank in every call: no rank's part may be empty.
+every other rank in every call, and no rank's part may be empty.
 """
 
 from typing import NamedTuple
@@ -21,13 +21,13 @@ from ..lang.channel import address_of, rank_of
 from ..lang.intrinsics import flush_stores, globaltimer, look_again, peek, post, same_call
 from ..lang.jit import jit
 
-EMPTY = tl.constexpr(-1)  # two NaNs of 16 bits, or one of 32 bits, which no arithmetic returns
+EMPTY = tl.constexpr(-1)  # two NaNs of 16 bits, or one NaN of 32 bits, which no arithmetic returns
 
 
 class PostingMemory(NamedTuple):
-    """words: this rank's three thirds, int32; addresses: the addresses of every rank's thirds, by rank. state: int32
-    [MAX_PROGRAMS, 2], for each program the index of the third that this call uses, and the number of vectors that the
-    previous call filled in its third."""
+    """The memory for low-latency rows. `words` are this rank's three thirds, int32; `addresses` are the addresses of
+    the thirds, by rank. `state`, int32 [MAX_PROGRAMS, 2], has for each program the index of the third that this call
+    uses, and the number of vectors that the previous call filled in the previous third."""
 
     words: torch.Tensor
     addresses: torch.Tensor
@@ -36,8 +36,8 @@ class PostingMemory(NamedTuple):
 
 @jit
 def replace_empty(words):
-    """Return the words with a different NaN in place of EMPTY; no number changes. Every rank replaces the same words,
-    so the results are the same on every rank."""
+    """Return the words with a different NaN in place of EMPTY; all numbers stay unchanged. Every rank replaces the same
+    words, so the results are the same on every rank."""
     return tl.where(words == EMPTY, words ^ 0x8000, words)
 
 
@@ -56,7 +56,7 @@ def post_row(dst, src, count, VECTORS: tl.constexpr):
 
 @jit
 def to_fp32(words, DTYPE: tl.constexpr, P: tl.constexpr):
-    """Return fp32 [P], the elements of DTYPE in int32 words."""
+    """Return fp32 [P], converted from the elements of DTYPE in int32 words."""
     if DTYPE == tl.float32:
         elements = words.to(tl.float32, bitcast=True)
     elif DTYPE == tl.bfloat16:
@@ -71,7 +71,7 @@ def to_fp32(words, DTYPE: tl.constexpr, P: tl.constexpr):
 
 @jit
 def round_without_empty(y, DTYPE: tl.constexpr):
-    """Return y rounded to DTYPE, with one NaN in place of every NaN, so that no word of it is EMPTY."""
+    """Return y rounded to DTYPE, with the same NaN in place of every NaN, so that no word of the result is EMPTY."""
     return tl.where(y == y, y, float("nan")).to(DTYPE)
 
 
@@ -104,7 +104,7 @@ def post_result(
 
 @jit
 def clear(third, count, pid, VECTORS: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Store EMPTY to this program's part of the first `count` vectors of a third."""
+    """Store EMPTY in this program's part of the first `count` vectors of a third."""
     for start in range(pid * VECTORS, count, PROGRAMS * VECTORS):
         v = start + tl.arange(0, VECTORS)
         empty = tl.full((VECTORS,), EMPTY, tl.int32)
@@ -121,8 +121,8 @@ def compare_calls(calls, number, pid, PROGRAMS: tl.constexpr):
 
 @jit
 def rotate_thirds(state, pid, third_index, filled, PROGRAMS: tl.constexpr, MAX_PROGRAMS: tl.constexpr):
-    """Store the state for the next call, which may have more programs: the index of its third, and the number of
-    vectors that this call filled."""
+    """Store the state for the next call, which may have more programs. The state is the index of the next call's third,
+    and the number of vectors that this call filled."""
     flush_stores(False)  # every thread has read the program's state
     p = tl.arange(0, MAX_PROGRAMS)
     tl.store(state + 2 * p, (third_index + 1) % 3, mask=p % PROGRAMS == pid)
@@ -131,8 +131,8 @@ def rotate_thirds(state, pid, third_index, filled, PROGRAMS: tl.constexpr, MAX_P
 
 @jit
 def load_state(state, pid, third):
-    """Return the index of this call's third, its offset and that of the previous third, in words, and the number
-    of vectors that the previous call filled. third: the number of words of a third."""
+    """Return the index of this call's third, the offsets in words of this third and of the previous third, and the
+    number of vectors that the previous call filled. A third has `third` words."""
     third_index = tl.load(state + 2 * pid)
     words = (third // 4 * 4).to(tl.int64)  # so the compiler knows that rows begin at 16-byte words
     return third_index, third_index * words, (third_index + 2) % 3 * words, tl.load(state + 2 * pid + 1)
@@ -160,15 +160,17 @@ def sum_low_latency(
     WORDS: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Return fp32 [P], the sum of row t over the ranks, in rank order, once all have posted it. The row has `row`
-    words, at most WORDS. The other ranks' rows are at `parts`, `stride` words apart; this rank's row is at `x`.
+    """Wait until all ranks have posted row t, and return fp32 [P], the sum of the row over the ranks in rank order. The
+    row has `row` words, at most WORDS. The other ranks' rows are at `parts`, `stride` words apart; this rank's row is
+    at `x`.
 
-    SOURCES W + 1: the residual is added too. On its owner it is at `residual`; on the other ranks it is after `parts`,
-    where the owner posted it. W 0: return int32 [WORDS], the row at `parts` alone, which a remote owner posted."""
+    If SOURCES is W + 1, the residual is added too. On the row's owner the residual is at `residual`; on the other ranks
+    it is after `parts`, where the owner posted it. If W is 0, return int32 [WORDS], only the row at `parts`, which a
+    remote owner posted."""
     c = tl.arange(0, WORDS)
     start_time = globaltimer()
     polls = 0
-    missing = 1  # 1 + a rank whose row has not arrived, or 0
+    missing = 1  # 1 + the number of a rank whose row has not arrived, or 0
     acc = zeros(W, WORDS, P)
     while missing > 0:
         go_on = 1
@@ -176,7 +178,7 @@ def sum_low_latency(
             go_on = look_again(polls, start_time, ch.guard, ch.counters, t, missing - 1)
         acc = zeros(W, WORDS, P)
         empty = tl.zeros((WORDS,), tl.int32)
-        # Unrolled where registers allow, so that the loads of all sources are in flight at once.
+        # The loop is unrolled if there are enough registers, so that the loads of all sources are in flight at once.
         for k in tl.range(0, SOURCES, loop_unroll_factor=SOURCES if P <= 8192 else 1):
             source = parts + k * stride
             awaited = k + 1
@@ -203,7 +205,8 @@ def sum_low_latency(
 
 @jit
 def row_low_latency(src, owner, me, t, row, ch, WORDS: tl.constexpr):
-    """Return int32 [WORDS], the row of `row` words at `src`, once its owner, a remote rank, has posted it."""
+    """Wait until the row at `src` was posted by its owner, a remote rank, and return int32 [WORDS]. The row has `row`
+    words."""
     return sum_low_latency(src, 0, src, src, owner, me, t, row, ch, tl.int32, 0, 1, WORDS, WORDS)
 
 
@@ -224,9 +227,9 @@ def gather_low_latency(
 ):
     """Store every rank's x, one after another, in `out` of every rank; both are int32 words.
 
-    memory: `PostingMemory`; each third has `third` words and the layout of `out`. starts: int32 [W + 1], where the
-    ranks' parts begin in `out`, in vectors of 16 bytes. longest: the number of vectors of the longest part. WORDS: the
-    words of a block, the unit of work."""
+    memory is a `PostingMemory`, in which each third has `third` words and the layout of `out`. starts, int32 [W + 1],
+    has the begin of each rank's part in `out`, in vectors of 16 bytes. The longest part has `longest` vectors. A block,
+    the unit of work, has WORDS words."""
     W: tl.constexpr = ch.world
     VECTORS: tl.constexpr = WORDS // 4
     local, addresses, state = memory
@@ -247,9 +250,9 @@ def gather_low_latency(
     c = tl.arange(0, WORDS)
     for b in range(pid * VECTORS, count, PROGRAMS * VECTORS):
         ok = c < 4 * (count - b)
-        words = replace_empty(tl.load(x + 4 * b.to(tl.int64) + c, mask=ok, other=0))  # the same bits as on other ranks
+        words = replace_empty(tl.load(x + 4 * b.to(tl.int64) + c, mask=ok, other=0))  # bits as on the other ranks
         tl.store(out + 4 * (lo + b).to(tl.int64) + c, words, mask=ok)
-    for unit in range(pid, units, PROGRAMS):  # from the next rank on
+    for unit in range(pid, units, PROGRAMS):  # beginning with the next rank
         owner = (me + 1 + unit % (W - 1)) % W
         b = tl.load(starts + owner) + unit // (W - 1) * VECTORS
         width = 4 * (tl.load(starts + owner + 1) - b)
@@ -277,9 +280,9 @@ def scatter_low_latency(
     PROGRAMS: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
 ):
-    """Compute out = this rank's part of the sum over ranks, in rank order, of every rank's x. x has int32 words, out
-    elements of DTYPE. A third is [W, longest], every rank's addend of this rank's part. P: the elements of a block. All
-    further arguments are as in `gather_low_latency`."""
+    """Sum x over the ranks in rank order, and store this rank's part of the sum in out. x has int32 words, and out has
+    elements of DTYPE. A third is [W, longest] and has every rank's addend of this rank's part. A block has P elements.
+    All further arguments are as in `gather_low_latency`."""
     W: tl.constexpr = ch.world
     VECTORS: tl.constexpr = WORDS // 4
     local, addresses, state = memory

@@ -1,5 +1,5 @@
-"""The memory of every rank for kernels: TMA descriptors, the halves of an arena, and the locks that serialise its use
-across streams."""
+"""Access of kernels to the memory of every rank: TMA descriptors, the halves of an arena, and the locks that serialise
+uses of this memory across streams."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def rank_word(world: World) -> torch.Tensor:
 
 
 def half_elements(half_bytes: int, cols: int, dtype: torch.dtype) -> int:
-    """Return the element at which an arena's second half starts: the first whole row of `cols` elements after the first
-    half's bytes."""
+    """Return the element at which an arena's second half starts, that is, the start of the first whole row of `cols`
+    elements after the bytes of the first half."""
     elements = half_bytes // dtype.itemsize
     return (elements + cols - 1) // cols * cols
 
@@ -33,10 +33,10 @@ def half_elements(half_bytes: int, cols: int, dtype: torch.dtype) -> int:
 class Flat:
     """One TMA descriptor [granule, row, cols] for every rank's copy of a symmetric tensor.
 
-    The copies are anywhere in this process's address space. A step of the first coordinate is a granule: the largest
+    The copies may be anywhere in this process's address space. A step of the first coordinate is a granule, the largest
     power of two (at most 2 MiB) that divides the distances of all copies from the copy with the lowest address.
 
-    base: the copy with the lowest address. index: by rank, the first coordinate of its copy.
+    `base` is the copy with the lowest address. `index` has the first coordinate of each rank's copy.
     """
 
     base: torch.Tensor
@@ -58,7 +58,7 @@ class Flat:
         return cls(memory.peers[addresses.index(lowest)], granule, index)
 
     def descriptor(self, dtype: torch.dtype, rows: int, cols: int) -> TensorDescriptor:
-        """Return the descriptor, with blocks [1, rows, cols]."""
+        """Return the descriptor with blocks [1, rows, cols]."""
         t = beyond(self.base.view(dtype))
         return TensorDescriptor(
             t, [2**31 - 1, 2**31 - 1, cols], [self.granule // dtype.itemsize, cols, 1], [1, rows, cols]
@@ -66,7 +66,7 @@ class Flat:
 
 
 def flat(world: World, memory: SymmetricTensor) -> tuple[Flat | None, torch.Tensor]:
-    """Return the memory's Flat, or None, and the int32 [world] of its `index`."""
+    """Return the memory's Flat, or None, and the Flat's `index` as a tensor, int32 [world]."""
 
     def make() -> tuple[Flat | None, torch.Tensor]:
         view = Flat.from_memory(memory)
@@ -76,11 +76,11 @@ def flat(world: World, memory: SymmetricTensor) -> tuple[Flat | None, torch.Tens
 
 
 class Halves(NamedTuple):
-    """An arena as an argument of kernels: two halves of `half` elements in every rank's memory, used by alternate
-    calls."""
+    """An arena as an argument of kernels. Every rank's memory has two halves of `half` elements, which calls use
+    alternately."""
 
-    addresses: torch.Tensor  # int64 [world], by rank
-    granules: torch.Tensor  # int32 [world], by rank: its first coordinate in the descriptor of all ranks (`Flat`)
+    addresses: torch.Tensor  # int64 [world], the address of each rank's arena
+    granules: torch.Tensor  # int32 [world], each rank's first coordinate in the descriptor of all ranks (`Flat`)
     epoch: torch.Tensor  # int32 [1], the number of calls so far; its parity selects the half
     half: int
 
@@ -90,12 +90,13 @@ class Halves(NamedTuple):
 
 
 def workspace(world: World, name: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-    """Return a tensor in the World's buffer of that name (`World.buffer`). Collective when the buffer has to grow."""
+    """Return a tensor in the World's buffer `name` (`World.buffer`). The call is collective when the buffer has to
+    grow."""
     return world.buffer(name, math.prod(shape) * dtype.itemsize).view(0, shape, dtype)
 
 
 class Lock:
-    """Serialises, across streams, the calls that share the memory of one name (`World.order`)."""
+    """A lock that serialises, across streams, the calls that share the memory of one name (`World.order`)."""
 
     last_stream: Stream = None
     last_captured: Stream = None

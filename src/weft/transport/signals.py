@@ -1,5 +1,5 @@
-"""Groups of a GEMM's tiles. A group is communicated once it is computed (FlashOverlap, section 3). This module defines
-the tiles of a group, the programs that notify it, and the function that is called after it."""
+"""Groups of a GEMM's tiles. A group is sent once all its tiles are computed (FlashOverlap, section 3). This module
+defines the tiles of a group, the programs that notify the group, and the function that sends it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..world import World
 
 
 class ProgramGroup(NamedTuple):
-    """A group with tiles that a program computes. The program notifies the group after its last tile. Tiles are
+    """A program's share of a group. The program notifies the group after its own last tile in the group. Tiles are
     numbered in the order of their computation."""
 
     last_tile: int  # the program's last tile of the group
     group: int
     first_tile: int  # the first tile of the group
-    tiles_per_owner: int  # the tiles that each owner has in the group
+    tiles_per_owner: int  # the number of tiles of each owner in the group
 
 
 NO_GROUP = ProgramGroup(-1, 0, 0, 0)
@@ -34,11 +34,11 @@ NO_GROUP = ProgramGroup(-1, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Schedule:
-    """bounds: group g has the tiles from bounds[g] to bounds[g + 1]. arrivals: by group, the number of programs that
-    notify it. program_groups: by program, the groups with its tiles, in order.
+    """The order of groups and tiles. Group g has the tiles from bounds[g] to bounds[g + 1]. `arrivals` has the number
+    of programs that notify each group. `program_groups` has the groups of each program, in order.
 
-    A group is stored owner after owner: its tile t is at place first_tile + (t - first_tile) % owners * tiles_per_owner
-    + (t - first_tile) // owners."""
+    The tiles of a group are stored in the order of their owners: tile t is at place first_tile + (t - first_tile) %
+    owners * tiles_per_owner + (t - first_tile) // owners."""
 
     bounds: tuple[int, ...]
     arrivals: tuple[int, ...]
@@ -46,9 +46,9 @@ class Schedule:
 
 
 def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1, unit: int = 1) -> Schedule:
-    """Return the schedule of a GEMM of `tiles` tiles. groups: waves of each group, as in `Signaled.groups`. Tile t
-    belongs to owner t % owners. A group is whole waves, except that the tiles at its end beyond a multiple of `unit`
-    and `owners` join the next group."""
+    """Return the schedule of a GEMM of `tiles` tiles. `groups` has the number of waves of each group, as in
+    `Signaled.groups`. Tile t belongs to owner t % owners. A group consists of whole waves, except that its last tiles
+    beyond a multiple of `unit` and `owners` join the next group."""
     ends, wave, unit = [0], 0, math.lcm(owners, unit)
     for waves in partition(groups, max(1, -(-tiles // programs))):
         wave += waves
@@ -72,27 +72,28 @@ def schedule_of(ends: Sequence[int], programs: int, owners: int = 1) -> Schedule
 
 @dataclass(eq=False)
 class Signals:
-    """A schedule and the memory on the device that calls of its shape and plan share; `World.order` runs them one at a
-    time."""
+    """A schedule and the device memory that all calls of one shape and plan share; `World.order` runs these calls one
+    at a time."""
 
-    schedule: Schedule  # without program_groups
+    schedule: Schedule  # the schedule without program_groups
     ch: BlockChannel
-    program_groups: torch.Tensor  # for signaled_gemm, with an entry without a tile after each program's last entry
+    program_groups: torch.Tensor  # for signaled_gemm; an entry without a tile follows each program's last entry
     offsets: torch.Tensor
     communicator: Communicator
-    waits: tuple[Launch, ...]  # the waiting kernel of each group
+    waits: tuple[Launch, ...]  # the kernel that waits for each group
     last_stream: Stream = None
     last_captured: Stream = None
 
 
 def prepare(world: World, name: str, groups: Schedule, plan: Signaled, offsets: Sequence[int]) -> Signals:
-    """Return the Signals of a schedule. `name` is the name of its channel."""
+    """Return the Signals of a schedule. `name` is the name of their channel."""
     count = max(map(len, groups.program_groups)) + 1
     padded = [(*entries, *[NO_GROUP] * (count - len(entries))) for entries in groups.program_groups]
     words = [word for row in zip(*padded, strict=True) for entry in row for word in entry]
     ch, last = world.local_channel(name, groups.arrivals), len(groups.arrivals) - 1
 
-    # The stream's next kernel ends 7.4 us after the signal; with cuStreamWaitValue32, 14.1 us (4 H200, 2026-11).
+    # The stream's next kernel ends 7.4 us after the signal; with cuStreamWaitValue32 it would end 14.1 us after (4
+    # H200, 2026-11).
     def wait(group: int, arrivals: int) -> Launch:
         numbers = dict(group=group, arrivals=arrivals, last=int(group == last))
         return Launch(world, wait_group, 1, dict(num_warps=1), ch=ch, **numbers)
@@ -114,8 +115,8 @@ def exchange_groups(
     move: Callable[[int, Stream], None],
     barrier: bool = False,
 ) -> None:
-    """Enqueue `gemm(stream)`, and on the communicator's stream, for each group g, `move(g, stream)` after a wait for
-    the group. barrier: a barrier of all ranks comes before the first wait, and runs concurrently with the GEMM."""
+    """Enqueue `gemm(stream)`. On the communicator's stream, enqueue a wait for each group g and then `move(g, stream)`.
+    With `barrier` a barrier of all ranks precedes the first wait and runs concurrently with the GEMM."""
     stream, comm = world.current_stream(), world.side_stream("comm")
     world.wait_event(comm, world.record(stream))
     if barrier:

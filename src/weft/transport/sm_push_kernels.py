@@ -1,6 +1,6 @@
-"""The kernel that pushes blocks of a matrix into other ranks' memory, after a barrier which ensures that no reader
-still reads that memory. Each block has its own start and row stride, so that the push rearranges the matrix. The kernel
-only stores; a barrier after it on the same stream notifies the readers.
+"""The kernel that pushes blocks of a matrix into other ranks' memory. It runs after a barrier, which ensures that no
+reader still reads that memory. Each block has its own start and row stride, so that the push rearranges the matrix. The
+kernel itself notifies no rank; a barrier after it on the same stream notifies the readers.
 """
 
 import triton.language as tl
@@ -26,8 +26,8 @@ def push_blocks(
 
     table int64 [blocks, 7] has for each block its reader, rows and columns, its start and row stride in the reader's
     memory, and its start and row stride in x, in elements; all but the reader and the rows are multiples of ALIGN. A
-    tile is ROWS x COLS, and the largest block has tiles_down x tiles_across of them. Consecutive tiles belong to
-    different blocks, so that the programs do not all push to one reader at a time.
+    tile is ROWS x COLS, and the largest block has tiles_down x tiles_across tiles. Consecutive tiles belong to
+    different blocks, so that the programs do not all push to the same reader at the same time.
     """
     i, j = tl.arange(0, ROWS), tl.arange(0, COLS)
     for t in range(tl.program_id(0), blocks * tiles_across * tiles_down, tl.num_programs(0)):

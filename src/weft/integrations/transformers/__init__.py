@@ -1,4 +1,4 @@
-"""Tensor parallelism of Transformers models by weft: model = weft.hf.weave(model).
+"""Tensor parallelism of Transformers models, computed by weft: model = weft.hf.weave(model).
 
 For each row-parallel linear Transformers runs a GEMM, NCCL's all-reduce, the residual add and the norm one after
 another, with a full activation on every rank and 25 us of host time for each linear that it wraps. A woven model
@@ -12,10 +12,11 @@ computes the same results in different steps:
     many tokens      in two parts, one part's all_reduce_rms_norm under the other's GEMMs
 
 Decoder layers (nn/decoder_layer.py) pass on the residual and its norm in place of hidden states; the model does not
-inspect these between layers. The embedding, attention, caches, masks and generate stay Transformers' own, and so does
-the output head of a model that Transformers has not split. Woven models are for inference.
+inspect these between layers. Transformers' own code still computes the embedding, attention, caches, masks and
+generate, and also the output head of a model that Transformers has not split. Woven models are for inference only.
 
-`paged` is an attention for continuous batching, and `styles` serves single linears of any architecture, before loading.
+`paged` is an attention for continuous batching. `styles`, called before a model of any architecture is loaded, replaces
+single linears.
 """
 
 from .moe import register_experts

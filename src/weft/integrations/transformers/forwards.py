@@ -24,7 +24,7 @@ from .generation import without_draws
 from .shards import HeadsShard, Module, RowShard
 from .woven import Woven
 
-CACHES = "cache", "past_key_values"  # a cache's argument since Transformers 5.24, and before
+CACHES = "cache", "past_key_values"  # the names of a cache's argument: since Transformers 5.24, and earlier
 SHARDED_FROM = 1024  # the least number of tokens for which hidden states of layers with experts are sharded
 
 
@@ -37,8 +37,8 @@ class Carried(NamedTuple):
 
 
 class ModelForward:
-    """The forward pass of all layers. It records whether a dense mask is only causal, since torch has no fast attention
-    with a mask."""
+    """The forward pass of all layers. It records whether a dense mask is only causal, because torch's fast attention
+    supports no other masks."""
 
     def __init__(self, base: Any, attention: HeadsShard, woven: Woven) -> None:
         self.base, self.base_forward, self.attention, self.woven = base, base.forward, attention, woven
@@ -64,7 +64,7 @@ class ModelForward:
         try:
             with without_draws():
                 return self.base_forward(input_ids, attention_mask=attention_mask, **kwargs)
-        except BaseException:  # the second stream of a pass in two parts still reads and writes its tensors
+        except BaseException:  # the second stream still reads and writes tensors of a pass in two parts
             if not torch.compiler.is_compiling():
                 self.woven.world.join_side_streams()
             raise
@@ -81,7 +81,7 @@ def has_dense_masks(world: World) -> bool:
 
 
 def check_heads(cache: object, attention: HeadsShard) -> None:
-    """Raise ValueError for a cache that was filled, or allocated early, with a number of heads that is not this
+    """Raise ValueError for a cache that was filled, or allocated early, with a number of heads other than this
     rank's."""
     layers = getattr(cache, "layers", None)
     keys = getattr(layers[0], "keys", None) if layers else None
@@ -94,12 +94,13 @@ def check_heads(cache: object, attention: HeadsShard) -> None:
 
 
 class LayerForward:
-    """The forward pass of decoder layer `index`, from Carried, or from the embedding's hidden states, to Carried. It
-    also computes the norm of the next layer, or the model's final norm if no layer follows in this pass."""
+    """The forward pass of decoder layer `index`. The input is a Carried, or the embedding's hidden states, and the
+    output is a Carried. The layer also computes the norm of the next layer, or the model's final norm if no layer
+    follows in this pass."""
 
     def __init__(self, base: Module, index: int, attention: HeadsShard, mlp: Sublayer, woven: Woven) -> None:
         self.layer, self.index, self.attention, self.mlp, self.woven = base.layers[index], index, attention, mlp, woven
-        # Looking a submodule up in a module is slow, so it is done once.
+        # Looking up a submodule in a module is slow, so the forward pass looks up each one once.
         self.between, self.final_norm = self.layer.post_attention_layernorm, base.norm
         is_last = index + 1 == len(base.layers)
         self.next_norm = base.norm if is_last else base.layers[index + 1].input_layernorm
@@ -132,8 +133,9 @@ class LayerForward:
 
 
 def first_states(woven: Woven, hidden: torch.Tensor, normed: torch.Tensor) -> HiddenStates:
-    """Return the hidden states before the first layer, from the embedding's [.., H]. With many tokens they are in two
-    parts, or sharded if all layers have experts, unless Transformers records tensors that would span ranks or parts."""
+    """Return the hidden states before the first layer, computed from the embedding's output [.., H]. With many tokens
+    the hidden states are in two parts, or sharded if all layers have experts, unless Transformers records tensors that
+    would span ranks or parts."""
     world, tokens, recorded = woven.world, hidden.shape[:-1].numel(), woven.recorded
     records_routers = woven.experts and records_router_logits()
     two = woven.two_parts is not None and tokens >= max(2, woven.two_parts) and world.size > 1
@@ -160,5 +162,5 @@ def norm_of(module: Module) -> RMSNorm:
 
 
 def norm_forward(carried: Carried) -> torch.Tensor:
-    """Return the rows of the model's final norm, which the last layer has computed."""
+    """Return the rows that the last layer has computed with the model's final norm."""
     return carried.states.gathered()

@@ -1,4 +1,5 @@
-"""`generate` of a woven model: all ranks use the random draws of rank 0. The emulator cannot run generate_batch."""
+"""The method `generate` of a woven model, in which all ranks use the random draws of rank 0. The emulator cannot run
+generate_batch."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from ...transport.collectives import gather
 from ...world import World
 
 Method = Callable[..., object]
-# the random functions of Transformers' sampling, beam search and assisted decoding
+# the random functions that Transformers' sampling, beam search and assisted decoding call
 DRAWS = (torch.multinomial, torch.rand, torch.rand_like)
 
 
 class RankZeroDraws(TorchFunctionMode):
     """A mode in which every rank uses the random draws of rank 0. The ranks have the same logits but different random
-    generators, so that each would otherwise sample its own token, and one rank could stop before the others."""
+    generators, so each rank would otherwise sample its own token, and one rank could stop before the others."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -44,8 +45,8 @@ class RankZeroDraws(TorchFunctionMode):
 
 
 def without_draws() -> AbstractContextManager[object]:
-    """Return a context for a forward pass inside `generate`, which draws nothing: the context turns RankZeroDraws off,
-    to save its host time at every function. In compiled code the mode is never active."""
+    """Return a context that turns RankZeroDraws off for a forward pass inside `generate`. Since a forward pass draws
+    nothing, the mode would only cost host time at every function. In compiled code the mode is never active."""
     modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()
     only_mode = len(modes) == 1 and isinstance(modes[0], RankZeroDraws)
     return torch._C.DisableTorchFunction() if only_mode else nullcontext()
@@ -62,7 +63,7 @@ def _generate(method: Method, world: World, *args: object, **kwargs: object) -> 
 
 
 def refuse_batch(*args: object, **kwargs: object) -> NoReturn:
-    """Raise Unsupported. This is the `generate_batch` of an emulated rank."""
+    """Raise Unsupported. This function replaces `generate_batch` on an emulated rank."""
     raise Unsupported(
         "generate_batch runs the model on a thread of its own, on which an emulated rank cannot call an operator: "
         "call generate, or run on GPUs"

@@ -1,7 +1,7 @@
 """Checks that the modules of a woven model's layers are Transformers' own.
 
-A woven model computes its layers without calling most of their modules. So each module must be as Transformers made it,
-when the model is woven and at every later pass.
+A woven model computes its layers without calling most of the layers' modules. So each module must be as Transformers
+made it, both when the model is woven and at every later pass.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import nn
 
 from ...errors import Unsupported
 
-TRUSTED = ("transformers.", "weft.")  # a woven layer calls these packages' forwards and hooks, or computes the same
+TRUSTED = ("transformers.", "weft.")  # packages whose forwards and hooks a woven layer calls or reproduces
 Hooks = Mapping[int, Callable[..., object]]
 
 
 def check_modules(layers: Sequence[nn.Module], called: Sequence[Hooks]) -> None:
     """Raise Unsupported, naming the module, for a class that is not the model's own, and for a foreign forward or hook,
-    which would not be called. `called` are the hooks that a woven model calls as the model itself does."""
+    which a woven model would not call. `called` are the hooks that a woven model calls as the original model does."""
     from transformers.activations import ACT2FN
 
     for path, module in _named(layers):
@@ -44,8 +44,8 @@ UNBOUND = (
 
 
 def copy_reason(model: nn.Module) -> str | None:
-    """Return why the model cannot be copied: a module's forward that copy.deepcopy does not bind to the copied module.
-    Return None if it can be copied."""
+    """Return why the model cannot be copied, or None if it can. The reason is a module with a forward that
+    copy.deepcopy does not bind to the copied module."""
     for path, module in model.named_modules():
         forward = vars(module).get("forward")
         if isinstance(forward, FunctionType) and forward.__closure__:
@@ -54,12 +54,13 @@ def copy_reason(model: nn.Module) -> str | None:
 
 
 def refuse_copy(why: str, memo: dict[int, object]) -> NoReturn:
-    """Raise Unsupported. This is the `__deepcopy__` of modules that cannot be copied."""
+    """Raise Unsupported. This function is the `__deepcopy__` of modules that cannot be copied."""
     raise Unsupported(why)
 
 
 class Numbers(NamedTuple):
-    """Numbers of a module that are built into its shard, so that a woven model does not follow them."""
+    """Numbers of a module that are constants in the module's shard: a woven model does not follow later changes of
+    them."""
 
     module: nn.Module
     names: tuple[str, ...]
@@ -67,7 +68,7 @@ class Numbers(NamedTuple):
 
     @classmethod
     def built_in(cls, module: nn.Module, *followed: str) -> Numbers:
-        """Return all numbers of the module but `followed` and its private ones."""
+        """Return all numbers of the module except the `followed` and the private ones."""
         numbers = {
             name: value
             for name, value in vars(module).items()
@@ -76,7 +77,7 @@ class Numbers(NamedTuple):
         return cls(module, tuple(numbers), tuple(numbers.values()))
 
     def check(self, path: str) -> None:
-        """Raise Unsupported, naming the module and the number, if one has changed."""
+        """Raise Unsupported, naming the module and the number, if a number has changed."""
         attributes = vars(self.module)
         if all(map(operator.eq, map(attributes.get, self.names), self.values)):
             return
@@ -110,7 +111,7 @@ class Layers:
         self._unchanged: Callable[[], bool] | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for a deep copy, without the comparison, which refers to this model's modules."""
+        """Return the state for a deep copy. It excludes the comparison, which refers to this model's modules."""
         return vars(self) | {"_unchanged": None}
 
     def check(self) -> None:
@@ -125,7 +126,8 @@ class Layers:
                 _check_hooks(path, hooks)
 
     def _comparison(self) -> Callable[[], bool]:
-        """Return a function that returns whether nothing has changed. It runs at every pass, so its loops are in C."""
+        """Return a function that returns whether everything is unchanged. The function runs at every pass, so its loops
+        are in C."""
         _, dicts, names, values = map(list, zip(*self._entries(), strict=True))
         for module, number_names, numbers in self._numbers:
             dicts += [vars(module)] * len(numbers)
@@ -133,8 +135,8 @@ class Layers:
         return lambda: all(map(operator.eq, map(dict.get, dicts, names), values))
 
     def _entries(self) -> Iterator[tuple[str, Mapping[str, object], str, object]]:
-        """Yield, for each child and each forward, its path, the dictionary that has it, its name in the dictionary, and
-        its value when the model was woven."""
+        """Yield an entry for each child and each forward: its path, the dictionary that contains it, its name in the
+        dictionary, and its value when the model was woven."""
         for path, module, name, child in self._children:
             yield path, module._modules, name, child
         for path, module, forward in self._forwards:
@@ -152,7 +154,7 @@ class Layers:
 
 
 def class_of(module: object) -> str:
-    """Return the name of a module's class, with the name of the Python module that defines it."""
+    """Return the name of a module's class, prefixed by the name of the Python module that defines the class."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 

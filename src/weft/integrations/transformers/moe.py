@@ -1,20 +1,20 @@
-"""Mixtures of experts of Transformers, woven: Mixtral, Qwen3-MoE and GPT-OSS.
+"""Woven mixtures of experts of Transformers: Mixtral, Qwen3-MoE and GPT-OSS.
 
-In Transformers' own expert parallelism every rank routes all tokens, copies the tokens of its own experts, computes
-their results, and sums over ranks by an all-reduce. The layout of hidden states of a woven layer (nn/decoder_layer.py)
-depends on the number of tokens of the pass:
+In Transformers' own expert parallelism every rank routes all tokens, copies the tokens of its own experts and computes
+these experts; an all-reduce then sums the results. In a woven layer (nn/decoder_layer.py) the layout of the hidden
+states depends on the number of tokens of the pass:
 
     replicated   qkv | attention | o | all_reduce_rms_norm | router, own experts | all_reduce_rms_norm
     sharded      all-gather + qkv | attention | o + reduce-scatter | norm | router, weft.moe over the ranks | norm
 
-Few tokens are replicated: every rank has all tokens, and `weft.moe` on this rank alone computes the contribution of its
-experts, or of its columns of all experts, to each token. No token is sent. The result is a partial sum, as for a dense
-MLP, and a layer exchanges activations twice, under the GEMMs of the other token part if there are two. Many tokens are
-sharded: a rank routes only its own rows, and tokens are exchanged under the grouped GEMMs. Attention is tensor-parallel
-in both layouts, with its three projections in one GEMM.
+Few tokens are replicated: every rank has all tokens, and calls `weft.moe` without its peers to compute the contribution
+of its experts, or of its columns of all experts, to each token. No token is sent. The result is a partial sum, as for a
+dense MLP, and a layer exchanges activations twice. If there are two token parts, the exchanges overlap the GEMMs of the
+other part. Many tokens are sharded: a rank routes only its own rows, and the exchange of tokens overlaps the grouped
+GEMMs. In both layouts attention is tensor-parallel and one GEMM computes its three projections.
 
-`experts_forward` is the experts alone, for Transformers' registry of experts implementations: weft's grouped GEMMs for
-the experts that a rank holds, under Transformers' own parallelism.
+`experts_forward` computes only the experts of a rank by weft's grouped GEMMs, under Transformers' own parallelism. weft
+adds it to Transformers' registry of experts implementations.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Kind(NamedTuple):
         return self.layout == "interleaved"
 
 
-EXPERT_KINDS = {  # by the class of the experts module
+EXPERT_KINDS = {  # the key is the class of the experts module
     "MixtralExperts": Kind("swiglu", "softmax", "blocked"),
     "Qwen3MoeExperts": Kind("swiglu", "softmax", "blocked"),
     "GptOssExperts": Kind("gpt_oss", "softmax_after", "interleaved"),
 }
 LAYERS = ("MixtralDecoderLayer", "Qwen3MoeDecoderLayer", "GptOssDecoderLayer")
-EXPERTS_ATTRIBUTE = "_weft_experts"  # where `register_experts` stores a module's packed experts
-GPT_OSS_GATE = (1.702, 7.0)  # alpha and limit of GPT-OSS's activation
+EXPERTS_ATTRIBUTE = "_weft_experts"  # the attribute in which `register_experts` stores a module's packed experts
+GPT_OSS_GATE = (1.702, 7.0)  # the alpha and the limit of GPT-OSS's activation
 
 
 # -- what can be woven -------------------------------------------------------------------------------------------------
@@ -90,12 +90,12 @@ def parallel_of(parameter: Tensor) -> str:
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 class RankExperts(Bound):
-    """This rank's experts, in the layout of `weft.moe.moe`, of a module that every rank has whole or that Transformers
-    has split. `split` describes them. Packed gate and up need their bytes a second time, and so do the
-    transposed second matrices of GPT-OSS.
+    """This rank's experts in the layout of `weft.moe.moe`, from a module that every rank has whole or that Transformers
+    has split. `split` describes the rank's part. The packed gate and up are copies, and so are the transposed second
+    matrices of GPT-OSS: both need their bytes a second time.
 
-    With `local` the module's tensors are already this rank's experts, and routed ids count from 0 among them. `numbers`
-    are the module's numbers, all built into the kernels.
+    With `local` the module's tensors are already this rank's experts, and the routed ids of these experts start at 0.
+    `numbers` are the module's numbers, which are all constants in the kernels.
     """
 
     bound = "w13", "w2", "b13", "b2"
@@ -128,15 +128,15 @@ class RankExperts(Bound):
         return pack(self._local(t), world=self.world, layout=self.kind.layout)
 
     def _local(self, t: Tensor) -> Tensor:
-        """Return this rank's experts of t, with matrices as [out, in]."""
+        """Return this rank's experts of t, with each matrix as [out, in]."""
         local = local_of(t).detach()
         if not isinstance(t, DTensor) and not self.local:
             local = local[self.split.expert_range]
         return local.transpose(1, 2) if self.kind.transposed and t.dim() == 3 else local
 
     def partial(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return this rank's partial sums [T, H] for the tokens x [T, H], which all ranks have. No rank waits for
-        another."""
+        """Return this rank's partial sums [T, H] for the tokens x [T, H], which all ranks have. The rank waits for no
+        other."""
         assert self.w13 is not None and self.w2 is not None
         operands = x, *self.split.local_routes(ids, weights), self.w13, self.w2
         return moe(*operands, b13=self.b13, b2=self.b2, activation=self.activation, world=self.alone, out=out)
@@ -149,13 +149,13 @@ class RankExperts(Bound):
 
 
 def in_memory_of(previous: Tensor | None, t: Tensor) -> Tensor:
-    """Return t, copied into the memory of `previous` unless that is None, since a captured graph may read it."""
+    """Return t, copied into the memory of `previous` if there is one, since a captured graph may read that memory."""
     return t if previous is None else previous.copy_(t)
 
 
 class Router(Bound):
-    """The forward pass of a router, which returns logits, weights and ids, as Transformers' routers do. It reads the
-    `followed` numbers at every call."""
+    """The forward pass of a router, which returns logits, weights and ids, as Transformers' routers do. The router
+    reads the `followed` numbers at every call."""
 
     bound = "weight", "bias"
     followed = "top_k", "norm_topk_prob"
@@ -179,9 +179,10 @@ class Router(Bound):
 
 
 def experts_forward(world_of: Callable[[], World]) -> Callable[..., Tensor]:
-    """Return the implementation of experts that `weft.hf.register_experts` adds to Transformers' `ExpertsInterface`. It
-    computes a module's local experts, with ids from 0; routes to the id after the last expert are dropped. Experts are
-    packed at the first call, and again after one of the module's tensors was replaced or written."""
+    """Return the implementation of experts that `weft.hf.register_experts` adds to Transformers' `ExpertsInterface`.
+    The implementation computes a module's local experts, whose ids start at 0, and drops routes to the id after the
+    last expert. It packs the experts at the first call, and again after one of the module's tensors was replaced or
+    written."""
 
     def forward(module: Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         world, experts = world_of(), vars(module).get(EXPERTS_ATTRIBUTE)
@@ -196,8 +197,8 @@ def experts_forward(world_of: Callable[[], World]) -> Callable[..., Tensor]:
 
 
 class Registered(threading.local):
-    """The World that this thread registered: emulated ranks are threads of one process, each with its own World. A
-    thread that registered none uses the World that the process registered last."""
+    """The World that this thread registered. Emulated ranks are threads of one process, each with its own World; a
+    thread that registered no World uses the one that the process registered last."""
 
     world: World | None = None
     process_world: ClassVar[World]
@@ -213,13 +214,13 @@ _registered = Registered()
 
 
 def register_experts(world: World) -> None:
-    """Add `experts_implementation="weft"` to Transformers: weft's grouped GEMMs for the local experts of Mixtral,
-    Qwen3-MoE and GPT-OSS, for inference.
+    """Add `experts_implementation="weft"` to Transformers. It computes the local experts of Mixtral, Qwen3-MoE and
+    GPT-OSS by weft's grouped GEMMs, for inference only.
 
     `world` are the ranks over which Transformers splits the experts; all of them have the same tokens. A process uses
     the World that it registered last, an emulated rank its own. Transformers' parallelism around the experts does not
-    change; `weave` replaces it too. Experts are packed at a module's first call, which needs their bytes a second time,
-    and again after a parameter was written (`repack`).
+    change (`weave` would replace it as well). The first call of a module packs its experts, whose bytes are then needed
+    twice; they are packed again after a parameter was written (`repack`).
     """
     from transformers.integrations.moe import ExpertsInterface
 
@@ -229,7 +230,7 @@ def register_experts(world: World) -> None:
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 class Projections(HeadsShard):
-    """Transformers' own attention of this rank's heads, between weft's projections. `sinks` are the attention sinks of
+    """Transformers' own attention on this rank's heads, between weft's projections. `sinks` are the attention sinks of
     these heads, if the module has sinks and there are several ranks."""
 
     bound = ("sinks",)
@@ -256,8 +257,8 @@ class Projections(HeadsShard):
 
 
 def weave_attention(attention: Module, woven: Woven) -> Projections:
-    """Replace the input of `attention`, the hidden states, by projected queries, keys and values, and its result by its
-    heads' output."""
+    """Make `attention` read projected queries, keys and values in place of hidden states, and return the heads'
+    output."""
     projections, start = Projections(attention, woven.world), 0
     woven.follow(projections, projections.qkv, projections.out)
     for linear, width in zip(projections.qkv.linears, projections.qkv.widths, strict=True):
@@ -268,13 +269,14 @@ def weave_attention(attention: Module, woven: Woven) -> Projections:
 
 
 def unprojected(heads: Tensor) -> Tensor:
-    """Return the heads' output unchanged: the forward pass of an output projection that runs after attention."""
+    """Return the heads' output unchanged. This function replaces the forward of the output projection, which runs after
+    attention."""
     return heads
 
 
 # -- MLPs --------------------------------------------------------------------------------------------------------------
 class RoutedExperts(NamedTuple):
-    """A router module and this rank's experts, as the sublayer in place of an MLP."""
+    """A router module and this rank's experts, which form the sublayer that replaces an MLP."""
 
     router: Module
     experts: RankExperts
@@ -299,8 +301,8 @@ def weave_experts(mlp: Module, woven: Woven) -> RoutedExperts:
 
 
 def numbers_of_block(mlp: Module) -> list[Numbers]:
-    """Return the jitter noise of Mixtral, which a woven model does not draw. Raises Unsupported for a block that draws
-    it."""
+    """Return the numbers that turn Mixtral's jitter noise on, which a woven model does not draw. Raises Unsupported for
+    a block that draws it."""
     if not hasattr(mlp, "jitter_noise"):
         return []
     if mlp.training and mlp.jitter_noise:
@@ -310,7 +312,7 @@ def numbers_of_block(mlp: Module) -> list[Numbers]:
 
 
 def split_of(experts: Module) -> str:
-    """Return, for the report, the part of the experts that each rank has."""
+    """Return the part of the experts that each rank has, as text for the report."""
     return "whole experts" if parallel_of(experts.gate_up_proj) == "expert" else "columns of all experts"
 
 

@@ -1,7 +1,7 @@
-"""Attention for Transformers' continuous batching: requests of any lengths in one row of tokens.
+"""Attention for Transformers' continuous batching, in which one row of tokens contains requests of any lengths.
 
 Without flash-attn, Transformers' continuous batching uses a dense mask of a step's tokens and all cached tokens. This
-attention uses the requests' lengths, with the flash attention in torch.
+attention passes the requests' lengths to torch's flash attention instead.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ def paged(model: nn.Module) -> nn.Module:
     """Make the model's continuous batching (`generate_batch`, `ContinuousBatchingManager`) use torch's flash attention,
     whether the model is woven or not. Return the model.
 
-    The attention is registered with Transformers' `AttentionInterface` and set: as "paged|weft" if continuous batching
-    has its own attentions, else (Transformers 5.23 and later) as "weft_flash", since those versions reject names
-    without "flash". It serves only continuous batching: call `model.set_attn_implementation("sdpa")` before `forward`
-    and `generate`. With "paged|weft" CUDA graphs need `ContinuousBatchingConfig(use_cuda_graph=True)`.
+    `paged` registers the attention with Transformers' `AttentionInterface` and sets it as the model's attention. Its
+    name is "paged|weft" if continuous batching has its own attentions; Transformers 5.23 and later reject names without
+    "flash", so there the name is "weft_flash". The attention supports only continuous batching: call
+    `model.set_attn_implementation("sdpa")` before `forward` and `generate`. With "paged|weft" CUDA graphs need
+    `ContinuousBatchingConfig(use_cuda_graph=True)`.
     """
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = OLD if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else NEW
-    AttentionInterface.register(name, attend)  # without a mask function, so that Transformers makes no mask
+    AttentionInterface.register(name, attend)  # without a mask function Transformers makes no mask
     config: Any = model.config
     config._attn_implementation = name  # set_attn_implementation would look for a flash package
     return model
@@ -48,9 +49,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Return attention [1, M, heads, D] of query [1, heads, M, D].
 
-    key and value [1, kv_heads, M, D] update the cache, which returns the keys and values to attend to; since
-    Transformers 5.24 the caller has updated the cache, and they are [1, kv_heads, N, D]. Raises ValueError outside
-    continuous batching.
+    Before Transformers 5.24 key and value [1, kv_heads, M, D] update the cache, which returns the keys and values to
+    attend to. Since 5.24 the caller has updated the cache, and passes these keys and values [1, kv_heads, N, D]. Raises
+    ValueError outside continuous batching.
     """
     if "cu_seq_lens_q" not in kwargs:
         raise ValueError(
@@ -70,7 +71,7 @@ def attend(
         max_q, max_k, lengths = kwargs["max_length_q"], kwargs["max_length_k"], kwargs["cu_seq_lens_k"]
     q, starts = query[0].transpose(0, 1), kwargs["cu_seq_lens_q"]
     if q.is_cuda:
-        # Queries are the last tokens of their request, so the causal mask aligns the last query with the last key.
+        # The queries are the last tokens of each request, so the causal mask aligns the last query with the last key.
         window = dict(window_size_left=sliding_window - 1, window_size_right=0) if sliding_window else {}
         out = torch.ops.aten._flash_attention_forward(
             q, key, value, starts.int(), lengths.int(), max_q, max_k, 0.0, True, False, scale=scaling, **window
@@ -89,7 +90,8 @@ def _request_by_request(
     scale: Any,
     window: int | None,
 ) -> torch.Tensor:
-    """Compute the reference for one request at a time: q [M, heads, D], k and v [N, kv_heads, D]."""
+    """Compute the attention of one request at a time, as a reference: q is [M, heads, D], k and v are [N, kv_heads,
+    D]."""
     out = torch.zeros_like(q)
     for a, b, c, d in zip(q_offsets, q_offsets[1:], kv_offsets, kv_offsets[1:], strict=False):
         if a == b:

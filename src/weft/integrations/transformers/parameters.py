@@ -1,9 +1,11 @@
-"""The parameters of a woven model, which may be written like any model's: `load_state_dict`, `copy_`, merged adapters.
+"""The parameters of a woven model. A user may write them as in any model: by `load_state_dict`, `copy_` or merged
+adapters.
 
-Shards compute with views of the parameters, so that in-place writes take effect at once, also in a captured graph.
-If several linears are one GEMM, their parameters become views of the stacked weight. Only experts are packed into
-copies, since no view has that layout; they are packed again, in place, after a parameter was written. At the start of
-each pass `refresh` checks whether a parameter is still the same tensor, and for packed experts whether it was written.
+Shards compute with views of the parameters, so that in-place writes have an immediate effect, even in a captured graph.
+If one GEMM computes several linears, their parameters become views of the stacked weight. Only experts are packed into
+copies, since no view has their layout; after a parameter was written, they are packed again in place. At the start of
+each pass `refresh` checks whether each parameter is still the same tensor, and whether a parameter of packed experts
+was written.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ def shard_of(parameter: torch.Tensor, dim: int, world: World) -> torch.Tensor:
 
 
 def stacked(parameters: Sequence[torch.Tensor], previous: torch.Tensor | None) -> torch.Tensor:
-    """Return a stack of the rows of all parameters, and make the parameters views of it. The stack reuses the memory of
-    `previous`, the last stack, which a captured graph may read, or has new memory."""
+    """Return a stack of the rows of all parameters, and make the parameters views of it. If there is an earlier stack,
+    `previous`, the new one reuses its memory, which a captured graph may read."""
     parts = [local_of(p) for p in parameters]
     stack = torch.cat([part.detach() for part in parts]) if previous is None else previous
     for part, rows in zip(parts, stack.split([part.shape[0] for part in parts]), strict=True):
@@ -60,7 +62,7 @@ class WatchedParameter(nn.Parameter):
     data_accesses = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
-        """Return an unwatched copy without an access to `data`, since nothing is written."""
+        """Return an unwatched copy. Copying does not access `data`, since it writes nothing."""
         if id(self) not in memo:
             data: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
             memo[id(self)] = nn.Parameter(data.clone(memory_format=torch.preserve_format), self.requires_grad)
@@ -81,9 +83,9 @@ class WatchedParameter(nn.Parameter):
 
 
 class ParameterState(NamedTuple):
-    """A parameter as it was when a shard was bound to it. `owner` is its module's `_parameters`, which has it under
-    `name`. The tensors are kept alive, so that no new tensor can get the same address. `form` is dtype, shape and
-    device, for errors; `writes` are version counters."""
+    """A parameter as it was when a shard was bound to it. `owner` is the `_parameters` of its module, and `name` is the
+    parameter's key there. The state keeps the tensors alive, so that no new tensor can get the same address. `form` is
+    the dtype, shape and device, for errors; `writes` are the version counters."""
 
     owner: dict[str, nn.Parameter | None]
     name: str
@@ -113,7 +115,7 @@ class Unchanged:
 
 class Bound:
     """A shard with tensors that `_bind` derives from the parameters of modules. `bound` names these tensors. A deep
-    copy does not copy them: its first pass binds it to the parameters of the copied modules."""
+    copy does not copy the tensors: the first pass of the copy binds it to the parameters of the copied modules."""
 
     bound: ClassVar[tuple[str, ...]]
     parameters: Parameters
@@ -125,8 +127,8 @@ class Bound:
 class Parameters:
     """The parameters of some modules, to which a shard is bound.
 
-    `bind` derives the shard's tensors from the parameters. It is called again after a parameter was replaced by a new
-    tensor, if the shard has `packed` copies also after a parameter was written, and for a deep copy.
+    `bind` derives the shard's tensors from the parameters. It is called again for a deep copy and after a parameter was
+    replaced by a new tensor; if the shard has `packed` copies, also after a parameter was written.
     """
 
     _unchanged: Unchanged | None = None
@@ -173,7 +175,7 @@ class Parameters:
 
     def refresh(self, world: World, path: Callable[[nn.Module], str]) -> None:
         """Bind the shard again if a parameter has changed. `path` returns a module's name, for errors. Raises
-        Unsupported for a changed shape, dtype or device, WeftError inside a CUDA graph capture."""
+        Unsupported if a shape, dtype or device has changed, and WeftError inside a CUDA graph capture."""
         if not self.changed():
             return
         for module in self.modules:

@@ -1,7 +1,8 @@
-"""This rank's shards of a Transformers model's attention and MLP, without the wrappers of its tensor parallelism.
+"""This rank's shards of the attention and the MLP of a Transformers model, without the wrappers of Transformers' tensor
+parallelism.
 
-Linears with the same input are one GEMM. A shard whose output is summed over the ranks is a `Sublayer` of
-nn/decoder_layer.py.
+One GEMM computes all linears with the same input. A shard whose output the ranks sum is a `Sublayer`
+(nn/decoder_layer.py).
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ Module: TypeAlias = Any  # an object of Transformers, whose attributes the type 
 
 
 class ColumnShards(Bound):
-    """This rank's columns of linears with the same input. Linears that Transformers has split, or the linears of a
-    single rank, become views of one stacked weight and are one GEMM; linears that every rank has whole are a GEMM
-    each."""
+    """This rank's columns of linears with the same input. The weights of linears that Transformers has split, or of a
+    single rank, become views of one stacked weight, so that one GEMM computes them; each linear that every rank has
+    whole has a GEMM of its own."""
 
     bound = "weights", "biases"
-    weights: Sequence[torch.Tensor] = ()  # one for each GEMM
+    weights: Sequence[torch.Tensor] = ()  # one weight for each GEMM
     biases: Sequence[torch.Tensor | None] = ()
 
     def __init__(self, linears: Sequence[nn.Linear], world: World) -> None:
@@ -56,7 +57,7 @@ class ColumnShards(Bound):
         if self.world.size > 1 and not all(isinstance(p, DTensor) for p in parameters):
             return [shard_of(p, 0, self.world) for p in parameters]
         for p in parameters:
-            shard_of(p, 0, self.world)  # raises for a parameter that is split differently
+            shard_of(p, 0, self.world)  # raises an error for a parameter that is split differently
         return [stacked(parameters, previous[0] if previous else None)]
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -70,7 +71,7 @@ class ColumnShards(Bound):
         return out
 
     def gathered(self, x: torch.Tensor, shards: Sequence[int] | None) -> torch.Tensor:
-        """Return this rank's columns for the rows of all ranks. The first GEMM overlaps the gather."""
+        """Gather the rows of all ranks, and return this rank's columns for them. The first GEMM overlaps the gather."""
         operands, world = (x, self.weights[0], self.biases[0]), self.world
         if len(self.weights) == 1:
             return all_gather_matmul(*operands, world=world, rows=shards)
@@ -80,8 +81,8 @@ class ColumnShards(Bound):
 
 
 class RowShard(Bound):
-    """This rank's input columns of a row-parallel linear, whose output is a partial sum. Rank 0 adds the bias;
-    `full_bias` is for an operator that adds it to the sum."""
+    """This rank's input columns of a row-parallel linear, whose output is a partial sum. Rank 0 adds the bias to its
+    partial sum; `full_bias` is for an operator that adds the bias to the full sum."""
 
     bound = "weight", "bias", "full_bias"
 
@@ -116,8 +117,9 @@ def _linear(
 
 
 class HeadShard(Bound):
-    """The output head of a model that Transformers has split: this rank's columns, and the other ranks' columns by
-    NCCL's all-gather. `eager_forward` is the module's own forward, which torch.compile can trace."""
+    """The output head of a model that Transformers has split. A rank computes its own columns, and NCCL's all-gather
+    collects the columns of the other ranks. `eager_forward` is the module's own forward, which torch.compile can
+    trace."""
 
     bound = ("weight",)
 
@@ -163,9 +165,9 @@ class MlpShard:
 
 
 class HeadsShard(Bound):
-    """Attention of this rank's heads. `attend` returns, for normalised hidden states, the heads' output [.., heads D]
-    and the attention weights; its argument `project` computes the projections [.., N]. `out` is the output projection,
-    `heads` the number of query heads and of key-value heads."""
+    """The attention of this rank's heads. `attend` computes the heads' output [.., heads D] and the attention weights
+    from normalised hidden states; its argument `project` computes the projections [.., N]. `out` is the output
+    projection, `heads` the number of query heads and of key-value heads."""
 
     attend: Callable[..., tuple[torch.Tensor, Any]]
 
@@ -185,20 +187,20 @@ class HeadsShard(Bound):
 
 
 class AttentionShard(HeadsShard):
-    """Attention without the output projection, which may run in two token parts. At every call it reads the `followed`
-    numbers of the module and of its configuration, as Transformers' forward does."""
+    """Attention without the output projection, for passes in one or two token parts. As in Transformers' forward, every
+    call reads the `followed` numbers of the module and of its configuration."""
 
     bound = ("norm_weights",)
     norm_weights: tuple[torch.Tensor, torch.Tensor] | None = None
     followed = "scaling", "layer_idx", "attention_dropout", "is_causal", "sliding_window"
-    functions: ClassVar[Any]  # Transformers' registry, which a deep copy shares
+    functions: ClassVar[Any]  # Transformers' registry of attentions, which a deep copy shares
 
     def __init__(self, attention: Module, world: World) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         super().__init__(attention, world)
         AttentionShard.functions = ALL_ATTENTION_FUNCTIONS
-        self.attend = attention  # `weave` sets the forward below on this module
+        self.attend = attention  # `weave` replaces this module's forward by the method `forward` below
         self.dim = d = attention.head_dim
         self.head_counts = [width // d for width in self.qkv.widths]
         self.norm_modules = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
@@ -218,14 +220,14 @@ class AttentionShard(HeadsShard):
 
     @property
     def window(self) -> int | None:
-        """Return the window of sliding-window attention that Transformers passes to an attention function."""
+        """Return the window size that Transformers passes to an attention function for sliding-window attention."""
         if not self.has_window:
             return None
         window: int | None = (self.module if self.window_in_module else self.module.config).sliding_window
         return window
 
     def norm_eps(self) -> float:
-        """Return the eps of the norms of heads. Raises Unsupported if the two norms differ."""
+        """Return the eps of the query and key norms. Raises Unsupported if the two differ."""
         if not self.norm_modules:
             return 0.0
         q_eps, k_eps = (norm.variance_epsilon for norm in self.norm_modules)
@@ -249,8 +251,9 @@ class AttentionShard(HeadsShard):
     ) -> tuple[torch.Tensor, Any]:
         """Return the heads' output [.., heads D] in place of hidden states, and the attention weights.
 
-        Since Transformers 5.24 an attention module updates every cache, passed as `cache`. Earlier it updated
-        `past_key_values`, and `cache` was the cache of continuous batching, which the attention function updates."""
+        Since Transformers 5.24 an attention module receives every cache as `cache` and updates it. In earlier versions
+        the module updates `past_key_values`, while the attention function updates `cache`, the cache of continuous
+        batching."""
         module, qkv, (cos, sin) = self.module, project(self.qkv, hidden_states), position_embeddings
         shape, window, dropout = qkv.shape[:-1], self.window, module.attention_dropout if module.training else 0.0
         qkv = rotary(qkv.flatten(0, -2), cos, sin, *self.heads, self.norm_weights, self.norm_eps(), world=self.world)
@@ -274,13 +277,13 @@ class AttentionShard(HeadsShard):
     def _faster_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
     ) -> torch.Tensor | None:
-        """Return attention [B, M, heads, D] if torch has a faster call than Transformers' own, else None. Which call is
-        faster depends on the batch, so a batch-invariant World always gets None."""
+        """Return attention [B, M, heads, D] if torch has a faster call than Transformers' own, else None. The faster
+        call depends on the batch, so the result is always None in a batch-invariant World."""
         if self.world.batch_invariant:
             return None
         (b, heads, m, d), kv, scale = q.shape, k.shape[1], self.module.scaling
         if m == 1 and heads != kv and mask is not None and mask.shape[1] == 1:
-            # The query heads of one key head are rows of one call, so that keys and values are not repeated.
+            # The query heads that share a key head become rows of one call, so that keys and values are not repeated.
             rows = q.reshape(b, kv, heads // kv, d)
             return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
         if self.has_cudnn and mask is None and causal and m == k.shape[2] and is_long(m, m):

@@ -29,16 +29,16 @@ def styles(plan: str | Plan = "auto") -> Styles:
     """Replace Transformers' styles "rowwise" and "colwise" by weft's, for models that are loaded from now on with
     `distributed_config=DistributedConfig(tp_size=..)`.
 
-    Return a Styles, which restores Transformers' styles as a context manager or by `close()`; loaded models keep their
-    linears. `plan` is a plan of `weft.matmul_all_reduce`; any other raises ValueError. Calls with a gradient, a dtype
-    other than bfloat16 and float16, or a group without a World use Transformers' own linears. `weave` overlaps more
-    than these styles, and may be called afterwards.
+    Return a Styles, which restores Transformers' styles at the end of its context, or in `close()`; loaded models keep
+    their linears. `plan` is a plan of `weft.matmul_all_reduce`; any other raises ValueError. Calls with a gradient, a
+    dtype other than bfloat16 and float16, or a group without a World use Transformers' own linears. `weave` overlaps
+    more than these styles, and may be called afterwards.
     """
     return Styles(plan)
 
 
 class Styles(AbstractContextManager["Styles"]):
-    """weft's styles while they are registered. `linears` counts the linears that have weft's forward."""
+    """The registration of weft's styles. `linears` counts the linears that have weft's forward."""
 
     def __init__(self, plan: str | Plan) -> None:
         from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
@@ -50,7 +50,7 @@ class Styles(AbstractContextManager["Styles"]):
             ALL_PARALLEL_STYLES[name] = self._style(type(style), _rows if name == "rowwise" else _columns)
 
     def _style(self, base: type[Any], compute: Callable[..., torch.Tensor | None]) -> Any:
-        """Return an object of Transformers' style `base` that installs a forward by `compute`."""
+        """Return an instance of Transformers' style `base` that gives each linear a forward with `compute`."""
         styles = self
 
         class Style(base):
@@ -79,7 +79,7 @@ class Styles(AbstractContextManager["Styles"]):
 
 
 def _with_fallback(compute: Callable[[torch.Tensor], torch.Tensor | None], fallback: Forward) -> Forward:
-    """Return a forward that calls `compute`, and `fallback` if `compute` does not apply or returns None."""
+    """Return a forward that calls `compute`, or `fallback` if `compute` does not apply or returns None."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = None if torch.is_grad_enabled() or isinstance(x, DTensor) or x.dtype not in DTYPES else compute(x)

@@ -1,4 +1,4 @@
-"""`weave`, `unweave`, `repack` and `report`, and the checks of which models can be woven."""
+"""The functions `weave`, `unweave`, `repack` and `report`, and the checks whether a model can be woven."""
 
 from __future__ import annotations
 
@@ -28,40 +28,41 @@ from .woven import Woven
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 COLUMN_PARALLEL = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROW_PARALLEL = ("self_attn.o_proj", "mlp.down_proj")
-WOVEN_ATTRIBUTE = "_weft"  # where a woven model stores its state
+WOVEN_ATTRIBUTE = "_weft"  # the attribute in which a woven model stores its state
 
 
 def weave(
     model: nn.Module, world: World | None = None, *, plan: str | Plan = "auto", two_parts: str | int | None = "auto"
 ) -> nn.Module:
-    """Make weft compute the communication and element-wise work of the model's layers, and return the model.
+    """Replace the communication and the element-wise operations of the model's layers by weft's, and return the model.
 
     Args:
         model: Llama, Mistral, Qwen2 (and 2.5), Qwen3, Mixtral, Qwen3-MoE or GPT-OSS of Transformers, as the causal
             model or its base, bfloat16 or float16, on the World's device. It is either loaded with
-            `distributed_config=DistributedConfig(tp_size=..)`, with experts split whole or by columns, or whole on
-            every rank, which then computes with its shard. `state_dict` and `save_pretrained` are unchanged, and later
-            writes to the parameters take effect. Linears that become one GEMM become views of one weight; experts are
-            packed, which needs their bytes a second time (`repack`).
-        world: the ranks. None: `weft.init` makes the World of the ranks over which the model is split.
-        plan: as in `all_reduce_rms_norm`.
+            `distributed_config=DistributedConfig(tp_size=..)`, which splits experts whole or by columns, or loaded
+            whole on every rank, which then computes with its shard. `state_dict` and `save_pretrained` are unchanged,
+            and later writes to the parameters take effect. The weights of linears that one GEMM computes become views
+            of one weight. Experts are packed into copies, which need the experts' bytes a second time (`repack`).
+        world: the ranks. None: `weft.init` makes a World from the ranks over which the model is split.
+        plan: the plan of `all_reduce_rms_norm`.
         two_parts: the least number of tokens for which a pass runs through a layer in two token parts, one part's
             all-reduce and norm under the other's GEMMs (TokenWeave, section 4); attention computes both parts at once.
             "auto": the least number for which two parts were measured to be faster than one, on this GPU, for these
-            sizes and this number of ranks; never with experts, which were not measured. None: never.
+            sizes and this number of ranks; a model with experts always runs in one part, since none was measured. None:
+            every pass runs in one part.
 
-    Logits agree with the model's own to rounding: sums over ranks, residual and norm are computed in float32 and
-    rounded once. `forward`, `generate`, caches and CUDA graphs work as before. All ranks must make the same calls, and
-    if `generate` samples, they use the draws of rank 0. `output_hidden_states` gathers the hidden states;
-    `output_attentions` is rejected. `unweave` restores the model, `report` lists replaced modules. On a batch-invariant
-    World (`weft.init`) weft's results are batch-invariant; attention, the embedding and an output head that is whole on
-    every rank stay Transformers' own, and experts are rejected.
+    Logits agree with the model's own up to rounding: sums over ranks, residual and norm are computed in float32 and
+    rounded once. `forward`, `generate`, caches and CUDA graphs work as before. All ranks must make the same calls. If
+    `generate` samples, all ranks use the draws of rank 0. `output_hidden_states` gathers the hidden states;
+    `output_attentions` is rejected. `unweave` restores the model; `report` lists the replaced modules. On a
+    batch-invariant World (`weft.init`) weft's results are batch-invariant, while Transformers still computes attention,
+    the embedding and an output head that is whole on every rank; experts are rejected.
 
     Raises:
-        Unsupported, naming the module: any other model, quantised or adapted linears, heads that the ranks do not
-            divide, any other dtype or activation; a class, a forward or a hook inside a layer that is not Transformers'
-            own (at the next pass, if it was set later).
-        ValueError: a model that is woven already, or that is whole on every rank and comes without a World; a plan that
+        Unsupported, naming the module: any other model, quantised or adapted linears, a number of heads that is not a
+            multiple of the number of ranks, any other dtype or activation; a class, a forward or a hook inside a layer
+            that is not Transformers' own (at the next pass, if it was set later).
+        ValueError: a model that is already woven; a model that is whole on every rank, without a `world`; a plan that
             `all_reduce_rms_norm` does not have; a call that needs a gradient.
     """
     if getattr(model, WOVEN_ATTRIBUTE, None) is not None:
@@ -118,8 +119,8 @@ def _generate(model: Module, woven: Woven) -> None:
 
 
 def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
-    """Yield the hooks that a woven model calls: the hooks of routers, and the pre-hooks of a dense model's attention,
-    whose input is the normalised hidden states."""
+    """Yield the hooks that a woven model calls: the hooks of routers, and the pre-hooks of attention in a dense model,
+    which has the normalised hidden states as its input."""
     for layer in layers:
         if type(layer).__name__ not in moe.LAYERS:
             yield layer.self_attn._forward_pre_hooks
@@ -166,12 +167,13 @@ def unweave(model: nn.Module) -> nn.Module:
 
 
 def repack(model: nn.Module) -> nn.Module:
-    """Pack the experts of a woven model, or of one with `register_experts`, from their parameters again. Return the
+    """Pack the experts of a woven model, or of a model with `register_experts`, from their parameters again. Return the
     model.
 
-    A pass repacks by itself after `load_state_dict`, `copy_` and writes through `data`. Call `repack` after writes that
-    torch does not count, such as the writes of a collective (`torch.distributed.broadcast`) or a kernel, and before the
-    replay of a CUDA graph: packed experts keep their memory. All other weights are the parameters' own memory.
+    A pass repacks the experts itself after `load_state_dict`, `copy_` and writes through `data`. Call `repack` after
+    writes that torch does not count, such as the writes of a collective (`torch.distributed.broadcast`) or a kernel,
+    and after any write before the replay of a CUDA graph. The graph stays valid, since packed experts keep their
+    memory. All other weights share the memory of the parameters.
     """
     woven = getattr(model, WOVEN_ATTRIBUTE, None)
     registered = [
@@ -186,8 +188,8 @@ def repack(model: nn.Module) -> nn.Module:
 
 
 def report(model: nn.Module) -> str:
-    """Return a line for each thing that `weave` replaced and for each that it did not. Raises ValueError for a model
-    that is not woven."""
+    """Return a line for each kind of module that `weave` replaced and for each module that it did not replace. Raises
+    ValueError for a model that is not woven."""
     woven = _woven(model)
     world = woven.world
     lines = [f"woven over {world.size} ranks, this one {world.rank}"]
@@ -198,9 +200,9 @@ def report(model: nn.Module) -> str:
 def _two_parts(
     world: World, layer: Module, plan: str | Plan, two_parts: str | int | None
 ) -> tuple[int | None, str | Plan]:
-    """Return the least number of tokens for which a pass runs in two parts (None: never), and the plan of its norms.
-    "auto" reads both from the measurements of a decoder of these sizes (`two_parts_from`). Only dense decoders were
-    measured: a model with experts runs in two parts only if `two_parts` is a number."""
+    """Return the least number of tokens for which a pass runs in two parts (None: no pass does), and the plan of its
+    norms. For "auto" both come from measurements of a decoder of these sizes (`two_parts_from`). Only dense decoders
+    were measured, so a model with experts runs in two parts only if `two_parts` is a number."""
     if two_parts is None or world.size == 1:
         return None, plan
     measured, measured_plan = None, plan
@@ -278,7 +280,7 @@ def _check(base: nn.Module, layers: list[Module]) -> None:
 
 
 def _check_split(layers: list[Module], world: World) -> None:
-    """Check that every rank has whole heads, and that all ranks have equally many columns or experts."""
+    """Check that every rank has whole heads, and that all ranks have the same number of columns or experts."""
     config, head = layers[0].self_attn.config, layers[0].self_attn.head_dim
     for name, count in (("heads", config.num_attention_heads), ("key-value heads", config.num_key_value_heads)):
         if count % world.size:
@@ -300,7 +302,7 @@ def _world_of(layer: nn.Module) -> World:
 
 
 def _other_modules(model: nn.Module, base: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that stay Transformers' own, with their names; inside layers only attention."""
+    """Yield the modules that Transformers still computes, with their names; inside layers only attention."""
     names = {id(module): name for name, module in model.named_modules()}
     for module in (*base.children(), *(model.children() if model is not base else ())):
         if module not in (base, base.layers, base.norm):

@@ -1,4 +1,4 @@
-"""The state of a woven model: what `weave` replaced, and how to undo it."""
+"""The state of a woven model, which records the replaced modules and how to restore them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from .parameters import Bound, Parameters, Unchanged
 class Woven:
     """The state of a woven model.
 
-    A deep copy of the model has its own state: every forward and function in it is a method of an object, or has its
-    arguments in a functools.partial, which copy.deepcopy binds to the copied modules. `model` is the whole model.
+    A deep copy of the model has its own state: every forward and function in the state is a method of an object, or has
+    its arguments in a functools.partial, so that copy.deepcopy binds it to the copied modules. `model` is the whole
+    model.
 
-    `replaced` has a line for each kind of module that was replaced, `left` the name of and the reason for each module
-    that was not. The functions of `undo` restore the modules. With at least `two_parts` tokens (None: never) a pass
-    runs in two token parts, and `all_reduce_rms_norm` uses `two_parts_plan`. `experts` is true if any layer
-    has experts, `shards_tokens` if the hidden states of many tokens are sharded. For the current pass, `causal` is true
-    if a dense mask is only causal, `depth` is the number of layers that run, and `recorded` is true if Transformers
-    records hidden states.
+    `replaced` has a line for each kind of module that was replaced; `left` has a name and a reason for each module that
+    was not. The functions of `undo` restore the modules. A pass with at least `two_parts` tokens runs in two token
+    parts, with `two_parts_plan` for `all_reduce_rms_norm`; if `two_parts` is None, every pass runs in one part.
+    `experts` is true if any layer has experts, `shards_tokens` if the hidden states of many tokens are sharded. For the
+    current pass, `causal` is true if a dense mask is only causal, `depth` is the number of layers that run, and
+    `recorded` is true if Transformers records hidden states.
     """
 
     model: nn.Module
@@ -51,8 +52,8 @@ class Woven:
     unchanged: Unchanged | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> Woven:
-        """Return the state of a copied model. Its first pass binds its shards to its parameters. Raises Unsupported if
-        a module has a forward that copy.deepcopy cannot bind to the copied module."""
+        """Return the state of a copied model. The first pass of the copy binds its shards to its parameters. Raises
+        Unsupported if a module has a forward that copy.deepcopy cannot bind to the copied module."""
         if why := copy_reason(self.model):
             raise Unsupported(why)
         twin = memo[id(self)] = copy.copy(self)
@@ -61,12 +62,13 @@ class Woven:
         return twin
 
     def follow(self, *shards: Bound) -> None:
-        """Bind these shards to their current parameters at the start of every pass."""
+        """Bind these shards to their current parameters at the start of every later pass."""
         self.parameters += [shard.parameters for shard in shards]
         self.undo += [shard.parameters.release for shard in shards]
 
     def check(self, base: nn.Module) -> None:
-        """Check before a pass that nothing has changed since weaving but what a woven model follows."""
+        """Check before a pass that since weaving nothing has changed except the numbers and parameters that a woven
+        model follows."""
         assert self.layers is not None
         self.layers.check()
         if torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()):
@@ -77,7 +79,8 @@ class Woven:
         self.refresh(base)
 
     def refresh(self, base: nn.Module, *_: object) -> None:
-        """Rebind the shards with changed parameters. This is also the base model's hook after `load_state_dict`."""
+        """Rebind the shards with changed parameters. This method is also the base model's hook after
+        `load_state_dict`."""
         bound = [parameters for parameters in self.parameters if parameters.packed]
         if self.unchanged is None or not self.unchanged.holds():
             bound = self.parameters

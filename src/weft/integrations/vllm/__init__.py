@@ -1,4 +1,4 @@
-"""weft in vLLM: `pip install weft` into vLLM's environment, then `vllm serve`.
+"""weft in vLLM: run `pip install weft` in vLLM's environment, then `vllm serve`.
 
 vLLM calls the entry point in the group `vllm.general_plugins` in each of its processes. Once vLLM has loaded a
 tensor-parallel model, weft's operators replace the model's sums over ranks:
@@ -7,10 +7,10 @@ tensor-parallel model, weft's operators replace the model's sums over ranks:
     experts -> RMSNorm -> column-parallel linear                the same, without the first GEMM
     other row-parallel linears                                  row_all_reduce.py
 
-With WEFT_VLLM_FP8=1 weft also serves the GEMMs of FP8 linears (fp8.py).
+With WEFT_VLLM_FP8=1 weft also computes the GEMMs of FP8 linears (fp8.py).
 
-The plugin finds these sums in the model's own forward (dataflow.py). WEFT_VLLM=0 turns the plugin off; mixtures of
-experts are served with WEFT_VLLM=1.
+The plugin finds these sums in the model's own forward (dataflow.py). WEFT_VLLM=0 turns the plugin off. With WEFT_VLLM=1
+the plugin also serves mixtures of experts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["register", "report", "state"]
 
 
 def state() -> str:
-    """Return one line that says whether the plugin would be loaded, and what it would not find. Imports vLLM if it is
-    installed."""
+    """Return one line that says whether vLLM would load the plugin, and what the plugin would not find in vLLM. Imports
+    vLLM if it is installed."""
     if installed() is None:
         return "not installed"
     interface = read_interface(asked_for())
@@ -36,10 +36,10 @@ def state() -> str:
 
 
 def report(llm: VllmObject) -> str:
-    """Return what weft serves in an engine (`vllm.LLM`), what it leaves to vLLM and why, and the calls so far, a line
-    each.
+    """Return a line for each part of an engine (`vllm.LLM`) that weft serves, for each part that it leaves to vLLM,
+    with the reason, and for the calls so far.
 
-    Raises WeftError if the engine's workers do not know weft: the plugin is off there, or not installed.
+    Raises WeftError if the engine's workers have not loaded weft's plugin, because it is off there or not installed.
     """
     try:
         texts = llm.collective_rpc("weft_report")

@@ -1,12 +1,12 @@
-"""Choose which passes of an engine run with weft. At the engine's start whole forward passes of the loaded model are
-timed with and without weft, in the mode in which requests run them, at both ends of ranges of tokens up to the engine's
-limit.
+"""Choose which passes of an engine run with weft. At the engine's start weft times whole forward passes of the loaded
+model with and without its operators, in the mode in which requests run them, at both ends of ranges of tokens up to the
+engine's limit.
 
-Sizes that vLLM captures are captured and replayed; the host launches all other sizes back to back. A form
-(`PASS_FORMS`) is chosen for a range if it is at least MIN_SPEEDUP times as fast as vLLM's own pass at both ends; if
-several forms are, the fastest is chosen. Ranges are compared from the highest down: a form that is far slower than
-vLLM's own pass at the high end of a range is left out of the lower ranges of the same mode, where the host's time
-weighs more. The ranges are stored under everything that the times depend on, so that later starts time nothing.
+A pass of a size that vLLM captures is captured and replayed; the host launches passes of all other sizes back to back.
+A form (`PASS_FORMS`) is chosen for a range if it is at least MIN_SPEEDUP times as fast as vLLM's own pass at both ends;
+if several forms are, the fastest is chosen. Ranges are compared in descending order. A form that is far slower than
+vLLM's own pass at the high end of a range is not timed in the lower ranges of the same mode, where the host's time
+weighs more. The ranges are stored together with everything that the times depend on, so that later starts time nothing.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from .row_norm_column import PASS_FORMS, OwnRows, WovenLayers
 from .twin import STEP, Passes, Switched
 from .woven import FEWEST_TOKENS
 
-VLLM = "vLLM"  # the candidate that is vLLM's own pass
+VLLM = "vLLM"  # the candidate for vLLM's own pass
 PassWay: TypeAlias = Plan | str
 RunPass: TypeAlias = Callable[[int], object]  # runs a pass with this number of tokens
-Times: TypeAlias = tuple[int, dict[str, float]]  # a number of tokens, and us by way
-IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, which fit in one tile of a GEMM
-FAR_SLOWER = 1.3  # a form that takes this many times as long as vLLM's own pass is timed no further
+Times: TypeAlias = tuple[int, dict[str, float]]  # a number of tokens, and the us of a pass in each way
+IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, that is, for no more than one tile of a GEMM
+FAR_SLOWER = 1.3  # timing of a form stops if it is slower than vLLM's own pass by this factor
 
 
 class TokenSpan(NamedTuple):
-    """A range of tokens to compare at its ends: at `high`, and at a low end. `lows` has the low ends to try, as (first
-    number of tokens, number that is timed for it), the widest range first. `mode` is "graph" or "eager"."""
+    """A range of tokens to compare at its two ends. `high` is the high end, and `lows` has the low ends to try, each as
+    (first number of tokens, number of tokens to time), the widest range first. `mode` is "graph" or "eager"."""
 
     high: int
     lows: tuple[tuple[int, int], ...]
@@ -53,8 +53,8 @@ class TokenSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Range:
-    """The result for a range of tokens. `form` is None if vLLM's own pass runs. `us` has the times of the passes at the
-    ends, (tokens, {way: us}); it is empty if no form was worth timing."""
+    """The result for a range of tokens. `form` is None if vLLM's own pass runs. `us` has the times of the passes at
+    both ends, as (tokens, {way: us}); it is empty if no form was worth timing."""
 
     low: int
     high: int
@@ -62,7 +62,7 @@ class Range:
     us: tuple[Times, ...]
 
     def line(self) -> str:
-        """Return the range for the report, with the speed of each form relative to vLLM's own pass."""
+        """Return the report's line for the range, with the speed of each form relative to vLLM's own pass."""
         ends = []
         for tokens, times in self.us:
             others = [f"{times[VLLM] / us:.3f}x by {way}" for way, us in times.items() if way != VLLM]
@@ -73,13 +73,13 @@ class Range:
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
 def spans(passes: Passes) -> Iterator[TokenSpan]:
-    """Yield the ranges: captured sizes by powers of four, the others by powers of two. If a form wins only at the high
-    end of a range, the upper half of the range is tried, and then its upper quarter."""
+    """Yield the ranges: powers of four divide the captured sizes, powers of two the other sizes. If a form wins only at
+    the high end of a range, the upper half of the range is tried, and then the upper quarter."""
     captured = passes.captured
     high = 0
     for _, group in itertools.groupby(captured, lambda size: ((size - 1).bit_length() + 1) // 2):
         sizes = list(group)
-        firsts = [size + 1 for size in (high, *sizes)]  # the first number of tokens that each size serves
+        firsts = [size + 1 for size in (high, *sizes)]  # for each size, the least number of tokens that is padded to it
         lows = dict.fromkeys(len(sizes) * part // 4 for part in (0, 2, 3))
         yield TokenSpan(sizes[-1], tuple((firsts[i], sizes[i]) for i in lows), "graph")
         high = sizes[-1]
@@ -100,7 +100,7 @@ def forms_of(by_rows: bool, passes: Passes) -> Sequence[Plan]:
 
 
 def may_run(form: Plan, span: TokenSpan) -> bool:
-    """Return whether passes of all numbers of tokens of a range may run in a form."""
+    """Return whether a form is allowed for every number of tokens in a range."""
     if isinstance(form, FlashInfer):
         return span.high <= form.max_tokens
     if isinstance(form, WovenLayers) and span.lows[0][0] < FEWEST_TOKENS:
@@ -109,7 +109,8 @@ def may_run(form: Plan, span: TokenSpan) -> bool:
 
 
 def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> list[Range]:
-    """Return the fastest way in each range, for tokens of a vocabulary of this size. Collective."""
+    """Return the fastest way in each range. The tokens are random ids of a vocabulary of this size. The call is
+    collective."""
     chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
     generator = torch.Generator().manual_seed(0)  # the same tokens on all ranks
     ids = torch.randint(vocabulary, (passes.max_tokens,), generator=generator)
@@ -117,7 +118,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
     passes.put(Compared)
 
     def timed(tokens: int, forms: Sequence[Plan], mode: str) -> tuple[Times, dict[Plan, float]]:
-        """Return the times of passes of `tokens` tokens, and the gain of each form that is worth it."""
+        """Return the times of passes of `tokens` tokens, and the gain of each form that is fast enough."""
         trial = chooser.trial(choice(passes, tokens, forms, mode, run))
         assert trial is not None
         gains = {form: trial.times[VLLM].us(mode) / trial.times[form].us(mode) for form in forms}
@@ -158,7 +159,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 
 
 def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, run: RunPass) -> Choice[PassWay]:
-    """Return the choice of the way in which passes of `tokens` tokens run."""
+    """Return the Choice that decides in which way passes of `tokens` tokens run."""
     graphs: dict[PassWay, torch.cuda.CUDAGraph] = {}
 
     def in_way(way: PassWay) -> None:
@@ -168,7 +169,7 @@ def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, r
     def prepare(way: PassWay) -> None:
         in_way(way)
         if mode == "graph":
-            in_way(way)  # a plan for graphs is prepared at the second call of a size
+            in_way(way)  # weft prepares a plan for graphs at the second call of a size
             graphs[way] = captured(passes, lambda: in_way(way))
 
     def once(way: PassWay) -> None:
@@ -180,8 +181,8 @@ def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, r
 
 
 class Compared(Switched):
-    """A stack of layers whose passes have random tokens. The tokens of vLLM's own dummy runs are all the same, so that
-    the same few experts would serve them."""
+    """A stack of layers that replaces the tokens of its passes by random tokens. In vLLM's own dummy runs all tokens
+    are the same, so the router would send all of them to the same few experts."""
 
     def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
         passes: Passes = self.__dict__["weft_passes"]
@@ -192,7 +193,7 @@ class Compared(Switched):
 
 
 class Captured(Compared):
-    """A stack of layers with captured passes."""
+    """A stack of layers of which passes are captured."""
 
     def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
         graph: torch.cuda.CUDAGraph = self.__dict__["weft_graph"]
@@ -201,7 +202,7 @@ class Captured(Compared):
 
 
 def captured(passes: Passes, one_pass: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Return the graph of the stack's part of one pass, captured as vLLM captures it."""
+    """Return a CUDA graph of the stack's part of one pass, captured in the way in which vLLM captures it."""
     graph = torch.cuda.CUDAGraph()
     capture = importlib.import_module("vllm.distributed.parallel_state").graph_capture
     passes.stack.__dict__["weft_graph"] = graph
@@ -216,7 +217,7 @@ def captured(passes: Passes, one_pass: Callable[[], object]) -> torch.cuda.CUDAG
 
 
 def pass_of(runner: VllmObject, config: VllmObject) -> RunPass:
-    """Return a function that runs a pass of random requests, without a graph, with attention over their own tokens."""
+    """Return a function that runs a pass of random requests without a graph. Each request attends to its own tokens."""
     accepted = inspect.signature(runner._dummy_run).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     mode = importlib.import_module("vllm.config").CUDAGraphMode.NONE
@@ -256,7 +257,7 @@ def read(path: Path | None) -> list[Range] | None:
 
 
 def write(path: Path | None, ranges: Sequence[Range], depends_on: Mapping[str, object]) -> None:
-    """Store the ranges in such a way that a reader never sees half a file. Raises OSError."""
+    """Store the ranges. A reader never sees a half-written file. Raises OSError."""
     if path is None:
         return
     rows = [(r.low, r.high, r.form and r.form.to_json(), r.us) for r in ranges]

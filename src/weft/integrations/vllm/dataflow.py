@@ -1,9 +1,9 @@
-"""Find the reductions of a model that only a norm reads, by tracing the model's own forward symbolically.
+"""Trace the model's own forward symbolically, to find reductions that have a norm as their only reader.
 
 A reduction is a module that ends in an all-reduce: a row-parallel linear, or the runner of a mixture of experts. The
-graph has one node for each module without a reduction inside. So it shows how sums, norms and column-parallel linears
-are connected, for any names of the model and its modules. An RMSNorm that is the only reader of a reduction can compute
-its sum (`Site`). A module stays unchanged unless the graph proves how it is used.
+graph has one node for each module that contains no reduction. So it shows how sums, norms and column-parallel linears
+are connected, whatever the names of the model and its modules are. An RMSNorm that is the only reader of a reduction
+can compute its sum (`Site`). A module stays unchanged unless the graph proves how it is used.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch import fx, nn
 
 from .layers import Classes
 
-Reduces: TypeAlias = Callable[[nn.Module], bool]  # whether a module ends in a reduction
+Reduces: TypeAlias = Callable[[nn.Module], bool]  # returns whether a module ends in a reduction
 
 
 @dataclass
 class Site:
-    """A chain reduction -> norm -> column. `residual` is true if the norm adds a residual. `column` is the only
-    reader of the normalised rows if that reader is a column-parallel linear, else None. `name` is the norm's name."""
+    """A chain reduction -> norm -> column. `residual` is true if the norm adds a residual. `column` is the
+    column-parallel linear that is the only reader of the normalised rows, or None if there is no such linear. `name` is
+    the norm's name."""
 
     name: str
     reduction: nn.Module
@@ -37,8 +38,9 @@ class Site:
 
 @dataclass
 class Flow:
-    """The sites of a model, in the order of the forward pass. `by_rows` is true if only sites' norms read the
-    residuals that sites' norms return. `left` has the reason for each part of the model that could not be traced."""
+    """The sites of a model, in the order of the forward pass. `by_rows` is true if the norms of sites are the only
+    readers of the residuals that these norms return. `left` has a reason for each part of the model that could not be
+    traced."""
 
     sites: list[Site] = field(default_factory=list)
     by_rows: bool = False
@@ -47,8 +49,8 @@ class Flow:
 
 # -- tracing -----------------------------------------------------------------------------------------------------------
 class Symbol(fx.Proxy):
-    """A tensor of two arbitrary sizes. If the forward reads a node's sizes, the node is marked, since this read counts
-    as a reader."""
+    """A tensor with arbitrary sizes of its two dimensions. If the forward reads the sizes of a node, the node is
+    marked, since this read counts as a reader."""
 
     @property
     def shape(self) -> torch.Size:
@@ -64,13 +66,13 @@ class Symbol(fx.Proxy):
     ndim = property(dim)
 
 
-EMBEDDED = ("input_ids", "intermediate_tensors")  # the arguments that are None in a pass of embeddings
+EMBEDDED = ("input_ids", "intermediate_tensors")  # these arguments are None in a pass of embeddings
 
 
 class TracedForward(nn.Module):
-    """A module's forward with the tracer's arguments: only tensors, by name. The arguments in `absent` are None."""
+    """A module's forward with only the tensors that the tracer passes, by name. The arguments in `absent` are None."""
 
-    optional = ("inputs_embeds", "residual")  # passed although they have defaults
+    optional = ("inputs_embeds", "residual")  # the tracer passes these arguments although they have defaults
 
     def __init__(self, module: nn.Module, tracer: fx.Tracer, absent: Sequence[str]) -> None:
         super().__init__()
@@ -90,7 +92,7 @@ class TracedForward(nn.Module):
 
 
 class Tracer(fx.Tracer):
-    """A tracer that enters only modules with a reduction inside."""
+    """A tracer that enters only modules that contain a reduction."""
 
     def __init__(self, reduces: Reduces) -> None:
         super().__init__()
@@ -109,8 +111,8 @@ def contains(module: nn.Module, reduces: Reduces) -> bool:
 
 
 def calls_of(model: nn.Module, modules: tuple[str, ...]) -> dict[str, set[str]]:
-    """Return, by the name of each class of the model's modules, the names of the functions of these Python modules that
-    its methods call."""
+    """Map the name of each class of the model's modules to the functions of these Python modules that its methods
+    call."""
     calls: dict[str, set[str]] = {}
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         methods = [inspect.unwrap(m) for base in kind.__mro__ for m in vars(base).values() if inspect.isfunction(m)]
@@ -120,7 +122,7 @@ def calls_of(model: nn.Module, modules: tuple[str, ...]) -> dict[str, set[str]]:
 
 
 def functions_called(method: FunctionType, modules: tuple[str, ...]) -> Iterator[str]:
-    """Yield the names of the functions of these Python modules that a function calls by a global name."""
+    """Yield the names of the functions that a function calls by a global name and that these Python modules define."""
     codes = [method.__code__]
     while codes:
         code = codes.pop()
@@ -131,7 +133,7 @@ def functions_called(method: FunctionType, modules: tuple[str, ...]) -> Iterator
 
 
 def stacks(model: nn.Module, classes: Classes) -> Iterator[nn.Module]:
-    """Yield the modules with a list of layers that contain reductions."""
+    """Yield the modules that have a list of layers with reductions."""
     for module in model.modules():
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
         if any(contains(layer, classes.reduces) for layers in lists for layer in layers):
@@ -144,8 +146,8 @@ class Graph(NamedTuple):
 
 
 def traced(module: nn.Module, reduces: Reduces, absent: Sequence[str] = EMBEDDED) -> Graph:
-    """Return the graph of the module's forward, traced on symbols, without the arguments `absent`. Raises the errors
-    that the forward raises on symbols. Attributes that the forward sets on modules are restored."""
+    """Return the graph of the module's forward, traced on symbols, without the arguments `absent`. Raises any error
+    that the forward raises on symbols. Restores the attributes that the forward sets on modules."""
     tracer, saved = Tracer(reduces), [(child, dict(child.__dict__)) for child in module.modules()]
     root = TracedForward(module, tracer, absent)
     try:
@@ -158,8 +160,8 @@ def traced(module: nn.Module, reduces: Reduces, absent: Sequence[str] = EMBEDDED
 
 # -- reading the graph -------------------------------------------------------------------------------------------------
 def flow_of(model: nn.Module, classes: Classes) -> Flow:
-    """Return the sites of every stack of layers. A stack whose forward cannot be traced is traced layer by layer, which
-    misses the sites between its layers."""
+    """Return the sites of every stack of layers. If the forward of a stack cannot be traced, its layers are traced one
+    by one, which misses the sites between layers."""
     flow, graphs, names = Flow(), [], {id(module): name for name, module in model.named_modules()}
     for stack in stacks(model, classes):
         try:
@@ -215,7 +217,8 @@ def sites(graph: Graph, classes: Classes, names: Mapping[int, str]) -> list[Site
 
 
 def residuals_stay(graph: Graph, norms: set[int]) -> bool:
-    """Return whether only sites' norms read the residuals that sites' norms return, and as their residual."""
+    """Return whether the norms of sites are the only readers of the residuals that these norms return, and read them as
+    residuals."""
     for node in graph.nodes:
         if id(module_of(graph, node)) not in norms or len(node.args) < 2:
             continue
@@ -237,8 +240,8 @@ def module_of(graph: Graph, node: fx.Node | None) -> nn.Module | None:
 
 
 def first_item(node: fx.Node) -> fx.Node | None:
-    """Return the node that reads the first item of the pair `node`. Return None if no node does, or if the pair is also
-    used as a whole."""
+    """Return the node that reads the first item of the pair `node`. Return None if no node reads it, or if a node uses
+    the pair as a whole."""
     items: dict[object, fx.Node] = {}
     for user in node.users:
         if user.op != "call_function" or getattr(user.target, "__name__", "") != "getitem":
@@ -248,7 +251,8 @@ def first_item(node: fx.Node) -> fx.Node | None:
 
 
 def only_reader(node: fx.Node | None) -> fx.Node | None:
-    """Return the only node that reads `node`; None if there are several readers or reads, or if its sizes are read."""
+    """Return the only node that reads `node`; None if there are several readers or reads, or if the forward reads the
+    sizes of `node`."""
     if node is None or len(node.users) != 1 or node.meta.get("sized"):
         return None
     (reader,) = node.users

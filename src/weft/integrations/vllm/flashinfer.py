@@ -1,9 +1,10 @@
-"""FlashInfer's kernel for all-reduce + residual + RMSNorm, as an additional form of a pass.
+"""FlashInfer's kernel for all-reduce + residual + RMSNorm, which a pass may use as an additional form.
 
-vLLM's compiler puts this kernel into vLLM's own passes (`fuse_allreduce_rms`), if sums are no larger than a limit that
-depends on the GPU and the number of ranks: on Hopper 64 MiB with two ranks, 2 MiB with four. The compiler does not see
-the sums of the twin. So in the twin the kernel is a form of its own (row_norm_column.py), limited by the memory for its
-workspace instead. weft uses the kernels of FlashInfer's backend "trtllm", one- and two-shot, which need no multicast.
+vLLM's compiler inserts this kernel into vLLM's own passes (`fuse_allreduce_rms`) for sums up to a size that depends on
+the GPU and the number of ranks: on Hopper 64 MiB with two ranks, 2 MiB with four. The compiler does not see the sums of
+the twin. So in the twin the kernel is a form of its own (row_norm_column.py), and only the memory for its workspace
+limits the size of a sum. weft uses the one-shot and two-shot kernels of FlashInfer's backend "trtllm", which need no
+multicast.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from ...world import World
 from .. import installed_version
 from .interface import VllmObject, gather_objects, option
 
-ROW_BUFFERS = 4  # buffers for the rows of all ranks in a workspace: one for two shots, three for one shot
-WORKSPACE_BYTES = 256 << 20  # bytes of a workspace: half the size of vLLM's own with two ranks
+ROW_BUFFERS = 4  # a workspace has this many buffers for the rows of all ranks: one for two shots, three for one shot
+WORKSPACE_BYTES = 256 << 20  # bytes of a workspace: half the size of vLLM's own workspace for two ranks
 
-WorkspaceKey: TypeAlias = tuple[int, torch.dtype]  # the columns and the dtype of the rows
+WorkspaceKey: TypeAlias = tuple[int, torch.dtype]  # the number of columns and the dtype of the rows
 
 
 @dataclass(frozen=True)
 class FlashInfer(Plan):
-    """The sequential steps, with FlashInfer's kernel for sum and norm, in passes of up to `max_tokens` tokens."""
+    """The sequential steps, with FlashInfer's kernel for the sum and the norm in passes of up to `max_tokens`
+    tokens."""
 
     kind: ClassVar[str] = "flashinfer"
     max_tokens: int = 1
 
 
 class FlashInferWorkspace(NamedTuple):
-    """The module `flashinfer.comm`, and the memory that it needs for a call."""
+    """The module `flashinfer.comm`, and the memory that its kernel needs for a call."""
 
     comm: VllmObject
     memory: VllmObject
@@ -54,20 +56,20 @@ def asked_for(config: VllmObject) -> bool:
 
 
 def workspaces(world: World) -> dict[WorkspaceKey, FlashInferWorkspace]:
-    """Return the World's workspaces, made at an engine's start."""
+    """Return the World's workspaces. They are made at the start of an engine."""
     table: dict[WorkspaceKey, FlashInferWorkspace] = world.cached("FlashInfer's workspaces", dict)
     return table
 
 
 def limit(world: World, h: int, dtype: torch.dtype, max_tokens: int) -> int:
-    """Return the largest number of tokens, at most `max_tokens`, for which a workspace holds rows of h columns."""
+    """Return the largest number of tokens, at most `max_tokens`, for which rows of h columns fit in a workspace."""
     return min(max_tokens, WORKSPACE_BYTES // (ROW_BUFFERS * world.size * h * dtype.itemsize))
 
 
 def prepare(world: World, h: int, dtype: torch.dtype, tokens: int, group: VllmObject) -> str:
-    """Make the workspace for `tokens` tokens, and call the kernel with few and with all of them. Return the first error
-    of any rank of vLLM's group, "" if there is none. Collective."""
-    for step in (make_workspace, call_kernel):  # no rank waits in a kernel for a rank without a workspace
+    """Make the workspace for `tokens` tokens, and call the kernel once with few tokens and once with all. Return the
+    first error of any rank of vLLM's group, "" if there is none. The call is collective."""
+    for step in (make_workspace, call_kernel):  # so that no rank waits in a kernel for a rank without a workspace
         error = ""
         try:
             step(world, h, dtype, tokens)
@@ -81,7 +83,7 @@ def prepare(world: World, h: int, dtype: torch.dtype, tokens: int, group: VllmOb
 
 def make_workspace(world: World, h: int, dtype: torch.dtype, tokens: int) -> None:
     comm: VllmObject = importlib.import_module("flashinfer.comm")
-    # As in vLLM: engines with one seed on a host would draw the same names for the exchange of handles.
+    # vLLM does the same: engines on one host with the same seed would draw the same names for the exchange of handles.
     state = random.getstate()
     random.seed(os.urandom(16))
     try:
@@ -116,7 +118,7 @@ def drop(world: World) -> None:
 def all_reduce_norm(
     world: World, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return norm(h) and h, [M, H] on all ranks, for h = residual + the sum of x over ranks."""
+    """Return norm(h) and h, both [M, H] on all ranks, where h = residual + the sum of x over ranks."""
     comm, memory = workspaces(world)[x.shape[1], x.dtype]
 
     def launch() -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""The FP8 linears of a model in vLLM with weights and scales that weft's operators support, and their products.
+"""The FP8 linears of a model in vLLM that weft's operators support, and the products with their weights and scales.
 
-An operator that computes such a GEMM together with a collective quantises x and multiplies with weft's kernels. If no
-collective overlaps the GEMM, vLLM's own kernel computes the product (`product`). WEFT_VLLM_FP8=1 turns this on.
+An operator that combines such a GEMM with a collective uses weft's kernels to quantise x and to multiply. If no
+collective overlaps the GEMM, vLLM's own kernel computes the product (`product`). WEFT_VLLM_FP8=1 turns FP8 GEMMs on.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ...world import World
 from .interface import VllmObject, gather_objects
 
 WEFT_VLLM_FP8 = "WEFT_VLLM_FP8"  # the environment variable that turns FP8 GEMMs on with 1
-SAMPLE_ROWS = 64  # random rows for comparing products; below 32 vLLM may use a different kernel
-# The largest accepted difference of products, relative to their norm. If x is rounded to e4m3 by different scales, the
-# difference is 0.025 or more (K 256 and 4096, normal distribution).
+SAMPLE_ROWS = 64  # the number of random rows for comparing products; below 32 rows vLLM may use a different kernel
+# The largest accepted difference of products, relative to their norm. If weft and vLLM rounded x to e4m3 with different
+# scales, the difference would be 0.025 or more (K 256 and 4096, normal distribution).
 ROUNDING = torch.finfo(torch.bfloat16).eps
 
-# The accepted linears by the addresses of their weights. An operator's arguments are a linear's tensors, not the
-# linear, because layers share compiled code, which therefore must not name a linear.
+# The accepted linears by the addresses of their weights. The arguments of an operator are a linear's tensors rather
+# than the linear, because layers share compiled code, and shared code must not name one linear.
 _linear_by_address: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
@@ -41,9 +41,9 @@ def asked_for() -> bool:
 
 # -- weights -----------------------------------------------------------------------------------------------------------
 class LinearWeight(NamedTuple):
-    """A linear's weight [N, K] and, if it is e4m3, its scales in float32: [N], [1] for the whole weight, or
-    [N / 128, K / 128] by block. They are views of the linear's parameters. vLLM reloads parameters in place and leaves
-    their version unchanged, so that compiled code and CUDA graphs could not detect a stale copy."""
+    """A linear's weight [N, K] and, if the weight is e4m3, its scales in float32: [N], [1] for the whole weight, or [N
+    / 128, K / 128] by block. Both are views of the linear's parameters, because a copy could become stale: vLLM reloads
+    parameters in place without a change of their version, so compiled code and CUDA graphs would not detect it."""
 
     weight: Tensor
     scale: Tensor | None
@@ -51,7 +51,7 @@ class LinearWeight(NamedTuple):
 
 def weight_of(linear: VllmObject) -> LinearWeight:
     """Return the weight of a linear that is unquantised or has passed `layout_problem`. vLLM stores an FP8 weight
-    transposed, unless it has scales by block."""
+    transposed, unless the weight has scales by block."""
     if linear.weight.dtype != E4M3:
         return LinearWeight(linear.weight, None)
     scale = scale_of(linear)
@@ -61,8 +61,8 @@ def weight_of(linear: VllmObject) -> LinearWeight:
 
 
 def scale_of(linear: VllmObject) -> VllmObject:
-    """Return the scales of an FP8 weight as stored in the linear, or None."""
-    inverse = getattr(linear, "weight_scale_inv", None)  # their name in DeepSeek's checkpoints
+    """Return the scales of an FP8 weight as the linear stores them, or None."""
+    inverse = getattr(linear, "weight_scale_inv", None)  # the name of the scales in DeepSeek's checkpoints
     return getattr(linear, "weight_scale", None) if inverse is None else inverse
 
 
@@ -112,15 +112,15 @@ def layout_problem(linear: VllmObject) -> str:
 
 # -- products ----------------------------------------------------------------------------------------------------------
 def product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    """Return x @ weight.T + bias, on a batch-invariant World by weft's own GEMM. For a weight in e4m3 vLLM computes the
-    product, or weft if no linear with this weight is known."""
+    """Return x @ weight.T + bias. On a batch-invariant World weft's own GEMM computes the product. For a weight in e4m3
+    vLLM computes it, or weft if no linear with this weight is known."""
     stream = world.current_stream()
     if world.batch_invariant:
         return matmul(x.contiguous(), weight, bias, world=world)
     if scale is None:
         return world.backend.linear(x.contiguous(), weight, bias, stream)
     linear: VllmObject = _linear_by_address.get(weight.data_ptr())
-    if linear is None or linear.weight.data_ptr() != weight.data_ptr():  # it got a new weight after it was accepted
+    if linear is None or linear.weight.data_ptr() != weight.data_ptr():  # the linear has a new weight
         return own_product(world, x, weight, bias, scale)
     rows, shape = x.contiguous(), (x.shape[0], weight.shape[0])
     reads = [rows, linear.weight, scale] + ([] if bias is None else [bias])
@@ -131,7 +131,7 @@ def product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale:
 
 
 def own_product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
-    """Return x @ weight.T + bias, for a weight in e4m3, by weft alone."""
+    """Return x @ weight.T + bias for a weight in e4m3, computed by weft's kernels alone."""
     operand, scaled_weight, options = scaled_operands(world, x, weight, scale)
     return matmul(operand, scaled_weight, bias, world=world, **options)
 
@@ -139,9 +139,9 @@ def own_product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, sc
 def scaled_operands(
     world: World, x: Tensor, weight: Tensor, scale: Tensor | None
 ) -> tuple[Activation, Activation, ProductKeywords]:
-    """Return x, the weight and the keywords with which weft's operators multiply them, for a result of x's dtype. A
-    scale of the whole weight is expanded to one for each row, since the operators do not combine a scale by tensor with
-    scales of x's rows."""
+    """Return the arguments of weft's operators for this product: x, the weight, and keywords for a result of x's dtype.
+    A scale of the whole weight is expanded to one scale for each row, since the operators do not combine a scale by
+    tensor with scales of x's rows."""
     if scale is None:
         return x, weight, {}
     if is_of_whole_weight(scale):
@@ -152,8 +152,8 @@ def scaled_operands(
 
 
 def difference(world: World, linear: VllmObject, dtype: torch.dtype) -> str:
-    """Return how weft's product of random rows differs from vLLM's by more than rounding, "" if it does not. Never
-    raises, because ranks compare their results."""
+    """Compare weft's product of random rows with vLLM's. Return a description of the difference if it exceeds rounding,
+    "" otherwise. Never raises, because the ranks then compare their results."""
     try:
         weight, scale = weight_of(linear)
         assert scale is not None
@@ -170,14 +170,14 @@ def difference(world: World, linear: VllmObject, dtype: torch.dtype) -> str:
 # -- of a model --------------------------------------------------------------------------------------------------------
 @dataclass
 class Fp8Linears:
-    """The quantised linears of a model, with a `quant_method` of one of the classes `methods`. `reasons` maps the id of
-    each linear to the reason why its GEMM stays vLLM's, or "" if weft may compute it."""
+    """The linears of a model with a `quant_method` of one of the classes `methods`. `reasons` maps the id of each
+    linear to the reason why vLLM computes its GEMM, or to "" if weft may compute it."""
 
     methods: tuple[type, ...] = ()
     reasons: dict[int, str] = field(default_factory=dict)
 
     def find(self, linears: Iterable[nn.Module]) -> None:
-        """Add the linears that are quantised by one of the methods. They are accepted if their layout is known."""
+        """Add the linears that one of the methods quantises. A linear is accepted if its layout is known."""
         for linear in linears:
             if type(getattr(linear, "quant_method", None)) in self.methods:
                 try:
@@ -189,8 +189,8 @@ class Fp8Linears:
         return self.reasons.get(id(linear)) == ""
 
     def compare(self, linears: Sequence[nn.Module], world: World, dtype: torch.dtype, group: VllmObject) -> None:
-        """Compare weft's products with vLLM's for the accepted linears, and reject the linears with products that
-        differ on any rank of vLLM's group. Collective."""
+        """Compare weft's products with vLLM's for the accepted linears. Reject a linear if its products differ on any
+        rank of vLLM's group. The call is collective."""
         compared = [linear for linear in linears if self.accepts(linear)]
         by_rank = gather_objects([difference(world, linear, dtype) for linear in compared], group)
         for linear, reasons in zip(compared, zip(*by_rank, strict=True), strict=True):
@@ -199,6 +199,6 @@ class Fp8Linears:
                 _linear_by_address[linear.weight.data_ptr()] = linear  # type: ignore[operator]
 
     def left(self) -> list[str]:
-        """Return a line for each reason why GEMMs stay vLLM's."""
+        """Return a line for each reason why vLLM computes GEMMs of these linears."""
         counts = Counter(filter(None, self.reasons.values()))
         return [f"the GEMM of {count} quantised linears: {reason}" for reason, count in counts.items()]

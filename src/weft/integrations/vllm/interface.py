@@ -1,7 +1,7 @@
 """The public classes and functions of vLLM that the plugin uses, each with its expected parameters.
 
-If one of them is missing in a version of vLLM, or has different parameters, the plugin works without it or serves
-nothing.
+If a version of vLLM does not have one of them, or has it with different parameters, the plugin works without it or
+serves nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .. import installed_version
 
 T = TypeVar("T")
 VllmObject: TypeAlias = Any  # an object of vLLM, whose attributes the type checker does not know
-TRIED_VLLM = ("0.26", "0.32")  # the versions whose engines the tests have run (the table in docs/vllm.md)
+TRIED_VLLM = ("0.26", "0.32")  # the versions of vLLM that the tests have run (the table in docs/vllm.md)
 VLLM_LAYERS = "vllm.model_executor.layers"
-REQUIRED = {  # by name, the function and the parameters; if one of these is missing, nothing is served
+REQUIRED = {  # the function and the parameters for each name; if a function is missing, the plugin serves nothing
     "load_model": "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model"
     "(self, vllm_config, model_config, prefix)",
     "row": f"{VLLM_LAYERS}.linear:RowParallelLinear.forward(self, input_)",
@@ -40,13 +40,13 @@ OPTIONAL = {
     "token_slices": "vllm.v1.worker.ubatch_utils:UBatchSlice.__init__(self, request_slice, token_slice)",
     "worker": "vllm.v1.worker.worker_base:WorkerBase.get_model(self)",
 }
-COMMUNICATING = (  # Python modules with functions that communicate for layers; no nn.Module shows such calls
+COMMUNICATING = (  # Python modules with functions that layers call to communicate; such calls appear in no nn.Module
     "vllm.models.common.ops.fused_allreduce_rms_norm",
     "vllm.models.common.ops.gemm_rs_ar",
     "vllm.models.common.ops.sequence_parallel",
     f"{VLLM_LAYERS}.fused_allreduce_gemma_rms_norm",
 )
-FP8_METHODS = {  # read only if weft should serve FP8 GEMMs (fp8.py)
+FP8_METHODS = {  # read only if weft should compute FP8 GEMMs (fp8.py)
     "fp8": f"{VLLM_LAYERS}.quantization.fp8:Fp8LinearMethod.apply(self, layer, x, bias)",
     "compressed_tensors": f"{VLLM_LAYERS}.quantization.compressed_tensors.compressed_tensors"
     ":CompressedTensorsLinearMethod.apply(self, layer, x, bias)",
@@ -54,15 +54,15 @@ FP8_METHODS = {  # read only if weft should serve FP8 GEMMs (fp8.py)
 
 
 def option(config: VllmObject, path: str, default: VllmObject = None) -> VllmObject:
-    """Return the option at `path`, such as "parallel_config.enable_eplb", of an engine's configuration, or `default` if
-    it is None or this version of vLLM does not have it."""
+    """Return the option of an engine's configuration at `path`, such as "parallel_config.enable_eplb". Return `default`
+    if the option is None or this version of vLLM does not have it."""
     for name in path.split("."):
         config = getattr(config, name, None)
     return default if config is None else config
 
 
 def gather_objects(value: T, group: VllmObject) -> list[T]:
-    """Return the `value` of every rank of vLLM's group. Collective."""
+    """Return the `value` of every rank of vLLM's group. The call is collective."""
     values: list[VllmObject] = [None] * group.world_size
     dist.all_gather_object(values, value, group=group.cpu_group)
     return values
@@ -83,7 +83,7 @@ class Interface:
 
     @property
     def unusable(self) -> str | None:
-        """Return the reason why nothing can be served, or None."""
+        """Return the reason why the plugin cannot serve any model, or None."""
         return next((self.missing[name] for name in REQUIRED if name in self.missing), None)
 
 
@@ -93,7 +93,8 @@ def installed() -> str | None:
 
 
 def read_interface(fp8: bool = False) -> Interface:
-    """Import the installed vLLM and return its interface; with `fp8` also the classes of FP8_METHODS."""
+    """Import the installed vLLM and return its interface, which includes the classes of FP8_METHODS if `fp8` is
+    true."""
     interface = Interface(installed() or "unknown")
     for name, expected in (REQUIRED | OPTIONAL | (FP8_METHODS if fp8 else {})).items():
         try:
@@ -105,8 +106,8 @@ def read_interface(fp8: bool = False) -> Interface:
 
 def resolve(expected: str) -> VllmObject:
     """Return the function `expected`, "module:function(parameters)", or the class of the method. Raises ImportError or
-    AttributeError if it is missing, TypeError if it cannot be called with these parameters: all further ones need
-    defaults."""
+    AttributeError if it is missing, and TypeError if it cannot be called with these parameters alone: all other
+    parameters need defaults."""
     path, _, listed = expected.removesuffix(")").partition("(")
     module, names = path.split(":")
     holder: VllmObject = importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""The classes of vLLM's modules, and the forwards of the copies that replace them in the twin."""
+"""The classes of vLLM's modules, and the forwards of the copies that replace these modules in the twin."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .row_all_reduce import ROW_ALL_REDUCE
 from .row_norm_column import ROW_NORM_COLUMN, LayerTensors
 from .twin import copied
 
-# The attributes of a linear that are read below.
+# The attributes of a linear that the functions below read.
 LINEAR = ("weight", "bias", "quant_method", "return_bias", "skip_bias_add", "tp_size")
 
 
 # -- what vLLM's modules are -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Classes:
-    """The classes of the installed vLLM (`read_interface`); a missing optional class is None. `runner` runs a mixture
-    of experts. `fp8` has the model's FP8 linears."""
+    """The classes of the installed vLLM (`read_interface`); a missing optional class is None. `runner` is the class
+    that runs a mixture of experts. `fp8` has the model's FP8 linears."""
 
     row: VllmObject
     column: VllmObject
@@ -36,7 +36,7 @@ class Classes:
     fp8: Fp8Linears = field(default_factory=Fp8Linears)
 
     def reduces(self, module: VllmObject) -> bool:
-        """Return whether a module ends in an all-reduce that can be left out."""
+        """Return whether a module ends in an all-reduce that a copy of the module can omit."""
         if isinstance(module, self.row):
             linear = all(hasattr(module, name) for name in (*LINEAR, "reduce_results", "input_is_parallel"))
             return bool(linear and module.reduce_results and module.tp_size > 1 and not module.skip_bias_add)
@@ -60,7 +60,8 @@ class Classes:
         return self.multiplies(module) and not module.skip_bias_add
 
     def is_gemm(self, reduction: VllmObject) -> bool:
-        """Return whether a reduction is a row-parallel linear that computes only the GEMM of its input."""
+        """Return whether a reduction is a row-parallel linear that computes nothing but a GEMM before the
+        all-reduce."""
         return isinstance(reduction, self.row) and self.multiplies(reduction) and bool(reduction.input_is_parallel)
 
     def multiplies(self, linear: VllmObject) -> bool:
@@ -79,13 +80,13 @@ class Classes:
 
 
 def sums_experts(runner: VllmObject) -> bool:
-    """Return whether a runner of experts ends in an all-reduce that its configuration can leave out."""
+    """Return whether a runner of experts ends in an all-reduce that its configuration can turn off."""
     config: VllmObject = getattr(runner, "moe_config", None)
     if getattr(config, "skip_final_all_reduce", True) or getattr(config, "is_sequence_parallel", True):
         return False
     if getattr(config, "dp_size", 2) > 1 or getattr(config, "pcp_size", 1) > 1:
         return False
-    # A transform of latent experts reads the sum, and a zero expert is added after it.
+    # A transform of latent experts reads the sum, and the output of a zero expert is added after the sum.
     if getattr(runner, "routed_output_transform", None) is not None or hasattr(
         getattr(runner, "router", None), "zero_expert_output"
     ):
@@ -95,8 +96,8 @@ def sums_experts(runner: VllmObject) -> bool:
 
 # -- forwards ----------------------------------------------------------------------------------------------------------
 class Served(NamedTuple):
-    """The operands with which a norm calls ROW_NORM_COLUMN: the linears before and after the norm, if the norm also
-    computes their GEMMs, or None."""
+    """The linears before and after a norm, for the norm's call of ROW_NORM_COLUMN. A linear is None if the norm does
+    not compute the linear's GEMM."""
 
     row: VllmObject | None
     column: VllmObject | None
@@ -104,7 +105,7 @@ class Served(NamedTuple):
 
 
 class PassThroughLinear:
-    """A linear without its GEMM, which the norm before or after it computes."""
+    """A linear without its GEMM, because the norm before or after the linear computes it."""
 
     return_bias: bool
 
@@ -158,7 +159,7 @@ class Row:
 
 # -- copies ------------------------------------------------------------------------------------------------------------
 def without_sum(reduction: VllmObject) -> VllmObject:
-    """Return a copy of the module that returns its partial sum."""
+    """Return a copy of the module that returns the partial sum without the all-reduce."""
     if hasattr(reduction, "reduce_results"):
         return copied(reduction, reduce_results=False)
     config = copy(reduction.moe_config)

@@ -1,8 +1,9 @@
-"""The vLLM plugin: vLLM calls it in each of its processes, and it gives a loaded model a twin (twin.py).
+"""The vLLM plugin. vLLM calls the plugin in each of its processes, and the plugin makes a twin of a loaded model
+(twin.py).
 
-All ranks must do the same. So each rank first examines its model and changes nothing; the ranks compare their
-candidates, make the World together, and only then make twins. The plugin decides which passes a twin runs before vLLM
-captures its graphs (start.py, compare.py). After any error vLLM runs all passes itself, and the log has a line.
+All ranks must make the same changes. So each rank first examines its model without changing it; the ranks compare their
+candidates, make the World together, and only then make twins. Before vLLM captures its graphs, the plugin decides which
+passes a twin runs (start.py, compare.py). After any error vLLM runs all passes itself, and the plugin logs a line.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ from .start import hook_worker
 from .twin import PADDED, Passes, copied, twin_of
 from .woven import woven_pass
 
-log = logging.getLogger("vllm.weft")  # vLLM shows the loggers below its own name
+log = logging.getLogger("vllm.weft")  # vLLM shows only the loggers below its own name
 SOURCES = Path(__file__).parents[2]  # weft's package
-# The environment variable that turns the plugin off with 0. With 1 the plugin also serves models for which weft was not
-# measured to be never slower than vLLM, or cannot be timed.
+# The environment variable that turns the plugin off with 0. With 1 the plugin also serves models for which no
+# measurement shows that weft is never slower than vLLM, and models that weft cannot time.
 WEFT_VLLM = "WEFT_VLLM"
 
-# The arguments of a stack of layers with which the twin runs all passes of an engine without pipeline parallelism.
+# A stack of layers must have these arguments, so that the twin can run all passes of an engine without pipeline
+# parallelism.
 ARGUMENTS = {"self", *PADDED, "intermediate_tensors"}
 
-_worlds: dict[tuple[str, bool], World] = {}  # by the group's name, and whether the World is batch-invariant
+_worlds: dict[tuple[str, bool], World] = {}  # the key is the group's name, and whether the World is batch-invariant
 
 
 # -- vLLM's side -------------------------------------------------------------------------------------------------------
@@ -71,8 +73,8 @@ def versions(interface: Interface) -> str:
 
 @functools.cache
 def hash_of_sources() -> str:
-    """Return a hash of weft's files, since a commit may change kernels and tables without a new version. It takes some
-    10 ms."""
+    """Return a hash of weft's files, since a commit may change kernels and tables without a new version. Hashing takes
+    some 10 ms."""
     digest = hashlib.sha256()
     paths = (path for path in SOURCES.rglob("*") if "__pycache__" not in path.parts and path.is_file())
     for path in sorted(paths):
@@ -81,7 +83,7 @@ def hash_of_sources() -> str:
 
 
 def hook(interface: Interface) -> None:
-    """Make vLLM serve every model with weft after loading it. A second call in a process does nothing."""
+    """Make vLLM call weft after it has loaded a model. A second call in a process does nothing."""
     loader = interface.objects["load_model"]
     original = loader.load_model
     if hasattr(original, "weft"):
@@ -103,7 +105,7 @@ def hook(interface: Interface) -> None:
 @dataclass
 class Candidates:
     """The modules of a `stack` of layers that a rank can serve: the sites of `flow`, and further row-parallel linears
-    `rows`. With a reason `why_not` there are none. `fp8_reasons` are the reasons of `Fp8Linears`."""
+    `rows`. If there is a reason `why_not`, the rank can serve none. `fp8_reasons` are the reasons in `Fp8Linears`."""
 
     why_not: str | None = None
     stack: VllmObject = None
@@ -112,7 +114,7 @@ class Candidates:
     fp8_reasons: Mapping[int, str] = field(default_factory=dict)
 
     def linears(self) -> list[nn.Module]:
-        """Return the linears with a GEMM that weft may compute."""
+        """Return the linears for which weft may compute the GEMM."""
         of_sites = [linear for site in self.flow.sites for linear in (site.reduction, site.column)]
         return [linear for linear in (*of_sites, *self.rows) if linear is not None]
 
@@ -129,7 +131,7 @@ class Candidates:
 
 
 def serve(model: nn.Module, config: VllmObject, interface: Interface) -> None:
-    """Give the model a twin. Never raises: after an error the model stays vLLM's own."""
+    """Make a twin of the model. Never raises: after an error vLLM runs the model without weft."""
     group = interface.objects["group"]()
     report = ServedModel(type(model).__name__, versions(interface), config, group)
     report.left += [f"calls of {why}" for why in interface.missing.values()]
@@ -180,20 +182,21 @@ def _serve(model: nn.Module, interface: Interface, report: ServedModel) -> None:
         add_flashinfer(candidates, classes, report)
         one_trial_per_power_of_two()
         hook_worker()
-    else:  # times are meaningless, as on CPUs
+    else:  # times are meaningless, for example on CPUs
         report.started = True
         report.passes.put()
         report.passes.serve(untimed(report.passes))
 
 
 def untimed(passes: Passes) -> list[tuple[int, int, Plan]]:
-    """Return the ranges and forms to serve if nothing can be timed."""
+    """Return the ranges and forms that weft serves if it cannot time passes."""
     return [(1, passes.max_tokens, PASS_FORMS[0])]
 
 
 def add_flashinfer(candidates: Candidates, classes: Classes, report: ServedModel) -> None:
-    """Add FlashInfer's kernel to the forms to compare, if vLLM's own passes would use it for the model's norms, unless
-    stored ranges do not use it. If it is not available, stored ranges with it are dropped. Collective."""
+    """Add FlashInfer's kernel to the forms to compare, if vLLM's own passes would use it for the model's norms and if
+    there are no stored ranges without it. If the kernel is not available, drop stored ranges that use it. The call is
+    collective."""
     world, config = report.world, report.config
     assert world is not None
     if world.batch_invariant:
@@ -215,7 +218,7 @@ def add_flashinfer(candidates: Candidates, classes: Classes, report: ServedModel
 
 
 def what_times_depend_on(candidates: Candidates, interface: Interface, report: ServedModel) -> dict[str, object]:
-    """Return by name everything that the times of passes depend on: the model's shape, the GPU, the ranks, the
+    """Return, by name, everything on which the times of passes depend: the model's shape, the GPU, the ranks, the
     versions, weft's sources, and the engine's options."""
     config = report.config
     return dict(
@@ -235,7 +238,8 @@ def what_times_depend_on(candidates: Candidates, interface: Interface, report: S
 
 
 def keep_equal_products(candidates: Candidates, classes: Classes, report: ServedModel) -> None:
-    """Leave the GEMMs of FP8 linears to vLLM if weft's results differ. Collective if there are any."""
+    """Leave the GEMMs of FP8 linears to vLLM if weft's results differ from vLLM's. The call is collective if the model
+    has FP8 linears."""
     if not candidates.fp8_reasons:
         return
     assert report.world is not None
@@ -291,13 +295,13 @@ def has_experts(model: nn.Module, config: VllmObject, classes: Classes) -> bool:
 
 
 def arguments_of_pass(stack: nn.Module) -> set[str]:
-    """Return the names of the arguments, without `**keywords`."""
+    """Return the names of the forward's arguments, without `**keywords`."""
     parameters = inspect.signature(type(stack).forward).parameters
     return {name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
 
 
 def reason_to_skip(config: VllmObject) -> str | None:
-    """Return why the whole model stays vLLM's own, or None."""
+    """Return why weft cannot serve any part of the model, or None."""
     parallel, passes = config.parallel_config, option(config, "compilation_config.pass_config")
     captures = option(config, "compilation_config.cudagraph_mode.name")
     reasons = {
@@ -318,10 +322,10 @@ def reason_to_skip(config: VllmObject) -> str | None:
 
 
 def world_of(group: VllmObject) -> World:
-    """Return the World of vLLM's tensor-parallel group. Collective the first time."""
+    """Return the World of vLLM's tensor-parallel group. The first call is collective."""
     key = group.device_group.group_name, batch_invariant()
     world = _worlds.get(key)
-    if world is None or world.group is not group.device_group:  # an earlier engine may have had a group of this name
+    if world is None or world.group is not group.device_group:  # an earlier engine's group may have had this name
         world = _worlds[key] = init(group.device_group, batch_invariant=batch_invariant() or None)
     return world
 
@@ -334,15 +338,15 @@ def captured_sizes(config: VllmObject) -> tuple[int, ...]:
 
 
 def limit_captures(world: World, config: VllmObject) -> None:
-    """Prepare no call with more tokens than vLLM captures for a capture. A prompt's number of tokens is often new, and
-    such a preparation runs a second plan at the second layer."""
+    """Limit the calls that weft prepares for a capture to the numbers of tokens that vLLM captures. A prompt's number
+    of tokens is often new, and preparing it for a capture would run a second plan at the second layer."""
     sizes = option(config, "compilation_config.cudagraph_capture_sizes")
     if sizes is not None:
         world.max_captured_rows = max([world.max_captured_rows or 0, *sizes])
 
 
 def passes_of(candidates: Candidates, classes: Classes, interface: Interface, report: ServedModel) -> Passes:
-    """Return the stack's passes with a new twin, and add lines to the report."""
+    """Make a twin of the stack and return the stack's passes with it. Adds lines to the report."""
     world, config, flow = report.world, report.config, candidates.flow
     assert world is not None
     counted: Counter[str] = Counter()
@@ -383,6 +387,6 @@ def passes_of(candidates: Candidates, classes: Classes, interface: Interface, re
 
 
 def name_of(candidates: Candidates, world: World) -> str:
-    """Return the name of the twin's compiled code, which contains the constants of that code."""
+    """Return the name of the twin's compiled code. The name contains the constants of the code."""
     constants = hash_of_sources(), world.name.rpartition(":")[0], candidates.fingerprint()
     return f"weft-{hashlib.sha256(repr(constants).encode()).hexdigest()[:12]}"

@@ -1,5 +1,5 @@
-"""A row-parallel linear's GEMM and its sum over ranks as one operator, for linears with a sum that no norm computes
-(row_norm_column.py)."""
+"""The GEMM and the all-reduce of a row-parallel linear as one operator. It serves the linears with a sum that no norm
+computes (row_norm_column.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .fp8 import operand_specs, scaled_operands
 
 
 class RowTensors(NamedTuple):
-    """The operands. weight_scale is the scale of a weight in e4m3 (`fp8.LinearWeight`)."""
+    """The operands. weight_scale has the scales of a weight in e4m3 (`fp8.LinearWeight`)."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -35,7 +35,7 @@ class RowCall(RowsCall):
 
 
 def prepare_sequential(world: World, call: RowCall, plan: Plan) -> OwnResult:
-    """Prepare the GEMM and weft's all-reduce, which has plans of its own."""
+    """Prepare the GEMM and weft's all-reduce, which chooses a plan of its own."""
 
     def run(operands: RowTensors, out: torch.Tensor | None) -> tuple[torch.Tensor]:
         x, weight, bias, scale = operands
@@ -46,8 +46,8 @@ def prepare_sequential(world: World, call: RowCall, plan: Plan) -> OwnResult:
 
 
 class RowAllReduce(Op[RowCall]):
-    """The op row_all_reduce. The operands are x [M, K], weight [N, K] and bias [N] or None, as for
-    `weft.matmul_all_reduce`, and the scales of a weight in e4m3; this op quantises x."""
+    """The op row_all_reduce. The operands are x [M, K], weight [N, K] and bias [N] or None, as in
+    `weft.matmul_all_reduce`, and the scales of a weight in e4m3, for which this op quantises x."""
 
     name = "row_all_reduce"
     signature = "Tensor x, Tensor weight, Tensor? bias, Tensor? weight_scale"

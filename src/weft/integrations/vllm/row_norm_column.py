@@ -1,5 +1,6 @@
-"""The steps between two sublayers of a tensor-parallel decoder as one operator: the row-parallel GEMM, the sum over
-ranks, residual and RMSNorm, and the column-parallel GEMM. Its plans are the possible forms of a forward pass:
+"""One operator for the steps between two sublayers of a tensor-parallel decoder: the row-parallel GEMM, the sum over
+ranks, residual and RMSNorm, and the column-parallel GEMM. The operator's plans are the possible forms of a forward
+pass:
 
     sequential  GEMM | all_reduce_rms_norm | GEMM
     own rows    the same, but each rank holds only its own rows of the residual
@@ -13,9 +14,9 @@ ranks, residual and RMSNorm, and the column-parallel GEMM. Its plans are the pos
 
 A pass has one further form, `WovenLayers`: two parts over whole layers, without this operator (woven.py).
 
-It is one operator so that a compiled graph with symbolic shapes contains all of these plans: the plan that runs depends
-on the number of tokens (`forms`), but no shape in the graph depends on the plan. The residual is always [M, H]. In all
-plans but sequential and flashinfer only some of its rows are defined on a rank, and only the next call of this
+A single operator lets a compiled graph with symbolic shapes contain all of these plans: the plan that runs depends on
+the number of tokens (`forms`), but no shape in the graph depends on the plan. The residual is always [M, H]. In all
+plans but sequential and flashinfer a rank writes only some of the residual's rows, and only the next call of this
 operator, which has the same plan, reads them.
 """
 
@@ -48,22 +49,22 @@ from .fp8 import operand_specs, product, scaled_operands
 
 @dataclass(frozen=True)
 class OwnRows(Plan):
-    """The sequential steps, with each residual row only on its owner."""
+    """The sequential steps, but only the owner of a row has its residual."""
 
     kind: ClassVar[str] = "own_rows"
 
 
 @dataclass(frozen=True)
 class ShardedTokens(Plan):
-    """GEMM + reduce-scatter, norm of this rank's rows, all-gather + GEMM."""
+    """The form with GEMM + reduce-scatter, the norm of this rank's rows, and all-gather + GEMM."""
 
     kind: ClassVar[str] = "sequence_parallel"
 
 
 @dataclass(frozen=True)
 class TwoParts(Plan):
-    """Two token parts, one part's communication under the other part's GEMMs. The communication runs on the SMs of its
-    `programs`, the GEMMs on all others."""
+    """The form with two token parts, in which one part's communication overlaps the other part's GEMMs. The
+    communication uses the SMs of its `programs`, and the GEMMs use all other SMs."""
 
     kind: ClassVar[str] = "woven"
     programs: int = 16
@@ -71,8 +72,8 @@ class TwoParts(Plan):
 
 @dataclass(frozen=True)
 class WovenLayers(Plan):
-    """Two token parts over whole layers (woven.py). The sums run on the SMs of `programs` programs; 0: copy engines
-    move the rows."""
+    """Two token parts over whole layers (woven.py). The sums run on the SMs of `programs` programs; with 0 programs
+    copy engines move the rows."""
 
     kind: ClassVar[str] = "woven_layers"
     may_be_0 = ("programs",)
@@ -84,7 +85,7 @@ class WovenLayers(Plan):
         return TwoShotPull(programs=self.programs) if self.programs else Decomposed()
 
 
-# In the order of comparison. All but the first need a residual that nothing between the layers reads.
+# The forms in the order of comparison. All but the first need a residual that no module between the layers reads.
 PASS_FORMS: Sequence[Plan] = (
     Sequential(),
     OwnRows(),
@@ -96,8 +97,8 @@ PASS_FORMS: Sequence[Plan] = (
 
 
 def forms(world: World) -> dict[int, Plan]:
-    """Return the World's table of forms, by the number of tokens of a pass; a pass with a number that is not in the
-    table is sequential."""
+    """Return the World's table of forms, by the number of tokens of a pass. A pass with a number of tokens that is not
+    in the table is sequential."""
     table: dict[int, Plan] = world.cached("forms of passes", dict)
     return table
 
@@ -105,13 +106,13 @@ def forms(world: World) -> dict[int, Plan]:
 class LayerTensors(NamedTuple):
     """The operands.
 
-    x: [M, K], this rank's columns of the activation; without `row` this rank's partial sum [M, H].
-    residual: [M, H], or None: the residual of an earlier call with the same plan, or the same tensor on all ranks.
-    norm: the RMSNorm's weight [H], of x's dtype or float32.
-    row: [H, K], this rank's shard of the row-parallel weight. row_bias: [H], the same on all ranks.
-    column: [N, H], this rank's shard of the column-parallel weight. column_bias: [N], this rank's.
-    row_scale, column_scale: the scales of weights in e4m3 (`fp8.LinearWeight`). x and the normalised rows are quantised
-        by row, or by block for scales by block.
+    x: [M, K], this rank's columns of the activation; if `row` is None, this rank's partial sum [M, H].
+    residual: [M, H] or None. It is the residual of an earlier call with the same plan, or equal on all ranks. norm: the
+    RMSNorm's weight [H], of x's dtype or float32.
+    row: [H, K], this rank's shard of the row-parallel weight. row_bias: [H], equal on all ranks.
+    column: [N, H], this rank's shard of the column-parallel weight. column_bias: [N], this rank's shard.
+    row_scale, column_scale: the scales of weights in e4m3 (`fp8.LinearWeight`). The operator quantises x and the
+        normalised rows by row, or by block if the weight has scales by block.
     """
 
     x: Tensor
@@ -127,8 +128,8 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class RowNormColumnCall(RowsCall):
-    """A checked call. m is the number of tokens; k and n are the columns of x and of the result, 0 without that GEMM.
-    `plain_norm` is true if the norm's weight has the dtype of x."""
+    """A checked call. m is the number of tokens; k and n are the numbers of columns of x and of the result, or 0 if the
+    call omits that GEMM. `plain_norm` is true if the norm's weight has the dtype of x."""
 
     h: int
     k: int
@@ -144,7 +145,8 @@ PassRun: TypeAlias = Callable[[LayerTensors], tuple[Tensor, Tensor]]
 
 
 def by_operators(make: Callable[..., PassRun]) -> Prepare:
-    """Return the preparation of make(world, call, plan), a run whose operators allocate their results."""
+    """Return a function that prepares a plan. make(world, call, plan) returns the plan's run, in which each operator
+    allocates its own results."""
 
     def prepare(world: World, call: RowNormColumnCall, plan: Plan) -> OwnResult:
         run = make(world, call, plan)
@@ -156,7 +158,7 @@ def by_operators(make: Callable[..., PassRun]) -> Prepare:
 def summed_norm(
     world: World, call: RowNormColumnCall, full_residual: bool, plan: str | Plan = "auto"
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `all_reduce_rms_norm` as a function of x, residual and weight. No operand requires a gradient here."""
+    """Return `all_reduce_rms_norm` as a function of x, residual and weight, none of which may require a gradient."""
     options = call.eps, "rms", None, full_residual, None
 
     def run(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +180,7 @@ def sequential(world: World, call: RowNormColumnCall, plan: Plan) -> PassRun:
 
 def with_flashinfer(world: World, call: RowNormColumnCall, plan: FlashInfer) -> PassRun:
     def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
-        world.check()  # no operator of weft, which would check, runs here
+        world.check()  # weft's operators check this, but none runs before the kernel
         y, residual = flashinfer.all_reduce_norm(world, row_product(world, t, t.x), t.residual, t.norm, call.eps)
         return column_product(world, t, y), residual
 
@@ -197,7 +199,7 @@ def own_rows(world: World, call: RowNormColumnCall, plan: Plan) -> PassRun:
 
 
 def sequence_parallel(world: World, call: RowNormColumnCall, plan: ShardedTokens) -> PassRun:
-    """Shard the tokens between both GEMMs; if a GEMM is missing or the norm is in float32, run as own rows."""
+    """Shard the tokens between both GEMMs. If a GEMM is missing or the norm is in float32, run as OwnRows instead."""
     if not (call.k and call.n and call.plain_norm):
         return own_rows(world, call, plan)
     counts, own_range = split_rows(world, call.m), own_row_range(world, call.m)
@@ -263,7 +265,7 @@ def own_row_range(world: World, m: int, start: int = 0) -> slice:
 
 def residual_of_rows(world: World, call: RowNormColumnCall, residuals: Sequence[tuple[slice, Tensor]]) -> Tensor:
     """Return the residual [M, H] with these rows filled in. If the call has no residual, no row is filled in, since no
-    call reads it."""
+    call reads one."""
     residual, stream = world.empty((call.m, call.h), call.dtype), world.current_stream()
     for rows, new_residual in residuals if call.residual else ():
         world.copy(residual[rows], new_residual, stream)
@@ -271,7 +273,7 @@ def residual_of_rows(world: World, call: RowNormColumnCall, residuals: Sequence[
 
 
 def row_product(world: World, t: LayerTensors, x: Tensor) -> Tensor:
-    """Return this rank's partial sum, to which rank 0 adds the bias."""
+    """Return this rank's partial sum; rank 0 adds the bias to its own."""
     return x if t.row is None else product(world, x, t.row, None if world.rank else t.row_bias, t.row_scale)
 
 
@@ -281,13 +283,13 @@ def column_product(world: World, t: LayerTensors, y: Tensor) -> Tensor:
 
 # -- the operator ------------------------------------------------------------------------------------------------------
 class RowNormColumn(Op[RowNormColumnCall]):
-    """The op row_norm_column. It computes norm(h) @ column.T + column_bias, and h = residual + the sum over ranks of
-    x @ row.T, + row_bias. The operands are LayerTensors, the option is the norm's eps.
+    """The op row_norm_column. It computes norm(h) @ column.T + column_bias, where h is the residual + row_bias + the
+    sum of x @ row.T over ranks. The operands are LayerTensors, the option is the norm's eps.
 
     Plan "auto" is the World's form for the number of tokens. All plans but sequential and FlashInfer need symmetric
-    memory and a token for each rank; without these the call runs sequentially. The results are [M, N], or without
-    `column` the normalised rows [M, H]; and h [M, H]. Unless the plan is sequential or FlashInfer, a rank has only its
-    own rows of h, and none if there is no residual."""
+    memory and at least one token for each rank; without these the call runs sequentially. The first result is the
+    product [M, N], or the normalised rows [M, H] if `column` is None; the second is h [M, H]. Unless the plan is
+    sequential or FlashInfer, a rank has only its own rows of h, or no rows if there is no residual."""
 
     name = "row_norm_column"
     signature = (
@@ -302,8 +304,8 @@ class RowNormColumn(Op[RowNormColumnCall]):
     def call(
         self, world: World, plan: str | Plan, operands: LayerTensors, options: CallOptions, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Make a call. A known call runs at once, without the rest of `Op.call`: the operators that it calls check
-        their operands and wait for other ranks themselves."""
+        """Make a call. A known call runs at once and skips the rest of `Op.call`, since the operators that it calls
+        check their operands and wait for other ranks themselves."""
         if plan == "auto":
             plan = forms(world).get(operands[0].shape[0], PASS_FORMS[0])
         t = LayerTensors(*operands)
@@ -319,14 +321,14 @@ class RowNormColumn(Op[RowNormColumnCall]):
             return results
         try:
             results = run(t)
-        except BaseException:  # as in `Op.call`
+        except BaseException:  # `Op.call` does the same
             world.join_side_streams()
             raise
         world.finish(world.current_stream())
         return results
 
     def waits(self, world: World, plan: Plan | type[Plan]) -> bool:
-        return False  # the operators that its plans call do so separately
+        return False  # the operators that the plans call wait themselves
 
     def check(self, world: World, operands: LayerTensors, options: tuple[object, ...]) -> RowNormColumnCall:
         x, residual, norm, row, row_bias, column, column_bias, row_scale, column_scale = operands
@@ -363,10 +365,10 @@ class RowNormColumn(Op[RowNormColumnCall]):
         return call.m, call.n or call.h, call.k or call.h
 
     def unsupported(self, world: World, call: RowNormColumnCall, plan: Plan, asked: str | Plan) -> str | None:
-        """Return the reason, which is the same for all calls of a pass."""
+        """Return the reason why a plan is unsupported, which is the same for all calls of a pass."""
         if isinstance(plan, FlashInfer):
             prepared = (call.h, call.dtype) in flashinfer.workspaces(world) and call.plain_norm
-            return None if prepared and call.m <= plan.max_tokens else ""  # such passes are not served, only profiled
+            return None if prepared and call.m <= plan.max_tokens else ""  # weft only profiles such passes
         return world.backend.symmetric_unsupported or (
             f"{call.m} tokens of {world.size} ranks" if call.m < world.size else None
         )

@@ -1,4 +1,4 @@
-"""The plugin's state for each model that this process has loaded, and its report."""
+"""The plugin's state for each model that this process has loaded, and the report."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .twin import Passes
 
 OPS = ("row_norm_column", "row_all_reduce")
 
-models: list[ServedModel] = []  # one for each model that this process has loaded
+models: list[ServedModel] = []  # one entry for each model that this process has loaded
 
 
 @dataclass
 class ServedModel:
-    """One loaded model. `served` has a line for each kind of module in the twin, `left` one for each reason why a part
-    of the model stays vLLM's. `passes` is None if the whole model does. `ranges` is None until they are compared, in
-    `seconds` seconds, or read from the file that an earlier start stored for a model described by `depends_on`. `error`
-    is the error of an attempt to run the twin; `started` is true once the passes to serve are decided. `counts` are the
-    counts at the end of the start."""
+    """One loaded model. `served` has a line for each kind of module in the twin; `left` has a line for each reason why
+    vLLM computes a part of the model. `passes` is None if vLLM computes the whole model. `ranges` is None until weft
+    has compared the ranges, in `seconds` seconds, or has read them from the file that an earlier start stored for a
+    model with the same `depends_on`. `error` is the error of an attempt to run the twin; `started` is true once weft
+    has decided which passes to serve. `counts` are the counts at the end of the start."""
 
     model: str
     version: str
@@ -77,14 +77,14 @@ class ServedModel:
         return "\n".join(lines)
 
     def decided(self) -> Counter[tuple[str, str]]:
-        """Count the different calls so far, by operator and kind of plan."""
+        """Count the distinct calls so far, by operator and kind of plan."""
         decided = {} if self.world is None else self.world.decided
         calls = [call for call in decided.values() if isinstance(call, Prepared)]
         return Counter((call.op.name, call.plan.kind) for call in calls if call.op.name in OPS)
 
 
 def counts(world: World) -> Counter[str]:
-    """Return how often each kind of object was made so far that only the start may make."""
+    """Return the number of objects made so far, for each kind of object that only the start of an engine may make."""
     trials = len(world.choices.trials) + len(Chooser.alone.trials)
     return Counter(compiles=world.backend.kernels, trials=trials, decisions=len(world.decided), uploads=world.uploads)
 

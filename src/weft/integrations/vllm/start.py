@@ -1,5 +1,5 @@
-"""The start of an engine: its worker runs each model's twin when it measures memory, and compares model and twin before
-it captures graphs. After an error on any rank, vLLM runs the model on all ranks."""
+"""The start of an engine. The engine's worker runs each model's twin when it measures memory, and compares model and
+twin before it captures graphs. After an error on any rank, vLLM runs the model on all ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
 
 def hook_worker() -> None:
-    """Make the worker that starts an engine run each model's twin when it measures memory, and compare model and twin
-    before it captures. Raises ImportError, AttributeError or TypeError for an unknown worker."""
+    """Make an engine's worker run each model's twin when it measures memory, and compare model and twin before it
+    captures graphs. Raises ImportError, AttributeError or TypeError if the worker's class is unknown."""
     worker = resolve(f"{WORKER}.compile_or_warm_up_model(self)")
     resolve(f"{WORKER}.determine_available_memory(self)")
     if hasattr(worker.compile_or_warm_up_model, "weft"):
@@ -35,7 +35,7 @@ def hook_worker() -> None:
     def compile_or_warm_up_model(self: VllmObject) -> VllmObject:
         result = around(self, "capture_model", warm_up, before=start)
         for model in unfinished(self):
-            start(model, self.model_runner)  # it captures nothing
+            start(model, self.model_runner)  # the worker captures nothing
         for model in models_of(self):
             model.counts = None if model.world is None else counts(model.world)
         return result
@@ -59,15 +59,15 @@ def around(
     before: StartStep | None = None,
     after: StartStep | None = None,
 ) -> VllmObject:
-    """Return call(worker), which calls the model runner's method of that name with these steps around it, for each
-    model that is not decided."""
+    """Return the result of call(worker). If it calls the model runner's method of that name, the steps `before` and
+    `after` run before and after the method for each model with undecided passes."""
     runner, models = worker.model_runner, unfinished(worker)
     if not models:
         return call(worker)
     method = getattr(runner, name)
 
     def with_steps(*args: VllmObject, **kwargs: VllmObject) -> VllmObject:
-        setattr(runner, name, method)  # which a step may call
+        setattr(runner, name, method)  # a step may call the method itself
         for model in models if before else ():
             before(model, runner)  # type: ignore[misc]
         result = method(*args, **kwargs)
@@ -88,14 +88,14 @@ def models_of(worker: VllmObject) -> list[ServedModel]:
 
 
 def unfinished(worker: VllmObject) -> list[ServedModel]:
-    """Return the worker's models for which the passes that weft runs are not decided."""
+    """Return the worker's models for which weft has not yet decided which passes to run."""
     return [model for model in models_of(worker) if model.passes is not None and not model.started]
 
 
 # -- a model -----------------------------------------------------------------------------------------------------------
 def profile(model: ServedModel, runner: VllmObject) -> None:
-    """Run the twin with the largest number of tokens, in each form, so that its compiled code and memory exist before
-    the engine measures free memory. Never raises."""
+    """Run the twin with the largest number of tokens in each form, so that the twin's compiled code and memory exist
+    before the engine measures free memory. Never raises."""
     passes = model.passes
     assert passes is not None
     try:
@@ -113,7 +113,8 @@ def profile(model: ServedModel, runner: VllmObject) -> None:
 
 
 def start(model: ServedModel, runner: VllmObject) -> None:
-    """Decide which passes weft runs, and run each of the twin's sizes, and padding, once. Never raises. Collective."""
+    """Decide which passes weft runs, then run the twin in each of its sizes, and in each form with padding. Never
+    raises. The call is collective."""
     try:
         raise_errors(model)
         try:
@@ -130,14 +131,15 @@ def start(model: ServedModel, runner: VllmObject) -> None:
 
 
 def raise_errors(model: ServedModel) -> None:
-    """Raise WeftError on all ranks if there was an error on any rank. Collective."""
+    """Raise WeftError on all ranks if any rank has an error. The call is collective."""
     errors = gather_objects(model.error, model.group)
     if any(errors):
         raise WeftError("; ".join(f"rank {rank}: {error}" for rank, error in enumerate(errors) if error))
 
 
 def decide(model: ServedModel, runner: VllmObject) -> None:
-    """Read the stored ranges or compare, and let the twin run the ranges that it wins; drop it if there are none."""
+    """Read the stored ranges, or compare model and twin. Let the twin run the ranges in which it wins, or drop the twin
+    if it wins in none."""
     passes = model.passes
     assert passes is not None
     run = compare.pass_of(runner, model.config)
@@ -150,7 +152,7 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
             model.seconds = time.monotonic() - began
             if model.group.rank_in_group == 0:
                 store(model)
-        free_cached_memory(passes.world)  # of the comparison; requests reuse the memory that the passes below allocate
+        free_cached_memory(passes.world)  # the comparison's; requests reuse the memory that the passes below allocate
         won = [(compared.low, compared.high, compared.form) for compared in model.ranges if compared.form is not None]
         if not won:
             model.give_up("no pass is 1% faster with weft")
@@ -175,8 +177,8 @@ def free_cached_memory(world: World) -> None:
 
 
 def attach(model: ServedModel, runner: VllmObject) -> None:
-    """Attach woven passes to the engine's batches, unless no stored range is woven. If the batches cannot be split, use
-    no woven passes."""
+    """Attach woven passes to the engine's batches, unless there are stored ranges and none is woven. If the batches
+    cannot be split, use no woven passes."""
     passes, ranges = model.passes, model.ranges
     assert passes is not None
     stored = ranges is None or any(isinstance(compared.form, WovenLayers) for compared in ranges)

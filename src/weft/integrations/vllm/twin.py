@@ -1,25 +1,26 @@
 """A second forward pass of a loaded model, with weft's operators. vLLM's own pass stays unchanged.
 
-The promise is that vLLM is never slower with weft than without it. It holds by construction:
+vLLM must never be slower with weft than without it. The twin ensures this by construction:
 
-1. vLLM loads, compiles, measures and captures its own model, untouched: no class, configuration or cache key changes.
-2. `twin_of` makes the twin of the stack of layers. Modules that weft serves are copies with weft's forward, and their
-   parent modules are copies too; all other modules, and all parameters, buffers and `Attention` objects, are the
-   model's own. So weights and KV cache exist once. The twin's forward has a code object and a name of its own. vLLM
-   compiles it like any model (it drops Dynamo's guards, so that one code object would mean one graph), with its own
-   pieces, CUDA graphs and entry in vLLM's compile cache.
-3. Whole passes of both are compared at the start (compare.py). If the twin wins nowhere it is dropped, and nothing of
-   weft is left in the model. Otherwise the stack gets a class whose `__call__` looks up the number of tokens in a
-   table, `Passes.sizes`: 0 is vLLM's own pass. vLLM captures after that, so that each captured size has one graph.
-4. The twin has a finite number of sizes: the sizes that vLLM captures, and multiples of STEP above these, to which a
-   pass is padded. GEMMs compute whole tiles of 128 rows anyway, and the compared times include the padding. Every size,
-   and padding, runs before the first request. So everything that depends on the number of tokens (kernels, plans,
-   channels, tables, workspaces) exists by then: no request needs a new one.
+1. vLLM loads, compiles, measures and captures its own model unchanged: weft changes no class, configuration or cache
+key. 2. `twin_of` makes the twin of the stack of layers. Modules that weft serves are copies with weft's forward, and
+their parent modules are copies too; all other modules, and all parameters, buffers and `Attention` objects, are the
+model's own. So weights and KV cache exist only once. The twin's forward has a code object and a name of its own,
+because vLLM drops Dynamo's guards and so compiles one graph for each code object. vLLM compiles the twin like any
+model, with separate pieces, CUDA graphs and a separate entry in vLLM's compile cache.
+3. At the start weft compares whole passes of the model and the twin (compare.py). If the twin wins nowhere, weft drops
+   it and leaves no trace in the model. Otherwise the class of the stack changes to one whose `__call__` looks up the
+   number of tokens in a table, `Passes.sizes`, in which 0 is vLLM's own pass. vLLM captures graphs only afterwards, so
+   that each captured size has one graph.
+4. The twin has a finite number of sizes, to which passes are padded: the sizes that vLLM captures, and multiples of
+   STEP above these. GEMMs compute whole tiles of 128 rows anyway, and the compared times include the padding. Every
+   size, and the padding itself, runs before the first request. So everything that depends on the number of tokens
+   (kernels, plans, channels, tables, workspaces) exists before the first request, and no request creates anything new.
 
-A compiler pass for some ranges of tokens only (`compile_ranges_endpoints`) would save the second trace. But its ranges
-are fixed before anything can be timed, and they change vLLM's own graphs and cache keys; it would look for vLLM's
-operators in a graph that differs with the version and the options, while the twin needs only the modules; and an engine
-that compiles nothing has no compiler passes.
+A compiler pass for only some ranges of tokens (`compile_ranges_endpoints`) would save the second trace. But vLLM fixes
+such ranges before weft can time anything, and they change vLLM's own graphs and cache keys. A compiler pass would also
+search a graph for vLLM's operators, which differ with the version and the options, while the twin needs only the
+modules. And an engine that compiles nothing has no compiler passes.
 """
 
 from __future__ import annotations
@@ -44,14 +45,15 @@ from .row_norm_column import WovenLayers, forms
 if TYPE_CHECKING:
     from .woven import WovenPass
 
-STEP = 128  # tokens between the sizes that no graph has
-PADDED = ("input_ids", "positions", "inputs_embeds")  # the arguments of a pass with a row, or column, for each token
+STEP = 128  # the step, in tokens, between the sizes that have no graph
+PADDED = ("input_ids", "positions", "inputs_embeds")  # the arguments of a pass that have a row or column for each token
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
 def copied(module: nn.Module, served: type | None = None, **attributes: object) -> VllmObject:
-    """Return a copy of the module alone, which shares its children, parameters and buffers. Its class gets the methods
-    of `served`. So isinstance checks work as before, and torch.compile traces its forward like any module's forward."""
+    """Return a copy of the module that shares its children, parameters and buffers. With `served`, the class of the
+    copy is a subclass of the module's class with the methods of `served`. So isinstance checks work as before, and
+    torch.compile traces the forward like any module's forward."""
     original = type(module)
     copy: nn.Module = object.__new__(original)
     copy.__dict__.update(module.__dict__)
@@ -66,8 +68,8 @@ def copied(module: nn.Module, served: type | None = None, **attributes: object) 
 
 
 def with_copies(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
-    """Return the module with its descendants replaced by their `copies`, by the id of the original: the module itself
-    if none is replaced, else a copy, which is added to `copies`."""
+    """Replace the module's descendants by their `copies`, which maps the id of an original to the copy. Return the
+    module itself if it has no such descendant, else a copy of the module, which is added to `copies`."""
     if id(module) in copies:
         return copies[id(module)]
     children = {name: child and with_copies(child, copies) for name, child in module._modules.items()}
@@ -79,7 +81,7 @@ def with_copies(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
 
 
 def own_forward(forward: Callable[..., object], name: str) -> FunctionType:
-    """Return the function with its own code object and name. vLLM keys its cache by this name."""
+    """Return the function with a code object and a name of its own. The name is the key in vLLM's compile cache."""
     assert isinstance(forward, FunctionType)
     code = forward.__code__.replace(co_name=f"{forward.__code__.co_name}_with_weft")
     function = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -89,15 +91,15 @@ def own_forward(forward: Callable[..., object], name: str) -> FunctionType:
 
 
 def twin_of(stack: VllmObject, copies: dict[int, nn.Module], name: str, wrapper: VllmObject) -> VllmObject:
-    """Return the stack's twin, with `copies` in place of the modules that weft serves. `name` is the name of its
-    compiled code: vLLM's cache has one entry for each name. `wrapper` is the class with which vLLM compiles. The caller
-    has set vLLM's current configuration."""
+    """Return the stack's twin, with `copies` in place of the modules that weft serves. `name` is the name of the twin's
+    compiled code: vLLM's cache has one entry for each name. vLLM compiles with the class `wrapper`. The caller must
+    have set vLLM's current configuration."""
     if id(stack) in copies:
         raise WeftError(f"{type(stack).__name__} is itself one of the modules to serve")
     twin = with_copies(stack, copies)
     forward = own_forward(type(stack).forward, f"{type(stack).__name__}.forward with {name}")
     twin.__class__ = type(f"Weft{type(stack).__name__}", (type(stack),), {"forward": forward, "__module__": __name__})
-    if not getattr(stack, "do_not_compile", True):  # vLLM compiles its forward
+    if not getattr(stack, "do_not_compile", True):  # vLLM compiles the forward of this class
         if wrapper is None or not isinstance(stack, wrapper):
             raise WeftError(f"{type(stack).__name__} is compiled by another class than is known")
         wrapper.__init__(twin, compile_prefix=name)
@@ -110,9 +112,9 @@ def twin_of(stack: VllmObject, copies: dict[int, nn.Module], name: str, wrapper:
 class Passes:
     """A stack of layers with its twin, for passes of up to `max_tokens` tokens; `captured` are the numbers of tokens
     that vLLM captures, and `context` returns the context of a pass, in which attention finds its slots. `sizes` maps
-    each number of tokens to the number with which the twin runs, or to 0 for vLLM's own pass. `names` are the names of
-    the arguments of a pass. `woven` runs passes in two parts over whole layers; if it is None, `unwoven` is the
-    reason."""
+    each number of tokens to the padded number with which the twin runs, or to 0 for vLLM's own pass. `names` are the
+    names of the arguments of a pass. `woven` runs passes in two parts over whole layers; if it is None, `unwoven` is
+    the reason."""
 
     stack: VllmObject
     twin: VllmObject
@@ -130,14 +132,16 @@ class Passes:
         self.captured = tuple(sorted({size for size in self.captured if size <= self.max_tokens}))
 
     def known_sizes(self) -> list[int]:
-        """Return the sizes of the twin in ascending order: the sizes that vLLM captures, and above them small steps up
-        to STEP, then steps of STEP. Every power of two is a size, so that no two ranges share a size."""
+        """Return the sizes of the twin in ascending order. After the sizes that vLLM captures, the sizes increase in
+        small steps up to STEP, then in steps of STEP. Every power of two is a size, so that no two ranges share a
+        size."""
         above = max(self.captured, default=0)
         steps = (1, 2, 4, *range(8, STEP, 8), *range(STEP, self.max_tokens, STEP))
         return sorted({*self.captured, *(n for n in steps if above < n < self.max_tokens), self.max_tokens})
 
     def serve(self, ranges: Iterable[tuple[int, int, Plan]]) -> None:
-        """Let the twin run passes of these numbers of tokens, (low, high, form), and vLLM's own model all others."""
+        """Let the twin run passes with a number of tokens in these ranges, (low, high, form), and vLLM's own model all
+        other passes."""
         table, known = forms(self.world), self.known_sizes()
         self.sizes[:] = [0] * len(self.sizes)
         table.clear()
@@ -147,28 +151,29 @@ class Passes:
                 table[size] = form
 
     def warm_ups(self) -> list[int]:
-        """Return the numbers of tokens to run before requests: all sizes in descending order, and for each form the
-        least number that is padded, since CUDA loads the padding kernels at their first launch."""
+        """Return the numbers of tokens of the passes to run before requests: all sizes in descending order, and for
+        each form the least number that is padded, because CUDA loads the kernels for padding at their first launch."""
         table = forms(self.world)
         padded_tokens = {table[size]: tokens for tokens, size in reversed(list(enumerate(self.sizes))) if size > tokens}
         return [*sorted(set(self.sizes) - {0}, reverse=True), *padded_tokens.values()]
 
     def weave_on_all_ranks(self, why: str, group: VllmObject) -> None:
-        """Use no passes in two parts over whole layers if any rank cannot run them. why: this rank's reason, or "".
-        Collective."""
+        """Turn off passes in two parts over whole layers if any rank cannot run them. `why` is this rank's reason, or
+        "". The call is collective."""
         if reason := next(filter(None, gather_objects(why, group)), ""):
             if self.woven is not None:
                 self.woven.release()
             self.woven, self.unwoven = None, reason
 
     def put(self, kind: type | None = None) -> None:
-        """Make the stack look up the number of tokens at each pass. `kind` is the class with that lookup."""
+        """Make the stack look up the number of tokens at each pass, by a class with this lookup: `kind`, or Switched if
+        `kind` is None."""
         namespace = {"__module__": self.own_class.__module__}
         self.stack.__dict__["weft_passes"] = self
         self.stack.__class__ = type(self.own_class.__name__, (kind or Switched, self.own_class), namespace)
 
     def remove(self) -> None:
-        """Make the stack vLLM's own again, as if weft were not installed."""
+        """Restore the stack as if weft were not installed."""
         if self.woven is not None:
             self.woven.release()
         self.stack.__class__ = self.own_class
@@ -176,11 +181,11 @@ class Passes:
             del self.stack.__dict__[name]
 
     def named(self, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]) -> dict[str, VllmObject]:
-        """Return the arguments of a pass by name."""
+        """Map the names of a pass's arguments to the arguments."""
         return dict(zip(self.names, args, strict=False)) | dict(kwargs)
 
     def run(self, size: int, tokens: int, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]) -> VllmObject:
-        """Run the twin with `size` tokens; all after the first `tokens` are padding."""
+        """Run the twin with `size` tokens, of which all after the first `tokens` are padding."""
         if isinstance(form := forms(self.world).get(size), WovenLayers):
             return self.run_woven(form, size, tokens, args, kwargs)
         if size == tokens:
@@ -205,7 +210,7 @@ class Passes:
 
 
 class Switched:
-    """A stack of layers with a twin that runs some of its passes."""
+    """A stack of layers with a twin, which runs some of the stack's passes."""
 
     def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
         passes: Passes = self.__dict__["weft_passes"]
@@ -228,8 +233,8 @@ def padded(name: str, rows: Tensor | None, further: int) -> Tensor | None:
 
 @contextmanager
 def padded_slots(context: VllmObject, further: int) -> Iterator[None]:
-    """Within the context manager, padding tokens have no slot in the KV cache, which is -1 as in vLLM. Without this,
-    some kernels would write a slot for each of their tokens."""
+    """Set the slot of padding tokens in the KV cache to -1 (none), as in vLLM, while the context is active. Otherwise
+    some kernels would write a slot for each padding token."""
     slots, padding = context.slot_mapping, getattr(context, "is_padding", None)
     tensors = {id(t): t for t in (slots or {}).values()}
     longer = {key: pad(t, (0, further), value=-1) for key, t in tensors.items()}
@@ -245,7 +250,7 @@ def padded_slots(context: VllmObject, further: int) -> Iterator[None]:
 
 
 def first_rows(output: VllmObject, tokens: int) -> VllmObject:
-    """Return the rows of the first tokens, of each tensor of a pass's output."""
+    """Return the first rows of each tensor in a pass's output."""
     if isinstance(output, Tensor):
         return output[:tokens]
     return type(output)(first_rows(part, tokens) for part in output)

@@ -1,11 +1,11 @@
-"""Passes in two token parts over all layers (TokenWeave, section 4): one part's GEMMs and attention run under the other
-part's sums over ranks, on two streams, in the order of nn/weave.py.
+"""Passes in two token parts over all layers (TokenWeave, section 4). The GEMMs and attention of one part overlap the
+sums over ranks of the other part, on two streams and in the order of nn/weave.py.
 
-The graph of the stack's forward (dataflow.py) is cut at its sums. A `Stage` is the part between two sums: the
+`stages_of` cuts the graph of the stack's forward (dataflow.py) at the sums. A `Stage` is the part between two sums: the
 column-parallel GEMM after the norm, vLLM's own modules (rotary embedding, attention, activation, experts), and the
-row-parallel GEMM. A pass is a loop over the stages in Python, without compiled code or graphs.
+row-parallel GEMM. A pass is a Python loop over the stages, without compiled code or CUDA graphs.
 
-Attention reads its metadata and slots from vLLM's forward context when it runs. So each part has a context of its own.
+When attention runs, it reads its metadata and slots from vLLM's forward context, so each part has a context of its own.
 The cut may be inside a request. Both parts compute on the caller's stream, so that part 0 has written its keys to the
 cache before part 1 reads them. `AttentionParts` builds the metadata as vLLM does for its own micro-batches.
 """
@@ -37,17 +37,17 @@ from .layers import SummedNorm
 from .row_norm_column import WovenLayers
 from .twin import copied, with_copies
 
-FEWEST_TOKENS = 512  # smaller passes are not compared: their GEMMs hide little, and the host launches two parts
-ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec")  # keys and values by token; others may have states by request
-# Fields of a batch that `split_attn_metadata` does not pass on to the parts.
+FEWEST_TOKENS = 512  # weft does not time smaller passes: their GEMMs hide little, and the host launches two parts
+ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec")  # caches of keys and values by token
+# `split_attn_metadata` does not pass these fields of a batch on to the parts.
 NOT_SPLIT = ("encoder_seq_lens", "dcp_local_seq_lens", "mm_req_doc_ranges", "num_logits_indices")
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------
 class Stage(NamedTuple):
-    """A rank's computation from one sum to the next. It begins with the GEMM of the linear `column` and ends with the
-    GEMM of the linear `row`; either may be None. `body` computes the steps between them from rows and positions. `norm`
-    sums the result."""
+    """A rank's computation from one sum to the next. The stage begins with the GEMM of the linear `column` and ends
+    with the GEMM of the linear `row`; either linear may be None. `body` computes the steps between the GEMMs from rows
+    and positions. `norm` sums the result over the ranks."""
 
     column: VllmObject
     body: Callable[[Tensor, Tensor], Tensor]
@@ -68,7 +68,7 @@ class Stages(NamedTuple):
 
 
 def stages_of(stack: nn.Module) -> Stages:
-    """Return the stages of a stack with `SummedNorm`s. Raises WeftError if they are not one chain."""
+    """Return the stages of a stack with `SummedNorm`s. Raises WeftError if the stages do not form one chain."""
     graph = traced(stack, is_sum, absent=("inputs_embeds", "intermediate_tensors"))
     inputs = {node.target: node for node in graph.nodes if node.op == "placeholder"}
     sums = [node for node in graph.nodes if is_sum(module_of(graph, node))]
@@ -106,8 +106,8 @@ def second_item(node: fx.Node) -> fx.Node | None:
 
 
 def between(graph: Graph, inputs: Sequence[fx.Node], output: object) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that computes `output` from `inputs`. Raises WeftError if `output` depends on anything else, or
-    on sizes, which were symbolic."""
+    """Return a function that computes `output` from `inputs`. Raises WeftError if `output` depends on anything else,
+    such as sizes, which were symbolic in the trace."""
     needed, todo = set[fx.Node](), [output]
     while todo:
         node = todo.pop()
@@ -131,22 +131,22 @@ def between(graph: Graph, inputs: Sequence[fx.Node], output: object) -> Callable
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 class AttentionParts:
-    """The metadata of attention for both parts of a batch. vLLM's builder of metadata passes the batch to this object
-    (`_keep`); two further builders of its class build the parts' metadata, since the metadata of one builder may share
-    its buffers."""
+    """The metadata of attention for both parts of a batch. vLLM's metadata builder passes the batch to this object
+    (`_keep`). Two further builders of the same class build the metadata of the parts, since all metadata of one builder
+    may share the builder's buffers."""
 
     def __init__(
         self, builder: VllmObject, config: VllmObject, device: torch.device, interface: Mapping[str, VllmObject]
     ) -> None:
         self._builder, self._split, self._slice = builder, interface["split_metadata"], interface["token_slices"]
-        self._batch: VllmObject = None  # the metadata that the builder returned last, and their batch
+        self._batch: VllmObject = None  # the batch of the metadata that the builder returned last
         self._metadata: VllmObject = None
         arguments = builder.kv_cache_spec, builder.layer_names, config, device
-        current_config = interface.get("current_config", nullcontext)  # in which vLLM makes builders, which read it
+        current_config = interface.get("current_config", nullcontext)  # builders read the configuration when made
         with current_config(config):
             self._parts = [type(builder)(*arguments) for _ in range(2)]
         for part in self._parts:
-            if hasattr(part, "set_workspace_buffer"):  # one for all, since attention runs on one stream
+            if hasattr(part, "set_workspace_buffer"):  # builders share one, since attention runs on one stream
                 part.set_workspace_buffer(builder._get_workspace_buffer())
         build = builder.build
 
@@ -178,11 +178,11 @@ class AttentionParts:
         )
 
     def split(self, metadata: Mapping[str, VllmObject], cut: int) -> list[dict[str, VllmObject]]:
-        """Return the metadata of the first `cut` tokens and of the rest, by layer."""
+        """Return the metadata of the first `cut` tokens and of the remaining tokens, by layer."""
         batch = self._batch
         starts, requests = batch.query_start_loc_cpu[: batch.num_reqs + 1], batch.num_reqs
-        end = int(torch.searchsorted(starts, cut))  # the end of the requests with tokens before the cut
-        begin = int(torch.searchsorted(starts, cut, right=True)) - 1  # the first request with tokens after it
+        end = int(torch.searchsorted(starts, cut))  # index after the last request with tokens before the cut
+        begin = int(torch.searchsorted(starts, cut, right=True)) - 1  # the first request with tokens after the cut
         slices = [
             self._slice(slice(0, end), slice(0, cut)),
             self._slice(slice(begin, requests), slice(cut, batch.num_actual_tokens)),
@@ -212,7 +212,8 @@ def unsplit_reason(config: VllmObject, runner: VllmObject) -> str | None:
 
 # -- passes ------------------------------------------------------------------------------------------------------------
 class PartOfPass(NamedTuple):
-    """A stage in one pass, as a sublayer for `nn.decoder_layer`. `positions` and `contexts` belong to the parts."""
+    """A stage in one pass, as a sublayer for `nn.decoder_layer`. `positions` and `contexts` have one entry for each
+    part."""
 
     world: World
     stage: Stage
@@ -242,8 +243,8 @@ class PartOfPass(NamedTuple):
 
 @dataclass(eq=False)
 class WovenPass:
-    """Woven passes of a stack of layers, in an engine with this configuration. `interface` has vLLM's functions.
-    `attention` is None until `attach`."""
+    """The woven passes of a stack of layers, in an engine with this configuration. `interface` has vLLM's functions.
+    `attention` is None until `attach` is called."""
 
     stages: Stages
     world: World
@@ -271,7 +272,7 @@ class WovenPass:
         self.attention = None
 
     def cut(self, tokens: int) -> int:
-        """Return the number of tokens of the first part for which the GEMMs of both parts take the fewest waves of
+        """Return the number of tokens of the first part for which the GEMMs of both parts run in the fewest waves of
         tiles (TokenWeave's smart split)."""
         if tokens not in self._cuts:
             self._cuts[tokens] = smart_split(self.world, self.stages.stages, tokens)
@@ -280,12 +281,12 @@ class WovenPass:
     def can_run(self, tokens: int) -> bool:
         """Return whether the current pass, of `tokens` tokens including padding, can be split."""
         metadata = getattr(self.context, "attn_metadata", None)
-        if metadata is None:  # a pass without attention, in which vLLM measures memory
+        if metadata is None:  # vLLM measures memory in a pass without attention
             return True
         return self.attention is not None and self.attention.can_split(metadata, self.cut(tokens))
 
     def __call__(self, form: WovenLayers, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Run a pass for which `can_run` is true. Return the rows after the last norm."""
+        """Run a pass for which `can_run` returns true. Return the rows after the last norm."""
         world, tokens = self.world, positions.shape[-1]
         cut = self.cut(tokens)
         rows = (slice(0, cut), slice(cut, tokens))
@@ -305,7 +306,7 @@ class WovenPass:
         return out
 
     def contexts(self, rows: Sequence[slice]) -> Iterator[VllmObject]:
-        """Yield the contexts of the parts, with these rows of the current context."""
+        """Yield a context for each part, with the part's rows of the current context."""
         context = self.context
         whole, slots = getattr(context, "attn_metadata", None), context.slot_mapping or {}
         metadata: Sequence[VllmObject] = (None, None)
@@ -323,9 +324,9 @@ class WovenPass:
 
 
 def smart_split(world: World, stages: Sequence[Stage], tokens: int) -> int:
-    """Return the number of tokens of the first of two parts, chosen so that the GEMMs take the fewest waves of tiles.
-    The stages alternate between attention and MLP. Neither part has less than three eighths of the tokens, since its
-    GEMMs must hide the other part's sums. Without GEMMs the parts are halves."""
+    """Return the number of tokens of the first of two parts for which the GEMMs run in the fewest waves of tiles. The
+    stages alternate between attention and MLP. Each part has at least three eighths of the tokens, since its GEMMs must
+    hide the other part's sums. Without GEMMs the parts are halves."""
     of_mlp, of_attention = (stages[i].sizes() if len(stages) > 2 else [] for i in (1, 2))
     if not of_mlp and not of_attention:
         return halves(tokens)
@@ -340,7 +341,8 @@ def smart_split(world: World, stages: Sequence[Stage], tokens: int) -> int:
 
 # -- making them -------------------------------------------------------------------------------------------------------
 class OwnNorm:
-    """An RMSNorm of a rank's own rows, by weft's kernel. vLLM's forward relies on a compiler to fuse it."""
+    """An RMSNorm of a rank's own rows, computed by weft's kernel, since vLLM's forward relies on a compiler to fuse the
+    norm."""
 
     weft: World
     weight: Tensor
@@ -368,7 +370,7 @@ def woven_pass(
     eager = dict(copies)
     if (
         world.backend.symmetric_unsupported is None
-    ):  # on other ranks the form is not a candidate, and the kernels may be missing
+    ):  # without symmetric memory the form is not a candidate, and the kernels may be missing
         eager.update(kernels(stack, {*copies, *map(id, opaque)}, world, classes, interface.get("custom_op")))
     stages = stages_of(with_copies(stack, eager))
     return WovenPass(stages, world, config, interface)
@@ -377,8 +379,9 @@ def woven_pass(
 def kernels(
     module: nn.Module, others: set[int], world: World, classes: VllmObject, custom_op: VllmObject
 ) -> Iterator[tuple[int, VllmObject]]:
-    """Yield copies, by id, of the descendant modules that vLLM's compiler would have fused; uncompiled, they would run
-    as torch operations. Modules in `others` are not entered: attention and experts, which find themselves by name."""
+    """Yield, with their ids, copies of the descendant modules that vLLM's compiler would have fused; uncompiled, the
+    originals would run as single torch operations. The function does not enter the modules in `others`: attention and
+    experts, which vLLM finds by name."""
     for child in module.children():
         if id(child) in others:
             continue

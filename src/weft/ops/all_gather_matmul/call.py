@@ -14,7 +14,7 @@ GATHER_GEMM = "all_gather_matmul"
 
 
 class GatheredRows(NamedTuple):
-    """The gathered activation [M, K], or None if the caller does not ask for it, and the scales of its rows, or
+    """The gathered activation [M, K], or None if the caller does not request it, and the scales of its rows, or
     None."""
 
     x: torch.Tensor | None
@@ -23,16 +23,17 @@ class GatheredRows(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherCall(MatmulCall):
-    """A checked call. gated: 0, or the columns I of an output silu(gate) * up [M, I], for a weight in which blocks of
-    `Scale.interleave` gate rows alternate with blocks of as many up rows, the last blocks padded with zeros. gathered:
-    whether the gathered activation is also returned; each rank chooses for itself."""
+    """A checked call. `gated` is 0, or the number of columns I of an output silu(gate) * up [M, I]. In the weight of
+    such a call blocks of `Scale.interleave` gate rows alternate with blocks of as many up rows, and the last blocks are
+    padded with zeros. `gathered` says whether this rank also returns the gathered activation; each rank chooses for
+    itself."""
 
     gated: int
     gathered: bool
 
     @property
     def scales_in_row(self) -> int:
-        """Return the number of scales that are sent with a row."""
+        """Return the number of scales that a rank sends with a row."""
         return 0 if self.scaling is None else self.scaling.scales_in_row(self.k)
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:

@@ -27,8 +27,8 @@ from ...plans import Decomposed, FusedGather, FusedGatherByCopies, OneShot, Plan
 
 
 class PullTimes(NamedTuple):
-    """How the shards of peers arrive: chunks of `rows` rows, `together` at once, each in `us`. staged: when this rank's
-    shard is staged. begin: when pulling begins."""
+    """The arrival of the peers' shards. Chunks of `rows` rows arrive, `together` chunks at once, each in `us`. This
+    rank's shard is staged at time `staged`, and pulling begins at time `begin`."""
 
     rows: int
     together: int
@@ -38,7 +38,7 @@ class PullTimes(NamedTuple):
 
 
 class GatherChunks(DecomposedCost):
-    """A GEMM computes each group of shards after a copy engine has pulled it."""
+    """The model of plans in which a GEMM computes each group of shards after a copy engine has pulled the group."""
 
     def steps(self, p: Parts, call: GemmCall, plan: Decomposed, fit: Chunking) -> list[Step]:
         rows, size = call.m // p.world, call.moved(call.m // p.world)
@@ -47,7 +47,7 @@ class GatherChunks(DecomposedCost):
         groups = plan.groups or (1,) * p.world
         staging = Work("gemm", "enter", local)
         works, arrived = [staging, Work("comm", "barrier", barrier, staging)], staging
-        if groups[0] > 1:  # then this rank's rows are copied into place during the barrier
+        if groups[0] > 1:  # this rank's rows are copied into place during the barrier
             works.append(Work("gemm", "own rows", local))
         for i, g in enumerate(groups):
             if g > (i == 0):
@@ -60,7 +60,7 @@ class GatherChunks(DecomposedCost):
     def operations(self, plan: Decomposed, world: int) -> int:
         # If one GEMM computes this rank's rows and other ranks' rows, this rank's rows are copied next to them.
         copies_own_rows = plan.groups[:1] not in ((), (1,))
-        # A staging copy, two barriers, copies and GEMMs.
+        # The operations are a staging copy, two barriers, copies and GEMMs.
         return 3 + copies_own_rows + world - 1 + group_count(plan, world)
 
 
@@ -68,15 +68,16 @@ GatherPlan = TypeVar("GatherPlan", FusedGather, FusedGatherByCopies)
 
 
 class GatherTiles(FusedCost[GatherPlan]):
-    """A tile starts when its chunk has been pulled. The call ends with the slowest chunk and the waves after it."""
+    """The model of plans in which a tile starts when its chunk has been pulled. The call ends with the slowest chunk
+    and the waves after it."""
 
     @abstractmethod
     def programs(self, p: Parts, plan: GatherPlan) -> int:
-        """Return the programs that compute tiles."""
+        """Return the number of programs that compute tiles."""
 
     @abstractmethod
     def pulls(self, p: Parts, call: GemmCall, plan: GatherPlan, fit: Pulling, own_tiles: int) -> PullTimes:
-        """Return how the shards arrive. own_tiles: rows of tiles with only this rank's rows."""
+        """Return the arrival of the shards. `own_tiles` is the number of rows of tiles with only this rank's rows."""
 
     def us(self, p: Parts, call: GemmCall, plan: GatherPlan, fit: Pulling) -> float:
         m, n, k = call.m, call.n, call.k
@@ -84,8 +85,8 @@ class GatherTiles(FusedCost[GatherPlan]):
         programs = self.programs(p, plan)
         if programs < 1:
             raise ValueError(f"{plan} leaves no program for the GEMM")
-        # A row of tiles starts when its last chunk has arrived, and then all tiles after its first one, in tile order,
-        # remain. Tile order begins with this rank's rows if they are whole tiles.
+        # A row of tiles starts when its last chunk has arrived. At that time all tiles after the row's first tile, in
+        # tile order, remain. Tile order begins with this rank's rows if they are whole tiles.
         row_tiles, columns = -(-m // bm), -(-n // plan.tile.block_n)
         own_tiles = 0 if rows % bm or m % p.world else rows // bm
         pulls = self.pulls(p, call, plan, fit, own_tiles)
@@ -95,7 +96,7 @@ class GatherTiles(FusedCost[GatherPlan]):
         gemm = p.tiles(occupancy, programs, tiles, m, n, k) * fit.slow
         i = np.arange(row_tiles)
         last = np.minimum((i + 1) * bm, m) - 1
-        # Indices in the order of the pulls; they are negative for this rank's shard.
+        # The indices are in the order of the pulls, and negative for this rank's shard.
         pulled = last // rows * chunks + last % rows // pulls.rows - chunks
         rounds = (pulled // pulls.together + 1) * pulls.together
         arrived = np.where(pulled < 0, pulls.staged, pulls.begin + rounds * pulls.us)
@@ -107,7 +108,8 @@ class GatherTiles(FusedCost[GatherPlan]):
 
 
 class PulledTiles(GatherTiles[FusedGather]):
-    """Programs pull chunks of a row of tiles, or a shard if that is shorter, several at once."""
+    """The model of plans in which programs pull several chunks at once. A chunk is a row of tiles, or a shard if that
+    is shorter."""
 
     def fitted_names(self, plan: FusedGather) -> tuple[str, ...]:
         return "fixed", "rate", "slow"
@@ -124,16 +126,16 @@ class PulledTiles(GatherTiles[FusedGather]):
 
 
 class CopiedTiles(GatherTiles[FusedGatherByCopies]):
-    """A copy engine pulls whole shards, after every rank has staged its shard."""
+    """The model of plans in which a copy engine pulls whole shards, after every rank has staged its shard."""
 
     def candidates(self, p: Parts, call: GemmCall, conditions: Conditions) -> Iterable[FusedGatherByCopies]:
         return super().candidates(p, call, conditions) if conditions.even else ()
 
     def fitted_names(self, plan: FusedGatherByCopies) -> tuple[str, ...]:
-        return "fixed", "slow"  # the rate of a copy engine is known from decomposed plans
+        return "fixed", "slow"  # decomposed plans measure the rate of a copy engine
 
     def operations(self, plan: FusedGatherByCopies, world: int) -> int:
-        return 4 + 2 * (world - 1)  # each peer needs a copy and a signal
+        return 4 + 2 * (world - 1)  # one copy and one signal for each peer
 
     def programs(self, p: Parts, plan: FusedGatherByCopies) -> int:
         return p.sms * plan.per_sm - 1
@@ -142,12 +144,12 @@ class CopiedTiles(GatherTiles[FusedGatherByCopies]):
         rows = -(-call.m // p.world)
         size = call.moved(rows)
         local = p.optional("local", size)
-        staged = local if own_tiles else 2 * local  # this rank's rows are also copied into place
+        staged = local if own_tiles else 2 * local  # a further copy moves this rank's rows into place
         return PullTimes(rows, 1, copy_us(p, p.chunking, size), staged, local + barrier_us(p, p.chunking))
 
 
 class GatherTwoLevel(TwoLevelCost):
-    """Transfers between nodes run before the op on their rows."""
+    """The model of plans in which transfers between nodes precede the op on the transferred rows."""
 
     def node_steps(self, p: OverNodes, call: GemmCall, plan: TwoLevel) -> list[Step]:
         rows, piece_count = call.m // p.nodes, plan.pieces

@@ -1,5 +1,5 @@
-"""All-gather + GEMM in one launch: a few programs pull the peers' shards, and the remaining programs compute a GEMM
-with tiles that wait for the chunks that they read.
+"""All-gather + GEMM in one launch. A few programs pull the peers' shards, and the remaining programs compute a GEMM, in
+which each tile waits for the chunks that it reads.
 
     all programs    copy this rank's shard, a part each, into its half of the arena, then count up `ready` (for the
                     peers) and the chunk's channel (for own tiles that span shards)
@@ -12,14 +12,14 @@ with tiles that wait for the chunks that they read.
     pull programs   | own | r+1 . . . | r+2 . . . | ...
     GEMM programs   | own | own tiles | r+1 tiles | ...
 
-In `copied_gemm` a copy engine pulls the shards, one after another, and every SM computes.
+In `copied_gemm` a copy engine pulls the shards one after another, and all SMs compute.
 
-Measured and dropped, because a copy engine was at least as fast (8 H200, 2026-11): pulling chunks of all peers
-alternately, and pull programs in a small separate kernel, which runs concurrently with a GEMM on every SM.
+Two alternatives were measured and dropped, because a copy engine was at least as fast (8 H200, 2026-11): to pull chunks
+of all peers alternately, and to pull in a small separate kernel, which runs concurrently with a GEMM on every SM.
 
-Order of accesses. Peers read the arena half of call n. It is written again in call n + 2, and a rank reaches call n + 2
-only after every peer has counted up its `ready` in call n + 1, whose programs started after that peer's call n had
-ended. Therefore two halves suffice, without a barrier.
+Order of accesses. Peers read the arena half of call n, and the rank writes it again in call n + 2. The rank reaches
+call n + 2 only after every peer has counted up the rank's `ready` in call n + 1, and the peer's programs of call n + 1
+started after the peer's call n had ended. Therefore two halves suffice, without a barrier.
 
 Symbols of shapes:
 
@@ -43,18 +43,18 @@ from ...lang.stock import AFTER_FENCE
 
 
 class Shards(NamedTuple):
-    """Two tables with an entry for each rank and a last entry: the first row of each rank's shard, and the first
-    channel of its chunks. The last entry of `channels` is the channel after all chunks, on which a rank notifies
-    that it is ready."""
+    """Two tables with an entry for each rank and a last entry. `offsets` has the first row of each rank's shard, and
+    `channels` has the first channel of the shard's chunks. The last entry of `channels` is the channel after all
+    chunks, on which a rank notifies that it is ready."""
 
     offsets: torch.Tensor  # int32 [world + 1]
     channels: torch.Tensor  # int32 [world + 1]
 
 
 class Pull(NamedTuple):
-    """PULL_PROGRAMS programs pull, and SPLIT of them share a chunk, in blocks of ROWS x COLS elements, with STAGES
-    blocks in flight. An own chunk is copied in PARTS parts. BULK: by TMA, for chunks that are whole blocks; otherwise
-    by ordinary asynchronous loads."""
+    """How programs pull. SPLIT of the PULL_PROGRAMS programs share a chunk and pull it in blocks of ROWS x COLS
+    elements, with STAGES blocks in flight. An own chunk is copied in PARTS parts. With BULK, which needs chunks of
+    whole blocks, TMA loads the blocks; otherwise ordinary asynchronous loads do."""
 
     PULL_PROGRAMS: tl.constexpr
     PARTS: tl.constexpr
@@ -66,8 +66,8 @@ class Pull(NamedTuple):
 
 
 class Product(NamedTuple):
-    """GEMM_PROGRAMS programs compute tiles; GATED is as in `store_tile`. FLATTEN: a tile's epilogue overlaps the next
-    tile's loads."""
+    """How programs compute. GEMM_PROGRAMS programs compute tiles; GATED is as in `store_tile`. With FLATTEN a tile's
+    epilogue overlaps the next tile's loads."""
 
     tile: Tile
     GEMM_PROGRAMS: tl.constexpr
@@ -76,14 +76,14 @@ class Product(NamedTuple):
 
 
 class Gathering(NamedTuple):
-    """How the pull programs pull, and what the GEMM programs compute."""
+    """The parameters of the pull programs and of the GEMM programs."""
 
     pull: Pull
     product: Product
 
 
 WORD = tl.constexpr(4)  # float32 elements in a 16-byte word; the scales of a gathered row are padded to whole words
-WORDS = tl.constexpr(2048)  # float32 that a program copies at a time
+WORDS = tl.constexpr(2048)  # the number of float32 elements that a program copies at a time
 
 
 @jit
@@ -103,15 +103,15 @@ def scales_stride(K, SCALED: tl.constexpr):
 
 @jit
 def gathered_scales(arena, rank, base, M, K, CHUNK: tl.constexpr):
-    """Return the address of the scales of all rows in the half at element `base` of a rank's arena: after [M, K] of
-    8-bit elements, with M rounded up to whole tiles, since whole tiles are loaded."""
+    """Return the address of the scales of all rows in the half at element `base` of a rank's arena. The scales follow
+    [M, K] of 8-bit elements, with M rounded up to whole tiles, since the GEMM loads whole tiles."""
     rows = tl.cdiv(M, CHUNK) * CHUNK
     return address_of(arena.addresses, rank, tl.float32) + (base + rows.to(tl.int64) * K) // 4
 
 
 @jit
 def copy_own_scales(scales, all_scales, chunk, row, rows_n, K, CHUNK: tl.constexpr, SCALED: tl.constexpr):
-    """Copy the scales of an own chunk to the scales of all rows; its shard begins at gathered row `row`."""
+    """Copy the scales of an own chunk to the scales of all rows. The own shard begins at gathered row `row`."""
     count = scales_in_row(K, SCALED)
     stride = scales_stride(K, SCALED)
     first_row = chunk * CHUNK
@@ -126,8 +126,8 @@ def copy_own_scales(scales, all_scales, chunk, row, rows_n, K, CHUNK: tl.constex
 
 @jit
 def pull_scales(src, dst, row, rows_n, chunk, step, K, CHUNK: tl.constexpr, SCALED: tl.constexpr, STAGES: tl.constexpr):
-    """Pull the scales of chunks `chunk`, `chunk + step`, .. of a shard of rows_n rows that begins at row `row`, in
-    whole 16-byte words. The program stores them before it releases rows of those chunks."""
+    """Pull the scales of chunks `chunk`, `chunk + step`, .. in whole 16-byte words. Their shard has rows_n rows and
+    begins at row `row`. The program stores the scales before it releases rows of those chunks."""
     stride = scales_stride(K, SCALED)
     blocks = tl.cdiv(CHUNK * stride, WORDS)
     o = tl.arange(0, WORDS)
@@ -143,9 +143,9 @@ def pull_scales(src, dst, row, rows_n, chunk, step, K, CHUNK: tl.constexpr, SCAL
 def copy_own_chunks(
     x, own_half, scales, all_scales, ch, ready, row, rows_n, first_channel, K, pid, pull, tile, PROGRAMS: tl.constexpr
 ):
-    """Copy parts of the own shard of rows_n rows, which begins at row `row`, to the arena, spread over all programs,
-    and the scales of a chunk with its first part. A part is counted once for the peers and once for the GEMM.
-    all_scales: the address of the scales of all rows, or None."""
+    """Copy parts of the own shard, which has rows_n rows and begins at row `row`, to the arena. All programs share the
+    parts. The scales of a chunk are copied with the chunk's first part. A program counts each part once for the peers
+    and once for the GEMM. `all_scales` is the address of the scales of all rows, or None."""
     CHUNK: tl.constexpr = tile.BM
     PARTS: tl.constexpr = pull.PARTS
     BLOCK_SIZE: tl.constexpr = pull.ROWS * pull.COLS
@@ -170,8 +170,8 @@ def copy_own_chunks(
 
 @jit
 def pull_chunks(flat_desc, arena, base, own_half, all_scales, ch, shards, M, K, pid, pull, tile):
-    """Pull all peers' shards into this rank's arena, nearest peer first. The scales of a program's chunks, if scales
-    are gathered, are pulled before the rows."""
+    """Pull all peers' shards into this rank's arena, nearest peer first. If scales are gathered, a program pulls the
+    scales of its chunks before their rows."""
     CHUNK: tl.constexpr = tile.BM
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = pull.PARTS
@@ -218,10 +218,10 @@ def pull_chunks(flat_desc, arena, base, own_half, all_scales, ch, shards, M, K, 
 
 @jit
 def compute_tiles(x_desc, a_desc, w_desc, out_desc, bias, scales, gathered, ch, pid, own_tiles, row, M, N, K, product):
-    """Compute the tiles of one GEMM program: the own_tiles row tiles straight from x, which wait for nothing, then the
-    tiles of the peers' rows, nearest peer first, each when its rows have arrived. The own rows start at `row`.
-    gathered: the row of a_desc that holds row 0 of the gathered activation, the address of the rows' scales, and their
-    stride."""
+    """Compute the tiles of one GEMM program. The first own_tiles row tiles read x directly and wait for nothing. The
+    tiles of the peers' rows follow, nearest peer first, each when its rows have arrived. The own rows start at `row`.
+    `gathered` has the row of a_desc that contains row 0 of the gathered activation, the address of the rows' scales,
+    and the stride of these scales."""
     first_row, all_scales, stride = gathered
     BM: tl.constexpr = product.tile.BM
     BN: tl.constexpr = product.tile.BN
@@ -253,8 +253,8 @@ def compute_tiles(x_desc, a_desc, w_desc, out_desc, bias, scales, gathered, ch, 
         product_tile(a_desc, w_desc, out_desc, bias, scales_of_tile, a_row, tm * BM, tn * BN, N, K, product.tile, GATED)
 
 
-# This kernel and `copied_gemm` need no guarded loads: a tile waits before its own K loop, which keeps its loads after
-# the wait whether the tile loop is flattened or not. The guard would add 1 to 3 instructions to a loop of 435 to 551
+# This kernel and `copied_gemm` need no guarded loads: a tile waits before its own K loop, so that its loads stay after
+# the wait whether or not the tile loop is flattened. The guard would add 1 to 3 instructions to a loop of 435 to 551
 # (bf16), and 4 to 9 to a loop of 818 to 1,006 (8 bits by row), in the SASS of Triton 3.6 for sm_90a (2026-11).
 @jit(do_not_specialize=("own_tiles", "M"), guard_loads=False)
 def all_gather_gemm(
@@ -262,19 +262,19 @@ def all_gather_gemm(
 ):
     """Compute out_desc [M, N] = all_gather(x) [M, K] @ w_desc [N, K]^T + bias [N] (or None).
 
-    x [m_r, K]: this rank's shard; x_desc: a descriptor of it. own_tiles: its row tiles if they are whole tiles of the
-    product, else 0. A half of the arena (`transport.memory.Halves`) holds the gathered [M, K]. arena_desc: this rank's
-    arena as [.., K]; flat_desc: the arenas of all ranks as [granule, row, COLS] in [1, ROWS, COLS] blocks. w_desc is
-    [K, N] with TRANS_B, and out_desc [M, about N / 2] with GATED (see `store_tile`). A chunk has as many rows as a
-    tile. scales: None, or the `Scales` of 8-bit operands, with the scales of this rank's rows of x; by row and by
-    block are gathered after the rows. how: `Gathering`."""
+    x [m_r, K] is this rank's shard, and x_desc is its descriptor. own_tiles is the number of the shard's row tiles if
+    these are whole tiles of the product, else 0. A half of the arena (`transport.memory.Halves`) has the gathered [M,
+    K]. arena_desc describes this rank's arena as [.., K], and flat_desc the arenas of all ranks as [granule, row, COLS]
+    in [1, ROWS, COLS] blocks. w_desc is [K, N] with TRANS_B, and out_desc is [M, about N / 2] with GATED (see
+    `store_tile`). A chunk has as many rows as a tile. scales is None, or the `Scales` of 8-bit operands, with the
+    scales of this rank's rows of x; scales by row and by block are gathered after the rows. how is a `Gathering`."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)
     PULL_PROGRAMS: tl.constexpr = how.pull.PULL_PROGRAMS
     PROGRAMS: tl.constexpr = PULL_PROGRAMS + how.product.GEMM_PROGRAMS
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
-    # Rows are whole 16-byte words; a compiler that does not know this makes narrow loads and no pipeline.
+    # Rows are whole 16-byte words. If the compiler does not know this, it generates narrow loads and no pipeline.
     ELEMENTS: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     K = K // ELEMENTS * ELEMENTS
     half = arena.half // ELEMENTS * ELEMENTS
@@ -285,7 +285,7 @@ def all_gather_gemm(
     own_half = address_of(arena.addresses, me, x.dtype.element_ty) + base
     ready = ch.counters + tl.load(shards.channels + W)
     all_scales = None
-    if how.product.tile.SCALED > BY_TENSOR:  # otherwise all rows of all ranks have one scale
+    if how.product.tile.SCALED > BY_TENSOR:  # otherwise all rows of all ranks share one scale
         all_scales = gathered_scales(arena, me, base, M, K, how.product.tile.BM)
     channel = tl.load(shards.channels + me)
     copy_own_chunks(
@@ -311,10 +311,10 @@ def all_gather_gemm(
 def copied_gemm(
     x_desc, gathered_desc, w_desc, out_desc, bias, scales, all_scales, epoch, ch, offsets, own_tiles, M, N, K, product
 ):
-    """Compute the GEMM of `all_gather_gemm` over x_desc [m_r, K] and, for the peers' rows, gathered_desc [M, K], which
-    a copy engine fills. The copy engine sets channel r after it has copied the rows of rank r; the own rows are
-    complete when the kernel starts. all_scales: None, or the scales of all rows, copied like the rows; by tensor,
-    scales.x."""
+    """Compute the GEMM of `all_gather_gemm`. The kernel reads this rank's rows from x_desc [m_r, K], and the peers'
+    rows from gathered_desc [M, K], which a copy engine fills. The copy engine sets channel r after it has copied the
+    rows of rank r; the own rows are complete when the kernel starts. all_scales is None, or the scales of all rows,
+    which are copied like the rows; with a scale by tensor it is scales.x."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     gathered_desc = tiles_of(gathered_desc)
     me = rank_of(ch)

@@ -47,9 +47,9 @@ Rows = TypeVar("Rows", bound=torch.Tensor | ScaledTensor)
 
 
 class AllGatherMatmul(MatmulOp[GatherCall]):
-    """The op all_gather(x) @ weight.T + bias. The options are the rows of every rank or None, gated, gathered, and the
-    fields of `ProductOptions`. The results are the product, the gathered activation or None, and the activation's
-    scales or None."""
+    """The op all_gather(x) @ weight.T + bias. The options are the number of rows of every rank or None, gated,
+    gathered, and the fields of `ProductOptions`. The results are the product, the gathered activation or None, and the
+    activation's scales or None."""
 
     name = GATHER_GEMM
     signature = f"{SCALED_FACTORS}, SymInt[]? rows, int gated, bool gathered, {PRODUCT_OPTIONS}"
@@ -71,7 +71,8 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     unsupported_fields = {Decomposed: ("pieces",)}
     batch_invariant_plans = Sequential, FusedGather, FusedGatherByCopies, Decomposed, OneShot
     emulator_plan = FusedGather
-    # In 76 shapes and modes on 2 to 8 H200s, copies for two programs per SM gained at most 1.1% over these (2026-11).
+    # In 76 shapes and modes on 2 to 8 H200s, copies for two programs per SM were at most 1.1% faster than these plans
+    # (2026-11).
     variants = (FusedGather(), FusedGatherByCopies(), FusedGather(pull_programs=12, split=4), TWO_AN_SM)
     autotune_plans: ClassVar[Sequence[FlagGated]] = (FlagGated(), FlagGated(tile_n=160))
     over_nodes = (TwoLevel(), TwoLevel(2))
@@ -96,7 +97,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         options: CallOptions,
         needs: Sequence[bool],
     ) -> Sequence[torch.Tensor | None]:
-        """Save the gathered activation instead of this rank's rows, if it is a result."""
+        """Save the gathered activation instead of this rank's rows, if the call returns it."""
         (x, weight, *_), (_, gated, gathered, *_) = operands, options
         if gated:
             raise RuntimeError("all-gather + gated GEMM has no gradient: use all_gather_matmul, then silu_mul")
@@ -104,7 +105,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
         """Return dx, dweight and dbias. dx is a GEMM + reduce-scatter of dy. dweight uses the saved gathered
-        activation, or gathers it again."""
+        activation, or gathers the activation again."""
         (x, weight), (dy, dfull, _), (rows, _, gathered, *_) = ctx.saved, ctx.gradients, ctx.options
         like = dy if dy is not None else dfull
         assert like is not None
@@ -158,8 +159,8 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return reason
 
     def candidates(self, world: World, call: GatherCall) -> Sequence[Plan]:
-        """Return the flag-gated plans whose shards are whole clusters of tiles and whose GEMM passes its check on every
-        rank."""
+        """Return the flag-gated plans for which the shards are whole clusters of tiles and the GEMM passes its check on
+        every rank."""
         could = call.even and world.backend.symmetric_unsupported is None and call.scaling is None
         fit = [plan for plan in self.autotune_plans if could and self.movable(plan, call.rows, world.size)]
         key = (self.name, "usable", call.dtype)
@@ -208,8 +209,7 @@ def all_gather_matmul(
             a Plan; the same on all ranks.
         out: [M, N], contiguous: the tensor for the result, which may share memory with an operand. It is not
             differentiable.
-        rows: the number of rows of each rank's shard, in the order of the ranks. None: all ranks have as many as this
-            one.
+        rows: the number of rows of each rank's shard, in the order of the ranks. None: every shard has m_r rows.
         out_dtype, use_fast_accum: as in `weft.matmul`, if x_shard and weight are `weft.ScaledTensor`. The rows and
             scales of x_shard are sent unchanged. A per-tensor scale must be the same on all ranks. Such a call has no
             gradient.
@@ -225,7 +225,7 @@ def all_gather_matmul(
 
     Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential),
     M K / W elements (decomposed, and fused by copies), M K (flag-gated), 2 M K (fused) or 3 M K elements (one shot, for
-    few rows). All plans but fused and flag-gated also use [M, K] of ordinary memory during the call.
+    few rows). All plans except fused and flag-gated also use [M, K] of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
@@ -287,11 +287,12 @@ def all_gather_swiglu(
     plan: str | Plan,
     rows: Sequence[int] | None,
 ) -> torch.Tensor:
-    """Return silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard), in one launch if the plan is
-    fused.
+    """Return silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard). A fused plan computes it in one
+    launch.
 
-    In weight [S, K], blocks of `world.backend.scale.interleave` gate rows alternate with blocks of as many up rows; the
-    last two blocks are padded with zeros. There is no gradient: for one, use all_gather_matmul and silu_mul.
+    In weight [S, K], blocks of `world.backend.scale.interleave` gate rows alternate with blocks of up rows of the same
+    size; the last two blocks are padded with zeros. The function has no gradient; all_gather_matmul and silu_mul have
+    one.
     """
     options = plain_rows(GATHER_GEMM, rows), columns, False, *UNSCALED
     return ALL_GATHER_MATMUL(world, plan, ScaledFactors(x_shard, weight), options)[0]

@@ -1,5 +1,5 @@
 """How each plan prepares all-gather + GEMM. A run returns the gathered activation and the scales of its rows
-(`GatheredRows`), or None for a result that the call does not ask for. 8-bit rows and their scales are sent unchanged.
+(`GatheredRows`), or None for a result that the caller does not request. 8-bit rows and their scales are sent unchanged.
 
 sequential   NCCL's all-gather, then the library's GEMM
 one_shot     low-latency rows (transport/low_latency.py), then the library's GEMM
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -48,7 +47,7 @@ from .kernels import Gathering, Product, Pull, Shards, all_gather_gemm, copied_g
 
 
 def with_activation(world: World, call: GatherCall, run: Run) -> Run:
-    """Return the run that computes the GEMM's result [M, N] and then its activation."""
+    """Return a run that computes the GEMM's result [M, N] and then applies the activation to it."""
     launch = silu_mul_launch(world, call.rows, call.gated, call.n, world.backend.scale.interleave)
 
     def activated(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
@@ -61,7 +60,7 @@ def with_activation(world: World, call: GatherCall, run: Run) -> Run:
 
 
 # -- the library's GEMM of gathered rows -------------------------------------------------------------------------------
-# The transport that gathers the rows in each plan.
+# The transport that gathers the rows for each class of plans.
 GATHERS: Mapping[type[Plan], GatherTransport] = {
     Sequential: collectives.gather_rows,
     OneShot: low_latency.gather_rows,
@@ -70,7 +69,7 @@ GATHERS: Mapping[type[Plan], GatherTransport] = {
 
 
 def sent_tensors(call: GatherCall, operands: ScaledFactors) -> list[torch.Tensor]:
-    """Return this rank's rows of x, and their scales [m_r, ..] if these are sent with the rows."""
+    """Return this rank's rows of x, and also the rows' scales [m_r, ..] if the call sends them with the rows."""
     scale = operands.x_scale
     if scale is None or not call.scales_in_row:
         return [operands.x]
@@ -85,12 +84,13 @@ def sent_specs(world: World, call: GatherCall) -> list[tuple[tuple[int, ...], to
 
 
 def gathered_operands(operands: ScaledFactors, x: torch.Tensor, *scales: torch.Tensor) -> ScaledFactors:
-    """Return the operands of the GEMM of gathered rows x. scales: the rows' scales, if they were gathered."""
+    """Return the operands of the GEMM of gathered rows x. `scales` are the rows' scales, if they were gathered."""
     return operands._replace(x=x, x_scale=scales[0] if scales else operands.x_scale)
 
 
 def prepare_sequential(world: World, call: GatherCall, plan: Sequential) -> Run | OwnResult:
-    """Prepare NCCL's all-gather and the library's GEMM; for unequal shards and scales by a transport."""
+    """Prepare NCCL's all-gather and the library's GEMM. If shards are unequal or x has scales, a transport gathers the
+    rows."""
     plain = call.even and call.scaling is None and not call.gated
     if world.size == 1 or not plain or world.batch_invariant:
         return prepare_gathered(world, call, plan)
@@ -107,7 +107,7 @@ def prepare_sequential(world: World, call: GatherCall, plan: Sequential) -> Run 
 
 
 def prepare_gathered(world: World, call: GatherCall, plan: Plan) -> Run:
-    """Prepare the GEMM of the rows in the order in which the plan's transport delivers them."""
+    """Prepare GEMMs of the rows, in the order in which the plan's transport delivers the rows."""
     if isinstance(plan, Decomposed) and world.backend.symmetric_unsupported:
 
         def by_collectives_alone(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
@@ -138,30 +138,13 @@ def prepare_fused(world: World, call: GatherCall, plan: FusedGather | FusedGathe
 
 
 def _gated_in_epilogue(world: World, tile: GemmTile) -> bool:
-    """Return whether the GEMM's epilogue computes the activation: a tile's columns hold whole pairs of a gate block and
-    its up block. On a batch-invariant World every plan rounds gate and up before the activation."""
+    """Return whether the GEMM's epilogue computes the activation. It does if the columns of a tile are whole pairs of a
+    gate block and its up block, but not on a batch-invariant World, where every plan rounds gate and up before the
+    activation."""
     return not world.batch_invariant and tile.block_n in (
         2 * world.backend.scale.interleave,
         4 * world.backend.scale.interleave,
     )
-
-
-@dataclass(frozen=True)
-class Pulls:
-    """How shards are pulled: `split` programs share a chunk, in blocks of rows x cols elements. An own chunk is copied
-    in `parts` parts, a multiple of `split`."""
-
-    split: int
-    parts: int
-    rows: int
-    cols: int
-    bulk: bool  # chunks are whole blocks, at whole blocks
-
-    @classmethod
-    def for_plan(cls, plan: FusedGather, k: int, even: bool, itemsize: int) -> Pulls:
-        chunk, rows = plan.tile.block_m * k, plan.pull_rows
-        cols, split = plan.tile.block_n // itemsize, plan.split  # as many bytes for every dtype
-        return cls(split, -(-16 // split) * split, rows, cols, even and chunk % (split * rows * cols) == 0)
 
 
 def _whole_tiles(shards: tuple[int, ...], tile: GemmTile) -> bool:
@@ -170,8 +153,8 @@ def _whole_tiles(shards: tuple[int, ...], tile: GemmTile) -> bool:
 
 
 def _tables(world: World, shards: Sequence[int], tile: int, channel: int, arrivals: int) -> TableMapping:
-    """Return the mapping of the tiles as device tables, for shards that are unequal or not whole tiles. With lengths as
-    integers of a mapping, Triton would compile a kernel for each set of lengths."""
+    """Return the mapping of the tiles as device tables, for shards that are unequal or not whole tiles. If the mapping
+    had the lengths as integers, Triton would compile a kernel for each set of lengths."""
     t = shard_tables(shards, tile_rows=tile, channel_rows=channel)
     names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
     return TableMapping(*world.words(*(t[name] for name in names), [arrivals] * t["channel_base"][-1]))
@@ -226,10 +209,12 @@ def _pulled_launch(
     k, programs = call.k, world.sm_count * plan.per_sm
     dtype = call.operand_dtype
     even, half = _whole_tiles(call.shards, tile), half_elements(arena.half, k, dtype)
-    pull = Pulls.for_plan(plan, k, even, dtype.itemsize)
-    ch, shards = _pull_channel(world, call, plan, pull.parts)
+    rows, cols = plan.pull_rows, tile.block_n // dtype.itemsize  # a pulled block has as many bytes for every dtype
+    parts = -(-16 // plan.split) * plan.split  # the own shard's chunks are copied in this many parts
+    ch, shards = _pull_channel(world, call, plan, parts)
     view, granules = flat(world, arena.memory)
-    bulk = pull.bulk and view is not None and half % pull.cols == 0
+    whole_blocks = even and bm * k % (plan.split * rows * cols) == 0
+    bulk = whole_blocks and view is not None and half % cols == 0
     blocks = block_rows(tile, call.scaling), bk
     whole_arena = Matrix(half // k + call.rows, k, blocks)
     arena_desc = whole_arena.argument(arena.memory.local.view(dtype))
@@ -238,12 +223,12 @@ def _pulled_launch(
         all_gather_gemm,
         programs,
         _options(plan),
-        # All tiles of a shard that is not whole tiles are read from the arena.
+        # If a shard is not whole tiles, the kernel reads all its tiles from the arena.
         x_desc=Matrix(call.shards[0], k, blocks) if even else arena_desc,
         own_tiles=call.shards[0] // bm if even else 0,
         arena=Halves.from_arena(arena, granules, half),
         arena_desc=arena_desc,
-        flat_desc=view.descriptor(dtype, pull.rows, pull.cols) if bulk and view else arena_desc,
+        flat_desc=view.descriptor(dtype, rows, cols) if bulk and view else arena_desc,
         ch=ch,
         shards=shards,
         **_gemm_arguments(world, call, tile, gated, trans_b),
@@ -251,11 +236,11 @@ def _pulled_launch(
             constants(
                 Pull,
                 PULL_PROGRAMS=plan.pull_programs,
-                PARTS=pull.parts,
-                SPLIT=pull.split,
+                PARTS=parts,
+                SPLIT=plan.split,
                 BULK=bulk,
-                ROWS=pull.rows,
-                COLS=pull.cols,
+                ROWS=rows,
+                COLS=cols,
                 STAGES=plan.pull_stages,
             ),
             _product(
@@ -272,7 +257,7 @@ def _pulled_launch(
 
 
 def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: int) -> Run:
-    """Prepare one launch: some of its programs pull the peers' shards into the arena, the rest compute."""
+    """Prepare one launch, in which some programs pull the peers' shards into the arena and the others compute."""
     row = call.k * call.operand_dtype.itemsize
     stored = _scales_begin(call, plan) * row + 4 * call.rows * _scales_stride(call)
     arena = world.arena(max(stored, _loaded_rows(call, plan) * row), row=row)
@@ -296,13 +281,13 @@ def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: 
 
 
 def _loaded_rows(call: GatherCall, plan: FusedGather) -> int:
-    """Return the number of rows of an arena's half that tiles may load: if a shard is not whole tiles, its last tile
-    extends beyond it. A later op's call may already write the other half then."""
+    """Return the number of rows of an arena's half that tiles may load. If a shard is not whole tiles, its last tile
+    extends beyond the shard, and it must not reach the other half, which a later op's call may already write."""
     return call.rows + (0 if _whole_tiles(call.shards, plan.tile) else plan.tile.block_m - 1)
 
 
 def _scales_begin(call: GatherCall, plan: FusedGather) -> int:
-    """Return the row of an arena's half at which scales begin (`kernels.gathered_scales`)."""
+    """Return the row of an arena's half at which the scales begin (`kernels.gathered_scales`)."""
     bm = plan.tile.block_m
     return -(-call.rows // bm) * bm if call.scales_in_row else call.rows
 
@@ -315,7 +300,7 @@ def _scales_stride(call: GatherCall) -> int:
 def _copy_of_half(
     world: World, call: GatherCall, plan: FusedGather, arena: Arena
 ) -> Callable[[torch.Tensor], GatheredRows]:
-    """Return a function that copies the arena's half that call number `epoch` filled. The device selects the rows,
+    """Return a function that copies the half of the arena that call number `epoch` filled. The device selects the rows,
     since the host does not know the epoch of a call in a CUDA graph."""
     m, k, dtype, columns = call.rows, call.k, call.operand_dtype, call.scales_in_row
     half_rows, memory, begin = half_elements(arena.half, k, dtype) // k, arena.memory.local, _scales_begin(call, plan)
@@ -384,9 +369,9 @@ def _copy_channel(
 
 
 def _by_copy_engine(world: World, call: GatherCall, plan: FusedGatherByCopies, gated: int) -> Run:
-    """Prepare one GEMM kernel, with tiles that wait for the shards. A copy engine pulls shard after shard, and sets the
-    shard's channel after each. The GEMM has one program less than there is room for, so that concurrent barriers find
-    room on an SM."""
+    """Prepare one GEMM kernel, with tiles that wait for the shards. A copy engine pulls one shard after another, and
+    sets the channel of each shard after it. The GEMM has one program less than fit on the GPU, so that concurrent
+    barriers find room on an SM."""
     ch, epoch, _ = _copy_channel(world, call, plan)
     flags, keep = ch.counters.split(1), call.gathered or call.shards[0] % plan.tile.block_m != 0
     launches, ahead = made_once(_copied_launch, world, call, plan, gated), Ahead()
@@ -416,9 +401,9 @@ def prepare_flag_gated(world: World, call: GatherCall, plan: FlagGated) -> Run:
 def _flag_gated(
     world: World, call: GatherCall, plan: FlagGated, operands: ScaledFactors, out: torch.Tensor
 ) -> GatheredRows:
-    """Run quack's GEMM on shards in symmetric memory. A copy engine pulls shard after shard, and after each one sets
-    the flag for which that GEMM waits, without a time limit (`copy_engine.FlaggedShards`). The GEMM is loaded, and run
-    once, before anything waits in it."""
+    """Run quack's GEMM on shards in symmetric memory. A copy engine pulls one shard after another, and sets a flag
+    after each shard. The GEMM waits for the flags without a time limit (`copy_engine.FlaggedShards`). Therefore it is
+    loaded, and run once with all flags set, before a call waits in it."""
     (x, weight, bias, *_), rows, form = operands, call.shards[0], gemm_form(plan)
     stream, on_gpu, shards = world.current_stream(), world.backend.name == "cuda", copy_engine.FlaggedShards(world, x)
     gathered, flags, one = shards.gathered, shards.flags, shards.one
@@ -429,7 +414,8 @@ def _flag_gated(
         return on_gpu
 
     def load() -> bool:
-        # The lock that `shards` holds orders this after a call on another stream, whose GEMM waits for these flags.
+        # The lock that `shards` holds orders this work after a call on another stream, whose GEMM waits for the same
+        # flags.
         world.call(lambda: flags.fill_(1), [], [flags], world.current_stream())
         return multiply()
 
@@ -437,7 +423,7 @@ def _flag_gated(
     with shards.gathering(x):
         if on_gpu:
             world.call(multiply, [gathered, weight, flags, one], [out], stream)
-        else:  # on a CPU: the kernel's computation, shard by shard
+        else:  # on a CPU torch computes the same result shard by shard
             for p in (world.rank, *world.other_ranks):
                 world.wait(flags[p : p + 1], one, stream)
                 world.backend.linear(gathered.split(rows)[p], weight, None, stream, out.split(rows)[p])
@@ -450,7 +436,7 @@ def _flag_gated(
 
 
 def usable(world: World, plans: Sequence[FlagGated], dtype: torch.dtype) -> list[FlagGated]:
-    """Return the plans that every rank can run. The call is collective for each plan, because a rank may have to
+    """Return the plans that every rank can run. The function is collective for each plan, because a rank may have to
     compile a kernel that another rank has in its cache."""
     quack = library_gemm.quack()
     installed = all(world.exchange(quack.lacks() is None))

@@ -21,7 +21,7 @@ from .call import GATHER_GEMM, GatherCall, GatheredRows
 def run_gather(
     world: World, call: GatherCall, plan: TwoLevel, operands: ScaledFactors, out: torch.Tensor
 ) -> GatheredRows:
-    """Run all-gather + GEMM. Return the gathered activation, if the call asks for it."""
+    """Run all-gather + GEMM. Return the gathered activation, if the caller requests it."""
     x, local_rank, chunks = operands.x, world.levels.node.rank, plan.pieces
     stream, between = world.current_stream(), world.side_stream(BETWEEN)
     gathered = world.empty((call.rows, call.k), call.dtype) if call.gathered else None
@@ -48,8 +48,8 @@ def _multiply_node(
     out: torch.Tensor,
     gathered: torch.Tensor | None,
 ) -> None:
-    """Run the op on this node, for the rows `slices` of the whole matrix, one slice for each of its ranks. operands.x
-    has the rows of this rank's slice."""
+    """Run the op on this node. `slices` has a range of rows of the whole matrix for each rank of the node; operands.x
+    has the rows in this rank's range."""
     whole, rows, node = as_one_slice(slices), lengths(slices), world.levels.node
     if not any(rows):
         return

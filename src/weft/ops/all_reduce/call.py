@@ -27,11 +27,11 @@ Symmetric = SymmetricTensor | None
 
 @dataclass(frozen=True)
 class SumCall(Call):
-    """A checked call of `op`. m, h: M and H. norm: a constant of kernels.py. residual, keep: whether there is a
-    residual, and whether the sum is returned: ABSENT, OWN (this rank's rows) or WHOLE. scaled: the result is divided by
-    a scale that is an operand. group: the number of elements of a row that share a returned scale; 0: there are no such
-    scales. pairs: the norm adds a row by `sum_in_pairs`, and its products are rounded, as on a batch-invariant World.
-    shape: the shape of a tensor that is summed as this matrix; () for a matrix that is normalised."""
+    """A checked call of `op`. `m` and `h` are M and H, and `norm` is a constant of kernels.py. `residual` describes the
+    residual, and `keep` the sum to return: ABSENT, OWN (this rank's rows) or WHOLE. If `scaled`, the result is divided
+    by a scale that is an operand. `group` elements of a row share a returned scale; 0 means that no scales are
+    returned. With `pairs` the norm adds a row by `sum_in_pairs` and rounds its products, as on a batch-invariant World.
+    `shape` is the shape of a tensor that is summed as this matrix, or () for a matrix that is normalised."""
 
     op: str
     m: int
@@ -50,7 +50,7 @@ class SumCall(Call):
 
     @property
     def scales(self) -> tuple[int, int]:
-        """Return the shape of the scales that are returned."""
+        """Return the shape of the scales in the result."""
         return self.m, self.h // self.group if self.group else 0
 
     @property
@@ -59,12 +59,12 @@ class SumCall(Call):
 
     @property
     def padded(self) -> int:
-        """Return P, which is H rounded up to a power of two."""
+        """Return P, that is, H rounded up to a power of two."""
         return 1 << (self.h - 1).bit_length()
 
     @property
     def computed(self) -> Norm:
-        """Return the call's sizes, dtypes and options as an argument of kernels."""
+        """Return the call's sizes, dtypes and options, as an argument of kernels."""
         sizes = constants(
             Norm,
             eps=0.0,
@@ -84,7 +84,7 @@ class SumCall(Call):
 
     def options(self, warps: int, per_sm: int = 1) -> dict[str, int]:
         """Return the launch options: `warps`, adjusted so that a thread has from 16 to 256 bytes of a row, and the
-        register limit for which per_sm programs share all registers of an SM. With fewer registers ptxas would spill
+        register limit with which per_sm programs share all registers of an SM. With a lower limit ptxas would spill
         some words to make room for one more program."""
         row = self.padded * self.dtype.itemsize
         warps = max(1, min(max(warps, row // 8192), row // 512))
@@ -106,8 +106,8 @@ class SumOperands(NamedTuple):
 
 @dataclass
 class Tensors:
-    """A call's operands, and the tensors for its results: out, kept (the sum with the residual) and scales. x_shared,
-    out_shared: x and out on every rank, if they are in symmetric memory."""
+    """A call's operands, and the tensors for its results: out, kept (the sum with the residual) and scales. x_shared
+    and out_shared are x and out on every rank, if these are in symmetric memory."""
 
     x: torch.Tensor
     out: torch.Tensor
@@ -121,7 +121,8 @@ class Tensors:
     out_shared: Symmetric = None
 
     def as_matrices(self, world: World, call: SumCall, shares_x: bool) -> Tensors:
-        """Return x and out as matrices, and on every rank if they are in symmetric memory; x with `shares_x` alone."""
+        """Return the tensors with x and out as matrices. If x and out are in symmetric memory, the result also has them
+        on every rank; x only with `shares_x`."""
         x, out = self.x, self.out
         if call.op == PLAIN_SUM:
             x, out = x.view(call.m, call.h), out.view(call.m, call.h)
@@ -130,14 +131,14 @@ class Tensors:
         return Tensors(x, out, self.residual, self.weight, self.bias, self.scale, self.kept, self.scales, *on_ranks)
 
     def arguments(self) -> dict[str, torch.Tensor]:
-        """Return the kernels' optional arguments, by name; x is passed for absent ones."""
+        """Return the kernels' optional arguments, by name. x replaces arguments that are None."""
         scale = self.scale if self.scales is None else self.scales
         tensors = dict(residual=self.residual, new_residual=self.kept, weight=self.weight, bias=self.bias, scale=scale)
         return {name: self.x if t is None else t for name, t in tensors.items()}
 
 
 def sum_call(world: World, shape: Sequence[int], dtype: torch.dtype) -> SumCall:
-    """Return the call that sums a tensor of any shape over ranks, as a matrix of rows."""
+    """Return the call that sums a tensor of any shape over ranks. The call treats the tensor as a matrix of rows."""
     n = math.prod(shape)
     columns = _columns(world, n, shape[-1] if shape else 1, dtype.itemsize)
     rows, none = n // columns if columns else 0, ABSENT.value
@@ -147,8 +148,8 @@ def sum_call(world: World, shape: Sequence[int], dtype: torch.dtype) -> SumCall:
 
 def _columns(world: World, n: int, last: int, itemsize: int) -> int:
     """Return the number of columns of the matrix for n elements, where `last` is the size of the last dimension. Rows
-    are whole 16-byte words if possible, of about 1,024 elements, or up to 8,192 if that still gives each SM two rows.
-    Most sizes lead to a few numbers of columns, since a kernel is compiled for each."""
+    are whole 16-byte words if possible, and have about 1,024 elements, or up to 8,192 if each SM still has two rows. A
+    kernel is compiled for each number of columns, so most sizes lead to one of a few numbers."""
     vector, columns = VECTOR // itemsize, 0
     for columns in (last, n & -n):
         for f in (2, 3, 5, 7):

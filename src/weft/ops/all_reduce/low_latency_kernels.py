@@ -30,7 +30,7 @@ from .kernels import OWN, WHOLE, Affine, load_parameters, normalise, store_row, 
 def owner_of(t, M, W: tl.constexpr):
     """Return the rank that owns row t."""
     short = M // W
-    longer = M % W * (short + 1)  # the rows of the ranks that own short + 1 rows
+    longer = M % W * (short + 1)  # the number of rows on ranks that own short + 1 rows
     return tl.where(t < longer, t // (short + 1), M % W + (t - longer) // tl.maximum(short, 1))
 
 
@@ -39,9 +39,9 @@ def one_shot(
     x, memory, out, residual, new_residual, weight, bias, scale, ch, calls, number, M, third, norm,
     PROGRAMS: tl.constexpr, MAX_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """All-reduce x [M, H], this rank's part, with the norm, to out [M, H], in one shot. x and residual are int32 words.
-    A third of the memory is [W + 1, M, H]: the parts of all ranks, and the owners' rows of the residual (RESIDUAL
-    OWN)."""
+    """All-reduce x [M, H], this rank's part, in one shot, apply the norm, and store the result in out [M, H]. x and
+    residual are int32 words. A third of the memory is [W + 1, M, H]: the parts of all ranks, and the owners' rows of
+    the residual (RESIDUAL OWN)."""
     DTYPE: tl.constexpr = norm.DTYPE
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
@@ -70,7 +70,7 @@ def one_shot(
     clear(local + previous, filled, pid, VECTORS, PROGRAMS)
     compare_calls(calls, number, pid, PROGRAMS)
 
-    if P <= 8192:  # before the wait, if there are registers for it
+    if P <= 8192:  # loaded before the wait, if there are enough registers
         w, b, divisor = load_parameters(weights, norm)
     for t in range(pid, M, PROGRAMS):
         owner = owner_of(t, M, W)
@@ -115,8 +115,8 @@ def two_shot_low_latency(
     x, memory, out, residual, new_residual, weight, bias, scale, ch, calls, number, M, third, norm,
     PROGRAMS: tl.constexpr, MAX_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """All-reduce as `one_shot` does, but in two shots, to an output of DTYPE. A third of the memory is [W, max_rows,
-    H], the parts of all ranks of this rank's rows, then the results [M, H] and, KEEP WHOLE, the sums [M, H]."""
+    """All-reduce like `one_shot`, but in two shots and with an output of DTYPE. A third of the memory has the parts of
+    all ranks for this rank's rows, [W, max_rows, H], then the results [M, H] and, with KEEP WHOLE, the sums [M, H]."""
     DTYPE: tl.constexpr = norm.DTYPE
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
@@ -170,7 +170,7 @@ def two_shot_low_latency(
             post_result(addresses, sums + row, total, me, DTYPE, W, VECTORS, ROW, P)
         if KEEP == OWN:
             store_row(new_residual + (t - lo).to(tl.int64) * H, total, H, P)
-    for step in range(pid, M - (hi - lo), PROGRAMS):  # rows of the other owners, from the next rank on
+    for step in range(pid, M - (hi - lo), PROGRAMS):  # rows of the other owners, beginning with the next rank
         t = (hi + step) % M
         owner = owner_of(t, M, W)
         row = t.to(tl.int64) * ROW

@@ -1,5 +1,6 @@
-"""All-reduce, with or without a norm, by NVLink multicast (TokenWeave, section 4): two shots in one launch, where the
-switch sums and stores (`kernels.multicast_shot`). It was compiled and emulated, but never run on hardware."""
+"""All-reduce, with or without a norm, by NVLink multicast (TokenWeave, section 4). One launch runs two shots, in which
+the switch sums and stores (`kernels.multicast_shot`). The kernel was compiled and emulated, but has never run on
+hardware."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from .runs import SHARED, SumRun, prepare_sharing, summing, take_rows
 
 
 def why_no_multicast(world: World, call: SumCall) -> str | None:
-    """Return why the switch cannot serve this call, or None if it can. The first call is collective."""
+    """Return the reason why the switch cannot compute this call, or None if it can. The first call is collective."""
     if call.dtype.itemsize != 2 or call.out_dtype != call.dtype:
         return "multicast needs x and the output in bfloat16, or both in float16"
     if not world.buffer("multicast probe", 256).multicast:

@@ -11,7 +11,7 @@ import torch
 from ...architectures import lacks
 from ...backends.base import Stream
 from ...backends.library_gemm import stepped
-from ...op import Op, Operands, check_call, registered
+from ...op import Op, Operands, registered
 from ...plans import (
     Decomposed,
     Multicast,
@@ -26,7 +26,7 @@ from ...plans import (
 )
 from ...prepared import Prepare, Prepared
 from ...scaled_tensor import E4M3, ScaledTensor
-from ...tensor_checks import check_device, dims, overlap
+from ...tensor_checks import check_devices, dims, overlap
 from ...torch_library import CallOptions
 from ...transport.low_latency import VECTOR
 from ...world import World
@@ -45,9 +45,9 @@ from .runs import (
 )
 from .two_level import prepare_sum
 
-WIDEST = 16384  # the most columns that a program holds in registers
-SHORT = 512  # bytes of the shortest rows that were measured
-STAGED = 64 << 20  # bytes of memory for posted rows up to which plans that post are timed
+WIDEST = 16384  # the largest number of columns that a program can have in registers
+SHORT = 512  # bytes of the shortest row that was measured
+STAGED = 64 << 20  # plans that post rows are timed if they need at most this many bytes of memory for them
 
 
 class Reduce(Op[SumCall]):
@@ -70,7 +70,7 @@ class Reduce(Op[SumCall]):
     depends_on_addresses = True
 
     def candidates(self, world: World, call: SumCall) -> Sequence[Plan]:
-        """Return the plans whose staged rows need at most STAGED bytes: one-shot low-latency plans stage 3 (W + 1)
+        """Return the plans whose staged rows need at most STAGED bytes. One-shot low-latency plans stage 3 (W + 1)
         times the bytes of x."""
         nbytes = call.m * call.h * call.dtype.itemsize
         return [
@@ -78,7 +78,7 @@ class Reduce(Op[SumCall]):
         ]
 
     def trial_key(self, call: SumCall) -> Hashable:
-        """Return the call with M rounded as for GEMM trials, for any epsilon."""
+        """Return the call with M rounded as for GEMM trials. The key ignores epsilon."""
         return replace(call, m=stepped(call.m), eps=0.0, shape=())
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
@@ -106,12 +106,13 @@ class Reduce(Op[SumCall]):
         if call.out_dtype == E4M3:
             return "plans may round rows of 8 bits in different places"
         if call.norm == LAYER.value and isinstance(plan, TwoShotLowLatency):
-            return "its LayerNorm by pairs needs more registers than a thread has"  # 8 bytes are spilled at H 8192
+            return "its LayerNorm by pairs needs more registers than a thread has"  # it spills 8 bytes at H 8192
         return super().batch_invariance_unsupported(world, call, plan)
 
     def without_overlap(self, world: World, plan: Plan, operands: Operands, out: torch.Tensor) -> Operands:
-        """Return the operands, copied where they overlap `out`: a program may store a row before a different program
-        has read it. If `out` is x itself, a plan that posts no rows reads each row of x before it stores that row."""
+        """Return the operands, with copies of those that overlap `out`, since a program may store a row before a
+        different program has read it. No copy is needed if `out` is x itself and the plan posts no rows, because such a
+        plan reads each row of x before it stores that row."""
         in_place = not is_low_latency(plan) and out.data_ptr() == operands[0].data_ptr()
         stream = world.current_stream()
         return type(operands)(
@@ -122,7 +123,7 @@ class Reduce(Op[SumCall]):
         )
 
     def compared(self, plan: Plan, addresses: Hashable) -> Mapping[str, Hashable]:
-        """Return the offsets of `out` and x in symmetric memory, if they are there, so that peers may write `out` and
+        """Return the offsets of `out` and x in symmetric memory, if they are in it, so that peers may write `out` and
         read x."""
         assert isinstance(addresses, tuple)
         x, out = (address if address and address[1] % 16 == 0 else None for address in addresses)
@@ -130,15 +131,15 @@ class Reduce(Op[SumCall]):
 
     def operand_addresses(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
         """Return the symmetric offsets of x and `out`, or None for a tensor that is not in symmetric memory. Plans read
-        and write symmetric tensors directly, which must be prepared before a capture."""
+        and write symmetric tensors directly, and this must be prepared before a capture."""
         x = operands[0]
         shared_x = world.shared(x) if x is not None else None
         shared_out = world.shared(out) if isinstance(out, torch.Tensor) else None
         return (shared_x and shared_x[1], shared_out and shared_out[1])
 
     def warm_up_capture(self, prepared: Prepared[SumCall], operands: Operands, out: torch.Tensor | None) -> None:
-        """Make the call with x and `out` themselves, since a plan may use their symmetric memory; without `out` if they
-        overlap, because a repeated call would sum sums."""
+        """Make the call with the caller's x and `out`, since a plan may use their symmetric memory. If they overlap,
+        make it without `out`, because a repeated call would sum its own results."""
         prepared(operands, None if overlap(out, *operands[:2]) else out)
 
 
@@ -149,7 +150,7 @@ class AllReduceRmsNorm(Reduce):
 
     name = NORM
     operand_type = NormOperands
-    elementwise_passes = 2.0  # the partial sum and the residual are read, the rows and the new residual are written
+    elementwise_passes = 2.0  # it reads the partial sum and the residual, and writes the rows and the new residual
     autotune_plans = (
         OneShot(warps=16),
         TwoShotLowLatency(),
@@ -166,8 +167,7 @@ class AllReduceRmsNorm(Reduce):
         """Check the operands and options, and return the call. Raises ValueError or TypeError for every fault that this
         rank can detect alone."""
         (x, residual, weight, bias, scale), (eps, norm, out_dtype, full_residual, recipe) = operands, options
-        _check_tensors(NORM, world, dict(x=x, residual=residual, weight=weight, bias=bias, scale=scale))
-        assert x is not None
+        _check_tensors(NORM, world, operands)
         if x.dim() != 2 or x.shape[0] < 1 or x.shape[1] < 1:
             raise ValueError(f"{NORM}: x must be [M, H] with M at least 1, got {dims(x)}")
         m, h = x.shape
@@ -220,7 +220,7 @@ class AllReduceRmsNorm(Reduce):
 
 
 class AllReduce(Reduce):
-    """The op all_reduce. The operand x has any shape; kernels see it as a matrix (`call.sum_call`)."""
+    """The op all_reduce. The operand x has any shape; kernels treat it as a matrix (`call.sum_call`)."""
 
     name = PLAIN_SUM
     operand_type = SumOperands
@@ -229,9 +229,8 @@ class AllReduce(Reduce):
     autotune_plans = (OneShot(), TwoShotLowLatency())
 
     def check(self, world: World, operands: SumOperands, options: CallOptions) -> SumCall:
-        x = operands.x
-        _check_tensors(PLAIN_SUM, world, dict(x=x))
-        return sum_call(world, x.shape, x.dtype)
+        _check_tensors(PLAIN_SUM, world, operands)
+        return sum_call(world, operands.x.shape, operands.x.dtype)
 
     def outputs(self, world: World, call: SumCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [(call.shape, call.dtype)]
@@ -243,10 +242,10 @@ class AllReduce(Reduce):
         return [(tuple(x.shape), x.dtype)]
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
-        return call.m, call.h * call.dtype.itemsize // 2, 1  # bytes decide, counted as 16-bit elements
+        return call.m, call.h * call.dtype.itemsize // 2, 1  # the key counts bytes, as 16-bit elements
 
     def candidates(self, world: World, call: SumCall) -> Sequence[Plan]:
-        """Return the plans to time. Only short rows are timed, because there are no measurements of them."""
+        """Return the plans to time. Plans are timed only for short rows, since the measurements include none."""
         return super().candidates(world, call) if self._short(world, call) else ()
 
     def expected(self, world: World, call: SumCall, mode: str) -> Plan:
@@ -275,8 +274,8 @@ def all_reduce_rms_norm(
     plan: str | Plan = "auto",
     **removed: Never,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return norm(h) * weight + bias and h, for h = residual + the sum of x over ranks: the ops between a row-parallel
-    layer and the next column-parallel one (TokenWeave, section 4).
+    """Return norm(h) * weight + bias and h, where h = residual + the sum of x over ranks. These are the operations
+    between a row-parallel layer and the next column-parallel layer (TokenWeave, section 4).
 
     Args:
         x: [M, H], this rank's part of the sum, bfloat16, float16 or float32. M is at least 1, H at most 16,384, and a
@@ -286,9 +285,9 @@ def all_reduce_rms_norm(
         weight: [H], of x's dtype or float32, the same on all ranks.
         bias: [H], of x's dtype or float32, the same on all ranks. It is added after the norm.
         norm: "rms" (Zhang and Sennrich 2019) or "layer" (Ba et al. 2016).
-        out_dtype: the dtype of the normalised rows: bfloat16, float16 or float32. None: x's.
-        full_residual: the old and the new residual are [M, H] on every rank instead of this rank's rows. A two-shot
-            plan stores the new residual on all ranks, like the normalised rows.
+        out_dtype: the dtype of the normalised rows: bfloat16, float16 or float32. None: the dtype of x.
+        full_residual: if true, the old and the new residual are [M, H] on every rank instead of this rank's rows. A
+            two-shot plan then stores the new residual on all ranks, like the normalised rows.
         out: [M, H], contiguous: the tensor for the normalised rows. If it is in memory of `World.symmetric`, at the
             same offset on every rank, and the plan counts rows, the peers store rows directly in `out`; if the plan
             posts rows, only this rank writes `out`. If `out` is in ordinary memory, a plan that counts rows copies them
@@ -311,8 +310,8 @@ def all_reduce_rms_norm(
     M H of ordinary memory during the call.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. Or an operand requires a
-            gradient, which this op does not compute: use torch.no_grad().
+        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. Also if an operand
+            requires a gradient, which this op does not compute: use torch.no_grad().
         Mismatch, Timeout, WeftError: as for `all_gather_matmul`.
 
     Examples:
@@ -365,8 +364,8 @@ def all_reduce_rms_norm_quantized(
 
 
 def posts_rows(world: World, m: int, h: int, dtype: torch.dtype, plan: str | Plan) -> bool:
-    """Return whether eager calls of `all_reduce_rms_norm` with x [m, h] post rows. Such calls gain nothing from x or
-    `out` in symmetric memory, because peers neither read x nor write `out`."""
+    """Return whether eager calls of `all_reduce_rms_norm` with x [m, h] post rows. Such calls are no faster if x or
+    `out` is in symmetric memory, because peers neither read x nor write `out`."""
 
     def chosen() -> bool:
         layout = OWN.value if world.size > 1 else WHOLE.value
@@ -383,7 +382,7 @@ def all_reduce(
     """Return the sum of x over ranks, on every rank.
 
     Args:
-        x: any shape, bfloat16, float16 or float32; contiguous or not (then it is copied).
+        x: any shape, bfloat16, float16 or float32. If x is not contiguous, it is copied.
         world, plan, out: as for `all_reduce_rms_norm`; `out` has x's shape.
 
     The sum is computed in float32 in rank order ("sequential": in NCCL's order). Tensors whose size is not a multiple
@@ -402,19 +401,15 @@ def all_reduce(
     return ALL_REDUCE(world, plan, SumOperands(x), (), out)
 
 
-def _check_tensors(op: str, world: World, tensors: dict[str, torch.Tensor | None]) -> None:
-    check_call(op, world)
-    for name, t in tensors.items():
-        if t is not None or name in ("x", "weight"):
-            check_device(op, world, name, t)
-    x = tensors["x"]
-    assert x is not None
+def _check_tensors(op: str, world: World, operands: NormOperands | SumOperands) -> None:
+    check_devices(op, world, operands._asdict())
+    x = operands.x
     if x.dtype not in SUMMED_DTYPES:
         raise TypeError(f"{op}: x is {dims(x)}; bfloat16, float16 and float32 are supported")
 
 
 def _copy(t: torch.Tensor, world: World, stream: Stream) -> torch.Tensor:
-    """Return a copy of `t`, made on the stream."""
+    """Copy `t` on the stream, and return the copy."""
     copied = world.empty(t.shape, t.dtype)
     world.copy(copied, t, stream)
     return copied

@@ -40,15 +40,16 @@ from .kernels import ABSENT, OWN, WHOLE, RankAddresses, Shots, add_norm, sum_nor
 from .low_latency_kernels import one_shot, two_shot_low_latency
 
 SHARED = "two-shot all-reduce"  # the name of the symmetric memory of these plans
-REST_KIB = 11  # KiB of a program's shared memory that rows in flight do not use
+REST_KIB = 11  # KiB of a program's shared memory that are not for rows in flight
 
 
 SumRun: TypeAlias = Callable[[Tensors, Stream], None]
 
 
 def summing(make: Callable[[World, SumCall, Any], SumRun]) -> Prepare:
-    """Return the preparation of a plan from a run with the arguments `Tensors` and a stream. Its results after the
-    first are the sum with the residual and the scales, or None if the call has none; a plain sum has neither."""
+    """Return the function that prepares a plan, made from a run with the arguments `Tensors` and a stream. The results
+    after the first are the sum with the residual and the scales, or None if the call does not return them; a plain sum
+    returns neither."""
 
     @functools.wraps(make)
     def prepare(world: World, call: SumCall, plan: Plan) -> Run:
@@ -89,8 +90,8 @@ def prepare_sequential(world: World, call: SumCall, plan: Plan) -> Run | OwnResu
 
 @summing
 def _normalised(world: World, call: SumCall, plan: Plan) -> SumRun:
-    """Prepare NCCL's all-reduce and the norm. Each owner adds its rows of a residual before the sum, so that all ranks
-    receive them."""
+    """Prepare NCCL's all-reduce and the norm. Each owner adds its rows of the residual before the sum, so that the sum
+    contains them on all ranks."""
     own_residual, lo = call.residual == OWN.value and world.size > 1, sum(split_rows(world, call.m)[: world.rank])
     after = call if call.residual == WHOLE.value else replace(call, residual=ABSENT.value)
     normalise = norm_rows(world, after)
@@ -131,7 +132,7 @@ def _post(world: World, call: SumCall, plan: LowLatencyShot) -> SumRun:
     post = prepare_posting(world, kernel, f"{call.op} {call}", plan, nbytes, options, **constants)
 
     def sum_rows(t: Tensors, stream: Stream) -> None:
-        # Two shots store the rows of other owners in whole words, so that `out` must be aligned.
+        # Two shots store the rows of other owners in whole words, so `out` must be aligned.
         out = t.out if t.out.data_ptr() % 16 == 0 else world.empty(t.out.shape, t.out.dtype)
         post(stream, **t.arguments(), x=t.x, out=out)
         if out is not t.out:
@@ -156,21 +157,22 @@ def all_reduce_low_latency(
     world: World, shape: tuple[int, ...], dtype: torch.dtype, plan: LowLatencyShot
 ) -> Callable[[torch.Tensor, torch.Tensor, Stream], None]:
     """Return a function that computes out, the sum of x over ranks, on a stream with a plan that posts rows. The caller
-    has checked that all ranks make the same call; x and out are of this shape, and whole 16-byte words."""
+    must have checked that all ranks make the same call; x and out must have this shape and consist of whole 16-byte
+    words."""
     sum_rows = _post(world, sum_call(world, shape, dtype), plan)
     return lambda x, out, stream: sum_rows(Tensors(x, out), stream)
 
 
 # -- rows with counters ------------------------------------------------------------------------------------------------
 def _room(world: World) -> int:
-    """Return the bytes of shared memory for the rows in flight."""
+    """Return the bytes of a program's shared memory for the rows in flight."""
     return (features(world.backend.capability).shared_kib - REST_KIB) << 10
 
 
 def _shots(world: World, call: SumCall, plan: TwoShotCounted) -> Shots:
     """Return the plan as an argument of the kernel. n stages keep the rows of n - 1 stages in shared memory. A stage of
-    a sum is the row of all sources if there is room for two such stages, because with fewer the link is idle while a
-    row is summed; 8 ranks' rows of 16 KiB, or two ranks' rows of 64 KiB, leave room for one."""
+    a sum has the row of all sources if there is room for two such stages, because with fewer stages the link is idle
+    while a row is summed. Rows of 16 KiB on 8 ranks, or of 64 KiB on two ranks, leave room for only one."""
     row, room = call.padded * call.dtype.itemsize, _room(world)
     sources = world.size + (call.residual != ABSENT.value)
     stages, ahead = (max(1, min(plan.stages, room // nbytes + 1)) for nbytes in (row, row * sources))
@@ -185,8 +187,8 @@ def _shots(world: World, call: SumCall, plan: TwoShotCounted) -> Shots:
 
 
 class SharedRows(NamedTuple):
-    """The symmetric memory of a call: x, if other ranks read it; all rows of the output; and sums and scales, if the
-    call has them."""
+    """The symmetric memory of a call. It has x, if other ranks read it, all rows of the output, and the sums and
+    scales, if the call returns them."""
 
     x: Symmetric
     out: SymmetricTensor
@@ -195,12 +197,12 @@ class SharedRows(NamedTuple):
 
 
 def prepare_sharing(world: World, call: SumCall, read: bool = True) -> Callable[[Tensors, Stream], SharedRows]:
-    """Return a function that returns a call's memory, into which it copies x if other ranks `read` it. The caller
-    orders uses of the memory with the lock SHARED."""
+    """Return a function that returns a call's memory, and copies x into it if other ranks `read` x. The caller orders
+    uses of the memory with the lock SHARED."""
     shape = (call.m, call.h)
 
     def memory(x: Symmetric, out: Symmetric) -> SharedRows:
-        """Return the memory. x, out: the caller's tensors, if they are in symmetric memory."""
+        """Return the memory. `x` and `out` are the caller's tensors, if these are in symmetric memory."""
         return SharedRows(
             workspace(world, f"{SHARED}, x", shape, call.dtype) if read and x is None else x,
             out or workspace(world, f"{SHARED}, out", shape, call.out_dtype),
@@ -227,7 +229,7 @@ def take_rows(world: World, t: Tensors, shared: SharedRows, stream: Stream) -> N
 
 
 def _count(world: World, call: SumCall, plan: TwoShotCounted) -> SumRun:
-    """Prepare one launch that counts rows. x is passed for tensors that the kernel does not read."""
+    """Prepare one launch that counts rows. The launch passes x for tensors that the kernel does not read."""
     holder, staging = lock(world, SHARED), None
     if not plan.pull:
         rows = world.size * -(-call.m // world.size)
@@ -257,8 +259,8 @@ def _two_shot_launch(
     staging: Symmetric,
     shared: SharedRows,
 ) -> Launch:
-    """Return the launch. If there is no staging memory, its argument is not bound: the caller passes x instead, which
-    the kernel does not read as staging memory."""
+    """Return the launch. Without staging memory the argument `staging` is not bound, and the caller passes x for it,
+    which the kernel then does not read."""
     source, out, sums, scales = shared
     programs = min(plan.programs or world.sm_count, world.sm_count)
     counters = (1 if plan.pull else programs) + world.size
@@ -286,10 +288,10 @@ def _two_shot_launch(
 
 @summing
 def prepare_decomposed(world: World, call: SumCall, plan: Decomposed) -> SumRun:
-    """Prepare an all-reduce with copy engines, which pull the peers' parts of this rank's rows; one kernel sums and
-    normalises them; then copy engines pull the other owners' rows. After the first barrier the parts of all ranks are
-    complete. After the second one all owners' rows are complete, and no rank still reads a part. After the third one no
-    rank still reads a row, so that the caller may write to `out`."""
+    """Prepare an all-reduce with copy engines. Copy engines pull the peers' parts of this rank's rows, one kernel sums
+    and normalises them, and then copy engines pull the other owners' rows. After the first barrier the parts of all
+    ranks are complete. After the second barrier all owners' rows are complete, and no rank still reads a part. After
+    the third barrier no rank still reads a row, so that the caller may write to `out`."""
     me, copies = world.rank, world.side_stream("copy")
     ends = list(itertools.accumulate(split_rows(world, call.m), initial=0))
     own_rows, holders = slice(ends[me], ends[me + 1]), (lock(world, COPIES), lock(world, SHARED))

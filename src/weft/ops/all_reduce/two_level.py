@@ -24,8 +24,9 @@ from .runs import SumRun, norm_rows, summing
 
 @summing
 def prepare_sum(world: World, call: SumCall, plan: TwoLevel) -> SumRun:
-    """Prepare all-reduce, with or without a norm. On each node the owner of a row adds the residual and normalises the
-    sum. A residual of own rows is added before the sum, because the owner on a node does not have it."""
+    """Prepare all-reduce, with or without a norm. On each node the row's owner in that node adds the residual and
+    normalises the sum. If every rank has only its own rows of the residual, they are added before the sum, because the
+    owner in a node does not have them."""
 
     def run(t: Tensors, stream: Stream) -> None:
         t = t.as_matrices(world, call, False)
@@ -75,8 +76,8 @@ def _norm(
     sums: SymmetricTensor,
     stream: Stream,
 ) -> None:
-    """Normalise `total`, the sums of this rank's rows of a chunk, to `memory`, and store the sums with the residual in
-    `sums`."""
+    """Normalise `total`, the sums of this rank's rows of a chunk. Store the normalised rows in `memory`, and the sums
+    with the residual in `sums`."""
     node = world.levels.node
     rows, own_count, whole = chunk.rows(node.rank), total.shape[0], call.residual == WHOLE.value
     part = replace(

@@ -158,7 +158,7 @@ def _window(packed: Packed) -> dict[str, int]:
     return dict(window_size_left=packed.window - 1, window_size_right=0) if packed.window else {}
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, window: int = 0) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, window: int) -> Tensor:
     """Return the scores float32 [heads, m, n], -inf where the mask hides a key."""
     s = torch.einsum("mhd,nhd->hmn", q.float(), _repeated(k, q.shape[1])) * scale
     if causal:

@@ -40,7 +40,8 @@ ReducePlan = TypeVar("ReducePlan", bound=FusedReduce)
 
 
 class ScatterChunks(DecomposedCost):
-    """A copy engine pushes each group of shards when a GEMM has computed it; one kernel sums them at the end."""
+    """The model of plans in which a copy engine pushes each group of shards after a GEMM has computed it, and one
+    kernel sums all groups at the end."""
 
     def candidates(self, p: Parts, call: GemmCall, conditions: Conditions) -> list[Decomposed]:
         plans = super().candidates(p, call, conditions)
@@ -65,12 +66,12 @@ class ScatterChunks(DecomposedCost):
         return side_by_side(works, p.slowdown("copy", 0))
 
     def operations(self, plan: Decomposed, world: int) -> int:
-        # A barrier; for each piece GEMMs, pushes, a barrier and a sum.
+        # The operations are a barrier, and for each piece the GEMMs, the pushes, a barrier and a sum.
         return 1 + plan.pieces * (group_count(plan, world) + world - 1 + 2)
 
 
 class ReduceChunks(DecomposedCost):
-    """NCCL reduces each group of shards when a GEMM has computed it."""
+    """The model of plans in which NCCL reduces each group of shards after a GEMM has computed it."""
 
     def steps(self, p: Parts, call: GemmCall, plan: Decomposed, fit: Chunking) -> list[Step]:
         rows = call.m // p.world
@@ -86,8 +87,8 @@ class ReduceChunks(DecomposedCost):
 
 
 class ReducedTiles(FusedCost[ReducePlan]):
-    """Tiles are pulled at one rate under the GEMM and at another after it. passes: how often a row crosses the
-    links."""
+    """The model of plans that pull tiles, at one rate under the GEMM and at another after it. A row crosses the links
+    `passes` times."""
 
     def __init__(self, plan: type[ReducePlan], passes: int) -> None:
         super().__init__(plan)
@@ -97,8 +98,8 @@ class ReducedTiles(FusedCost[ReducePlan]):
         m, n, k = call.m, call.n, call.k
         rows, bm = -(-m // p.world), plan.tile.block_m
         columns = -(-n // plan.tile.block_n)
-        chunks, programs = -(-rows // bm), p.sms  # the programs that pull and forward share the GEMM's SMs
-        # From the end of the first wave on, all tiles but the last wave's can be pulled under the GEMM.
+        chunks, programs = -(-rows // bm), p.sms  # programs that pull and forward share the GEMM's SMs
+        # After the first wave, all tiles but those of the last wave can be pulled under the GEMM.
         tiles = p.world * chunks * columns
         gemm = p.tiles(Occupancy(plan.tile), programs, tiles, m, n, k) * fit.slow
         waves = max(1, -(-tiles // programs))
@@ -109,8 +110,8 @@ class ReducedTiles(FusedCost[ReducePlan]):
 
 
 class SignaledScatter(SignaledCost):
-    """A group has tiles of every owner. A copy engine pushes a group when its waves are done, this rank's rows after
-    all others; one sum is at the end."""
+    """The model of signaled plans with copy engines. A group has tiles of every owner. A copy engine pushes a group
+    after the group's waves, with this rank's rows last; one kernel sums all groups at the end."""
 
     def owners(self, world: int) -> int:
         return world
@@ -136,14 +137,14 @@ class SignaledScatter(SignaledCost):
 
 
 class SignaledReduce(SignaledCost):
-    """When every rank has computed a group, NCCL's all-reduce sums it."""
+    """The model of signaled plans in which NCCL's all-reduce sums a group after every rank has computed it."""
 
     def in_place(self, n: int) -> bool:
         return n % 8 == 0
 
 
 class ScatterTwoLevel(TwoLevelCost):
-    """Transfers between nodes run after the op on their rows."""
+    """The model of plans in which transfers between nodes follow the op on the transferred rows."""
 
     def node_steps(self, p: OverNodes, call: GemmCall, plan: TwoLevel) -> list[Step]:
         rows, piece_count = call.m // p.nodes, plan.pieces
@@ -163,7 +164,8 @@ class ScatterTwoLevel(TwoLevelCost):
 
 
 class ReduceTwoLevel(TwoLevelCost):
-    """The node's GEMM + reduce-scatter of each piece, an all-reduce between nodes, and an all-gather in the node."""
+    """The model of plans with a GEMM + reduce-scatter of each piece in the node, an all-reduce between nodes, and an
+    all-gather in the node."""
 
     def node_steps(self, p: OverNodes, call: GemmCall, plan: TwoLevel) -> list[Step]:
         rows, scatter, steps = call.m // plan.pieces, call._replace(collective="reduce_scatter"), []

@@ -1,4 +1,4 @@
-"""GEMM + reduce-scatter and GEMM + all-reduce, where owners pull the partial tiles.
+"""GEMM + reduce-scatter and GEMM + all-reduce, in which the owners of tiles pull the partial tiles.
 
     GEMM programs      compute a persistent GEMM whose tile order interleaves the owners: all ranks compute tile
                        (lm, tn) of every owner at about the same time. A tile is stored in this rank's half of the
@@ -13,24 +13,25 @@
     GEMM programs      | tile 0 of r+1, r+2, .. | tile 1 of r+1, .. | ...
     pull programs      |        ...wait...      | sum tile 0        | sum tile 1 | ...
 
-Forward and pull programs are a separate kernel, so small (48 KiB of shared memory, four warps) that its programs fit on
-the SMs together with the GEMM's programs, which occupy every SM.
+The forward and pull programs form a separate kernel. The kernel is so small (48 KiB of shared memory, four warps) that
+its programs fit on the SMs together with the GEMM's programs, which occupy every SM.
 
 For all-reduce the owner stores the sum over its own partial tile, which no other rank reads, and notifies every rank.
-Every second ticket pulls the other owners' sums of the tile of LAG tickets earlier. A ticket waits only for GEMM tiles,
-which wait for nothing, and for sums with smaller ticket numbers, so that some program can always proceed.
+Every second ticket pulls the other owners' sums of the tile that was summed LAG tickets earlier. A ticket waits only
+for GEMM tiles, which wait for nothing, and for sums with smaller ticket numbers, so that some program can always
+proceed.
 
-Order of accesses. An arena half is written again two calls later. A rank starts that call only after every peer has
-notified it in the call between, which that peer started after it had ended this call.
+Order of accesses. A rank writes an arena half again two calls later. The rank starts that call only after every peer
+has notified it in the call in between, and each peer started the call in between after it had ended this call.
 
-All ranks add to a channel, and a fast rank may add for its tile of the next call before a slow rank's add of this call
-has arrived. The sum may then start on the wrong count, but not on missing data: before the fast rank left this call the
-slow rank had notified it of all its tiles, each time by a release that covers all owners, and the fast rank's own add
-is a release that passes this on.
+All ranks add to the same channel, and a fast rank may add for its tile of the next call before a slow rank's add of
+this call has arrived. Then the sum may start on a wrong count, but never on missing data. Before the fast rank left
+this call, the slow rank had notified it of all the slow rank's tiles, each time by a release that covers all owners.
+The fast rank's own add is a release too, so it also publishes those tiles.
 
-Measured and dropped (docs/design-notes.md): pull programs on separate SMs; GEMM programs that pull when they have no
-tiles left (the last tiles' loads wait for their requests); notifying owners from the GEMM program, at once or a tile
-later.
+Three alternatives were measured and dropped (docs/design-notes.md): pull programs on separate SMs; GEMM programs that
+pull when they have no tiles left, so that the loads of the last tiles wait for these pulls; and GEMM programs that
+notify the owners, at once or a tile later.
 
 Symbols of shapes:
 
@@ -52,9 +53,9 @@ from ...lang.primitives import channel_broadcast, channel_wait
 
 
 class Sums(NamedTuple):
-    """GEMM_PROGRAMS programs compute; FORWARD_PROGRAMS programs forward and then pull, and PULL_PROGRAMS others only
-    pull. Tiles are loaded in blocks of R rows, with STAGES blocks in flight. ALL: every rank gets the sums, LAG tickets
-    later."""
+    """The work of the programs. GEMM_PROGRAMS programs compute; FORWARD_PROGRAMS programs forward and then pull, and
+    PULL_PROGRAMS further programs only pull. Tiles are loaded in blocks of R rows, with STAGES blocks in flight. With
+    ALL every rank gets the sums, LAG tickets later."""
 
     GEMM_PROGRAMS: tl.constexpr
     FORWARD_PROGRAMS: tl.constexpr
@@ -66,7 +67,7 @@ class Sums(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The number of tiles, down and across, of the longest shard, and the number of columns."""
+    """The numbers of tiles of the longest shard, down and across, and the number of columns."""
 
     tiles_m: tl.tensor
     tiles_n: tl.tensor
@@ -77,9 +78,9 @@ class Grid(NamedTuple):
 def sum_half_tiles(
     flat_desc, arenas, sums, first_row, start, count, me, out, lo, rows_n, bias, grid, tile, how, W: tl.constexpr
 ):
-    """Sum own half tiles start .. start + count over ranks. Row 0 of the own shard is row `lo` of `out`. arenas: the
-    granule of each rank's arena. ALL: the sums are also stored in `sums`, this rank's arena, from which the other ranks
-    pull them."""
+    """Sum own half tiles start .. start + count over ranks. Row 0 of the own shard is row `lo` of `out`. `arenas` has
+    the granule of each rank's arena. With ALL the sums are also stored in `sums`, this rank's arena, from which the
+    other ranks pull them."""
     BM: tl.constexpr = tile.BM
     COLS: tl.constexpr = tile.BN // 2
     GROUP: tl.constexpr = tile.GROUP_M // W
@@ -111,7 +112,7 @@ def sum_half_tiles(
 
 @jit
 def gather_tile(flat_desc, arenas, first_row, tile_index, me, out, offsets, grid, tile, how, W: tl.constexpr):
-    """Copy the other owners' sums of their tile tile_index to `out`, nearest owner first."""
+    """Copy every other owner's sum of its tile tile_index to `out`, nearest owner first."""
     BM: tl.constexpr = tile.BM
     COLS: tl.constexpr = tile.BN // 2
     GROUP: tl.constexpr = tile.GROUP_M // W
@@ -134,7 +135,7 @@ def gather_tile(flat_desc, arenas, first_row, tile_index, me, out, offsets, grid
 
 @jit
 def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, tile, how):
-    """Draw tickets until none is left, and sum or gather the tiles of each ticket."""
+    """Draw tickets until no ticket is left, and sum or gather the tiles of each ticket."""
     W: tl.constexpr = ch.world
     GROUP: tl.constexpr = tile.GROUP_M // W
     LAG: tl.constexpr = how.LAG
@@ -147,7 +148,7 @@ def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, til
     lo = tl.load(offsets + me)
     rows_n = tl.load(offsets + me + 1) - lo
     own_tiles = tiles_m * tiles_n
-    if how.ALL:  # an even ticket sums one tile, an odd one gathers the other owners' sums of one tile
+    if how.ALL:  # an even ticket sums one tile, and an odd ticket gathers the other owners' sums of one tile
         ticket = take_ticket(ch, 1)
         while ticket < 2 * (own_tiles + LAG):
             step = ticket // 2
@@ -177,7 +178,8 @@ def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, til
 
 @jit
 def forward_tiles(ch, grid, pid, FORWARD_PROGRAMS: tl.constexpr, GROUP: tl.constexpr):
-    """Notify every owner of its tile (lm, tn) when this rank's GEMM programs have stored that tile of all owners."""
+    """Notify every owner of its tile (lm, tn) after this rank's GEMM programs have stored tile (lm, tn) of all
+    owners."""
     tiles_m, tiles_n, _ = grid
     own_tiles = tiles_m * tiles_n
     for step in range(pid, own_tiles, FORWARD_PROGRAMS):
@@ -189,8 +191,8 @@ def forward_tiles(ch, grid, pid, FORWARD_PROGRAMS: tl.constexpr, GROUP: tl.const
 
 @jit
 def zero_accumulators(tile):
-    """Return the zeroed float32 accumulators of a tile, [BM, BN], and of its upper and lower half, [BM / 2, BN] each; 0
-    for those that the loop over such tiles does not use."""
+    """Return the zeroed float32 accumulators of a tile, [BM, BN], and of its upper and lower half, [BM / 2, BN] each.
+    Accumulators that the loop over such tiles does not use are 0."""
     acc, upper, lower = 0, 0, 0
     if tile.PROMOTE:
         upper = tl.zeros((tile.BM // 2, tile.BN), tl.float32)
@@ -202,15 +204,15 @@ def zero_accumulators(tile):
 
 @jit
 def store_partial(arena_desc, acc, scales, granule, flat_row, col, N, tile):
-    """Store the partial sums of a tile, or of a half of its rows: the left half of its columns from flat_row of the
-    arena on, and the right half BM rows later. scales: TileScales of 8-bit operands, or None."""
+    """Store the partial sums of a tile, or of half of its rows. The left half of the columns begins at flat_row of the
+    arena, and the right half begins BM rows later. `scales` are the TileScales of 8-bit operands, or None."""
     ROWS: tl.constexpr = acc.shape[0]
     COLS: tl.constexpr = tile.BN // 2
     left, right = column_halves(acc, ROWS, tile.BN)
     if tile.SCALED:
         left = scale_half(left, None, scales, col, N, tile.SCALED)
     arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(arena_desc.dtype), (1, ROWS, COLS)))
-    if tile.SCALED:  # after the store, for the reason that `store_scaled_tile` gives
+    if tile.SCALED:  # loaded after the store, for the reason in `store_scaled_tile`
         right = scale_half(right, None, scales, col + COLS, N, tile.SCALED)
     arena_desc.store([granule, flat_row + tile.BM, 0], tl.reshape(right.to(arena_desc.dtype), (1, ROWS, COLS)))
 
@@ -220,19 +222,19 @@ def gemm_reduce(
     x_desc, w_desc, arena_desc, flat_desc, arena, out, bias, scales, ch, offsets, tiles_m, N, K, tile, how,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Compute out = the sum over ranks of x_desc [M, K] @ w_desc [N, K]^T, + bias [N] (or None): this rank's rows
-    [m_r, N], or with ALL all rows [M, N]. The launch with COMPUTE has the GEMM programs, the launch without it the
-    forward and pull programs.
+    """Compute out, the sum over ranks of x_desc [M, K] @ w_desc [N, K]^T, + bias [N] (or None). `out` has this rank's
+    rows [m_r, N], or with ALL all rows [M, N]. The launch with COMPUTE has the GEMM programs, and the launch without it
+    has the forward and pull programs.
 
-    w_desc is [K, N] with TRANS_B. A half of the arena (`transport.memory.Halves`) holds the tiles of all owners, each
-    as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]; with PROMOTE half the rows, as
-    in x_desc) and flat_desc (blocks [1, R, BN / 2]): the arenas of all ranks as [granule, row, BN / 2]. scales: the
-    `Scales` of 8-bit operands, applied before tiles are stored, or None. offsets: int32 [world + 1], the first row of
-    each rank's shard. tiles_m: the row tiles of the longest shard. GROUP_M is a multiple of the world size. how:
-    `Sums`.
+    w_desc is [K, N] with TRANS_B. A half of the arena (`transport.memory.Halves`) has the tiles of all owners. Each
+    tile is stored as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]; with PROMOTE
+    half the rows, as in x_desc) and flat_desc (blocks [1, R, BN / 2]) describe the arenas of all ranks as [granule,
+    row, BN / 2]. scales are the `Scales` of 8-bit operands, which are applied before tiles are stored, or None.
+    offsets, int32 [world + 1], has the first row of each rank's shard. tiles_m is the number of row tiles of the
+    longest shard. GROUP_M is a multiple of the world size. how is a `Sums`.
 
-    The channels are: the tiles of this rank's shard, their sums, and the tiles of all owners that this rank has stored,
-    to which only its own programs add."""
+    There are channels for the tiles of this rank's shard, for the sums of these tiles, and for the tiles of all owners
+    that this rank has stored. Only the rank's own programs add to the last."""
     x_desc, w_desc = tiles_of(x_desc), tiles_of(w_desc)
     arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)
     W: tl.constexpr = ch.world
@@ -242,7 +244,7 @@ def gemm_reduce(
     COLS: tl.constexpr = BN // 2
     GEMM_PROGRAMS: tl.constexpr = how.GEMM_PROGRAMS
     pid = tl.program_id(0)
-    # Rows are whole 16-byte words; a compiler that does not know this makes narrow stores and spills registers.
+    # Rows are whole 16-byte words. If the compiler does not know this, it generates narrow stores and spills registers.
     N = N // 8 * 8
     me = rank_of(ch)
     tiles_n = tl.cdiv(N, BN)
@@ -259,10 +261,10 @@ def gemm_reduce(
         t = pid - GEMM_PROGRAMS
         step, row, col, flat_row, channel, stored_tile = steps - 1, 0, 0, 0, 0, -1
         acc, upper, lower = zero_accumulators(tile)
-        # This loop and signaled_gemm's loop could be one, where each tile is a group, without the table of groups,
-        # since it would be read in every tile, and with the arena as one more output. Compiled like that for sm_90a,
-        # this kernel had 173 registers instead of 165 and 1,112 instructions instead of 1,072 (8 ranks: 181 instead of
-        # 175, 1,160 instead of 1,128), no spills, and the loop 6 more branches at compile time. So there are two loops.
+        # This loop and the loop of signaled_gemm could be one, in which each tile is a group, the arena is a further
+        # output, and no table of groups is read. Compiled in this way for sm_90a, this kernel had 173 registers instead
+        # of 165 and 1,112 instructions instead of 1,072 (8 ranks: 181 instead of 175, 1,160 instead of 1,128), no
+        # spills, and 6 more compile-time branches in the loop. So there are two loops.
         for _ in tl.range(0, tl.cdiv(W * own_tiles - pid, GEMM_PROGRAMS) * steps):
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:

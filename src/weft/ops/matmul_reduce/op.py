@@ -1,5 +1,5 @@
-"""The sum of x @ weight.T over ranks, scattered by rows (the row-parallel half of a tensor-parallel layer) or on every
-rank."""
+"""The sum of x @ weight.T over ranks: the row-parallel half of a tensor-parallel layer. The sum is scattered by rows or
+complete on every rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class MatmulReduce(MatmulOp[ReduceCall]):
 
     operand_type = ScaledFactors
 
-    everywhere: ClassVar[bool]  # all-reduce; otherwise reduce-scatter
+    everywhere: ClassVar[bool]  # true for all-reduce, false for reduce-scatter
     transposes = Sequential, Decomposed, Fused, OneShot, TwoShotLowLatency, TwoLevel
 
     def saved_tensors(
@@ -83,8 +83,8 @@ class MatmulReduce(MatmulOp[ReduceCall]):
 
 
 class MatmulReduceScatter(MatmulReduce):
-    """The op matmul_reduce_scatter. The options are the rows that each rank gets, or None for `balanced_rows`; reorder;
-    and the fields of `ProductOptions`."""
+    """The op matmul_reduce_scatter. The options are the number of rows that each rank gets, or None for
+    `balanced_rows`; reorder; and the fields of `ProductOptions`."""
 
     name, collective = GEMM_REDUCE_SCATTER, "reduce_scatter"
     costs = SCATTER_COSTS
@@ -105,7 +105,7 @@ class MatmulReduceScatter(MatmulReduce):
     emulator_plan = FusedReduceScatter
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
-        """Return dx, dweight and dbias. dx is an all-gather + GEMM of dy, and dweight uses the gathered dy."""
+        """Return dx, dweight and dbias. dx is an all-gather + GEMM of dy; dweight uses the gathered dy."""
         (x, weight), (dy,), (rows, *_), needs = ctx.saved, ctx.gradients, ctx.options, ctx.needs
         assert dy is not None
         shards = split_rows(world, ctx.shapes[0][0]) if rows is None else rows
@@ -128,7 +128,8 @@ class MatmulReduceScatter(MatmulReduce):
         return reason
 
     def movable(self, plan: Plan, m: int, world: int) -> bool:
-        """Return whether copies can move the plan's groups: shards must be equal and consist of whole tiles."""
+        """Return whether copies can move the plan's groups, for which the shards must be equal and consist of whole
+        tiles."""
         return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.tile.block_m) == 0
 
 
@@ -151,13 +152,14 @@ class MatmulAllReduce(MatmulReduce):
         TwoLevel: unprepared(run_reduce_all),
     }
     over_nodes = (TwoLevel(2), TwoLevel(4))
-    # By copies, signaled plans took at least 1.3% longer than the fastest plan in 52 calls on 2 and 4 H200s (2026-11).
+    # Signaled plans by copies were at least 1.3% slower than the fastest plan in 52 calls on 2 and 4 H200s (2026-11).
     unsupported_fields = {Decomposed: ("pieces",), Signaled: ("copies",)}
     batch_invariant_plans = FusedAllReduce, TwoShotLowLatency, OneShot
     emulator_plan = FusedAllReduce
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
-        """Return the default plan of the kind. TwoLevel has two pieces here, because one would overlap nothing."""
+        """Return the default plan of the kind. TwoLevel has two pieces, because a single piece would overlap
+        nothing."""
         return TwoLevel(2) if kind is TwoLevel else super().default(world, kind)
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
@@ -187,7 +189,7 @@ def matmul_reduce_scatter(
     use_fast_accum: bool = False,
     **removed: Never,
 ) -> torch.Tensor:
-    """Return this rank's rows of the sum over ranks of x @ weight.T, + bias: the row-parallel half of a layer
+    """Return this rank's rows of the sum of x @ weight.T over ranks, plus bias: the row-parallel half of a layer
     (TileLink, section 5).
 
     Every rank holds all rows of some columns of the activation, and gets some rows of the whole output.
@@ -218,9 +220,9 @@ def matmul_reduce_scatter(
 
     Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential), M N
     elements (decomposed), 2 M N elements with rows rounded up to whole tiles (fused), or 3 M N with W times the longest
-    shard for M (one shot, for few rows). All of these but fused also use [M, N] of ordinary memory during the call.
-    Signaled plans use M N (1 + 1 / W) elements of ordinary memory, with the rows of a shard rounded up to whole tiles;
-    with `copies` they use as much as decomposed plans.
+    shard for M (one shot, for few rows). All of these plans except fused also use [M, N] of ordinary memory during the
+    call. Signaled plans use M N (1 + 1 / W) elements of ordinary memory, with the rows of a shard rounded up to whole
+    tiles; with `copies` they use as much as decomposed plans.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -247,8 +249,8 @@ def matmul_reduce_scatter_tiles(
     """Return `matmul_reduce_scatter` in tiles.
 
     The result keeps the order in which the plan's communication stores it. `weft.rms_norm` and `weft.residual_add` read
-    that order through the `weft.Remap`, which is None for rows in ordinary order, as all plans but "signaled" return
-    them. Such a call has no gradient and is not compiled. Arguments and errors are as for `matmul_reduce_scatter`.
+    that order through the `weft.Remap`. All plans but "signaled" return rows in ordinary order, and None as the Remap.
+    Such a call has no gradient and is not compiled. Arguments and errors are as for `matmul_reduce_scatter`.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -276,7 +278,7 @@ def matmul_all_reduce(
     use_fast_accum: bool = False,
     **removed: Never,
 ) -> torch.Tensor:
-    """Return the sum over ranks of x @ weight.T, + bias, on every rank: a row-parallel layer without sequence
+    """Return the sum of x @ weight.T over ranks, plus bias, on every rank: a row-parallel layer without sequence
     parallelism (TileLink, section 5).
 
     The arguments are as for `matmul_reduce_scatter`, without `rows`: x [M, K], weight [N, K], bias [N] the same on all
@@ -287,8 +289,8 @@ def matmul_all_reduce(
         [M, N], the same bits on every rank.
 
     The backward pass communicates nothing: dx = dy @ weight, dweight = dy.T @ x, and dbias sums dy over its rows. So
-    every rank must compute the same loss from the output, and the loss counts once; the caller must sum a dy that
-    differs by rank over the ranks first.
+    every rank must compute the same loss from the output, and the loss counts only once. If dy differs by rank, the
+    caller must first sum it over the ranks.
 
     Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential,
     decomposed) or 2 M N elements with rows rounded up to whole tiles (fused). Signaled plans use none if N is a
@@ -337,6 +339,6 @@ def matmul_all_reduce_tiles(
 def check_plain(
     op: str, x: torch.Tensor | ScaledTensor, weight: torch.Tensor | ScaledTensor, bias: torch.Tensor | None
 ) -> None:
-    """Raise ValueError for a call that is compiled or needs a gradient."""
+    """Raise ValueError for a call in compiled code or with a gradient."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and requires_grad(x, weight, bias)):
         raise ValueError(f"{op}: such a call has no gradient (use torch.no_grad()) and is not compiled")

@@ -45,11 +45,11 @@ from ..recipes import ScaledFactors, block_rows, scales_of, scales_of_part
 from .call import ReduceCall
 from .kernels import Sums, gemm_reduce
 
-SUM_REGISTERS = 112  # registers of a thread that sums, on an SM with a GEMM of 8-bit operands
+SUM_REGISTERS = 112  # the number of registers of a thread that sums on an SM with a GEMM of 8-bit operands
 
 
 # -- the library's GEMM ------------------------------------------------------------------------------------------------
-# The transport that sums partial rows at their owners in each plan.
+# The transport that sums partial rows at their owners for each class of plans.
 REDUCES: Mapping[type[Plan], ReduceTransport] = {
     Sequential: collectives.reduce_rows,
     OneShot: low_latency.reduce_rows,
@@ -65,7 +65,7 @@ def multiply(
     out: torch.Tensor | None = None,
     rows: slice | None = None,
 ) -> torch.Tensor:
-    """Return x @ weight.T, or some rows of it, computed by the fastest library on the stream."""
+    """Return x @ weight.T, or some of its rows. The fastest library computes it on the stream."""
     part = operands._replace(bias=None)
     if rows is not None:
         part = part._replace(x=part.x[rows], x_scale=scales_of_part(call.scaling, part.x_scale, rows))
@@ -73,7 +73,7 @@ def multiply(
 
 
 def prepare_reduced(world: World, call: ReduceCall, plan: Plan) -> Run:
-    """Prepare the GEMM part by part. The plan's transport sends each part to be summed."""
+    """Prepare the GEMM of each part. The plan's transport sends each part to the rank that sums it."""
 
     def alone(operands: ScaledFactors, out: torch.Tensor) -> None:
         linear(world, call.scaling, call.dtype, operands, world.current_stream(), out)
@@ -94,7 +94,8 @@ def prepare_reduced(world: World, call: ReduceCall, plan: Plan) -> Run:
 
 
 def prepare_sequential(world: World, call: ReduceCall, plan: Sequential) -> Run | OwnResult:
-    """Prepare the library's GEMM and NCCL's collective; for unequal shards and scales by a transport."""
+    """Prepare the library's GEMM and NCCL's collective. If shards are unequal or x has scales, a transport sums the
+    rows."""
     plain = call.scaling is None and (call.everywhere or call.even)
     if world.size == 1 or not plain or world.batch_invariant:
         return prepare_reduced(world, call, plan)
@@ -132,9 +133,9 @@ def prepare_shot(world: World, call: ReduceCall, plan: LowLatencyShot) -> Run:
 
 # -- fused -------------------------------------------------------------------------------------------------------------
 def prepare_fused(world: World, call: ReduceCall, plan: FusedReduce) -> Run:
-    """Prepare two launches on two streams, which share the SMs: the GEMM programs, and the forward and pull programs.
-    Both kernels are loaded before either runs, because a GEMM cannot be loaded while pull programs run, which would
-    wait for it forever."""
+    """Prepare two launches on two streams: the GEMM programs, and the forward and pull programs. Both share the SMs.
+    Both kernels are loaded before either runs: a GEMM cannot be loaded while pull programs run, so the pull programs
+    would wait for it forever."""
     tiles_m, tiles_n = _tiles(call, plan)
     tile_bytes = plan.tile.block_m * plan.tile.block_n * call.dtype.itemsize
     arena, side = world.arena(world.size * tiles_m * tiles_n * tile_bytes), world.side_stream("pull")
@@ -156,7 +157,7 @@ def prepare_fused(world: World, call: ReduceCall, plan: FusedReduce) -> Run:
 
 
 def _tiles(call: ReduceCall, plan: FusedReduce) -> tuple[int, int]:
-    """Return the numbers of row tiles and of column tiles of the longest shard."""
+    """Return the numbers of row tiles and column tiles of the longest shard."""
     return -(-max(call.shards) // plan.tile.block_m), -(-call.n // plan.tile.block_n)
 
 
@@ -176,12 +177,12 @@ def _fused_channel(world: World, call: ReduceCall, plan: FusedReduce) -> tuple[B
 def _fused_launches(
     world: World, call: ReduceCall, plan: FusedReduce, arena: Arena, trans_b: bool
 ) -> tuple[Launch, Launch, Ahead]:
-    """Return the launch that forwards and pulls, the GEMM's launch, and the object that loads both."""
+    """Return the launch that forwards and pulls, the GEMM's launch, and an object that loads both."""
     size, tile = world.size, plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     block = min(plan.pull_rows, bm)
     forward_programs = min(plan.forward_programs, -(-world.sm_count // 4))
-    # One forward or pull program fits on an SM with a GEMM program.
+    # An SM with a GEMM program has room for one forward or pull program.
     pull_programs = min(plan.pull_programs, world.sm_count - forward_programs)
     ch, offsets = _fused_channel(world, call, plan)
     view, granules = flat(world, arena.memory)
@@ -214,7 +215,7 @@ def _fused_launches(
     options: dict[str, int] = dict(num_warps=tile.warps, num_stages=tile.stages)
     if (
         call.scaling is not None
-    ):  # without limits an epilogue that scales takes registers that the pull program on its SM needs
+    ):  # without limits an epilogue with scales would use registers that the pull program on its SM needs
         small["maxnreg"] = SUM_REGISTERS
         options["maxnreg"] = min(255, (65536 // 32 - 4 * SUM_REGISTERS) // tile.warps // 8 * 8)
     pull = Launch(world, gemm_reduce, forward_programs + pull_programs, small, **fixed, COMPUTE=False)

@@ -3,19 +3,19 @@
     stream        | signaled_gemm: group 0 | group 1        | group 2        |                 | put rows in order
     comm stream   | wait 0                 | collective of 0| wait 1 | collective of 1 | ...    |
 
-Copy engines can move the groups of a reduce-scatter instead (`Signaled.copies`). Then the GEMM has all SMs but a few
+Copy engines can move the groups of a reduce-scatter instead (`Signaled.copies`). Then the GEMM uses all SMs but a few
 for waits, and rows stay in ordinary order (`_scatter_by_copies`).
 
-The host knows the order in which tiles are computed, and a group is a range of that order (`Schedule`), so that no
-table has to be measured.
+The host knows the order in which tiles are computed, and a group is a range of that order (`Schedule`). So, unlike
+FlashOverlap, weft need not measure a table of the order.
 
-All-reduce with the library: the collective sums a group's tiles in place. Groups are whole rows of tiles, which are in
-ordinary order in the output, unless the caller asks for tiles. Reduce-scatter with the library: consecutive tiles
-belong to the row ranges of consecutive ranks. A group has the same number of tiles of each rank, ordered by owner in
-memory, and the collective gives each rank its own. So each rank gets whole tiles of the rows that it owns, and nothing
-is exchanged afterwards. (If every tile were split into a strip for each rank, a rank would get rows of every tile.)
-Only the order of the tiles on each rank remains, which a `Remap` describes: `weft.rms_norm` and `weft.residual_add`
-read through it, or a kernel undoes it.
+In an all-reduce NCCL sums a group's tiles in place. Groups are whole rows of tiles, which are in ordinary order in the
+output, unless the caller requests tiles. In a reduce-scatter consecutive tiles belong to the row ranges of consecutive
+ranks. A group has the same number of tiles of each rank, ordered by owner in memory, and NCCL sends each rank the sums
+of its own tiles. So each rank gets whole tiles of the rows that it owns, and no further exchange is needed. (If every
+tile were split into a strip for each rank, a rank would get rows of every tile.) On each rank the result is still in
+the order of the tiles, which a `Remap` describes: `weft.rms_norm` and `weft.residual_add` read the tiles through it, or
+a kernel restores the ordinary order.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class Tiling(NamedTuple):
     """The tiles of the signaled GEMM, as arguments of its kernel.
 
     The GEMM's output is [rows, cols]. `tiles` is the number of tiles, `tiles_m` the number of tile rows of one owner,
-    and `owners` the number of ranks with tiles that alternate in memory (1 if every rank gets all rows). `in_order`:
-    the output has ordinary rows, else tiles in the order of their computation. `shard`: if copy engines scatter, the
-    number of tile rows of a rank, since the GEMM then begins with the next rank's rows; else 0.
+    and `owners` the number of ranks with tiles that alternate in memory (1 if every rank gets all rows). With
+    `in_order` the output has ordinary rows, otherwise tiles in the order of their computation. `shard` is the number of
+    tile rows of a rank if copy engines scatter, since the GEMM then begins with the next rank's rows; otherwise it is
+    0.
     """
 
     rows: int
@@ -72,8 +73,8 @@ def gemm_launch(
     fixed: Mapping[str, object],
     **options: int,
 ) -> Launch:
-    """Return the launch of the signaled GEMM of x_desc [m, K] and w_desc, + bias, to `out`. fixed: further arguments
-    that are the same in each launch."""
+    """Return the launch of the signaled GEMM of x_desc [m, K] and w_desc, + bias, which writes `out`. `fixed` are
+    further arguments that are the same in each launch."""
     bm, bk = plan.tile.block_m, plan.tile.block_k
     return Launch(
         world,
@@ -105,13 +106,13 @@ def gemm_launch(
 
 @prepared
 def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, tiling: Tiling) -> Launch:
-    """Return the launch of the signaled GEMM to a tensor of the tiling's shape."""
+    """Return the launch of the signaled GEMM that writes a tensor of the tiling's shape."""
     out = Matrix(tiling.rows, tiling.cols, (plan.tile.block_m, plan.tile.block_n // 2))
     return gemm_launch(world, call, plan, signals, tiling, call.rows, dict(out=out, row_map=None))
 
 
 def launch_on(launch: Launch, operands: Factors | ScaledFactors, out: torch.Tensor) -> Callable[[Stream], None]:
-    """Return a function that launches the signaled GEMM to `out` on a stream."""
+    """Return a function that launches the signaled GEMM on a stream and writes `out`."""
     x, weight, bias, *_ = operands
     return lambda stream: launch(stream, x_desc=x, w_desc=weight, bias=bias, out=out)
 
@@ -120,8 +121,8 @@ def launch_on(launch: Launch, operands: Factors | ScaledFactors, out: torch.Tens
 
 
 def prepare_signaled(world: World, call: ReduceCall, plan: Signaled) -> Run | OwnResult:
-    """Prepare the sum in ordinary order, or, if the caller accepts tiles, in tiles [2 x tiles x block_m, block_n / 2],
-    with their layout as a further result. If copies move the groups, the order is ordinary."""
+    """Prepare the sum in ordinary order. If the caller accepts tiles, prepare it in tiles [2 x tiles x block_m, block_n
+    / 2] and with their layout as a further result, unless copies move the groups."""
     if plan.copies:
         return _scatter_by_copies(world, call, plan)
     in_order = call.everywhere and call.reorder and call.n % 8 == 0
@@ -138,7 +139,7 @@ def prepare_signaled(world: World, call: ReduceCall, plan: Signaled) -> Run | Ow
 
 
 def tiling_of(world: World, call: ReduceCall, plan: Signaled, in_order: bool) -> Tiling:
-    """Return the tiling for a result in tiles, or with in_order in rows."""
+    """Return the tiling for a result in tiles, or in ordinary rows with in_order."""
     bm, bn, owners = plan.tile.block_m, plan.tile.block_n, 1 if call.everywhere or plan.copies else world.size
     longest = call.m if owners == 1 else max(call.shards)
     tiles_m, tiles_n = -(-longest // bm), -(-call.n // bn)
@@ -151,11 +152,11 @@ def tiling_of(world: World, call: ReduceCall, plan: Signaled, in_order: bool) ->
 
 
 def signals_of(world: World, call: ReduceCall, plan: Signaled, tiling: Tiling, op: str) -> Signals:
-    """Return the signals of the calls of one op. The first call is collective."""
+    """Return the signals that calls of one op share. The first call is collective."""
     shards, n = call.shards, call.n
 
     def make() -> Signals:
-        # A group is a multiple of this many tiles: whole rows of tiles if the output is in order.
+        # The number of tiles of a group is a multiple of this: whole rows of tiles if the output is in order.
         unit = tiling.group_m * -(-n // plan.tile.block_n) if tiling.in_order else 1
         groups = schedule(tiling.tiles, world.sm_count - plan.ctas, plan.groups, tiling.owners, unit)
         first_rows = [sum(shards[:r]) for r in range(tiling.owners)]
@@ -167,13 +168,13 @@ def signals_of(world: World, call: ReduceCall, plan: Signaled, tiling: Tiling, o
 def _by_collectives(
     world: World, call: ReduceCall, plan: Signaled, in_order: bool
 ) -> tuple[Callable[[ScaledFactors, torch.Tensor | None], torch.Tensor], Remap]:
-    """Return a function that returns the sum in tiles, and their layout. in_order: the sum is in `out`, in ordinary
-    order."""
+    """Return a function that returns the sum in tiles, and the layout of the tiles. With in_order the sum is in `out`,
+    in ordinary order."""
     bm, bn, tiles_n = plan.tile.block_m, plan.tile.block_n, -(-call.n // plan.tile.block_n)
     tiling = tiling_of(world, call, plan, in_order)
     signals, owners = signals_of(world, call, plan, tiling, call.op), tiling.owners
     launch, bounds = gemm_of(world, call, plan, signals, tiling), signals.schedule.bounds
-    if in_order:  # the rows of each group in the GEMM's output
+    if in_order:  # the range of rows of each group in the GEMM's output
         spans = [(lo // tiles_n * bm, -(-hi // tiles_n) * bm) for lo, hi in pairwise(bounds)]
     else:
         spans = [(lo * 2 * bm, hi * 2 * bm) for lo, hi in pairwise(bounds)]
@@ -201,18 +202,18 @@ def _by_collectives(
 
 
 def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled) -> Run:
-    """Prepare GEMM + reduce-scatter with copy engines. Every rank computes the rows of the next rank first, and its own
-    last, during which the last copies end. A copy engine pushes a group's rows to the staging memory of their owners.
-    When all copies to all ranks have ended, and the GEMM too, the owner sums its rows in float32 in the order of the
-    ranks. After the first barrier the staging memory may be written again."""
+    """Prepare GEMM + reduce-scatter with copy engines. Every rank computes the rows of the next rank first and its own
+    rows last, so that the last copies end while it computes its own rows. A copy engine pushes a group's rows to the
+    staging memory of their owners. After all copies and the GEMM have ended, the owner sums its rows in float32 in the
+    order of the ranks. After the first barrier the staging memory may be written again."""
     m, n, rows, me, size = call.m, call.n, call.shards[world.rank], world.rank, world.size
     staging, copies = workspace(world, "staging", (size, rows, n), call.dtype), lock(world, COPIES)
     tiling = tiling_of(world, call, plan, True)
     signals, tiles_n = signals_of(world, call, plan, tiling, call.op), -(-n // plan.tile.block_n)
     launch = gemm_of(world, call, plan, signals, tiling)
-    # The row at which each group ends, in the order in which rows are computed. A group is whole rows of tiles.
+    # Each group ends before one of these rows, in the order in which rows are computed. A group is whole rows of tiles.
     ends = [min(m, -(-t // tiles_n) * plan.tile.block_m) for t in signals.schedule.bounds]
-    pushes: list[list[tuple[slice, torch.Tensor]]] = []  # for each group, the rows of `partial` to copy, and where to
+    pushes: list[list[tuple[slice, torch.Tensor]]] = []  # by group, the rows of `partial` to copy and their targets
     for start, end in pairwise(ends):
         pushes.append([])
         for j, p in enumerate(world.other_ranks):

@@ -28,7 +28,7 @@ from ....kernel_launch import BoundLaunch, Launch, prepared
 from ....op import Call, Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, Plan, Sequential
 from ....prepared import unprepared
-from ....tensor_checks import Expected, bulk, check_device, check_operands, dense, dims, requires_grad
+from ....tensor_checks import Expected, bulk, check_devices, check_operands, dense, dims, requires_grad
 from ....torch_library import Backward, CallOptions
 from ....transport.memory import lock, rank_word
 from ....world import World
@@ -634,8 +634,7 @@ class Dispatch(ExchangeOp):
 
     def check(self, world: World, operands: DispatchOperands, options: CallOptions) -> ExchangeCall:
         (x, ids, weights, _), (rows, experts, layout, alignment, max_m, buffer_index) = operands, options
-        for name, t in (("x", x), ("ids", ids), ("weights", weights)):
-            check_device(DISPATCH, world, name, t)
+        check_devices(DISPATCH, world, dict(x=x, ids=ids, weights=weights))
         check_routes(x, ids, weights, DISPATCH)
         if layout not in ROW_LAYOUTS or alignment not in ALIGNMENTS:
             raise ValueError(

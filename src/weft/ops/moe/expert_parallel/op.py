@@ -32,7 +32,7 @@ from ....op import Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
 from ....prepared import unprepared
 from ....symmetric import check_tensors
-from ....tensor_checks import Expected, bulk, check_device, check_operands, dense, dims
+from ....tensor_checks import Expected, bulk, check_devices, check_operands, dense, dims
 from ....torch_library import Backward, CallOptions
 from ....world import World
 from ...common import check_rows, plain_rows
@@ -217,9 +217,7 @@ class Moe(Op[MoeCall]):
     def check(self, world: World, operands: MoeOperands, options: CallOptions) -> MoeCall:
         x, ids, weights, w13, w2, *_ = operands
         rows, activation, max_tokens, max_rows, keep, counted, gradient = options
-        for name, t in operands._asdict().items():
-            if t is not None or name not in MoeOperands._field_defaults:
-                check_device(NAME, world, name, t)
+        check_devices(NAME, world, operands._asdict())
         check_routes(x, ids, weights)
         if activation not in ACTIVATIONS:
             raise ValueError(f"{NAME}: activation {activation!r} is not one of {list(ACTIVATIONS)}")
