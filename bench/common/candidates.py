@@ -1,4 +1,4 @@
-"""The plans that are tried on every shape, and whether each gives the right result."""
+"""The plans that are tried on every shape, and a check of the result of each plan."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from weft.plans import Decomposed, FlagGated, Plan, Sequential, Signaled
 
 
 def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
-    """Return the plans to time: decomposed plans by groups, the op's variants, signaled plans whose groups copy engines move,
-    and low-latency plans where the `nbytes` that the op gathers or sums are few."""
+    """Return the plans to time: decomposed plans with different groups, the op's variants, signaled plans whose groups
+    copy engines move, and low-latency plans if the op gathers or sums only few `nbytes`."""
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
@@ -32,7 +32,7 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
 
 
 def working(op: str, world: weft.World, x: torch.Tensor, w: torch.Tensor) -> dict[str, Any]:
-    """Return the candidates whose result is right on every rank, by their JSON."""
+    """Return the candidates whose result is correct on every rank, keyed by their JSON."""
     fn = getattr(weft, op)
     expected = fn(x, w, world=world, plan="sequential")
     todo: dict[str, Any] = {}

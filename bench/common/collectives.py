@@ -1,5 +1,5 @@
-"""NCCL's all-gather and reduce-scatter of rows under torch.autograd beside cuBLAS, the baseline for layers that train, and the same
-computation without communication, which is the limit of all overlap."""
+"""The baseline for layers that train: NCCL's all-gather and reduce-scatter of rows under torch.autograd, with cuBLAS.
+Also the same computation without communication, which is the limit of all overlap."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ T = TypeVar("T")
 def norm_alone(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: weft.World, **_: object
 ) -> tuple[Tensor, Tensor]:
-    """Do what `all_reduce_rms_norm` does without the all-reduce: add this rank's partial sums to the residual and normalise them."""
+    """Compute `all_reduce_rms_norm` without the all-reduce: add this rank's partial sums to the residual and normalise
+    the result."""
     return weft.rms_norm(x, weight, eps, world=world, residual=residual)
 
 
 class Collectives:
-    """NCCL's collectives on the caller's stream, over parts that are as even as possible."""
+    """NCCL's collectives on the caller's stream, over shards that are as even as possible."""
 
     def __init__(self, world: weft.World) -> None:
         self.world = world
@@ -45,9 +46,9 @@ class Collectives:
 
 
 class Elided(Collectives):
-    """Collectives without communication. `sum` returns this rank's rows of its own part, and `gather` returns what the
-    same call of the first pass returned, so that each rank computes all that it computes with NCCL, with its experts on
-    the same routes."""
+    """Stand-ins for the collectives, without communication. `sum` returns this rank's rows of its own partial sum.
+    `gather` returns the result of the same call in the first pass. Each rank thus does the same computation as with
+    NCCL, with the same routes to its experts."""
 
     def __init__(self, world: weft.World) -> None:
         super().__init__(world)
@@ -55,7 +56,7 @@ class Elided(Collectives):
         self.next_kept = 0
 
     def passes(self, fn: Callable[[], T]) -> Callable[[], T]:
-        """Return `fn` as one pass, in each call of which the same collectives run in the same order."""
+        """Return `fn` as one pass. Every call of the pass runs the same collectives in the same order."""
 
         def run() -> T:
             self.next_kept = 0
@@ -74,7 +75,7 @@ class Elided(Collectives):
 
 
 class Gathered(torch.autograd.Function):
-    """The all-gather of rows, where every rank has the same number; the backward pass is the reduce-scatter."""
+    """The all-gather of rows for ranks with equally many rows; the backward pass is the reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:

@@ -1,6 +1,7 @@
-"""An MoE layer as vLLM runs it by default with experts over data-parallel ranks: NCCL gathers all ranks' tokens and routes in one launch,
-each rank applies its own experts to the tokens that chose them, and NCCL reduce-scatters the sums. The experts are vLLM's
-`fused_experts`, with vLLM's tuned tiles for the GPU if it has any, or quack's grouped GEMMs. The router is weft's."""
+"""An MoE layer as vLLM runs it by default with experts over data-parallel ranks: NCCL gathers the tokens and routes of
+all ranks in one launch, each rank applies its own experts to the tokens routed to them, and NCCL reduce-scatters the
+sums. The experts are vLLM's `fused_experts`, with vLLM's tuned tiles for the GPU if it has any, or quack's grouped
+GEMMs. The router is weft's."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from bench.measure.moe import Layer
 
 Tensor = torch.Tensor
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # all tokens, ids, weights -> this rank's part of their sums
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # all tokens, ids, weights -> this rank's part of the sums
 
 
 def gathered(layer: Layer) -> list[Tensor]:
-    """Return the tokens, ids and weights of all ranks for the layer's next routing."""
+    """Gather the tokens, ids and weights of all ranks for the layer's next routing."""
     world, parts = layer.world, layer.routed()
     sent = [part.contiguous().view(torch.uint8) for part in parts]
     whole = [world.empty((world.size * len(part), part.shape[1]), torch.uint8) for part in sent]
@@ -79,8 +80,8 @@ def quack_experts(layer: Layer, forms: Sequence[Form]) -> Experts:
 
 
 def installed(world: weft.World) -> tuple[dict[str, Callable[[Layer], Experts]], dict[str, str]]:
-    """Return, for each library that is installed, a function that makes its experts, and its version. Rank 0 compiles
-    quack's forms within 75 s. Collective."""
+    """Return, for each installed library, a function that makes the library's experts, and the library's version. Rank
+    0 compiles quack's forms within 75 s. Collective."""
     makers: dict[str, Callable[[Layer], Experts]] = {}
     versions: dict[str, str] = {}
     if version := vllm_version():
@@ -98,7 +99,7 @@ def installed(world: weft.World) -> tuple[dict[str, Callable[[Layer], Experts]],
 def vllm_version() -> str | None:
     try:
         import vllm
-    except Exception as error:  # a library may raise anything if its dependencies have other versions
+    except Exception as error:  # a library may raise any exception if its dependencies have unsuitable versions
         print(f"vllm: {type(error).__name__}: {error}"[:300], flush=True)
         return None
     return str(vllm.__version__)

@@ -54,7 +54,7 @@ def cublas_nccl_mlp(x: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor, wo
 
 def torch_fused(op: str, x: torch.Tensor, w: torch.Tensor) -> Run | None:
     """Return a call of torch.distributed's asynchronous tensor parallelism (symmetric memory), or None for an op that
-    it lacks."""
+    torch lacks."""
     group = dist.group.WORLD.group_name
     symm.enable_symm_mem_for_group(group)
     if op == "all_gather_matmul":
@@ -65,8 +65,8 @@ def torch_fused(op: str, x: torch.Tensor, w: torch.Tensor) -> Run | None:
 
 
 def quack_runs(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Run]:
-    """Return quack's all-gather + GEMM, by name, in each form of its GEMM that weft tries; it needs CUDA graphs. Empty
-    where quack cannot run."""
+    """Return quack's all-gather + GEMM, by name, in each form of quack's GEMM that weft tries; empty if quack cannot
+    run. These calls need CUDA graphs."""
     if op != "all_gather_matmul" or quack.lacks() is not None:
         return {}
     from quack.distributed import AllGatherRunner
@@ -94,7 +94,7 @@ def without_quack(run: Run) -> Run:
 
     def alone() -> object:
         lacks, quack.lacks = quack.lacks, lambda: "left out"
-        # "auto" keeps its decisions of another table version apart.
+        # "auto" stores the decisions of each table version separately.
         knowledge, Op.table_version = Op.table_version, -1 - Op.table_version
         try:
             return run()
@@ -105,7 +105,7 @@ def without_quack(run: Run) -> Run:
 
 
 def collective(op: str, m: int, n: int, k: int, world: int, dtype: torch.dtype) -> Run:
-    """Return a call of NCCL's collective alone, on this op's sizes."""
+    """Return a call of NCCL's collective alone, with the sizes of this op."""
     cols = k if op == "all_gather_matmul" else n
     full = torch.randn(m, cols, device="cuda", dtype=dtype)
     part = torch.randn(m // world, cols, device="cuda", dtype=dtype)

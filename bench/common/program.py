@@ -1,4 +1,5 @@
-"""What all measuring programs have in common: a command line, a World, cases that the next run continues, and stamped rows."""
+"""The common part of all measuring programs: a command line, a World, cases that the next run continues, and rows with
+the date and commit."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ Row = dict[str, Any]
 
 
 def commit() -> str:
-    """Return the commit that is measured: WEFT_COMMIT, where a copy without its history runs, or git's."""
+    """Return the commit that is measured: the value of WEFT_COMMIT, for a copy without history, or git's HEAD."""
     if "WEFT_COMMIT" in os.environ:
         return os.environ["WEFT_COMMIT"]
     try:
@@ -43,8 +44,9 @@ def options(
     seconds: float = 1e9,
     **defaults: Any,
 ) -> argparse.Namespace:
-    """Return the values of --out DIR, which is made, of --seconds, after which no case begins, and of an option for each default. An
-    option has the type of its default: a list accepts several words, and False becomes a switch."""
+    """Return the values of the options: --out DIR, a folder that is made; --seconds, the time after which no case
+    begins; and one option for each default. An option has the type of its default: a list accepts several words, and
+    False becomes a switch."""
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--seconds", type=float, default=seconds)
@@ -62,7 +64,7 @@ def options(
 
 
 class Program:
-    """A measurement by all ranks. `fixed` are the fields that all of its rows have."""
+    """A measurement in which all ranks take part. `fixed` contains the fields that all of its rows have."""
 
     def __init__(self, a: argparse.Namespace, file: str, world: weft.World | None = None, **fixed: Any) -> None:
         self.a, self.file, self.world = a, file, world or weft.init()
@@ -72,7 +74,7 @@ class Program:
 
     @functools.cached_property
     def link(self) -> float:
-        """The GB/s at which a copy engine reads a peer's memory, measured once. Collective."""
+        """The rate, in GB/s, at which a copy engine reads a peer's memory, measured once. Collective."""
         rate = peers.link_rate(self.world)
         self.fixed["link_gbs"] = round(rate, 1)
         return rate
@@ -83,13 +85,13 @@ class Program:
             print(f"{time.time() - BEGAN:4.0f}s", *text, flush=True)
 
     def keep(self, rows: Iterable[Row], file: str = "") -> list[Row]:
-        """Append the rows to the program's file, or to a different file of its folder, and return them."""
+        """Append the rows to the program's file, or to a different file in the same folder, and return the rows."""
         stamped = [row | self.fixed for row in rows]
         keep(self.world, self.a.out / (file or self.file), stamped)
         return stamped
 
     def cases(self, cases: Mapping[str, T]) -> Iterator[T]:
-        """Yield the cases that no earlier run has ended, with the GPU's memory freed between them. Collective."""
+        """Yield the cases that no earlier run has finished, and free the GPU's memory between them. Collective."""
         for case in unfinished(self.world, self.a.out, cases, self.a.seconds):
             yield case
             gc.collect()
@@ -97,7 +99,7 @@ class Program:
 
     @contextlib.contextmanager
     def tolerating(self, name: str) -> Iterator[None]:
-        """Print an exception on the rank that raised it: a case that cannot be timed leaves the others."""
+        """Print an exception on the rank that raised it, so that the program continues with the other cases."""
         try:
             yield
         except Exception as error:
@@ -109,15 +111,15 @@ class Program:
 
 
 def gains(times: Mapping[str, float], base: str) -> str:
-    """Return each method's us, and how many times as fast as the base it was."""
+    """Return the time of each method in us, and how many times as fast as the base the method was."""
     return " | ".join(f"{name} {us:.0f} ({times[base] / us:.2f}x)" for name, us in times.items())
 
 
 def worst_error(
     world: weft.World, name: str, call: Callable[[], Any], error: Callable[[Any], float] = lambda result: 0.0
 ) -> float:
-    """Return the largest error of two calls on any rank, infinity if a rank raises an exception. A method whose error is not below RIGHT
-    is printed, and the caller leaves it out. Collective."""
+    """Return the largest error of two calls on any rank, infinity if a rank raises an exception. The function prints a
+    method whose error is not below RIGHT, and the caller leaves that method out. Collective."""
     largest, reason = 0.0, ""
     try:
         for _ in range(2):
@@ -132,5 +134,5 @@ def worst_error(
 
 
 def is_right(world: weft.World, name: str, call: Callable[[], Any], expected: torch.Tensor) -> bool:
-    """Return whether two calls return the expected tensor, but for rounding, on every rank. Collective."""
+    """Return whether two calls return the expected tensor, up to rounding, on every rank. Collective."""
     return worst_error(world, name, call, lambda result: error_of(result, expected)) < RIGHT

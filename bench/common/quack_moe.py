@@ -1,8 +1,10 @@
-"""An MoE layer by quack's grouped GEMMs, in the design of SonicMoE (Guo et al. 2025, arXiv:2512.14080): GEMM 1 gathers the tokens' rows
-by an index and has the SwiGLU in its epilogue, GEMM 2 writes its rows in the order of the experts, and one kernel sums every token's rows.
+"""An MoE layer by quack's grouped GEMMs, in the design of SonicMoE (Guo et al. 2025, arXiv:2512.14080): GEMM 1 gathers
+the tokens' rows by an index and computes the SwiGLU in its epilogue, GEMM 2 writes its rows in the order of the
+experts, and one kernel sums every token's rows.
 
-Router and tables are weft's (`moe.gate`, `share_routes`, `run_builder`, with tiles of one row, so that no row is padded): four launches, cheaper
-than a sort, and without a wait for the host. weft's kernel also sums the rows. The two GEMMs are quack's.
+The router and the tables are weft's (`moe.gate`, `share_routes`, `run_builder`, with tiles of one row, so that no row
+is padded): They take four launches, cost less than a sort, and do not wait for the host. weft's kernel also sums the
+rows. The two GEMMs are quack's.
 
 `python -m bench.common.quack_moe TILE_M TILE_N CLUSTER_M PINGPONG` compiles both GEMMs in one form into quack's cache and checks them; it
 exits with 0 if they are right.
@@ -32,8 +34,8 @@ from weft.kernel_launch import prepared
 from weft.ops.moe.expert_parallel.kernels import store_sums, weighted_sum
 from weft.ops.moe.routing.route_tables import TableSizes, builder_of, run_builder, share_routes
 
-# The forms that quack 0.6.5 tunes on Hopper for a GEMM that gathers and, for experts with few rows, single CTAs and tiles of 64 rows,
-# which it does not try.
+# The forms that quack 0.6.5 tunes on Hopper for a gathering GEMM, and also single CTAs and tiles of 64 rows for experts
+# with few rows, which quack does not try.
 FORMS = (
     *(Form(128, n, cluster, True) for n in (128, 160, 192) for cluster in (2, 1)),
     *(Form(128, 256, cluster, False) for cluster in (2, 1)),
@@ -46,9 +48,8 @@ TimeOf = Callable[[dict[str, Callable[[], object]]], dict[str, float]]
 
 
 class Routed(NamedTuple):
-    """Routes in the order of their experts, int32 but for the weights: starts [E + 1] of every expert's rows; tokens [T
-    k], the token of each row; route_rows [T k], the row of every route; and the weight of every route, float32 [1, T,
-    k]."""
+    """Routes in the order of their experts. starts [E + 1]: the first row of every expert; tokens [T k]: the token of
+    each row; route_rows [T k]: the row of every route; all int32. The weights of the routes are float32 [1, T, k]."""
 
     starts: torch.Tensor
     tokens: torch.Tensor
@@ -58,7 +59,8 @@ class Routed(NamedTuple):
 
 @weft.jit
 def sum_routes(y, route_rows, weights, out, T, H: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr):
-    """out [T, H] = the weighted sum of every token's K rows of y [T K, H], in float32. One program a token and COLS columns."""
+    """out [T, H] = the weighted sum of every token's K rows of y [T K, H], in float32. Each program sums one token's
+    COLS columns."""
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
     t = tl.program_id(0) // PARTS + tl.arange(0, 1)
     cols = tl.program_id(0) % PARTS * COLS + tl.arange(0, COLS)[None, :]
@@ -84,7 +86,7 @@ def _config(form: Form) -> Any:
     from quack.gemm_config import GemmConfig
 
     tile_m, tile_n, cluster_m, pingpong = (
-        form  # one object for each form, because quack prepares by the object's identity
+        form  # one object for each form, because quack caches its preparation by the identity of the object
     )
     return GemmConfig(
         tile_m=tile_m, tile_n=tile_n, pingpong=pingpong, cluster_m=cluster_m, cluster_n=1, is_dynamic_persistent=False
@@ -94,7 +96,8 @@ def _config(form: Form) -> Any:
 def gated_gemm(
     form: Form, x: torch.Tensor, w13: torch.Tensor, starts: torch.Tensor, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Return [rows, I], the SwiGLU of x [T, H] at `tokens` @ w13 [E, 2 I, H] transposed, whose rows are interleaved."""
+    """Return [rows, I], the SwiGLU of x[tokens] @ w13[e].T for each expert e: x is [T, H], and w13 is [E, 2 I, H] with
+    interleaved rows."""
     from quack.gemm_interface import gemm_gated
 
     _, hidden = gemm_gated(
@@ -111,7 +114,7 @@ def gated_gemm(
 
 
 def second_gemm(form: Form, hidden: torch.Tensor, w2: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Return [rows, H], hidden [rows, I] @ w2 [E, H, I] transposed."""
+    """Return [rows, H], hidden [rows, I] @ w2[e].T for each expert e; w2 is [E, H, I]."""
     from quack.gemm import gemm
 
     y = hidden.new_empty(hidden.shape[0], w2.shape[1])
@@ -131,7 +134,7 @@ class QuackExperts:
     def routed(self, logits: torch.Tensor) -> Routed:
         tokens, experts = logits.shape
         ids, weights = moe.gate(logits, self.k, world=self.world)
-        # A buffer's tables have no list of tiles.
+        # The tables of a buffer do not include a list of tiles.
         builder, tables = builder_of(self.world, self.k, TableSizes(experts, tokens, 1), buffer_index=0)
         weights_all = builder.routes.shared_weights.local
         share_routes(self.world, builder.routes, ids, weights)
@@ -139,7 +142,7 @@ class QuackExperts:
         return Routed(tables.offsets, tables.sources[: tokens * self.k], tables.route_rows, weights_all)
 
     def experts(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
-        """Return [T k, H], the rows in the order of the experts. Row 0 is finite even where no expert has a row."""
+        """Return [T k, H], the rows in the order of the experts. Row 0 is finite even if no expert has a row."""
         hidden = gated_gemm(self.gated_form, x, self.w13, routed.starts, routed.tokens)
         y = second_gemm(self.down_form, hidden, self.w2, routed.starts)
         y[:1].nan_to_num_()
@@ -149,12 +152,12 @@ class QuackExperts:
         return self.sums(x, self.routed(logits))
 
     def sums(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
-        """Return [T, H], every token's weighted sum over its routes."""
+        """Return [T, H], the weighted sum of every token over the token's routes."""
         world, (tokens, h) = self.world, x.shape
         stream, out = world.current_stream(), torch.empty_like(x)
         if x.is_cuda:
             y = self.experts(x, routed)
-        else:  # emulated streams run later
+        else:  # emulated streams run only later
             y = world.empty((tokens * self.k, h), x.dtype)
             world.call(lambda: y.copy_(self.experts(x, routed)), [x, *routed], [y], stream)
         arguments = dict(y=y, route_rows=routed.route_rows, weights=routed.weights, out=out)
@@ -162,15 +165,16 @@ class QuackExperts:
         return out
 
     def tune(self, x: torch.Tensor, routed: Routed, forms: Sequence[Form], time_of: TimeOf) -> None:
-        """Set the fastest of these forms for each GEMM of this routing. Raises RuntimeError if no form runs."""
+        """Choose the fastest of these forms for each GEMM with this routing. Raises RuntimeError if no form runs."""
         self.gated_form = fastest({f: lambda f=f: gated_gemm(f, x, self.w13, *routed[:2]) for f in forms}, time_of)
         hidden = gated_gemm(self.gated_form, x, self.w13, *routed[:2])
         self.down_form = fastest({f: lambda f=f: second_gemm(f, hidden, self.w2, routed[0]) for f in forms}, time_of)
 
 
 def local_routes(ids: torch.Tensor, weights: torch.Tensor, first_expert: int, local: int) -> Routed:
-    """Return the routes to the `local` experts from `first_expert` on, for `QuackExperts.sums`. Rows of routes to other
-    experts follow those of `starts`, so that no GEMM computes them; such a route reads row 0 with weight 0."""
+    """Return the routes to the `local` experts from `first_expert` on, for `QuackExperts.sums`. The rows of routes to
+    other experts come after the rows that `starts` covers, so that no GEMM computes them; such a route reads row 0 with
+    weight 0."""
     expert = ids.flatten().long() - first_expert
     is_local = (expert >= 0) & (expert < local)
     in_order, order = torch.where(is_local, expert, local).sort(stable=True)
@@ -181,7 +185,7 @@ def local_routes(ids: torch.Tensor, weights: torch.Tensor, first_expert: int, lo
 
 
 def fastest(fns: Mapping[Form, Callable[[], torch.Tensor]], time_of: TimeOf) -> Form:
-    """Return the form with the least time among the forms that run."""
+    """Return the fastest form among the forms that run."""
     runs: dict[str, Callable[[], object]] = {}
     forms, reason = {str(form): form for form in fns}, ""
     for form, fn in fns.items():
@@ -197,8 +201,8 @@ def fastest(fns: Mapping[Form, Callable[[], torch.Tensor]], time_of: TimeOf) -> 
 
 
 def usable(seconds: float, forms: Sequence[Form] = FORMS) -> list[Form]:
-    """Return the forms with right results among those that could be tried within `seconds`. Where quack has a folder
-    for what it compiles (QUACK_CACHE_DIR), each form is tried once."""
+    """Return the forms with correct results among the forms that could be tried within `seconds`. If quack has a folder
+    for compiled code (QUACK_CACHE_DIR), each form is tried only once."""
     kept = Path(os.environ["QUACK_CACHE_DIR"]) / "right.json" if "QUACK_CACHE_DIR" in os.environ else None
     verdicts = {Form(*form): right for *form, right in json.loads(kept.read_text())} if kept and kept.exists() else {}
     verdicts |= tried(seconds, [form for form in forms if form not in verdicts])
@@ -208,8 +212,8 @@ def usable(seconds: float, forms: Sequence[Form] = FORMS) -> list[Form]:
 
 
 def tried(seconds: float, forms: Sequence[Form]) -> dict[Form, bool]:
-    """Return, for each form that a process tried within `seconds`, whether its result was right. All cores try forms at
-    once, and what they compile stays in quack's cache."""
+    """Return, for each form that a process tried within `seconds`, whether its result was correct. Processes on all
+    cores try forms concurrently, and the compiled code stays in quack's cache."""
     waiting, running, verdicts = list(forms), dict[Form, subprocess.Popen[bytes]](), dict[Form, bool]()
     deadline = time.time() + seconds
     while (waiting or running) and time.time() < deadline:

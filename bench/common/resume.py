@@ -1,4 +1,4 @@
-"""Measurements that end within a given time, and that the next run with the same folder and arguments continues."""
+"""Measurements that end within a given time; the next run with the same folder and arguments continues them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def arguments_of(words: Sequence[str]) -> str:
-    """Return a program's name and arguments without its folder and its seconds."""
+    """Return a program's name and its arguments, without the folder and the seconds."""
     kept = [Path(words[0]).stem, *words[1:]]
     for option in {"--out", "--seconds"}.intersection(kept):
         position = kept.index(option)
@@ -29,8 +29,8 @@ def unfinished(world: weft.World | None, out: Path, cases: Mapping[str, T], seco
     `seconds`.
 
     A case ends when the caller asks for the next one. A case that began in an earlier run and did not end comes last,
-    because it may have ended that run. The names of the cases that are left are printed. Collective; a program of one
-    process has no World.
+    because it may have crashed that run. The function prints the names of the remaining cases. Collective; a program of
+    one process has no World.
     """
     path, is_rank_0 = out / "cases.txt", world is None or world.rank == 0
 

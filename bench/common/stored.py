@@ -26,7 +26,7 @@ from weft.plans import Decomposed, Plan, Sequential
 
 RESULTS = Path(__file__).parents[1] / "results"
 OPS = tuple(collectives())
-OLD = ("x8-2",)  # runs of kernels that have changed since; no figure uses them
+OLD = ("x8-2",)  # runs of kernels that have changed since then; no figure uses these runs
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Row:
 
 
 def plan_of(op: str, text: str) -> Plan | None:
-    """Return the plan of a stored text, or None if its class or the op's use of it is gone."""
+    """Return the plan of a stored text, or None if the class no longer exists or the op no longer uses it."""
     try:
         plan = Plan.from_json(text)
     except ValueError:

@@ -1,17 +1,18 @@
-"""Attention over gathered keys and values, beside NCCL's all-gather and cuDNN's attention.
+"""Attention over gathered keys and values, compared with NCCL's all-gather followed by cuDNN's attention.
 
 torchrun --nproc-per-node N -m bench.measure.attention --out DIR [--shapes 32x32-16384-none ...] [--plans JSON ...] [--backward] [--torch]
          [--decoder 32768 ...] [--seconds S]
 
 The program appends rows to DIR/attention.jsonl. A shape is "<heads>x<kv heads>-<S>-<none|causal|zigzag>", where S counts the rows of all
-ranks, or is "<m>*" for m rows on each rank; D is 128. `us` is a call in a CUDA graph, the slowest rank's median of interleaved rounds.
-The method "nccl+cudnn" makes two all-gathers and one call of cuDNN; with a causal mask it is weft's sequential plan, because torch cannot
-compute a part of a sequence. "compute alone" makes the library's calls that the mask needs, on keys that have arrived. "communication
-alone" makes the two all-gathers. overlap = (compute alone + communication alone - us) / communication alone.
+ranks, or is "<m>*" for m rows on each rank; D is 128. `us` is the time of a call in a CUDA graph: the slowest rank's
+median of interleaved rounds. The method "nccl+cudnn" makes two all-gathers and one call of cuDNN; with a causal mask it
+is weft's sequential plan, because torch cannot compute a part of a sequence. "compute alone" makes the library calls
+that the mask requires, on keys that are already local. "communication alone" makes the two all-gathers. overlap =
+(compute alone + communication alone - us) / communication alone.
 
---decoder times the context-parallel prefill of prompts of so many tokens (examples/context_parallel.py) through LAYERS layers of
-Llama-3.1-8B's sizes: `op` "context_parallel_prefill", `M` tokens, `N` layers, `K` hidden size; "nccl+cudnn" is the sequential plan.
---torch adds torch's context_parallel.
+--decoder times the context-parallel prefill of prompts with these numbers of tokens (examples/context_parallel.py)
+through LAYERS layers of Llama-3.1-8B's sizes: `op` "context_parallel_prefill", `M` tokens, `N` layers, `K` hidden size;
+"nccl+cudnn" is the sequential plan. --torch adds torch's context_parallel.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ SHAPES = [
     "64x64-32768-none",
     "32x32-65536-none",
 ]
-GRAPH = 20_000.0  # us of calls that one graph holds
+GRAPH = 20_000.0  # the us of the calls in one graph
 ROUNDS = 9  # long calls differ by 1% from one round to the next
 
 Run = Callable[[], object]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q, k, v of this rank
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q, k and v of this rank
 
 
 @dataclass(frozen=True)
 class Shape:
     heads: int
     kv_heads: int
-    rows: int  # of a rank
+    rows: int  # the number of rows of a rank
     mask: str  # "none", "causal" or "zigzag"
 
     @staticmethod
@@ -130,7 +131,7 @@ class Attention:
             self.library.forward(self.q[group.first_query :], *keys, False, None, D**-0.5)
 
     def trained(self, plan: str | Plan) -> Run:
-        """Return a function that runs forward and backward."""
+        """Return a function that runs the forward and the backward pass."""
         leaves, dout = [t.detach().requires_grad_() for t in (self.q, self.k, self.v)], torch.ones_like(self.q)
 
         def run() -> None:
@@ -166,7 +167,7 @@ def context_parallel(world: weft.World, rows: int, causal: bool, rotate: str) ->
 
 
 def timed(fns: dict[str, Run], world: weft.World, calls: int) -> dict[tuple[str, str], float]:
-    """Return us by name and mode, in CUDA graphs if all functions can be captured."""
+    """Return the us of each function by name and mode, in CUDA graphs if all functions can be captured."""
     for fn in fns.values():
         fn()  # "auto" times plans now, because a capture cannot
     mode = "graph" if all(world.exchange(all(map(capturable, fns.values())))) else "eager"
@@ -176,15 +177,15 @@ def timed(fns: dict[str, Run], world: weft.World, calls: int) -> dict[tuple[str,
 def peers_of(
     world: weft.World, rows: int, causal: bool, calls: int, use: Callable[[Attend], Run]
 ) -> dict[tuple[str, str], float]:
-    """Return us by method and mode of use(torch's attention). These calls are not interleaved with the others, because
-    torch replaces its attention while context parallelism is on."""
+    """Return the us of use(torch's attention) by method and mode. These calls are not interleaved with the others,
+    because torch replaces its attention while context parallelism is on."""
     times = {}
     for rotate in ("allgather", "alltoall"):
         method = f"torch context_parallel, {rotate}"
         try:
             with context_parallel(world, rows, causal, rotate) as attention:
                 times |= timed({method: use(attention)}, world, calls)
-        except (ImportError, AttributeError, RuntimeError, ValueError, TypeError) as e:  # on all ranks alike
+        except (ImportError, AttributeError, RuntimeError, ValueError, TypeError) as e:  # on all ranks
             print(f"{method}: {e}"[:300], flush=True)
     return times
 
@@ -203,7 +204,7 @@ def peer_attention(case: Attention, backward: bool) -> Callable[[Attend], Run]:
 
 
 def once(fn: Run) -> float:
-    """Return the us of one call, after one that is not timed."""
+    """Return the us of one call, after one call that is not timed."""
     took = 0.0
     for _ in range(2):
         torch.cuda.synchronize()

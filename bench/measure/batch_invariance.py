@@ -1,9 +1,10 @@
-"""The benchmark of batch-invariant dense layers: weft's mode, vLLM's mode as it is rebuilt here, and layers without the mode.
+"""The benchmark of batch-invariant dense layers: weft's mode, a reimplementation of vLLM's mode, and layers without
+such a mode.
 
 torchrun --nproc-per-node N -m bench.measure.batch_invariance --out DIR [--models ...] [--tokens ...] [--seconds 420]
 
 A layer consists of the linears, sums, residual adds and norms of a Llama layer on N ranks: QKV, output, gate and up, SiLU-mul, down.
-The output projection reads fixed rows in place of attention's. All methods are interleaved, in CUDA graphs:
+The output projection reads fixed rows instead of attention's output. All methods are interleaved, in CUDA graphs:
 
     weft norm        `matmul` and `all_reduce_rms_norm` on a batch-invariant World
     weft rows        `matmul_all_reduce` and `rms_norm` on it, with the sum during the GEMM
@@ -39,14 +40,14 @@ from weft.lang.primitives import channel_broadcast
 BF = torch.bfloat16
 Tensor = torch.Tensor
 EPS = 1e-5
-TILES = {  # of the rebuilt GEMM: rows, columns, warps, stages; BK is 64
+TILES = {  # the tiles of the rebuilt GEMM: rows, columns, warps, stages; BK is 64
     "128x128": (128, 128, 8, 3),
     "128x256": (128, 256, 8, 3),
     "64x128": (64, 128, 4, 4),
     "16x128": (16, 128, 4, 5),
     "16x64": (16, 64, 4, 6),
 }
-BLOCKS = (36, 132)  # programs of the rebuilt sum; vLLM's kernel has 36
+BLOCKS = (36, 132)  # the numbers of programs of the rebuilt sum; vLLM's kernel has 36
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class Batch(NamedTuple):
 def pointer_gemm(
     a, b, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """out [M, N] = a [M, K] @ b [N, K]^T by ordinary loads, one tile of a persistent program after another."""
+    """Compute out [M, N] = a [M, K] @ b [N, K]^T with ordinary loads; each persistent program computes one tile after
+    another."""
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         top = t // (GROUP * tiles_n) * GROUP
@@ -109,9 +111,9 @@ def pointer_gemm(
 
 @weft.jit(do_not_specialize=("count",))
 def one_stage(parts, out, epoch, ch, count, BLOCK: tl.constexpr):
-    """out [count] = the sum of every rank's part in the order of the ranks; each rank reads all parts. parts: their
-    addresses. Channel 0 counts the ranks whose parts are complete, and channel 1 + p the ranks whose program p has
-    finished reading."""
+    """Compute out [count], the sum of the parts of all ranks in the order of the ranks; each rank reads all parts.
+    parts: the addresses of the parts. Channel 0 counts the ranks whose parts are complete, and channel 1 + p the ranks
+    whose program p has finished reading."""
     W: tl.constexpr = ch.world
     pid, calls = tl.program_id(0), calls_of(ch)
     if pid == 0:
@@ -133,7 +135,7 @@ def one_stage(parts, out, epoch, ch, count, BLOCK: tl.constexpr):
 
 @weft.jit
 def row_norm(x, weight, out, N, eps, BLOCK: tl.constexpr):
-    """out = x / rms(x) * weight [N], by one program for each row, in two passes over it."""
+    """Compute out = x / rms(x) * weight [N]. One program computes a row, in two passes over that row."""
     row = tl.program_id(0).to(tl.int64) * N
     i = tl.arange(0, BLOCK)
     squares = 0.0
@@ -150,7 +152,8 @@ def row_norm(x, weight, out, N, eps, BLOCK: tl.constexpr):
 
 # -- methods -----------------------------------------------------------------------------------------------------------
 class Method(ABC):
-    """How a layer's linears and sums run. `layer` returns the normalised rows, which `whole` brings to all ranks."""
+    """One way to run the linears and sums of a layer. `layer` returns the normalised rows, and `whole` gathers them on
+    all ranks."""
 
     def __init__(self, world: weft.World, plan: str = "auto") -> None:
         self.world, self.plan = world, plan
@@ -161,7 +164,8 @@ class Method(ABC):
 
     @abstractmethod
     def row(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normalised rows, and the new residual, of residual + the sum over ranks of x @ weight.T."""
+        """Return the new residual, which is the residual + the sum over ranks of x @ weight.T, and its normalised
+        rows."""
 
     def rows_of_rank(self, rows: Tensor) -> Tensor:
         """Return the rows that this rank holds between linears, given the rows of all ranks."""
@@ -188,7 +192,7 @@ class Method(ABC):
 
 
 class Rows(Method):
-    """All rows on all ranks, summed by matmul_all_reduce."""
+    """All ranks have all rows, summed by matmul_all_reduce."""
 
     def column(self, x: Tensor, weight: Tensor) -> Tensor:
         return weft.matmul(x, weight, world=self.world)
@@ -199,7 +203,8 @@ class Rows(Method):
 
 
 class FusedNorm(Rows):
-    """All rows on all ranks. Sum, residual add and norm are one op, in which the owner of a row keeps its residual."""
+    """All ranks have all rows. Sum, residual add and norm are one op, in which the owner of a row keeps the row's
+    residual."""
 
     def residual(self, rows: Tensor) -> Tensor:
         return rows.split(balanced_rows(len(rows), self.world.size))[self.world.rank].contiguous()
@@ -228,7 +233,7 @@ class Shards(Method):
 
 
 class Rebuilt(Method):
-    """vLLM's mode. `tune` sets a tile for each shape and the number of programs of the sum."""
+    """A reimplementation of vLLM's mode. `tune` sets a tile for each shape and the number of programs of the sum."""
 
     def __init__(self, world: weft.World) -> None:
         super().__init__(world)
@@ -351,13 +356,13 @@ class Bench:
         }
 
     def fastest(self, calls: dict[Any, Callable[[], object]]) -> Any:
-        """Return the name of the fastest call, the same on all ranks, among the calls that can run."""
+        """Return the name of the fastest call among the calls that can run; all ranks return the same name."""
         good = {name: call for name, call in calls.items() if worst_error(self.world, str(name), call) == 0}
         us = time_interleaved(good, mode="graph", calls=4, rounds=3)
         return min(us, key=us.__getitem__)
 
     def measure(self, model: Model, weights: Weights, m: int) -> dict[str, tuple[float, float]]:
-        """Return us and error of each method whose result is right."""
+        """Return the time in us and the error of each method whose result is correct."""
         batch = batch_of(model, m, self.world)
         rows, calls, errors = expected(batch, weights, self.world), {}, {}
         self.rebuilt.tune(batch, weights, self.fastest)

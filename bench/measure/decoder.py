@@ -66,14 +66,14 @@ MODELS = {
 }
 PREFILL = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-HISTORY = 1024  # tokens in the cache before a decode step
+HISTORY = 1024  # the number of tokens in the cache before a decode step
 CHUNK, MAX_LEN = 2048, 8192
 MIXES = {  # mean, median and 90th percentile of the tokens of a prompt, and of an output
     "ShareGPT": ((299, 36, 829), (324, 280, 683)),
     "arXiv-4K": ((2588, 2730, 3702), (291, 167, 372)),
     "Azure": ((1155, 1020, 2735), (211, 129, 424)),
 }
-GAIN = 1.02  # a way that wins by less is not chosen
+GAIN = 1.02  # a way with a smaller gain is not chosen
 
 Run = Callable[[], object]
 
@@ -86,9 +86,9 @@ def _mean_between(a: float, b: float) -> float:
 
 
 def lengths(stats: tuple[int, int, int], count: int, rng: random.Random, most: int = 4096) -> list[int]:
-    """Return random lengths with this mean, median and 90th percentile. They are uniform in the logarithm between the
-    shortest, the median, the 90th percentile and the longest, where the shortest and the longest are such that the mean
-    is right."""
+    """Return random lengths with this mean, median and 90th percentile. Their logarithms are uniform between the
+    shortest length, the median, the 90th percentile and the longest. The shortest and the longest are chosen so that
+    the mean is right."""
     mean, median, high = stats
     middle = 0.4 * _mean_between(median, high)
 
@@ -107,9 +107,9 @@ def lengths(stats: tuple[int, int, int], count: int, rng: random.Random, most: i
 
 
 def schedule(mix: str, slots: int, requests: int, sizes: tuple[int, ...]) -> list[Batch]:
-    """Return the steps of an engine that has all requests at once. A step has the tokens of all requests that decode,
-    then chunks of prompts, up to CHUNK rows. sizes: numbers of rows to which single tokens are padded, so that a padded
-    step is no longer than CHUNK."""
+    """Return the steps of an engine to which all requests are sent at once. A step contains the tokens of all requests
+    that decode, then chunks of prompts, up to CHUNK rows. sizes: numbers of rows to which single tokens are padded, so
+    that a padded step is no longer than CHUNK."""
     rng = random.Random(len(mix))
     prompts, outputs = (lengths(stats, requests, rng) for stats in MIXES[mix])
     waiting, running, free = list(range(requests))[::-1], {}, list(range(slots))[::-1]  # type: ignore[var-annotated]
@@ -147,7 +147,7 @@ class Bench(Program):
         self.profile: LayerTimes | None = None
         self.choices: dict[int, LayerPlan] = {}
         self.eager: dict[int, LayerPlan] = {}
-        self.smart: list[float] = []  # gains of smart splits over equal ones
+        self.smart: list[float] = []  # the gains of smart splits over equal splits
         self.fixed |= dict(
             op="decoder", attention="flash" if self.model.flash else "sdpa", N=c.hidden_size, K=c.intermediate_size
         )
@@ -165,7 +165,7 @@ class Bench(Program):
         return torch.randint(self.model.config.vocab_size, (batch.tokens,), device=self.world.device)
 
     def methods(self, tokens: int) -> dict[str, LayerPlan]:
-        """Return the plans by the name of a method."""
+        """Return the plans of a method by name."""
         model = self.model
         out = {"sequential": LayerPlan("plain")}
         for norm in self.a.norms:
@@ -213,7 +213,7 @@ class Bench(Program):
             self.log(f"tuning {name}: {gains(times, 'sequential')}")
             best = min((q for q in times if q in methods), key=times.__getitem__)
             plan = methods[best] if times["sequential"] / times[best] >= GAIN else LayerPlan("plain")
-            usual = model.plan(replace(plan, split=0), tokens) == plan  # the split that the plan gets anyway
+            usual = model.plan(replace(plan, split=0), tokens) == plan  # the split that the plan gets in any case
             self.choices[tokens] = replace(plan, split=0) if usual else plan
             halves = {q: times.get(q.replace("smart", "equal")) for q in times if q.startswith("smart")}
             self.smart += [us / times[q] for q, us in halves.items() if us]
@@ -298,7 +298,8 @@ class Bench(Program):
 
     # -- request mixes
     def mix(self, name: str) -> None:
-        """Time some steps from the middle of a schedule one after another, with tables and graphs made before."""
+        """Time some steps from the middle of a schedule, one after another. Tables and graphs are made before the
+        timing."""
         world, model, a = self.world, self.model, self.a
         slots = min(1024, 128 * world.size)
         sizes = (*(s for s in (1, 2, 4, 8, 16, 32, 64) if s < CHUNK), *range(128, CHUNK + 1, 128))
@@ -337,8 +338,8 @@ class Bench(Program):
         self.keep(dict(shape, method=method, us=round(us / len(steps), 2)) for method, us in times.items())
 
     def table(self) -> None:
-        """Write the table of choices, in which a run of equal choices is one entry. The profile is kept if smart splits
-        gained more often than not. Entries that this run did not measure stay as they were."""
+        """Write the table of choices, in which consecutive equal choices share one entry. The profile is kept if smart
+        splits gained in most cases. Entries that this run did not measure are unchanged."""
         if self.smart and statistics.median(self.smart) < 1:
             self.log(f"no profile: smart splits gained {[round(g, 3) for g in self.smart]}")
             self.profile = None
@@ -372,7 +373,8 @@ def _runs(best: dict[int, LayerPlan]) -> weave.Choices:
 
 
 def prompts(tokens: int) -> Batch:
-    """Return the batch of four equally long prompts, or of more if they would be longer than 4,096 tokens."""
+    """Return a batch of four equally long prompts, or of more prompts if four would be longer than 4,096 tokens
+    each."""
     count = max(4, tokens // 4096)
     return Batch.prefill([tokens // count] * count)
 

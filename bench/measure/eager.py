@@ -1,8 +1,9 @@
-"""Eager calls by "auto" beside cuBLAS and NCCL: torchrun --nproc-per-node N -m bench.measure.eager --out DIR [--seconds S]
+"""Eager calls by "auto", compared with cuBLAS and NCCL: torchrun --nproc-per-node N -m bench.measure.eager --out DIR
+[--seconds S]
 
-The program appends rows to DIR/eager.jsonl: us of a call, one after another, on the slowest rank, the median of interleaved rounds. The
-GEMMs are those of models from 3,584 to 12,288 wide, of which longer ones take as long in a CUDA graph and are left out. "library" is the
-two calls of cuBLAS and NCCL that an op replaces.
+The program appends rows to DIR/eager.jsonl: the us of calls that run one after another, on the slowest rank, as the
+median of interleaved rounds. The GEMMs come from models with hidden sizes of 3,584 to 12,288. Longer GEMMs, which take
+as long as in a CUDA graph, are left out. "library" is the two calls of cuBLAS and NCCL that an op replaces.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MOST = 5e12  # FLOPs of a GEMM
 
 
 def sizes(world: int) -> dict[str, tuple[str, int, int, int]]:
-    """Return the op and its M, N, K by the names of the cases; M counts the rows of all ranks."""
+    """Return, by the name of the case, the op and M, N, K; M counts the rows of all ranks."""
     cases = {}
     for op, (hidden, inner), m in itertools.product(OPS, MODELS.items(), ROWS):
         n, k = (2 * inner // world, hidden) if op == OPS[0] else (hidden, inner // world)

@@ -1,12 +1,14 @@
-"""GEMMs of 8-bit operands on one GPU, method by method: torchrun --nproc-per-node 1 -m bench.measure.fp8 --out DIR [--seconds S]
+"""GEMMs of 8-bit operands on one GPU by each method: torchrun --nproc-per-node 1 -m bench.measure.fp8 --out DIR
+[--seconds S]
 
-Each size is one interleaved run of CUDA graphs: weft's own kernel in several tiles (FORMS), and "auto", which chooses at first use;
-torch._scaled_mm by tensor and by row, with and without fast accumulation; torch's product by block, DeepGEMM's, and quack's by tensor,
-if they can be imported; and cuBLAS in bfloat16. The most important sizes are first: the dense layers of Llama-70B, Qwen2.5-32B and
-DeepSeek-V3 as 1, 2, 4 and 8 ranks split them. The program appends a row for each size to DIR/fp8.jsonl: `us` by "recipe: method", and
-`error` of each method against a float64 product of some dequantized rows. The recipes are tensor and row (fast accumulation), slow (by
-row, promoted) and block. A method that fails or is wrong is printed and left out. Rows named "quantizing" have the times of
-SiLU-mul and add + norm, with and without 8-bit rows as their result. Several processes compile the kernels first.
+Each size is one interleaved run of CUDA graphs: weft's own kernel in several tiles (FORMS), and "auto", which chooses
+at the first use; torch._scaled_mm by tensor and by row, with and without fast accumulation; torch's product by block,
+DeepGEMM's, and quack's by tensor, if they can be imported; and cuBLAS in bfloat16. The most important sizes are first:
+the dense layers of Llama-70B, Qwen2.5-32B and DeepSeek-V3 as 1, 2, 4 and 8 ranks split them. The program appends a row
+for each size to DIR/fp8.jsonl: `us` by "recipe: method", and `error` of each method against a float64 product of some
+dequantized rows. The recipes are tensor and row (fast accumulation), slow (by row, promoted) and block. A method that
+fails or is wrong is printed and left out. Rows named "quantizing" have the times of SiLU-mul and add + norm, with and
+without 8-bit rows as their result. Several processes compile the kernels first.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from weft.plans import GemmTile, Persistent
 from weft.scaled_tensor import SCALE_BLOCK, ScaledTensor, Scaling, scales_shape
 
 BF, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-ROWS = 128  # rows that are compared with float64
+ROWS = 128  # the number of rows that are compared with float64
 RECIPES = {
     "tensor": Scaling("tensor", True), "row": Scaling("row", True), "slow": Scaling("row", False), "block": Scaling("block"),
 }  # fmt: skip
@@ -94,7 +96,7 @@ def operands(m: int, n: int, k: int, scaling: Scaling) -> ScaledOperands:
 
 
 def rows_of(t: ScaledTensor, rows: torch.Tensor) -> ScaledTensor:
-    """Return some rows of t with their scales."""
+    """Return some rows of t together with their scales."""
     scales = t.scales if t.recipe == "tensor" else t.scales[rows]
     return ScaledTensor(t.values.view(torch.uint8)[rows].view(E4M3), scales, t.recipe)
 
@@ -112,7 +114,7 @@ def ready(product: str, x: ScaledTensor) -> ScaledTensor:
 
 
 def compiled(job: tuple[str, Persistent, bool]) -> str:
-    """Compile a form in a process of its own, and return the error's text, or ""."""
+    """Compile a form in a separate process. Return the text of the error, or ""."""
     name, plan, by_columns = job
     try:
         o = operands(512, 512, 512, RECIPES[name])
@@ -163,7 +165,7 @@ def libraries(name: str, o: ScaledOperands, out: torch.Tensor) -> dict[str, Call
 def methods(
     name: str, m: int, n: int, k: int, world: weft.World, out: torch.Tensor, bad: set[tuple[str, Persistent, bool]]
 ) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
-    """Return the methods of a recipe that give the right result, and their errors."""
+    """Return the methods of a recipe whose results are correct, and their errors."""
     recipe = RECIPES[name]
     o = operands(m, n, k, recipe)
     columns = o._replace(x=ready("torch", o.x))
@@ -221,8 +223,8 @@ def summary(row: dict[str, Any], recipes: list[str]) -> str:
 
 
 def quantizing(m: int, h: int, inner: int, world: weft.World, rounds: int) -> dict[str, Any]:
-    """Return the us of SiLU-mul and of add + norm, each with and without 8-bit rows as the result, and of the
-    quantization of their rows alone."""
+    """Return the us of SiLU-mul and of add + norm, each with 16-bit rows and with 8-bit rows as the result, and of
+    `weft.quantize` alone."""
     x, residual = (torch.randn(m, h, device="cuda", dtype=BF) for _ in range(2))
     hidden = torch.randn(m, inner, device="cuda", dtype=BF)
     gate_up, weight, one = torch.randn(m, 2 * inner, device="cuda", dtype=BF), torch.ones(h, device="cuda", dtype=BF), torch.ones(1, device="cuda")  # fmt: skip
@@ -273,6 +275,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from bench.measure import fp8  # the compiling processes import it by this name
+    from bench.measure import fp8  # the compiling processes import the module by this name
 
     fp8.main()

@@ -44,7 +44,7 @@ from weft.scaled_tensor import SCALE_BLOCK, ScaledTensor
 TOKENS = (4096, 8192, 1024, 16384, 2048, 512)
 GATHER, SCATTER, _ = OPS
 SEQUENTIAL, COALESCED = "sequential", ", coalesced"
-Product = Callable[[ScaledTensor], torch.Tensor]  # of x, with the layer's weight
+Product = Callable[[ScaledTensor], torch.Tensor]  # computes the product of x with the layer's weight
 
 
 class Size(NamedTuple):
@@ -56,14 +56,15 @@ class Size(NamedTuple):
     k: int
 
     def received(self, world: int) -> float:
-        """Return the bytes that each rank has to receive: 8-bit rows with their scales, or partial sums in bfloat16."""
+        """Return the number of bytes that each rank has to receive: 8-bit rows with their scales, or partial sums in
+        bfloat16."""
         scales = {"tensor": 0, "row": 1, "block": self.k // 128}[self.recipe]
         row = self.k + 4 * scales if self.op == GATHER else 2 * self.n
         return self.m * row * (world - 1) / world * (1 if self.op in (GATHER, SCATTER) else 2)
 
 
 def sizes(world: int, recipes: list[str], ops: list[str]) -> Iterator[Size]:
-    """Yield the sizes, the most important ones first and those of the all-reduce last."""
+    """Yield the sizes: the most important sizes first, the sizes of the all-reduce last."""
     for group in ([op for op in ops if op != OPS[2]], [op for op in ops if op == OPS[2]]):
         for m in TOKENS:
             for recipe in recipes:
@@ -75,7 +76,7 @@ def sizes(world: int, recipes: list[str], ops: list[str]) -> Iterator[Size]:
 
 # -- the operands ------------------------------------------------------------------------------------------------------
 class Layer:
-    """The operands of this rank, and the expected result."""
+    """The operands of this rank and the expected result."""
 
     def __init__(self, size: Size, world: weft.World) -> None:
         self.size, self.world, self.trusted = size, world, None
@@ -88,7 +89,7 @@ class Layer:
         shard = size.m // world.size
         some = torch.randperm(shard, generator=torch.Generator().manual_seed(shard))[: ROWS // world.size].cuda()
         all_rows = torch.cat([some + shard * rank for rank in range(world.size)])
-        self.rows = some if size.op == SCATTER else all_rows  # rows of the result that are compared
+        self.rows = some if size.op == SCATTER else all_rows  # the rows of the result that are compared
         x = rows_of(self.whole_x, all_rows).dequantized().double()
         self.expected = x @ o.weight.dequantized(SCALE_BLOCK).double().t()
         if size.op != GATHER:
@@ -97,13 +98,13 @@ class Layer:
             self.expected = self.expected.chunk(world.size)[world.rank]
 
     def error(self, result: torch.Tensor) -> float:
-        """Return the larger error, of some rows against float64 and of all rows against the result that is trusted."""
+        """Return the larger of two errors: of some rows against float64, and of all rows against the trusted result."""
         of_rows = error_of(result[self.rows], self.expected)
         return of_rows if self.trusted is None else max(of_rows, error_of(result, self.trusted))
 
     def right(self, ways: dict[str, peers.Run]) -> dict[str, float]:
-        """Return the errors of the methods whose result is right on all ranks. The first one's result is trusted from then on.
-        Collective."""
+        """Return the errors of the methods whose result is correct on all ranks. The result of the first such method is
+        trusted from then on. Collective."""
         errors = {}
         for way, run in ways.items():
             error = worst_error(self.world, f"{self.size}, {way}", run, self.error)
@@ -114,7 +115,7 @@ class Layer:
 
 
 def gathered(x: ScaledTensor, world: int, coalesced: bool = False) -> ScaledTensor:
-    """Return all ranks' rows and their scales, which NCCL gathers."""
+    """Gather the rows and scales of all ranks with NCCL, and return them."""
     parts = [t.view(torch.uint8) for t in ((x.values,) if x.recipe == "tensor" else (x.values, x.scales))]
     whole = [torch.empty(len(t) * world, t.shape[1], device=t.device, dtype=t.dtype) for t in parts]
     with dist.distributed_c10d._coalescing_manager() if coalesced else contextlib.nullcontext():
@@ -159,7 +160,7 @@ def sequential(layer: Layer, product: str, multiply: Product) -> dict[str, peers
 
 
 def torch_fused(layer: Layer) -> dict[str, peers.Run]:
-    """Return torch's fused operator by its name; empty where torch has none."""
+    """Return torch's fused operator by name; empty if torch has none."""
     o, size, group = layer.o, layer.size, dist.group.WORLD.group_name
     if size.recipe == "block" or size.op == OPS[2]:
         return {}
@@ -181,7 +182,7 @@ def torch_fused(layer: Layer) -> dict[str, peers.Run]:
 
 
 def overlapped(layer: Layer) -> dict[str, peers.Run]:
-    """Return weft's and torch's operators, and weft's with 16-bit operands."""
+    """Return weft's and torch's operators, and weft's operators with 16-bit operands."""
     o, world, fn = layer.o, layer.world, getattr(weft, layer.size.op)
     weft_ways: dict[str, peers.Run] = {
         f"weft {plan}": lambda plan=plan: fn(o.x, o.weight, plan=plan, use_fast_accum=o.fast_accum, world=world)
@@ -194,7 +195,8 @@ def overlapped(layer: Layer) -> dict[str, peers.Run]:
 
 
 def methods(layer: Layer) -> tuple[dict[str, peers.Run], dict[str, float]]:
-    """Return the right methods by name, and their errors. Collective; the names are the same on all ranks."""
+    """Return the methods with correct results by name, and their errors. Collective; the names are the same on all
+    ranks."""
     o, size, gemms = layer.o, layer.size, dict[str, peers.Run]()
     ways, errors = dict[str, peers.Run](), dict[str, float]()
     for product, multiply in products(o).items():
@@ -223,7 +225,7 @@ def timed(layer: Layer, runs: dict[str, peers.Run], mode: str, rounds: int) -> d
                 print(f"left out: {size}, {way}: it cannot be captured", flush=True)
                 runs = {name: run for name, run in runs.items() if name != way}
     calls = 3 if size.m * size.n * size.k > 1 << 38 else 10
-    if mode == "eager" and size.m <= 1024:  # the host's time decides, and it varies
+    if mode == "eager" and size.m <= 1024:  # these times depend on the host, and vary
         calls, rounds = 30, 3 * rounds
     us = time_interleaved(runs, mode=mode, calls=calls, rounds=rounds)
     for part in (SEQUENTIAL, "gemm"):

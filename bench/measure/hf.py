@@ -1,4 +1,5 @@
-"""A Transformers model, woven and not: torchrun --nproc-per-node N -m bench.measure.hf --out DIR [--tokens 512 ..] [--batches 1 ..]
+"""A Transformers model with and without token weaving: torchrun --nproc-per-node N -m bench.measure.hf --out DIR
+[--tokens 512 ..] [--batches 1 ..]
 
 Llama-3.3-70B's sizes with fewer layers and random weights, under Transformers' tensor parallelism over all ranks. Appends rows to
 DIR/hf.jsonl: `us` of a forward pass, the slowest rank's median of interleaved rounds; "prefill": M tokens of one sequence, without a
@@ -32,7 +33,8 @@ LLAMA_70B = dict(  # the vocabulary is small: a whole head would take longer tha
 
 
 def loaded(kind: str, sizes: dict[str, Any], world: weft.World, dtype: torch.dtype = BF, **split: Any) -> Any:
-    """Return a model of random weights, which are the same in every call. split: Transformers' own parallelism."""
+    """Return a model with random weights, which are the same in every call. split: use Transformers' own
+    parallelism."""
     torch.manual_seed(1)
     config = getattr(transformers, f"{kind}Config")(**sizes, dtype=dtype)
     model = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
@@ -51,7 +53,7 @@ def prefill(model: Any, tokens: int) -> Callable[[], torch.Tensor]:
 
 
 def decode(model: Any, batch: int, length: int) -> Callable[[], torch.Tensor]:
-    """Return a function that runs one token of each sequence at a fixed position, like a step of a server's batch."""
+    """Return a function that decodes one token of each sequence at a fixed position, like one step of a server."""
     cache = transformers.StaticCache(config=model.config, max_cache_len=length + 8)
     ids = torch.randint(1000, (batch, 1), device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     start = torch.randint(1000, (batch, length), device="cuda", generator=torch.Generator("cuda").manual_seed(4))

@@ -39,7 +39,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def own_parallelism(ranks: int) -> dict[str, Any]:
-    """Return the options of expert parallelism as this version of Transformers has it."""
+    """Return the options that enable expert parallelism in this version of Transformers."""
     return dict(ep_size=ranks) if hasattr(DistributedConfig, "ep_size") else dict(enable_expert_parallel=True)
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     a = options(choices=dict(models=MODELS), **sizes, modes=["graph", "eager"], rounds=5)
     fixed = dict(layers=a.layers, length=a.length, transformers=transformers.__version__)
     run = Program(a, "hf_moe.jsonl", **fixed)
-    transformers.logging.set_verbosity_error()  # otherwise it names all that is missing from an empty checkpoint
+    transformers.logging.set_verbosity_error()  # otherwise Transformers lists everything that an empty checkpoint lacks
     transformers.logging.disable_progress_bar()
     for name in a.models:
         with torch.no_grad():

@@ -25,12 +25,12 @@ OPS = {
     "matmul_reduce_scatter": ("sequential", "decomposed", "fused", "one_shot", "signaled"),
     "matmul_all_reduce": ("sequential", "fused", "one_shot", "two_shot", "signaled"),
 }
-AHEAD = 40  # calls between two synchronisations: a queue that is full makes the host wait
+AHEAD = 40  # the calls between two synchronisations; with a full queue the host would wait
 
 
 def took(fns: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
-    """Return the host's us for a call of each function. The functions alternate after AHEAD calls, because a host may
-    be slow for a while."""
+    """Return the us that the host needs for a call of each function. The functions alternate after AHEAD calls, because
+    a host may be slow for some time."""
     us: dict[str, list[float]] = {name: [] for name in fns}
     for _ in range(calls // AHEAD + 1):
         for name, fn in fns.items():
@@ -43,7 +43,8 @@ def took(fns: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
 
 
 def known_calls(world: weft.World) -> dict[str, dict[str, Callable[[], object]]]:
-    """Return, by op and kind of plan, calls of small GEMMs with collectives, for which the host's time decides, and of the other ops."""
+    """Return, by op and kind of plan, calls of small GEMMs with collectives, whose time is mostly the host's, and of
+    the other ops."""
     calls = others(world)
     for op, kinds in OPS.items():
         rows = 256 // world.size if op == "all_gather_matmul" else 256

@@ -1,4 +1,4 @@
-"""Layers of whole models that two papers measured, on `weft.models`, beside torch and NCCL in the same run:
+"""Layers of whole models that two papers measured, on `weft.models`, compared with torch and NCCL in the same run:
 torchrun --nproc-per-node N -m bench.measure.models --out DIR [--only LLaMA2-7B ..] [--layers 2] [--seconds S]
 models_training.py times training steps and blocks of a diffusion transformer, and writes to the same file.
 
@@ -58,7 +58,7 @@ QWEN15 = dict(
     norm_topk_prob=False, decoder_sparse_step=1,
 )  # fmt: skip
 FOUR = (8192,) * 4
-MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # config, and new tokens of every request
+MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # the config, and the new tokens of every request
     "LLaMA2-7B": (dense(4096, 11008, 32), FOUR),
     "Mixtral-8x7B": (mixtral(4096, 14336, 32), FOUR),
     "LLaMA2-70B": (dense(8192, 28672, 64, 8), FOUR),
@@ -94,7 +94,7 @@ def experts_here(
     (local, hidden, inner), k = w2.shape, ids.shape[1]
     local_ids = ids.flatten() - group * local
     local_ids, order = local_ids.masked_fill((local_ids < 0) | (local_ids >= local), local).sort(stable=True)
-    is_local = (local_ids < local)[:, None]  # the other rows belong to no expert of this rank and hold anything
+    is_local = (local_ids < local)[:, None]  # the other rows belong to no expert of this rank and are undefined
     last = torch.arange(local, dtype=local_ids.dtype, device=local_ids.device)
     ends = torch.searchsorted(local_ids, last, right=True, out_int32=True)
     back = order.argsort()
@@ -110,7 +110,8 @@ def experts_here(
 
 
 def experts_by_libraries(mlp: MixtureMLP, x: Tensor, rows: int, k: int, collectives: Collectives) -> Tensor:
-    """Do what `mlp(x)` does: gather all ranks' tokens, apply this rank's experts, and return the sums of its own tokens."""
+    """Compute `mlp(x)` with the libraries: gather the tokens of all ranks, apply this rank's experts, and return the
+    sums of this rank's tokens."""
     world, experts = mlp.world, mlp.experts
     full = collectives.gather(x, rows)
     ids, weights = gate(full @ mlp.gate.weight.t(), k, world=world, renormalise=mlp.mixture.renormalise)
@@ -123,7 +124,8 @@ def experts_by_libraries(mlp: MixtureMLP, x: Tensor, rows: int, k: int, collecti
 
 
 def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout, collectives: Collectives) -> Tensor:
-    """Do what `model.hidden` does for a model with experts, whose rows are at their owners between the layers."""
+    """Compute `model.hidden` with the libraries for a model with experts. Between layers every rank has only its own
+    rows."""
     world, c, part, rows = model.world, model.config, layout.parts[0], layout.tokens
     norm = functools.partial(weft.rms_norm, world=world)
     norms, shards = model._norms(), balanced_rows(rows, world.size)
@@ -158,7 +160,7 @@ class Bench(Program):
         super().__init__(a, "models.jsonl", world, op="models", dtype="bfloat16", mode="graph", layers=a.layers)
 
     def plans(self, model: Llama, tokens: int) -> dict[str, LayerPlan]:
-        """Return the plans by method. If "auto" chooses a plan of its own, it comes last."""
+        """Return the plans by method. If "auto" chooses a plan that is not among the others, its plan comes last."""
         auto = model.plan("auto", tokens)
         if model.config.mixture is not None:
             return {"sequence": auto}

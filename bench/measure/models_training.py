@@ -1,5 +1,6 @@
-"""Training steps of layers, and blocks of a diffusion transformer, as in FlashOverlap (section 6), beside torch and NCCL in the same run:
-torchrun --nproc-per-node N -m bench.measure.models_training --out DIR [--only NAME ..] [--modes eager graph] [--seconds S]
+"""Training steps of layers, and blocks of a diffusion transformer, as in FlashOverlap (section 6), compared with torch
+and NCCL in the same run: torchrun --nproc-per-node N -m bench.measure.models_training --out DIR [--only NAME ..]
+[--modes eager graph] [--seconds S]
 
     Llama-70B training    two sequences of 8,192 tokens; forward and backward
     Mixtral training      four sequences of 8,192 tokens, sizes of Mixtral-8x7B; forward and backward. The ranks have different experts,
@@ -7,11 +8,12 @@ torchrun --nproc-per-node N -m bench.measure.models_training --out DIR [--only N
     video diffusion       33,792 tokens, sizes of Step-Video-T2V: full attention, modulated norms, MLP with GELU; forward
 
 The ranks have different rows between the parts of a layer, and different heads and columns inside. Both methods are the same modules of
-`weft.nn` and `weft.moe` with the same weights and arithmetic. "libraries" communicates by NCCL's all-gather and reduce-scatter beside
-cuBLAS and `torch._grouped_mm`, under autograd; "auto" runs the modules as they are. For the backward pass both save the gathered rows and
-the inputs of the experts' activations. "without communication" is "libraries" without its collectives, as in models.py. Both leave out
-rotary positions, weights of norms, the optimiser, and attention to a video's text. The program appends rows to DIR/models.jsonl as
-models.py does; `error` is the largest of the result's and, of a training step, of the gradients of x and of a weight.
+`weft.nn` and `weft.moe` with the same weights and arithmetic. "libraries" communicates by NCCL's all-gather and
+reduce-scatter and computes by cuBLAS and `torch._grouped_mm`, under autograd; "auto" runs the modules as they are. For
+the backward pass both save the gathered rows and the inputs of the experts' activations. "without communication" is
+"libraries" without its collectives, as in models.py. Both leave out rotary positions, weights of norms, the optimiser,
+and attention to a video's text. The program appends rows to DIR/models.jsonl as models.py does; `error` is the largest
+of the result's and, of a training step, of the gradients of x and of a weight.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from bench.pages.tables import ALONE
 from weft.ops.activation import silu_mul_blocks
 
 Tensor = torch.Tensor
-TOP_K = 2  # experts of a token
-SHARING = {4: 2}  # by number of ranks, how many share the columns of the same experts
-# The first of these that can compute the attention does so.
+TOP_K = 2  # the number of experts per token
+SHARING = {4: 2}  # for each number of ranks, how many of them share the columns of the same experts
+# The first of these backends that can compute the attention is used.
 LIBRARIES = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
@@ -95,8 +97,8 @@ BY_LIBRARIES = {
 
 
 class LayerOf(nn.Module):
-    """x [m_r, H] -> [m_r, H], the rows of this rank. collectives: NCCL's beside the libraries' GEMMs, or None for
-    weft's ops."""
+    """x [m_r, H] -> [m_r, H], the rows of this rank. collectives: NCCL's collectives, which run with the libraries'
+    GEMMs, or None for weft's ops."""
 
     def __init__(self, s: Sizes, world: weft.World) -> None:
         super().__init__()
@@ -158,8 +160,8 @@ class Step:
     """A step of several layers: a call returns the result and, of a training step, the gradients of x and of each
     weight.
 
-    Each call's graph has leaves of its own. Leaves of an earlier call would be bound to the stream of that call as long
-    as anything holds its graph, and no CUDA graph could be captured on another stream.
+    The autograd graph of each call has separate leaves. Leaves of an earlier call would stay bound to the stream of
+    that call as long as its autograd graph exists, and no CUDA graph could be captured on another stream.
     """
 
     def __init__(self, world: weft.World, s: Sizes, layers: int) -> None:

@@ -1,12 +1,13 @@
-"""The MoE layer on real models' sizes, beside NCCL's all-to-all and torch's grouped GEMM.
+"""The MoE layer with the sizes of real models, compared with NCCL's all-to-all and torch's grouped GEMM.
 
 torchrun --nproc-per-node N -m bench.measure.moe --out DIR [--models ...] [--tokens ...] [--zipf 1.0] [--eager] [--seconds S]
 torchrun --nproc-per-node N -m bench.measure.moe --out DIR --one-launch [--seconds 100]
 torchrun --nproc-per-node N -m bench.measure.moe --out DIR --stamps [--models ...] [--tokens ...]
 
-The program appends rows to DIR/moe.jsonl or, with --stamps, rows with the shares of a fused call's tasks to DIR/moe_stamps.jsonl. `us` is
-a layer with its router in a CUDA graph, the slowest rank's median of interleaved rounds; the routing changes from call to call within the
-graph. --one-launch times the plans of one launch and of few tokens.
+The program appends rows to DIR/moe.jsonl or, with --stamps, rows with the shares of a fused call's tasks to
+DIR/moe_stamps.jsonl. `us` is the time of a layer with its router in a CUDA graph: the slowest rank's median of
+interleaved rounds; the routing changes from call to call within the graph. --one-launch times the plans of one launch
+and of few tokens.
 "library" is captured with split sizes known in advance and without the router, the fastest form of the libraries; "library, eager"
 (--eager) reads the sizes back and has the router, as users write it. "vllm" and "quack", if they are installed, are their gated experts
 between NCCL's all-gather and reduce-scatter (bench/common/gathered_experts.py). limit_us = max(FLOPs at RATE, bytes of weights touched /
@@ -40,7 +41,7 @@ BF = torch.bfloat16
 RATE = 700.0  # TFLOP/s of the best grouped GEMM known on an H200 (docs/moe.md)
 MEMORY = 4.3  # TB/s of an H200
 Way = Callable[[], torch.Tensor]
-ROUTINGS = 4  # routings of the calls in one graph
+ROUTINGS = 4  # the number of routings that the calls in one graph use
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ UNGATED = {f"FlashMoE-ungated-E{e}": Model(2048, 2048, e, 2, "gelu") for e in (8
 KNOWN = MODELS | PUBLISHED | UNGATED
 
 
-# The plans of one launch and of few tokens, and the sizes at which --one-launch times which of them.
+# The plans that run in one launch and the plans for few tokens, each with the sizes at which --one-launch times it.
 ONE_LAUNCH = FusedMoe(route=True)
 ONE_AN_SM = FusedMoe(tile=GemmTile(), per_sm=1, copy_programs=16, copy_stages=3)
 PLANS: dict[str, Plan] = {
@@ -135,8 +136,8 @@ class Layer:
         return self.layer(self.next_tokens(), plan)
 
     def layer(self, x: torch.Tensor, plan: str | Plan) -> torch.Tensor:
-        """Return the layer's result by weft. ONE_LAUNCH has the router in its launch, which supports no skewed
-        routing."""
+        """Return the layer's result, computed by weft. The launch of ONE_LAUNCH includes the router, so that plan does
+        not support skewed routing."""
         world, k, options = self.world, self.model.k, dict(activation=self.model.activation)
         if plan == ONE_LAUNCH:
             router = moe.TopKRouter(self.router, k)
@@ -199,15 +200,15 @@ class Library:
 
 
 def baselines(layer: Layer, installed: Mapping[str, Callable[[Layer], Experts]]) -> dict[str, Way]:
-    """Return the layer with each library's gated experts between NCCL's collectives, for the libraries that run in a
-    CUDA graph."""
+    """Return, for each library that runs in a CUDA graph, the layer with the library's gated experts between NCCL's
+    collectives."""
     runs: dict[str, Way] = {}
     for name, experts_of in installed.items() if layer.gated else ():
         try:
             run = layer_by(layer, experts_of(layer))
             capture(run, 1)
             runs[name] = run
-        except Exception as error:  # a library may raise anything, and does so on all ranks
+        except Exception as error:  # a library may raise any exception, and raises it on all ranks
             print(f"{name}: {type(error).__name__}: {error}"[:400], flush=True)
     return runs
 
@@ -217,7 +218,7 @@ def limits(layer: Layer, link: float) -> tuple[float, float]:
     link: GB/s."""
     model, world, size = layer.model, layer.world, layer.world.size
     local, flops, touched, sent = model.experts // size, 0.0, 0.0, 0.0
-    matrix = (2 + layer.gated) * model.hidden * model.inner  # elements of an expert
+    matrix = (2 + layer.gated) * model.hidden * model.inner  # the number of elements of an expert
     for x in layer.xs:
         ids = layer.logits(x).float().topk(model.k).indices
         rows = torch.bincount(ids.flatten(), minlength=model.experts)
@@ -268,7 +269,7 @@ def measure(
 
 
 def stamps(world: weft.World, name: str, tokens: int, way: str) -> dict:
-    """Return the share of each task in the time of the programs of fused calls on this rank, without waits."""
+    """Return the share of each task in the time, without waits, that the programs of fused calls spend on this rank."""
     layer, plan = Layer(world, KNOWN[name], tokens, 0.0), PLANS[way]
     assert isinstance(plan, FusedMoe)
     times = fused.stamped(world, world.sm_count * plan.per_sm)

@@ -1,6 +1,7 @@
 """The parts of a layer of `moe.py` alone: its grouped GEMMs, and the router and tables that precede them.
 
-The functions here are timed for one routing. The GEMMs wait for no rank, and nothing runs beside them.
+The functions here are timed for one routing. The GEMMs do not wait for other ranks, and nothing runs concurrently with
+them.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def waiting_for_nobody(
     workspace: dispatched.LayerWorkspace,
     hidden: torch.Tensor,
 ) -> dict[str, Callable[[], object]]:
-    """Return the launches of both grouped GEMMs, of which the second reads `hidden`. The first finds all rows dispatched."""
+    """Return the launches of both grouped GEMMs. All rows of the first GEMM have already been dispatched; the second
+    GEMM reads `hidden`."""
     dispatch_flags = world.channel("nobody to wait for", world.size, None)
     dispatch_flags.counters.fill_(1 << 30)
     state = replace(state, dispatch_flags=dispatch_flags)
@@ -84,7 +86,7 @@ def gemms_of(layer: Layer, library: Library) -> dict[str, Callable[[], object]]:
 
 def tables(layer: Layer) -> Callable[[], object]:
     """Return a function that runs the router, shares the routes with all ranks and builds the tables. Calls alternate
-    between two buffers, because no rows come back to show that a peer has read one."""
+    between two buffers, because no rows are returned that would show that a peer has read a buffer."""
     world, model, capacity = layer.world, layer.model, layer.tokens
     sizes = route_tables.TableSizes(model.experts // world.size, capacity, Dispatched.tile.block_m)
     shared = route_tables.routes_of(world, capacity, model.k, alternating=True)

@@ -1,4 +1,5 @@
-"""The MoE layer on one GPU beside its alternatives: vLLM's fused experts, quack's and torch's grouped GEMMs, compiled or not.
+"""The MoE layer on one GPU, compared with vLLM's fused experts and with quack's and torch's grouped GEMMs, compiled or
+not.
 
 torchrun --nproc-per-node 1 -m bench.measure.moe_one_gpu --out DIR [--models ...] [--tokens ...] [--zipf 0 1] [--compile TOKENS ...]
     [--methods ...] [--seconds S]
@@ -36,12 +37,12 @@ from weft.integrations import quack
 from weft.plans import Plan
 
 KNOWN = MODELS | {"DeepSeek-V3": Model(7168, 2048, 256, 8)}
-TOKENS = [8192, 512, 2048, 64, 16384]  # the most important first
+TOKENS = [8192, 512, 2048, 64, 16384]  # the most important sizes first
 Method = Callable[[torch.Tensor], torch.Tensor]
 
 
 def by_torch(layer: Layer) -> Method:
-    """Return the layer as users write it with torch's grouped GEMM, without a wait for the host."""
+    """Return the layer as users write it with torch's grouped GEMM, without a synchronization with the host."""
     model, router, skew = layer.model, layer.router, None if layer.even else layer.skew
     w13, w2 = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
 
@@ -107,7 +108,7 @@ FAILED = "moe_one_gpu_failed.jsonl"
 
 
 class Bench(Program):
-    """What all sizes have in common: the methods that are installed, with their versions."""
+    """The state that all sizes share: the installed methods, with their versions."""
 
     def __init__(self, a: argparse.Namespace) -> None:
         super().__init__(a, "moe_one_gpu.jsonl")
@@ -155,7 +156,7 @@ class Bench(Program):
                 errors[name] = error_of(fn(layer.xs[0]), expected)
                 capture(partial(fn, layer.xs[0]), 1)
                 runs[name] = fn
-            except Exception as error:  # a library may raise anything
+            except Exception as error:  # a library may raise any exception
                 self.fail(size, name, error)
                 torch.cuda.empty_cache()
         return runs, errors
@@ -180,7 +181,7 @@ class Bench(Program):
         for size in self.cases({str(size): size for size in sizes}):
             try:
                 rows = self.keep(self.measure(size))
-            except Exception as error:  # it concerns all methods, as if memory lacks for all graphs
+            except Exception as error:  # the error concerns all methods, such as a lack of memory for the graphs
                 self.fail(size, "all", error)
                 continue
             times = " | ".join(f"{r['method']} {r['us']:.0f} ({r['error']:.4f})" for r in rows)
@@ -210,8 +211,8 @@ def main() -> None:
 
 
 def ordered(models: Sequence[str], tokens: Sequence[int], zipf: Sequence[float], compiled: Sequence[int]) -> list[Size]:
-    """Return the sizes routing by routing, with all models at one number of tokens before the next number. Compiled
-    sizes come last, because each takes some 20 s."""
+    """Return the sizes in order of routing, then of the number of tokens, then of the model. Compiled sizes come last,
+    because each takes about 20 s."""
     plain = [Size(model, t, z) for z in zipf for t in tokens for model in models]
     return [*plain, *(Size(model, t, zipf[0], True) for t in compiled for model in models)]
 

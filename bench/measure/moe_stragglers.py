@@ -1,4 +1,4 @@
-"""MoE layers in which one rank begins late, beside NCCL's all-to-all layer and a collective alone.
+"""MoE layers in which one rank begins late, compared with a layer by NCCL's all-to-all and with a collective alone.
 
 torchrun --nproc-per-node N -m bench.measure.moe_stragglers --out DIR [--models ...] [--tokens ...] [--delays 0 0.5 1 2] [--seconds S]
 
@@ -22,20 +22,20 @@ from bench.common.program import Program, options
 from bench.common.timing import capture, time_interleaved
 from bench.measure.moe import KNOWN, Layer, Library
 
-CALLS = 40  # of each method and delay
+CALLS = 40  # the number of calls for each method and delay
 CLOCK = 1_000_000  # cycles of the sleep that measures the GPU's clock
 
 
 def figures(us: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return a row's figures from the times of all ranks by call."""
+    """Return the figures of a row, computed from the times of all ranks for each call."""
     last = sorted(max(call) for call in us)
     p95 = last[min(len(last) - 1, int(0.95 * len(last)))]
     return dict(us=round(statistics.median(last), 1), p95_us=round(p95, 1))
 
 
 def timed(call: Callable[[], object], cycles: int) -> float:
-    """Return the us from a beginning that all ranks share to the end of a call, before which this GPU sleeps for
-    `cycles`."""
+    """Return the us from a common beginning of all ranks to the end of a call. This GPU sleeps for `cycles` before the
+    call."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.all_reduce(torch.empty(1, device="cuda"))
     begin.record()

@@ -1,4 +1,5 @@
-"""Layers whose experts' columns are split over the ranks, on TileLink's sizes, beside NCCL and torch's grouped GEMM.
+"""Layers whose experts' columns are split over the ranks, with TileLink's sizes, compared with NCCL and torch's grouped
+GEMM.
 
 torchrun --nproc-per-node N -m bench.measure.moe_tensor --out DIR [--models ...] [--tokens ...] [--seconds S]
 
@@ -38,11 +39,12 @@ from weft.plans import DispatchedColumns
 
 MODELS = {f"MoE-{i + 1}": Model(2048, 1536, e, k) for i, (e, k) in enumerate([(8, 2), (32, 2), (32, 5)])}
 MODELS |= {f"MoE-{i + 4}": Model(4096, 2048, e, k) for i, (e, k) in enumerate([(8, 2), (32, 2), (32, 5)])}
-MODELS["Flux"] = Model(8192, 8192, 32, 4, "gelu")  # the size in its paper, with one matrix each way
+MODELS["Flux"] = Model(8192, 8192, 32, 4, "gelu")  # the size in the paper, where an expert has one matrix for each half
 
 
 class Layer:
-    """One layer's tensors on this rank, with routings that change from call to call. all_tokens: those of all ranks."""
+    """One layer's tensors on this rank, with routings that change from call to call. all_tokens: the tokens of all
+    ranks."""
 
     def __init__(self, world: weft.World, model: Model, all_tokens: int) -> None:
         self.world, self.model, device, size = world, model, world.device, world.size
@@ -127,7 +129,7 @@ def first_half_of(layer: Layer, outputs: tuple[torch.Tensor, ...]) -> tuple[Gath
 
 
 def own_gemms(layer: Layer, library: Library, outputs: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
-    """Return weft's GEMMs alone, for the routing of the call that returned `outputs`; they wait for nothing."""
+    """Return weft's GEMMs alone, for the routing of the call that returned `outputs`. These GEMMs do not wait."""
     world, (hidden, routes, _) = layer.world, outputs
     operands, kind = first_half_of(layer, outputs)
     state, tables = plan_state(world, kind, DispatchedColumns()), route_parts(world, kind, routes).tables
@@ -138,7 +140,7 @@ def own_gemms(layer: Layer, library: Library, outputs: tuple[torch.Tensor, ...])
 
 
 def tables_alone(layer: Layer, outputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:
-    """Return a function that does what precedes the first GEMM of a call: it shares the routes with all ranks and
+    """Return a function that does the work before the first GEMM of a call: it shares the routes with all ranks and
     builds the tables."""
     world, routes = layer.world, outputs[1].clone()
     operands, kind = first_half_of(layer, outputs)

@@ -1,5 +1,6 @@
-"""Forward and backward passes of the MoE layer on real models' sizes, beside torch's grouped GEMM under autograd with NCCL's all-to-all
-or, for layers whose columns are split over the ranks, NCCL's all-gather and reduce-scatter.
+"""Forward and backward passes of the MoE layer with the sizes of real models, compared with torch's grouped GEMM under
+autograd with NCCL's all-to-all or, for layers whose columns are split over the ranks, NCCL's all-gather and
+reduce-scatter.
 
 torchrun --nproc-per-node N -m bench.measure.moe_training --out DIR [--models ...] [--tokens 8192] [--parallel expert tensor] [--keep ...]
     [--seconds S]
@@ -50,13 +51,13 @@ class Exchanged(torch.autograd.Function):
 
 
 class Timed:
-    """A layer whose operands are leaves, with a training step and a backward pass to time. dy: the gradient of its
-    result."""
+    """A layer whose operands are leaves of the autograd graph, with a training step and a backward pass to time. dy:
+    the gradient of the layer's result."""
 
     dy: Tensor
 
     def weft(self, keep: str) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the result, and the leaves: x, weights, first and second matrices."""
+        """Return the result and the leaves: x, the routes' weights, and the first and second matrices."""
         raise NotImplementedError
 
     def libraries(self) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -1,4 +1,5 @@
-"""The benchmark of all-reduce + residual + RMSNorm: every plan beside NCCL and torch's symmetric memory, by number of tokens.
+"""The benchmark of all-reduce + residual + RMSNorm compares every plan with NCCL and torch's symmetric memory, by
+number of tokens.
 
 torchrun --nproc-per-node N -m bench.measure.norm --out DIR [--tokens ...] [--hidden 8192] [--modes graph eager]
 
@@ -33,12 +34,12 @@ BF = torch.bfloat16
 OP = "all_reduce_rms_norm"
 LINK = 378.0  # GB/s
 EPS = 1e-6
-Method = tuple[Callable[[], Any], Callable[[], torch.Tensor]]  # a call, and its normalised rows
+Method = tuple[Callable[[], Any], Callable[[], torch.Tensor]]  # a call, and the normalised rows that it returns
 
 
 def plans(tokens: int, hidden: int) -> list[Plan]:
-    """Return the plans to time for a size: one shot if its memory is small, and two shots in several forms and numbers
-    of programs."""
+    """Return the plans to time for a size: one-shot plans if their memory is small, and two-shot plans in several forms
+    and with several numbers of programs."""
     candidates: list[Plan] = []
     if tokens * hidden * 2 <= 4 << 20:
         candidates += [OneShot(warps=w) for w in (8, 16)]
@@ -95,7 +96,7 @@ class Bench(Program):
             self.measure(m, h, mode, calls)
 
     def right(self, methods: dict[str, Method], expected: torch.Tensor) -> dict[str, Callable[[], Any]]:
-        """Return the calls of the methods that give the right result on every rank."""
+        """Return the calls of the methods whose result is correct on every rank."""
 
         def error(name: str) -> float:
             call, result = methods[name]
@@ -119,7 +120,7 @@ class Bench(Program):
 
         def in_place(reduce: Callable[[torch.Tensor], Any], part: torch.Tensor) -> Method:
             """Return a method with an in-place collective. The result of the first call is kept, because later calls
-            sum sums."""
+            sum the sums again."""
             results: list[torch.Tensor] = []
 
             def call() -> None:

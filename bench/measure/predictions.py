@@ -1,4 +1,5 @@
-"""Calls and their predictions: torchrun --nproc-per-node N -m bench.measure.predictions --out DIR [--profile FILE] [--seconds S]
+"""The measured and the predicted times of calls: torchrun --nproc-per-node N -m bench.measure.predictions --out DIR
+[--profile FILE] [--seconds S]
 
 For each op and shape the program runs every division of a decomposed plan, every fused variant, and the partitions of signaled plans (all
 of them if they are few), and appends the predicted and the measured times to DIR/predictions-xN.jsonl.
@@ -47,11 +48,11 @@ SHAPES = {  # (M, N, K) of the GEMM on one rank; weft tune measures none of thes
 }  # fmt: skip
 COPIES = Signaled(copies=True).family
 LABELS = [*KINDS, COPIES]
-FEW = 40  # so many partitions of one signaled GEMM are tried; if there are more, they are drawn
+FEW = 40  # the most partitions of one signaled GEMM that are tried; if there are more, FEW are drawn at random
 
 
 def partitions(waves: int, draw: random.Random) -> list[tuple[int, ...]]:
-    """Return all ways to divide `waves` into groups, or FEW drawn ones."""
+    """Return all ways to divide `waves` into groups, or FEW of them, drawn at random."""
 
     def sizes(cuts: Iterable[int]) -> tuple[int, ...]:
         bounds = [0, *(c + 1 for c in cuts), waves]
@@ -68,7 +69,7 @@ def plans_to_run(profile: Profile, planner: Planner, op: str, m: int, n: int, k:
     """Return the plans, the chosen plan of each kind before the others."""
     p, draw = planner.predictor, random.Random(f"{op} {m} {n} {k}")
     chosen: dict[str, Plan] = {}
-    for option in planner.decide(op, m, n, k).options:  # the fastest first
+    for option in planner.decide(op, m, n, k).options:  # the fastest plan first
         plan = option.plan
         chosen.setdefault(plan.family if isinstance(plan, Signaled) else plan.kind, plan)
     todo = [chosen[label] for label in LABELS if label in chosen]
@@ -79,7 +80,7 @@ def plans_to_run(profile: Profile, planner: Planner, op: str, m: int, n: int, k:
     for best in signaled:
         parts = p.signaled_parts(op, best, m, n, k)
         fewer = Predictor(replace(profile, machine=replace(p.machine, sms=p.sms * 3 // 4)))
-        mistaken = groupings(fewer.signaled_parts(op, best, m, n, k))[1:2]  # of a mistaken number of SMs
+        mistaken = groupings(fewer.signaled_parts(op, best, m, n, k))[1:2]  # groups chosen for a wrong number of SMs
         groups = [*((g,) * parts.waves for g in (1, 2, 4)), *mistaken]
         todo += [replace(best, groups=partition(g, parts.waves)) for g in groups]
         todo += [replace(best, groups=g) for g in partitions(parts.waves, draw)]

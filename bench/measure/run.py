@@ -1,4 +1,4 @@
-"""The benchmark: every op and the whole MLP on every shape, beside cuBLAS + NCCL and torch's fused ops.
+"""The benchmark of every op and of the whole MLP on every shape, compared with cuBLAS + NCCL and torch's fused ops.
 
 python -m bench.measure.run [--ops ...] [--shapes ... | --size M,H,I ...] [--modes graph eager] [--tune] [--seconds S] [--out DIR]
 torchrun --nproc-per-node N -m bench.measure.run --out DIR --file FILE   the examples of the ops that FILE defines, plan by plan
@@ -39,7 +39,7 @@ from weft.plans import FlagGated, Plan, Sequential
 
 BF = torch.bfloat16
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-NEEDED = ("sequential", "gemm", "comm")  # methods that every row needs
+NEEDED = ("sequential", "gemm", "comm")  # the methods that every row must contain
 
 
 def capturable(fn: peers.Run) -> bool:
@@ -64,7 +64,7 @@ class Bench(Program):
         todo, seq = candidates.working(op, self.world, x, w), Sequential().to_json()
         todo[seq] = peers.cublas_nccl(
             op, x, w, self.world.size
-        )  # a plan has to beat these calls, which cost no host time of weft
+        )  # a plan has to be faster than these calls, which do not include weft's host time
         for mode in self.a.modes:
             times = time_interleaved(
                 todo, mode=mode, calls=3 if mnk[0] * mnk[1] > 1 << 27 else 10, rounds=3 if mnk[0] > 1024 else 9
@@ -152,7 +152,7 @@ class Bench(Program):
         self.measure("parallel_mlp", shape, (m, n, k), fns, received, None)
 
     def time_registered(self, op: Op) -> None:
-        """Time an op that a user defined on its examples: every kind of plan that can serve it, beside sequential."""
+        """Time a user-defined op on the op's examples: every kind of plan that can run it, compared with sequential."""
         for name, (operands, options) in op.examples(self.world).items():
             call = op.check(self.world, operands, options)
             plans = {kind: op.choose(self.world, call, kind, False) for kind in op.kinds}
@@ -191,7 +191,7 @@ class Bench(Program):
                     name: run for name, run in todo.items() if name != "decomposed" and not name.startswith("quack")
                 }
             calls, rounds = 3 if m * n > 1 << 27 else 10, self.a.rounds
-            if mode == "eager" and m <= 1024:  # the host's time decides, and it varies
+            if mode == "eager" and m <= 1024:  # these times depend on the host, and vary
                 calls, rounds = 30, 3 * rounds
             times = time_interleaved(todo, mode=mode, calls=calls, rounds=rounds)
             gemm, comm = times.pop("gemm"), times.pop("comm")
@@ -235,7 +235,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 
 def start_ranks() -> int:
-    """Run this program as a rank on every GPU and return its exit status."""
+    """Run this program as one rank per GPU, and return its exit status."""
     if (gpus := torch.cuda.device_count()) < 2:
         raise SystemExit(f"the benchmark needs at least 2 GPUs, and there {'is' if gpus == 1 else 'are'} {gpus} here")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]

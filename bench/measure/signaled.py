@@ -1,6 +1,7 @@
 """The cost and gain of signaled plans: torchrun --nproc-per-node N -m bench.measure.signaled --out DIR [--parts ...] [--seconds S]
 
-Appends rows to DIR/signaled.jsonl. All methods of a shape and mode run in turns; a time is the slowest rank's median. The parts:
+Appends rows to DIR/signaled.jsonl. All methods of a shape and mode are interleaved; a time is the slowest rank's
+median. The parts:
 
     gemm   the GEMM alone: cuBLAS; weft's GEMM to rows; the signaled GEMM to tiles, with signals, on all but some SMs
     ops    cuBLAS + NCCL beside signaled plans for GEMM + all-reduce, reduce-scatter and all-to-all, M N of 16 to 256 Mi with K of 1
@@ -45,7 +46,7 @@ def plain_gemm(
     x_desc, w_desc, out_desc, tiles_m, tiles_n, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute with the signaled GEMM's main loop and epilogue, but store ordinary rows and signal nothing."""
+    """Run the signaled GEMM's main loop and epilogue, but store ordinary rows and send no signals."""
     for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
         acc = gemm_tile(x_desc, w_desc, tm * BM, tn * BN, K, BM, BN, BK)
@@ -73,8 +74,8 @@ def _plain(world: weft.World, m: int, n: int, k: int, left: int) -> Launch:
 def reordered(
     world: weft.World, op: str, x: torch.Tensor, w: torch.Tensor, plan: Signaled, out: torch.Tensor | None = None
 ) -> Callable[[], object]:
-    """Return the signaled GEMM of an op alone, which writes tiles or (all-reduce) rows in order to `out`. It has
-    signals of its own, for which nothing waits."""
+    """Return the signaled GEMM of an op alone, which writes tiles or (all-reduce) rows in order to `out`. This GEMM has
+    separate signals, for which nothing waits."""
     (m, k), n = x.shape, w.shape[0]
     call = ReduceCall((m // world.size,) * world.size, n, k, x.dtype, False, m, op == AR, out is not None)
     tiling = signaled.tiling_of(world, call, plan, out is not None and op == AR and n % 8 == 0)
@@ -136,8 +137,8 @@ class Bench(Program):
         return 10 if m * n * k < 1 << 37 else 3
 
     def plans(self, op: str, m: int, n: int) -> dict[str, Signaled]:
-        """Return some plans: groups of a plan with 8 CTAs, the default groups with other numbers of CTAs, and, for ops
-        that have them, plans whose groups copy engines move."""
+        """Return some plans: several groups with 8 CTAs, the default groups with other numbers of CTAs, and, if the op
+        supports them, plans whose groups copy engines move."""
         owners = self.world.size if op == RS else 1
         plan = replace(Signaled(), ctas=8)
         out = {f"default, {ctas} CTAs": replace(plan, ctas=ctas) for ctas in CTAS}

@@ -1,6 +1,7 @@
-"""One engine of vLLM in a process of its own, which serves the requests that its parent sends through a pipe: see vllm_serving.py.
+"""One vLLM engine in a separate process. The engine runs the requests that the parent process sends through a pipe
+(vllm_serving.py).
 
-Nothing here imports vLLM or torch before the process has its environment.
+The process sets its environment before it imports vLLM or torch.
 """
 
 from __future__ import annotations
@@ -60,15 +61,15 @@ class Setup:
 
 @dataclass
 class Load:
-    """Requests as (tokens, tokens of the answer). At most `in_flight` are served at once; they arrive at `rate` a second on average
-    (a Poisson process), or at once if it is 0."""
+    """Requests as (tokens, tokens of the answer). At most `in_flight` requests run at once. They arrive at an average
+    of `rate` per second (a Poisson process), or all at once if `rate` is 0."""
 
     lengths: list[tuple[int, int]]
     in_flight: int
     rate: float = 0.0
 
     def arrivals(self) -> list[float]:
-        """Return the second at which each request arrives, the same at every call."""
+        """Return the arrival time of each request in seconds; the times are the same in every call."""
         draw, arrival = random.Random(2), 0.0
         if not self.rate:
             return [0.0] * len(self.lengths)
@@ -86,9 +87,9 @@ class Served:
 
 
 def serve(engine: Any, load: Load, prompts: list[Any], params: list[Any]) -> Served:
-    """Serve all requests by an `LLMEngine` and return the times. Without a rate a request arrives when it is sent."""
+    """Run all requests on an `LLMEngine` and return the times. Without a rate a request arrives when it is sent."""
     arrivals, served = load.arrivals(), Served()
-    last_token: dict[str, float] = {}  # the time of a request's last token, or of its arrival
+    last_token: dict[str, float] = {}  # the time of a request's last token, or of its arrival if it has none
     answered: set[str] = set()
     sent, start = 0, time.perf_counter()
     while sent < len(prompts) or last_token:
@@ -128,9 +129,10 @@ class WorkerExtension:
 
 def replaced_matches(pass_name: str) -> int:
     """Return how many matches the passes of this class in the process replaced, each in the graph that it compiled last; 0 if an
-    earlier process compiled the code. The pass keeps the number itself: vLLM's table of matches has none of AllReduceFusionPass."""
+    earlier process compiled the code. The pass itself counts, since vLLM's table of matches does not include
+    AllReduceFusionPass."""
     frozen = gc.get_freeze_count()
-    gc.unfreeze()  # get_objects leaves out frozen objects, and vLLM freezes all that a worker has when it starts
+    gc.unfreeze()  # get_objects omits frozen objects, and vLLM freezes all objects of a worker at its start
     count = sum(live.matched_count for live in gc.get_objects() if type(live).__name__ == pass_name)
     if frozen:
         gc.freeze()
@@ -138,7 +140,7 @@ def replaced_matches(pass_name: str) -> int:
 
 
 def checkpoint(model: str, folder: str) -> None:
-    """Write the configuration of a model; vLLM makes its weights (load_format="dummy")."""
+    """Write the configuration of a model; vLLM generates the weights (load_format="dummy")."""
     import transformers
 
     sizes = dict(MODELS[model])
@@ -155,8 +157,8 @@ def checkpoint(model: str, folder: str) -> None:
 
 
 def start(setup: Setup) -> Any:
-    """Return the engine. Its cache has explicit bytes, because vLLM's own estimate would count the memory of the
-    engines beside it."""
+    """Return the engine. The size of the engine's cache is explicit, because vLLM's own estimate would count the memory
+    of other engines."""
     from vllm import LLM
 
     passes = METHODS[setup.method]
@@ -201,7 +203,7 @@ def facts(llm: Any, setup: Setup) -> dict[str, Any]:
 
 
 def requests(load: Load) -> tuple[list[Any], list[Any]]:
-    """Return random prompts and parameters of a load, the same at every call."""
+    """Return the random prompts and the parameters of a load, which are the same in every call."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -217,7 +219,7 @@ def requests(load: Load) -> tuple[list[Any], list[Any]]:
 
 
 def redirect(log: Path) -> None:
-    """Write what this process and its children print to the log."""
+    """Redirect the output of this process and its children to the log."""
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -235,14 +237,14 @@ def compile_fused_all_reduce(log: Path) -> None:
 
 
 def main(setup: Setup, pipe: Connection, log: Path) -> None:
-    """Start an engine and serve the loads that arrive through the pipe, until None arrives. The pipe returns results,
+    """Start an engine and run the loads that arrive through the pipe, until None arrives. The pipe returns results,
     or the text of a traceback."""
     os.setsid()  # the parent kills this process group, with vLLM's processes
     redirect(log)
     os.environ |= NO_MULTICAST | {
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, setup.gpus)),
         "WEFT_VLLM": str(int(setup.method == "weft")),
-        # Engines that start at once must not write one another's compiled code.
+        # Engines that start concurrently must not overwrite each other's compiled code.
         "VLLM_CACHE_ROOT": str(Path.home() / ".cache/vllm" / setup.method.replace(" ", "_")),
     }
     try:

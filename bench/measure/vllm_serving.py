@@ -1,15 +1,16 @@
-"""Throughput and latency of vLLM with the plugin beside stock vLLM, on the GPUs of one machine.
+"""The throughput and latency of vLLM with the plugin, compared with stock vLLM, on the GPUs of one machine.
 
 python -m bench.measure.vllm_serving --out DIR [--gpus 0 1] [--models ..] [--methods ..] [--mixes ..] [--rate R] [--seconds S]
 
---gpus are all of the machine by default, --rate is the number of requests that arrive a second (0: each as soon as another ends), and
---cache the GiB of keys and values of a rank and engine.
+--gpus are all GPUs of the machine by default, --rate is the number of requests that arrive per second (0: a request
+arrives when another ends), and --cache is the GiB of keys and values for each rank of an engine.
 
-All engines of a model share the same GPUs at the same time, one process each (vllm_engine.py), and serve in turns while the others are
-idle: a repeat is stock, the other methods, stock. A drift of the machine therefore affects all of them, and the difference between the two
-turns of stock in a repeat bounds the meaning of a ratio. "stock" is vLLM as it is installed, with flashinfer's fused all-reduce + norm;
-"stock unfused" is without it; "async tp" has vLLM's own sequence parallelism. Models have random weights, their published layer sizes and
-16 layers, so that an engine starts within two minutes, with vLLM's default CUDA graphs and compiled code and without prefix caching.
+All engines of a model share the same GPUs at the same time, one process each (vllm_engine.py), and run requests in
+turns while the others are idle: a repeat is stock, the other methods, stock. A drift of the machine therefore affects
+all of them, and the difference between the two turns of stock in a repeat bounds the meaning of a ratio. "stock" is
+vLLM as it is installed, with flashinfer's fused all-reduce + norm; "stock unfused" is without it; "async tp" has vLLM's
+own sequence parallelism. Models have random weights, their published layer sizes and 16 layers, so that an engine
+starts within two minutes, with vLLM's default CUDA graphs and compiled code and without prefix caching.
 
 A row of DIR/vllm_serving.jsonl compares a method with stock for one mix: `seconds` of each repeat and `baseline_seconds` of the two turns of
 stock around it; `ratio`, the median of stock's mean over the method's; `ratio_range`; `null_range`, of the ratio of stock's two turns;
@@ -39,7 +40,7 @@ from bench.measure.vllm_engine import LAYERS, METHODS, MODELS, Load, Served, Set
 
 STOCK = "stock"
 REPEATS, REPEAT_SECONDS = 7, 3.0
-MEMORY = 0.85  # of each GPU, for all engines together
+MEMORY = 0.85  # the share of each GPU's memory for all engines together
 TURN_TIMEOUT = 120.0
 
 
@@ -60,14 +61,14 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Mix:
-    """A kind of requests, of which `in_flight` are served at once."""
+    """A kind of requests, of which `in_flight` run at once."""
 
     in_flight: int
     prompt: Tokens
     answer: Tokens
 
     def load(self, requests: int, rate: float) -> Load:
-        """Return this many requests, the same at every call."""
+        """Return this many requests, which are the same in every call."""
         draw = random.Random(0)
         lengths = [(self.prompt.draw(draw), self.answer.draw(draw)) for _ in range(requests)]
         return Load(lengths, self.in_flight, rate)
@@ -84,12 +85,12 @@ MIXES = {
 
 
 class Failed(RuntimeError):
-    """An engine did not start, or did not answer."""
+    """Raised if an engine did not start, or did not answer."""
 
 
 @dataclass
 class Engine:
-    """An engine's process, as its parent sees it."""
+    """The parent's handle of an engine's process."""
 
     setup: Setup
     log: Path
@@ -144,7 +145,8 @@ def start_engines(engines: list[Engine], end: float) -> None:
 
 
 def scaled(stock: Any, mix: Mix, rate: float) -> Load:
-    """Return as many requests as keep stock vLLM busy for REPEAT_SECONDS. The first turn is not counted: it may compile."""
+    """Return the number of requests that keep stock vLLM busy for REPEAT_SECONDS. The first turn is not counted,
+    because vLLM may compile during it."""
     requests = mix.in_flight
     stock.serve(mix.load(requests, rate))
     for _ in range(3):
@@ -156,7 +158,7 @@ def scaled(stock: Any, mix: Mix, rate: float) -> Load:
 
 
 def take_turns(engines: dict[str, Any], load: Load, repeats: int, end: float) -> dict[str, list[Served]]:
-    """Let stock, the other engines and stock again serve the load, `repeats` times or until `end`. A repeat has two
+    """Run the load on stock, on the other engines and on stock again, `repeats` times or until `end`. A repeat has two
     results of stock."""
     order = [STOCK, *(method for method in engines if method != STOCK), STOCK]
     results: dict[str, list[Served]] = {method: [] for method in engines}
@@ -200,7 +202,7 @@ def comparison(results: dict[str, list[Served]], method: str) -> dict[str, Any]:
 
 
 def measure_mix(engines: dict[str, Engine], name: str, args: argparse.Namespace, end: float) -> None:
-    """Measure one mix, and append a row for each method beside stock."""
+    """Measure one mix, and append a row that compares each method with stock."""
     load = scaled(engines[STOCK], MIXES[name], args.rate)
     others = [method for method in engines if method != STOCK]
     first_seconds = {method: engines[method].serve(load).seconds for method in others}
@@ -224,7 +226,7 @@ def measure_mix(engines: dict[str, Engine], name: str, args: argparse.Namespace,
 
 
 def measure(model: str, args: argparse.Namespace, end: float) -> bool:
-    """Start the engines of a model, measure the mixes until the time is over, and return whether no engine failed."""
+    """Start the engines of a model and measure the mixes until the time is over. Return True if no engine failed."""
     share = round(MEMORY / len(args.methods), 3)
     engines = {}
     for method in args.methods:

@@ -1,9 +1,11 @@
-"""Predictions of calls on more GPUs than a profile has, written before anybody measures them, and their errors afterwards.
+"""Predictions of calls on more GPUs than a profile has, written before the calls are measured, and the errors of the
+predictions.
 
 python -m bench.pages.ahead [--gpus 8] [--profiles nvidia-h200-x2 nvidia-h200-x4]
 
-The program writes bench/results/predictions-<gpus>.jsonl anew: for every op and shape of bench/measure/run.py the plans that --tune times
-in a CUDA graph, and the plan that the planner chooses, which is `chosen`. `errors` reads the rows that were measured later.
+The program writes bench/results/predictions-<gpus>.jsonl anew: for every op and shape of bench/measure/run.py it
+predicts the plans that --tune times in a CUDA graph, and marks the plan that the planner chooses as `chosen`. `errors`
+compares the predictions with rows that were measured later.
 """
 
 from __future__ import annotations
@@ -76,10 +78,10 @@ def errors(gpus: int, results: Path = stored.RESULTS) -> dict[tuple[str, str], l
 
 
 def section(gpus: int = GPUS, results: Path = stored.RESULTS) -> str:
-    """Return the part of a page that compares the predictions with what was measured later."""
+    """Return the part of a page that compares the predictions with later measurements."""
     predictions = lines_of(path_of(gpus, results))
     written = f"### Ahead of the measurements\n\n{len(predictions)} times of calls on {gpus} GPUs were predicted on "
-    written += f"{predictions[0]['date'][:10]}, from profiles of fewer (`bench/results/{path_of(gpus).name}`)"
+    written += f"{predictions[0]['date'][:10]}, from profiles of fewer GPUs (`bench/results/{path_of(gpus).name}`)"
     if not (of_kinds := errors(gpus, results)):
         return f"{written}. None of these calls has been measured since.\n"
     lines = [

@@ -1,5 +1,5 @@
-"""The lists in docs/api.md, which make the page useful without the site: each module's public names, and for the names of `weft`
-itself the first sentence of the docstring."""
+"""The lists in docs/api.md, which make the page useful without the site: the public names of each module and, for the
+names of `weft` itself, the first sentence of the docstring."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def names(name: str) -> str:
 
 
 def sentence(item: object) -> str:
-    """Return the first sentence of the docstring, without "Return", parentheses, and what follows a semicolon, ", or" or,
-    after four words, a colon."""
+    """Return the first sentence of the docstring without "Return" and parentheses. The sentence is cut at a semicolon,
+    at ", or" and, after four words, at a colon."""
     paragraph = " ".join((inspect.getdoc(item) or "").partition("\n\n")[0].split())
     sentences = re.split(r"(?<=\.)\s(?=[A-Z`])", paragraph)
     short = len(sentences[0].split()) < 3 and len(sentences) > 1  # "Collective."
@@ -47,5 +47,5 @@ def sentence(item: object) -> str:
 
 
 def _defined_in(module: str, item: object) -> bool:
-    """Return whether the module defines the object, for modules without `__all__`."""
+    """Return whether the module itself defines the object. This is needed for modules without `__all__`."""
     return getattr(item, "__module__", "") == module

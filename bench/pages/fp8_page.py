@@ -1,7 +1,8 @@
 """The tables of docs/fp8.md, from bench/results/<machine>: GEMMs of 8-bit operands on one GPU, and the cost of quantizing inside SiLU-mul
 and norm (fp8.jsonl, of bench/measure/fp8.py); operators over several ranks (fp8_ranks.jsonl, of bench/measure/fp8_ranks.py).
 
-The newest row of a size counts, which is the last in the file. A recipe that was not measured has no row, and a table without rows is "".
+The newest row of a size, which is the last in the file, counts. A recipe that was not measured has no row, and a table
+without rows is "".
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ AUTO, TORCH = "weft auto", "torch symm_mem"
 KERNELS = {"silu_mul": "`silu_mul`", "norm": "add + norm"}
 SCALINGS = ("row", "block", "tensor")
 OF_RANKS = '`plan="auto"`, times as fast:\n\n'
-Ratios = list[tuple[float, str]]  # each with the size that it is of
+Ratios = list[tuple[float, str]]  # each ratio with its size
 
 
 def gemms(lines: Rows) -> str:
-    """Return the table that compares, for each recipe, weft's own kernel in its best tile and "auto" with the best
+    """Return the table that compares, for each recipe, weft's own kernel with its best tile, and "auto", with the best
     library."""
     newest = {(r["name"], r["M"], r["N"], r["K"]): r for r in lines if r["name"] != "quantizing"}
     rows = [row for row in (recipe_row(recipe, list(newest.values())) for recipe in RECIPES) if row]
@@ -36,8 +37,8 @@ def gemms(lines: Rows) -> str:
 
 
 def recipe_row(recipe: str, lines: Rows) -> list[str]:
-    """Return a recipe's row of the table, empty if nothing was measured. The row names an earlier kernel if no stored
-    row has one of today's tiles."""
+    """Return the row of a recipe in the table; empty if nothing was measured. The row mentions an earlier kernel if no
+    stored row has one of the current tiles."""
     name, plans = RECIPES[recipe]
     tiles = {plan_label(plan) for plan in plans}
     best_ratios, auto, rates, earlier = [], [], [], False
@@ -64,7 +65,7 @@ def size_of(row: dict) -> str:
 
 
 def mean_and_lowest(ratios: Ratios) -> list[str]:
-    """Return two cells, empty if there are no ratios."""
+    """Return two cells, which are empty if there are no ratios."""
     if not ratios:
         return ["", ""]
     least, size = min(ratios)
@@ -73,20 +74,20 @@ def mean_and_lowest(ratios: Ratios) -> list[str]:
 
 # -- quantizing inside another kernel ----------------------------------------------------------------------------------
 def quantizing(lines: Rows) -> str:
-    """Return the sentence on the time of SiLU-mul and norm that end in 8-bit rows, over the kernel without, and over
-    the kernel and `weft.quantize`; "" if they were not measured."""
+    """Return the sentence that compares SiLU-mul and norm with 8-bit results to the same kernels with 16-bit results,
+    and to these kernels followed by `weft.quantize`; "" if they were not measured."""
     newest = {size_of(r): r["us"] for r in lines if r["name"] == "quantizing"}
     if not newest:
         return ""
     kernels = [f"{title}: {', '.join(cost_of(kernel, list(newest.values())))}" for kernel, title in KERNELS.items()]
     sizes = f"{len(newest)} size{'s' * (len(newest) > 1)}"
-    head = "time of a kernel that also quantizes over that of the kernel alone, and over that of the kernel and then "
-    head += f"`weft.quantize`, means of {sizes}. "
+    head = "time of a kernel that also quantizes, divided by the time of the kernel alone, or of the kernel "
+    head += f"followed by `weft.quantize`; means of {sizes}. "
     return head + "; ".join(kernels) + "."
 
 
 def cost_of(kernel: str, times: list[dict[str, float]]) -> list[str]:
-    """Return the two ratios of a kernel by each recipe."""
+    """Return the two ratios of a kernel for each recipe."""
     parts = []
     for recipe in SCALINGS:
         known = [us for us in times if f"quantize after {kernel}, {recipe}" in us]
@@ -99,7 +100,7 @@ def cost_of(kernel: str, times: list[dict[str, float]]) -> list[str]:
 # -- several ranks -----------------------------------------------------------------------------------------------------
 def ranks(lines: Rows) -> str:
     """Return the table with a row for each op and recipe in CUDA graphs, and in eager mode if torch's operator was
-    measured in that mode alone."""
+    measured only in that mode."""
     newest = {(r["op"], r["recipe"], r["mode"], r["name"], size_of(r)): r for r in lines}
     rows = []
     for op in OPS:
@@ -112,8 +113,8 @@ def ranks(lines: Rows) -> str:
 
 
 def eager(rows: Rows) -> str:
-    """Return the sentence on eager calls, which the host slows: the range over sequential of each recipe; "" if none
-    were measured."""
+    """Return the sentence on eager calls, which the host slows down: the range of speedups over sequential for each
+    recipe; "" if none were measured."""
     parts, every = [], []
     for recipe in SCALINGS:
         of_recipe = [r for r in rows if r["recipe"] == recipe and r["mode"] == "eager" and AUTO in r["us"]]
@@ -125,7 +126,8 @@ def eager(rows: Rows) -> str:
 
 
 def modes_of(rows: Rows) -> list[str]:
-    """Return the modes to show: graphs, if there are some, and eager calls if torch's operator was measured in them alone."""
+    """Return the modes to show: graphs, if any were measured, and eager calls if torch's operator was measured only
+    there."""
     with_torch = {mode: any(TORCH in r["us"] for r in rows if r["mode"] == mode and AUTO in r["us"]) for mode in ("graph", "eager")}  # fmt: skip
     measured = {r["mode"] for r in rows if AUTO in r["us"]}
     graph = ["graph"] if "graph" in measured else []
@@ -145,12 +147,12 @@ def ranks_row(op: str, recipe: str, mode: str, rows: Rows) -> list[str]:
 
 
 def over_auto(way: str, rows: Rows) -> Ratios:
-    """Return the time of a method over that of "auto", for each size that has both."""
+    """Return the ratio of the time of a method to the time of "auto", for each size with both."""
     return [(r["us"][way] / r["us"][AUTO], size_of(r)) for r in rows if way in r["us"]]
 
 
 def share_of(row: dict) -> float | None:
-    """Return how much of the time that an overlap could save "auto" saved, or None if there is nothing to save."""
+    """Return the share that "auto" saved of the time that overlap could save; None if there is nothing to save."""
     base, limit = row["us"]["sequential"], row["limit_us"]
     return (base - row["us"][AUTO]) / (base - limit) if limit < base else None
 

@@ -1,6 +1,6 @@
 """The README's two tables, and lines of docs/measurements.md for whole layers and models, from the rows in bench/results.
 
-The newest row of each (name, mode, method) counts, which is the last in the file.
+The newest row of each (name, mode, method), which is the last in the file, counts.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from bench.pages.report import FEW, LIBRARIES, MODES, OPS, cases, load, mean, me
 from bench.pages.tables import gpus_of, grid, lines_of
 
 Row = dict
-MACHINES = ("nvidia-h200-x2", "nvidia-h200-x4")  # the columns of the README's tables, but for vLLM's
+MACHINES = ("nvidia-h200-x2", "nvidia-h200-x4")  # the columns of the README's tables, except vLLM's
 VLLM = ("nvidia-h100-x2", "nvidia-h100-x4")
 NCCL = "cuBLAS, then NCCL"
 CAVEAT = (
     "Geometric means over all sizes in CUDA graphs on H200s, over Transformers' own parallelism or cuBLAS, then NCCL; vLLM: requests/s over"
     " stock vLLM on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x (stock's own {null:.2f}x). NVLink multicast (NVLS) was"
-    " off everywhere; gains with it unmeasured."
+    " off everywhere; gains with NVLS unmeasured."
     " {share}."
 )
-SHOWN = (  # the lines of the README's table of operators and layers
+SHOWN = (  # the lines that the README's table of operators and layers shows
     *(f"{OPS[op]}{size}" for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_reduce_rms_norm", "parallel_mlp") for size in ("", f", ≤{FEW} tokens")),
     *(f"{OPS['decoder']}: {part}" for part in ("prefill", "decode")),
     "all-gather + GEMM, with quack",
@@ -36,7 +36,7 @@ SHOWN = (  # the lines of the README's table of operators and layers
 @dataclass(frozen=True)
 class Layers:
     """One line of the table of means: the file of its rows, its title, the baseline's name, the rows' methods for the baseline and
-    for weft, and a condition on the rows that count. A method belongs to the library with whose name it begins."""
+    for weft, and a condition that selects rows. The name of a method begins with the name of its library."""
 
     file: str
     title: str
@@ -50,7 +50,8 @@ def woven_title(model: str) -> str:
 
 
 def _experts_of(model: str) -> Layers:
-    """Return the line of one Transformers model with experts. Each has a line, since no two of them ran at the same sizes."""
+    """Return the line of one Transformers model with experts. Each model has its own line, since no two models ran with
+    the same sizes."""
     return Layers(
         "hf_moe.jsonl",
         woven_title(model),
@@ -123,8 +124,8 @@ def newest(folder: Path, layers: Layers) -> dict[tuple[str, str], dict[str, Row]
 def ratios(folder: Path, layers: Layers) -> dict[str, dict[tuple[str, str], float]]:
     """Return how many times as fast as the baseline weft and each library were, by library ("" for weft) and (mode, name).
 
-    Beside a CUDA graph the baseline is the faster of its modes: Transformers' graph of a long prompt is slower than its eager pass.
-    The fastest of a library's methods counts."""
+    A CUDA graph is compared with the faster of the baseline's modes, because Transformers' graph of a long prompt is
+    slower than its eager pass. Of the methods of a library the fastest counts."""
     sizes = newest(folder, layers)
     baseline, weft = layers.methods
     by_library: dict[str, dict[tuple[str, str], float]] = {}
@@ -140,8 +141,8 @@ def ratios(folder: Path, layers: Layers) -> dict[str, dict[tuple[str, str], floa
 
 
 def layers(folder: Path) -> list[list[str]]:
-    """Return the lines of a machine's table of means that are not the benchmark's own ops, each baseline in a line above; the last
-    cell has the dates and commits of a line's rows."""
+    """Return those lines of a machine's table of means that do not come from the benchmark's own ops. A line above them
+    names their baseline; the last cell contains the dates and commits of the rows."""
     lines: list[list[str]] = []
     for baseline, group in groupby(LAYERS, lambda layers: layers.baseline):
         of_baseline = []
@@ -163,8 +164,8 @@ def layers(folder: Path) -> list[list[str]]:
 
 
 def figures(results: Path) -> str:
-    """Return the README's table of operators and layers: geometric means in CUDA graphs, the best other library's, and the lowest ratio
-    of all sizes, machines and modes."""
+    """Return the README's table of operators and layers: geometric means in CUDA graphs, the mean of the best other
+    library, and the lowest ratio over all sizes, machines and modes."""
     by_machine = [{line[0]: line for line in means(load(results / name), layers(results / name))} for name in MACHINES]
     baselines = {line.title: line.baseline for line in LAYERS}
     table = []
@@ -179,15 +180,15 @@ def figures(results: Path) -> str:
 
 
 def requests(path: Path) -> tuple[str, str]:
-    """Return the lowest and the highest ratio of vLLM's mixes of requests, by the median repeats of engines that took turns, and the
-    model whose layers served."""
+    """Return the lowest and the highest ratio over vLLM's mixes of requests, from the median repeats of engines that
+    took turns, and the model."""
     ratios = [row["ratio"] for row in rows_of(path)]
     (model,) = {row["model"] for row in rows_of(path)}
     return f"{min(ratios):.2f}x to {max(ratios):.2f}x", model
 
 
 def doors(results: Path) -> str:
-    """Return the README's table of what to write for which program, with what it gains, and the caveats."""
+    """Return the README's table of the code to write for each kind of program and of its gains, and the caveats."""
     paths = [results / machine / "vllm_serving.jsonl" for machine in VLLM]
     served = [f"{model} **{gain}**" for gain, model in map(requests, paths)]
     lowest, null = (
@@ -210,20 +211,22 @@ def doors(results: Path) -> str:
 
 
 def one_gpu(results: Path) -> str:
-    """Return the sentence on experts on one GPU beside the fastest library of each size."""
+    """Return the sentence that compares experts on one GPU with the fastest library of each size."""
     by_tokens = one_gpu_page.beside_fastest(lines_of(results / "nvidia-h100-x1/moe_one_gpu.jsonl"))
     values = [ratio for by_model in by_tokens.values() for ratio in by_model.values()]
     return (
-        f"Expert kernels on one H100: **{min(values):.2f}x to {max(values):.2f}x** beside the faster of vLLM's `fused_experts` and quack"
+        f"Expert kernels on one H100: **{min(values):.2f}x to {max(values):.2f}x** over the faster of vLLM's `fused_experts` and quack"
         f" ([why](docs/moe.md#what-it-reaches))."
     )
 
 
 def share(results: Path) -> str:
-    """Return how much faster the Transformers model at its largest number of tokens is, and how much of that is overlap.
+    """Return the sentence on the speedup of the Transformers model at its largest number of tokens, and on the share of
+    overlap in it.
 
-    The faster of eager and CUDA graph counts on both sides: Transformers' graph of a long prompt is slower than its eager pass. The
-    share of overlap is that of weft's own decoder of this size, whose other kernels are the same with overlap and without."""
+    On both sides the faster of eager mode and CUDA graph counts: Transformers' graph of a long prompt is slower than
+    its eager pass. The share of overlap comes from weft's own decoder of this size, which uses the same other kernels
+    with and without overlap."""
     folder = results / MACHINES[-1]
     rows = [row for row in rows_of(folder / "hf.jsonl") if "prefill" in row["name"]]
     tokens = max(row["M"] for row in rows)

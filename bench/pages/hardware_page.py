@@ -1,6 +1,6 @@
-"""The tables of docs/tested.md and docs/hardware.md: how checks ended on GPUs, and which checks passed on a Hopper GPU that ran the code of an
-older one, from tests/gpu_record.json; what was compiled for which GPU, from tests/architectures.json; and the cost of signals in such
-code, from bench/results."""
+"""The tables of docs/tested.md and docs/hardware.md: the results of checks on GPUs, including checks on a Hopper GPU
+that ran code for an older GPU, from tests/gpu_record.json; the kernels that were compiled for each GPU, from
+tests/architectures.json; and the cost of signals in such code, from bench/results."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def compiled(record: dict[str, Any]) -> str:
 
 
 def ran(record: dict[str, Any], older: bool = True) -> str:
-    """Return the table of the checks that ran. older: checks of code compiled for an older GPU, else of code for the
-    GPU itself."""
+    """Return the table of the checks that ran. older: whether the checks ran code compiled for an older GPU, or code
+    for the GPU itself."""
     rows = []
     for place, checks in sorted(record.get("checks", {}).items()):
         if (", compiled for " in place) == older:
@@ -52,20 +52,20 @@ def ran(record: dict[str, Any], older: bool = True) -> str:
 
 
 def record() -> str:
-    """Return how each check ended when it last ran, which checks failed, and how many random calls ran."""
+    """Return the last result of each check, the checks that failed, and the number of random calls that ran."""
     stored = json.loads((TESTS / "gpu_record.json").read_text())
     failed_checks = []
     for place, checks in sorted(stored["checks"].items()):
         names = [f"*{name}*" for name, row in checks.items() if row["outcome"] == "failed"]
         if names and ", compiled for " not in place:
             failed_checks.append(f"{', '.join(names)} ({place})")
-    text = f"Failed when they last ran: {'; '.join(failed_checks)}. " if failed_checks else ""
+    text = f"Failed in their last run: {'; '.join(failed_checks)}. " if failed_checks else ""
     text += f"Random calls: {stored['fuzz']['calls']:,}, of which {stored['fuzz']['wrong']} were wrong."
     return f"{ran(stored, older=False)}\n\n{text}"
 
 
 def speed(record: dict[str, Any]) -> str:
-    """Return the cost of signals: a group for each wave beside one group, in the same loop."""
+    """Return the cost of signals: the time with a group for each wave compared with one group, in the same loop."""
     shares = [100 * row[f"{where}: signals cost"] for row in record["rows"] for where in ("rows", "tiles")]
     where = f"{record['compiled_for']}, on {record['machine']}, {record['date'][:10]}"
     return f"Compiled for {where}: a signal for each wave took {min(shares):.1f}% to {max(shares):.1f}% of a GEMM's time at {len(record['rows'])} sizes."

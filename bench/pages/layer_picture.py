@@ -1,7 +1,9 @@
-"""The README's picture: one MLP layer on one axis, above with cuBLAS + NCCL one after the other, below with weft, from stored rows.
+"""The README's picture: one MLP layer on one time axis, drawn from stored rows, with cuBLAS and NCCL one after the
+other above and weft below.
 
-The end of a run is measured; the bars in it are as long as each GEMM and collective takes alone, and the rest is what is left: SiLU and
-gaps. When a collective moves its bytes during weft's GEMMs was not recorded: it is drawn at the end that it belongs to.
+The end of a run is measured. The bar of each GEMM and collective is as long as its time alone; the remaining time is
+SiLU and gaps. The time at which a collective overlaps weft's GEMMs was not recorded, so it is drawn at the end of the
+layer to which it belongs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ COMPUTING, MOVING, REST = WORK["compute"], WORK["gather"], "#c9ced6"
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of the whole layer, by cuBLAS + NCCL and by weft, and of each part alone."""
+    """The times in microseconds of the whole layer with cuBLAS + NCCL and with weft, and of each part alone."""
 
     sequential: float
     weft: float
@@ -34,7 +36,7 @@ class Times:
     scatter: float
 
     def rest(self, whole: float) -> float:
-        """Return the us of a layer that are neither in a GEMM nor in a collective that is not hidden."""
+        """Return the us of a layer that belong neither to a GEMM nor to an exposed collective."""
         moved = self.gather + self.scatter if whole == self.sequential else 0.0
         return whole - self.gate_up - self.down - moved
 
@@ -52,7 +54,7 @@ def times(rows: list[report.Row]) -> Times:
 
 
 def all_sizes(rows: list[report.Row]) -> float:
-    """Return the geometric mean, over all sizes of the layer, of how many times as fast as cuBLAS + NCCL weft is in a CUDA graph."""
+    """Return the geometric mean, over all sizes of the layer, of weft's speedup over cuBLAS + NCCL in a CUDA graph."""
     ratio = report.mean(
         c.ratio("auto") for c in report.cases(rows, "parallel_mlp", max(r["world"] for r in rows), "graph")
     )

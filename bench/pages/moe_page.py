@@ -1,6 +1,7 @@
-"""The tables of docs/moe.md, and every size in bench/results/moe.md, from bench/results/<machine>/moe*.jsonl, and of memory from the code.
+"""The tables of docs/moe.md, and the tables of every size in bench/results/moe.md, from
+bench/results/<machine>/moe*.jsonl. The tables of memory are computed by the code.
 
-The newest row of a name, world, method and routing counts, which is the last in the file.
+The newest row of a name, world, method and routing, which is the last in the file, counts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LAYER = "layer, tokens a GPU"
 
 
 def layer_of(name: str) -> str:
-    """Return a row's name as the cell of a table: the model and the number of tokens."""
+    """Return a row's name as a table cell: the model and the number of tokens."""
     model, _, tokens = name.rpartition("-")
     return f"{model}, {int(tokens):,}"
 
@@ -41,8 +42,8 @@ def us_or_empty(row: dict | None) -> str:
 
 
 def table(lines: Rows) -> str:
-    """Return the table with a row for each size: us of the library and of weft, their ratio, and weft's share of the limit and of
-    its parts alone."""
+    """Return the table with a row for each size: the us of the library and of weft, the ratio of the two, and the
+    limit, and the time of weft's parts alone, as shares of weft's time."""
     newest = {(r["name"], r["method"]): r for r in lines}
     rows, ratios = [], []
     for name in most_tokens_first(r["name"] for r in lines):
@@ -61,8 +62,8 @@ def table(lines: Rows) -> str:
 
 
 def experts(lines: Rows) -> str:
-    """Return the table with a row for each number of experts, of one layer: us of weft and of the library by tokens, and the
-    spread over all rows."""
+    """Return the table of one layer with a row for each number of experts: the us of weft and of the library by number
+    of tokens, and the spread over all rows."""
     newest = {(r["E"], r["M"], r["method"]): r["us"] for r in lines}
     tokens = sorted({m for _, m, _ in newest})
     rows = []
@@ -73,8 +74,8 @@ def experts(lines: Rows) -> str:
 
 
 def growth(lines: Rows) -> str:
-    """Return the sentence that compares the added time of the most experts over the fewest with the time to read their
-    weights."""
+    """Return the sentence that compares the time that the most experts take beyond the fewest with the time to read
+    their weights."""
     auto = [r for r in lines if r["method"] == "auto"]
     newest = {(r["M"], r["E"]): r["us"] for r in auto}
     fewest, most = min(r["E"] for r in auto), max(r["E"] for r in auto)
@@ -84,7 +85,7 @@ def growth(lines: Rows) -> str:
     gigabytes = (most - fewest) // auto[0]["world"] * weight_bytes(auto[0], matrices=2) / 1e9
     return (
         f"{most} experts take {min(added_us):.0f} to {max(added_us):.0f} us longer than {fewest} ({', '.join(shares)} tokens): a GPU's"
-        f" {gigabytes:.1f} GB more of weights take {gigabytes / MEMORY * 1e3:.0f} us at {MEMORY} TB/s, and last tiles are partly empty."
+        f" {gigabytes:.1f} GB of additional weights take {gigabytes / MEMORY * 1e3:.0f} us at {MEMORY} TB/s, and last tiles are partly empty."
     )
 
 
@@ -104,7 +105,7 @@ def auto_us(results: Path) -> dict[str, dict[int, float]]:
 
 
 def scaling(results: Path) -> str:
-    """Return the table of us on 1 GPU and on several, with the same number of tokens on each GPU."""
+    """Return the table of times in us on one GPU and on several GPUs, with the same number of tokens on each GPU."""
     us = {name: by_world for name, by_world in auto_us(results).items() if 1 in by_world}
     worlds = sorted({w for by_world in us.values() for w in by_world})
     rows = []
@@ -116,8 +117,8 @@ def scaling(results: Path) -> str:
 
 
 def overlap_efficiency(results: Path) -> str:
-    """Return the table of T(2) / T(N), FlashMoE's overlap efficiency: us on 2 GPUs over us on N, with the same number
-    of tokens on each GPU."""
+    """Return the table of T(2) / T(N), FlashMoE's overlap efficiency: the time on 2 GPUs divided by the time on N, with
+    the same number of tokens on each GPU."""
     us = auto_us(results)
     worlds = sorted({world for by_world in us.values() for world in by_world if world > 2})
     rows = [
@@ -133,7 +134,7 @@ PEERS = ("vllm", "quack", "library, eager")
 
 def beside_peers(results: Path) -> str:
     """Return the table of alternatives over several GPUs: vLLM's and quack's experts between NCCL's collectives, and
-    eager PyTorch. The ratio is the fastest one's us over weft's."""
+    eager PyTorch. The ratio is the time of the fastest alternative divided by weft's."""
     rows = []
     for machine, lines in by_machine(results, "moe.jsonl").items():
         newest = {(r["name"], r["zipf"], r["method"]): r for r in lines}
@@ -149,8 +150,8 @@ def beside_peers(results: Path) -> str:
 
 
 def stragglers(results: Path) -> str:
-    """Return the table of layers in which one rank begins late: median and 95th percentile of the time to the last
-    rank's end."""
+    """Return the table of layers in which one rank begins late: the median and the 95th percentile of the time until
+    the last rank ends."""
     newest: dict[tuple, dict[str, str]] = {}
     for machine, lines in by_machine(results, "moe_stragglers.jsonl").items():
         for r in lines:
@@ -166,8 +167,8 @@ PLANS = {"libraries": "library, beside one launch", "dispatched": "weft dispatch
 
 
 def plans(lines: Rows) -> str:
-    """Return the table with a row for each size of the runs that time all plans: us of each plan, and of the fused plan
-    with its fastest settings."""
+    """Return the table with a row for each size of the runs that time all plans: the us of each plan, and of the fused
+    plan with its fastest settings."""
     newest = {(r["name"], r["method"]): r["us"] for r in lines}
     rows = []
     for name in most_tokens_first(n for n, m in newest if m == PLANS["libraries"]):
@@ -178,7 +179,7 @@ def plans(lines: Rows) -> str:
 
 
 def of_all_plans(results: Path) -> str:
-    """Return the runs that time all plans, with balanced routing."""
+    """Return the tables of the runs that time all plans, with balanced routing."""
     parts = []
     for machine, every in by_machine(results, "moe.jsonl").items():
         lines = [r for r in every if r["zipf"] == 0 and UNGATED not in r["name"]]
@@ -197,10 +198,10 @@ def page(results: Path) -> str:
             parts.append(f"{where}, {routing}, us:\n\n{table(some)}")
         ungated = [r for r in lines if UNGATED in r["name"]]
         if ungated:
-            setup = "FlashMoE's experts as its paper has them (H = I = 2048, k = 2, GELU of two matrices, not gated)"
-            parts.append(f"{where}, {setup}, us of weft, and of the libraries:\n\n{experts(ungated)}")
+            setup = "FlashMoE's experts as in its paper (H = I = 2048, k = 2, GELU of two matrices, not gated)"
+            parts.append(f"{where}, {setup}, us of weft and of the libraries:\n\n{experts(ungated)}")
     grown = scaling(results)
-    return "\n\n".join([*parts, *([f"With as many tokens on each GPU, us:\n\n{grown}"] if grown else [])])
+    return "\n\n".join([*parts, *([f"With the same number of tokens on each GPU, us:\n\n{grown}"] if grown else [])])
 
 
 def stamps(results: Path) -> str:
@@ -216,8 +217,8 @@ def stamps(results: Path) -> str:
 
 
 def in_parts(lines: Rows) -> tuple[str, str]:
-    """Return the table with a row for each size and op: us of the library and of weft, their ratio, and weft's share of the
-    limit; and the means by op."""
+    """Return the table with a row for each size and op: the us of the library and of weft, the ratio of the two, and
+    weft's share of the limit. The means by op follow."""
     newest = {(r["name"], r["op"], r["method"]): r for r in lines}
     rows, pairs_by_op = [], dict[str, list[tuple[float, float]]]()
     for (name, op, method), auto in newest.items():
@@ -239,7 +240,8 @@ def in_parts(lines: Rows) -> tuple[str, str]:
 
 
 def page_in_parts(results: Path, sizes: bool = True) -> str:
-    """Return the section on experts in two parts. sizes: with a line for each size, and not only the means."""
+    """Return the section on experts in two parts. sizes: whether the section has a line for each size, and not only the
+    means."""
     parts = []
     for machine, lines in by_machine(results, "moe_tensor.jsonl").items():
         for world, tokens in sorted({(r["world"], -r["M"]) for r in lines}):
@@ -250,7 +252,7 @@ def page_in_parts(results: Path, sizes: bool = True) -> str:
             alone = [r["tables_us"] for r in some if "tables_us" in r]
             if alone and sizes:
                 parts.append(
-                    f"The tables alone, of which the limit knows nothing: {min(alone):.0f} to {max(alone):.0f} us."
+                    f"The tables alone, which the limit does not include: {min(alone):.0f} to {max(alone):.0f} us."
                 )
     return "\n\n".join(parts) or NOT_MEASURED
 
@@ -274,8 +276,8 @@ TRAINED = "library", "weft, keep nothing", "weft, keep rows", "weft, keep activa
 
 
 def training(results: Path, backward: bool = False) -> str:
-    """Return the table with a row for each layer: us and TFLOP/s a GPU of each method, of forward and backward pass. backward: also of
-    the backward pass alone."""
+    """Return the table with a row for each layer: us and TFLOP/s per GPU of each method for forward and backward pass
+    together. backward: whether to add the backward pass alone."""
     parts = []
     head = [LAYER, *["pass"] * backward, "libraries", *(m.removeprefix("weft, ") for m in TRAINED[1:])]
     for machine, lines in by_machine(results, "moe_training.jsonl").items():
@@ -307,9 +309,9 @@ def filled(text: str, results: Path) -> str:
 
 HEAD = """# Mixtures of experts
 
-"libraries" are those of [the page](../../docs/moe.md#what-it-reaches). Sizes are hidden, inner, experts and experts of a token. "limit" is
-the largest of the experts' FLOPs at 700 TFLOP/s, the bytes of the weights touched at 4.3 TB/s, and the bytes of dispatch or combine at the
-link's measured rate; "parts alone" are both grouped GEMMs alone, or the bytes where those take longer, and before them the router and the
+"libraries" are the libraries of [the page](../../docs/moe.md#what-it-reaches). Sizes are hidden size, inner size, experts and experts per token. "limit" is
+the largest of three times: the experts' FLOPs at 700 TFLOP/s, the bytes of the weights touched at 4.3 TB/s, and the bytes of dispatch or combine at the
+link's measured rate; "parts alone" are both grouped GEMMs alone, or the bytes if these take longer, preceded by the router and the
 tables.
 """
 
@@ -318,13 +320,13 @@ def chapter(results: Path) -> str:
     """Return the tables of every size."""
     sections = {
         "Whole layers, forward": page(results),
-        "One GPU, beside vLLM's fused experts, quack's grouped GEMMs and torch": one_gpu_sizes(results),
+        "One GPU, compared with vLLM's fused experts, quack's grouped GEMMs and torch": one_gpu_sizes(results),
         "Plan by plan": of_all_plans(results),
-        "Columns of every expert over the ranks": page_in_parts(results),
-        "Over several GPUs, beside vLLM's experts, quack's and eager PyTorch, us": beside_peers(results),
-        "T(2) / T(N), of as many tokens a GPU": overlap_efficiency(results),
+        "Experts whose columns are split over the ranks": page_in_parts(results),
+        "Several GPUs, compared with the experts of vLLM and quack and with eager PyTorch, us": beside_peers(results),
+        "T(2) / T(N), with the same number of tokens per GPU": overlap_efficiency(results),
         "One rank late, median / 95th percentile, us": stragglers(results),
         "Training": training(results, backward=True),
-        "Where the time of the one launch goes, of calls that are launched one by one": stamps(results),
+        "Shares of each task in the time of the single launch, in eager calls": stamps(results),
     }
     return "\n".join([HEAD, *(f"## {title}\n\n{text}\n" for title, text in sections.items())])

@@ -1,8 +1,9 @@
-"""Experts on one GPU, beside libraries and in one launch, in docs/moe.md, and every size in bench/results/moe.md: from moe_one_gpu.jsonl,
-moe_launches.jsonl and sm_active.jsonl in bench/results/<machine>. torch.profiler counted the launches, and NVIDIA's profiler the SMs'
-active cycles, by scripts of the commits that the rows name.
+"""The tables of docs/moe.md on experts on one GPU, compared with libraries and in one launch, and the tables of every
+size in bench/results/moe.md. They come from moe_one_gpu.jsonl, moe_launches.jsonl and sm_active.jsonl in
+bench/results/<machine>. Scripts of the commits that the rows name counted the launches with torch.profiler and the
+active cycles of SMs with NVIDIA's profiler.
 
-The newest row of a name, method and routing counts, which is the last in the file.
+The newest row of a name, method and routing, which is the last in the file, counts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ONE_LAUNCH = "weft, one launch"
 LIBRARIES = ("torch", "torch compiled", "vllm", "quack")
 METHODS = (*LIBRARIES, "weft", ONE_LAUNCH)
 TITLES = {"vllm": "vLLM", "quack": "quack"}
-BELOW = 0.995  # a smaller ratio is shown as 0.99x or less
+BELOW = 0.995  # smaller ratios count as below 1.0x
 
 
 def by_tokens(names: Iterable[str]) -> list[str]:
@@ -30,7 +31,7 @@ def by_tokens(names: Iterable[str]) -> list[str]:
 
 
 def ratios_over(us: dict[str, float], weft: dict[str, float]) -> Ratios:
-    """Return weft's speedup for each name with us on both sides."""
+    """Return weft's speedup for each name for which both times were measured."""
     ratios: Ratios = {}
     for name in by_tokens(us.keys() & weft.keys()):
         model, _, tokens = name.rpartition("-")
@@ -53,7 +54,7 @@ def fastest_library(lines: Rows) -> dict[str, tuple[float, str]]:
 
 
 def beside_fastest(lines: Rows) -> Ratios:
-    """Return how many times as fast weft is as the fastest library of each size."""
+    """Return weft's speedup over the fastest library of each size."""
     return ratios_over({name: us for name, (us, _) in fastest_library(lines).items()}, times(lines, "weft"))
 
 
@@ -63,8 +64,8 @@ def one_gpu(lines: Rows, method: str) -> Ratios:
 
 
 def one_gpu_table(results: Path) -> str:
-    """Return a table for each GPU, the GPU with most libraries first: the ratios over each library's time, and over the
-    fastest's."""
+    """Return a table for each GPU, the GPU with the most libraries first: weft's speedup over each library, and over
+    the fastest library."""
     parts = []
     for machine, lines in by_machine(results, "moe_one_gpu.jsonl").items():
         over = {title: one_gpu(lines, method) for method, title in TITLES.items()}
@@ -79,10 +80,10 @@ def one_gpu_table(results: Path) -> str:
 
 
 def ratio_rows(over: dict[str, Ratios], fastest: Ratios) -> str:
-    """Return a row for each number of tokens: the mean of the ratios over each library, by its name, and over the
-    fastest library of a size, with the least of these."""
+    """Return a row for each number of tokens: the mean speedup over each library, by name of the library, and over the
+    fastest library of each size, with the smallest of the latter."""
     columns = over | ({"the fastest": fastest} if len(over) > 1 else {})
-    heads = ["tokens", *(f"over {title}" for title in columns), "least"]
+    heads = ["tokens", *(f"over {title}" for title in columns), "lowest"]
     rows = []
     for tokens, ratios in sorted(fastest.items()):
         means = [column.get(tokens) for column in columns.values()]
@@ -98,28 +99,29 @@ def weight_bytes(row: dict, matrices: int = 3) -> int:
 
 
 def gigabytes_read(row: dict) -> float:
-    """Return the expected GB of the weights of experts with a token, where each token chooses top_k of E with equal
-    probability."""
+    """Return the expected GB of the weights of all experts that receive a token, if each token chooses top_k of E
+    experts with equal probability."""
     touched = row["E"] * (1 - (1 - row["top_k"] / row["E"]) ** row["M"])
     return float(touched * weight_bytes(row) / 1e9)
 
 
 def teraflop(row: dict) -> float:
-    return float(row["M"] * row["top_k"] * weight_bytes(row) / 1e12)  # 2 for each element, which has 2 bytes
+    return float(row["M"] * row["top_k"] * weight_bytes(row) / 1e12)  # 2 bytes per element
 
 
 def skewed(lines: Rows) -> str:
-    """Return the range of the ratios over the fastest library where Zipf's law routes, by number of tokens; "" if none were measured."""
+    """Return the range of speedups over the fastest library with routing by Zipf's law, by number of tokens; "" if none
+    were measured."""
     ratios = beside_fastest([r | dict(zipf=0) for r in lines if r["zipf"] != 0])
     parts = [
         f"{min(by_model.values()):.2f}x to {max(by_model.values()):.2f}x at {tokens:,} tokens"
         for tokens, by_model in sorted(ratios.items())
     ]
-    return f"Where Zipf's law routes: {', '.join(parts)}." if parts else ""
+    return f"With routing by Zipf's law: {', '.join(parts)}." if parts else ""
 
 
 def reads_bound(row: dict) -> bool:
-    """Return whether reading the weights takes longer than the FLOPs, at the rates of an H200."""
+    """Return whether reading the weights takes longer than computing the FLOPs, at the rates of an H200."""
     return gigabytes_read(row) / MEMORY > teraflop(row) / RATE * 1e3
 
 
@@ -129,8 +131,8 @@ def spread(values: Iterable[float]) -> str:
 
 
 def below(lines: Rows) -> str:
-    """Return the sentence on the sizes that are below 1.0x beside the fastest library: what bounds them, and the rates
-    of both."""
+    """Return the sentence on the sizes at which weft is slower than the fastest library: the bound of these sizes, and
+    the rates of both."""
     library, sizes = fastest_library(lines), {r["name"]: r for r in lines if r["zipf"] == 0}
     weft = {name: us for name, us in times(lines, "weft").items() if name in library}
     slower = [name for name in by_tokens(weft) if library[name][0] / weft[name] < BELOW]
@@ -157,7 +159,7 @@ def firsts(pairs: dict[str, tuple[float, str]]) -> dict[str, float]:
 
 
 def one_gpu_sizes(results: Path) -> str:
-    """Return the us by size and method, in a table for each GPU and routing."""
+    """Return the times in us by size and method, in a table for each GPU and routing."""
     parts = []
     for machine, lines in by_machine(results, "moe_one_gpu.jsonl").items():
         for zipf in sorted({r["zipf"] for r in lines}):
@@ -194,8 +196,8 @@ LAUNCHED = "Qwen3-30B"
 
 
 def launches(results: Path) -> str:
-    """Return the table of kernels, active SMs and us by plan for one layer with its router, and the time of one launch
-    beside "auto"."""
+    """Return the table of the number of kernels, active SMs and us by plan for one layer with its router, and the time
+    of the plan of one launch compared with "auto"."""
     parts = []
     for path in sorted(results.glob("*/moe_launches.jsonl")):
         kernels = {(r["name"], r["method"]): r for r in lines_of(path)}
@@ -223,7 +225,7 @@ def tokens_of(name: str) -> str:
 
 
 def beside_auto(lines: Rows) -> str:
-    """Return the sentence on the time of one launch over that of "auto", by number of tokens."""
+    """Return the sentence on the ratio of the time of one launch to the time of "auto", by number of tokens."""
     over = ratios_over(times(lines, ONE_LAUNCH), times(lines, "weft"))
     ends = [(tokens, [100 * (r - 1) for r in ratios.values()]) for tokens, ratios in over.items()]
     spreads = [f"{min(percents):+.0f} to {max(percents):+.0f}% at {tokens:,}" for tokens, percents in ends]

@@ -1,7 +1,8 @@
-"""Every page that is made of stored results, with its plots: python -m bench.pages.pages (or make pages)
+"""This program writes every page that is made from stored results, with its plots: python -m bench.pages.pages (or make
+pages)
 
-The makers write docs/measurements.md and the tables in bench/results whole, and of the other pages the blocks between their marks. Nothing
-here runs on GPUs: the same results give the same pages, and a test compares the committed pages with them.
+It writes docs/measurements.md and the tables in bench/results as a whole, and in other pages the blocks between marks.
+No GPU is needed: the same results give the same pages, and a test compares the committed pages with them.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def readme() -> str:
 
 
 def page_of(head: str, *made_of: tuple[str, Callable[[tables.Rows], str]]) -> str:
-    """Return a page that consists of tables, each with the machines that have its file."""
+    """Return a page of tables. Each table covers the machines that have its file."""
     return f"{head}{tables_of(made_of)}\n"
 
 

@@ -1,4 +1,5 @@
-"""The table of docs/papers.md: the authors' figures, quoted, beside weft's own, which are computed from bench/results."""
+"""The table of docs/papers.md compares the figures that the authors published with weft's own, which are computed from
+bench/results."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from bench.pages.tables import grid
 
 
 def tilelink(results: Path) -> str:
-    """Return weft's figures beside TileLink's: the best plan of kind "fused" over the sequential plan, for the shapes
-    of `ways`; and the two layers of other ops."""
+    """Return weft's figures to compare with TileLink's: the speedup of the best plan of kind "fused" over the
+    sequential plan, for the shapes of `ways`, and the speedups of two layers of other ops."""
     tuned = ways.tuned(results)
     figures = []
     for world in sorted({world for _, world in tuned}):
@@ -34,8 +35,8 @@ def tilelink(results: Path) -> str:
 
 
 def flashoverlap() -> str:
-    """Return weft's figures beside FlashOverlap's, for the best plans by copies and by NCCL: share of the bound, and the largest
-    speedup over cuBLAS + NCCL."""
+    """Return weft's figures to compare with FlashOverlap's, for the best plans by copies and by NCCL: the share of the
+    bound, and the largest speedup over cuBLAS + NCCL."""
     _, goals = signaled_page.every_op(signaled_page.machines(), signaled_page.sms())
     figures = []
     for mover in ("NCCL", "copies"):
@@ -63,8 +64,8 @@ def tokenweave(results: Path) -> str:
 
 
 def flashmoe(results: Path) -> str:
-    """Return weft's figures beside FlashMoE's, from the runs that time all plans: the fused plan over the libraries and
-    over "dispatched"."""
+    """Return weft's figures to compare with FlashMoE's, from the runs that time all plans: the speedup of the fused
+    plan over the libraries and over "dispatched"."""
     cells = [line.split("|")[2:6] for line in moe_page.of_all_plans(results).splitlines() if line.count("|") == 6]
     us = [[float(cell) if cell.strip() else None for cell in row] for row in cells[2:]]
     over = [[row[index] / row[3] for row in us if row[index] and row[3]] for index in (0, 1)]  # type: ignore[operator]

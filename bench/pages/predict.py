@@ -1,5 +1,5 @@
-"""How well the planner predicts: a chapter of docs/planner.md, its plots and the tables beside the results, from the calls that
-bench/measure/predictions.py timed after a tuned profile had predicted them."""
+"""The accuracy of the planner: a chapter of docs/planner.md with plots, and the tables next to the results. Both come
+from calls that bench/measure/predictions.py timed after a tuned profile had predicted their times."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Point:
 
 # -- what is stored --------------------------------------------------------------------------------------------------
 def tuned(machine: str) -> dict[str, list[Point]]:
-    """Return, by run, calls of shapes that `weft tune` does not measure, with the times that were predicted before they ran."""
+    """Return, by run, the calls of shapes that `weft tune` does not measure, with the times that were predicted before
+    the calls ran."""
     seen = {
         op: {s for part in (SIZES.gather if op == "all_gather_matmul" else SIZES.reduce) for s in part} for op in SHAPES
     }
@@ -59,15 +60,15 @@ def tuned(machine: str) -> dict[str, list[Point]]:
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
-INTRODUCTION = """The times were predicted from a profile of `weft tune` before the calls ran, on shapes that the profile does not have. An *error* is
-predicted / measured - 1; kinds have their mean absolute errors. *Of the best* is the measured time of the best plan that was run over that of
-the plan that was predicted fastest among them.
+INTRODUCTION = """The times were predicted from a profile of `weft tune` before the calls ran, on shapes outside the profile. An *error* is
+predicted / measured - 1; the columns of kinds contain mean absolute errors. *Of the best* is the measured time of the fastest plan that
+ran, divided by the measured time of the plan that was predicted fastest.
 """
 TABLES = "bench/results/predictions.md"
-RUNS = {  # by run: which predictor, profile and shapes
-    "predictions-x2-4": "a profile made just before",
-    "predictions-x4-5": "the same shapes on 4 GPUs, calls of ops timed just before",
-    "predictions-x4-6": "other shapes, from the same profile, of another machine of that kind",
+RUNS = {  # for each run, its profile and shapes in words
+    "predictions-x2-4": "a profile made just before the calls",
+    "predictions-x4-5": "the same shapes on 4 GPUs; the profile's calls of ops were timed just before",
+    "predictions-x4-6": "other shapes, the same profile, another machine of the same kind",
 }
 
 
@@ -102,11 +103,11 @@ def short(run: str) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """The us on one shape of the fastest plan, of the plan that was predicted fastest, of the plan that "auto" would
+    """The times in us, on one shape, of the fastest plan, of the plan predicted fastest, of the plan that "auto" would
     choose, and of the sequential plan."""
 
     case: tuple[str, str, int, tuple[int, int, int]]
-    plans: tuple[str, str]  # the fastest, the predicted fastest
+    plans: tuple[str, str]  # the fastest plan and the plan predicted fastest
     count: int
     best: float
     chosen: float
@@ -115,7 +116,7 @@ class Choice:
 
 
 def judged(points: Sequence[Point]) -> list[Choice]:
-    """Return the calls by (source, op, world, shape), where several plans ran."""
+    """Return the calls by (source, op, world, shape), for shapes with several plans."""
     groups: dict[tuple, list[Point]] = defaultdict(list)
     for p in points:
         groups[p.source, p.op, p.world, p.shape].append(p)
@@ -131,16 +132,17 @@ def judged(points: Sequence[Point]) -> list[Choice]:
 
 
 def choices(points: Sequence[Point]) -> str:
-    """Return the table of choices: the plan predicted fastest, beside the fastest and the sequential one."""
+    """Return the table of choices: the plan predicted fastest, compared with the fastest plan and the sequential
+    plan."""
     judgements = judged(points)
     if not judgements:
-        return "No shape was run with several plans.\n"
+        return "No shape ran with several plans.\n"
     of_best = [c.best / c.chosen for c in judgements]
     slower = sum(c.sequential / c.chosen < 0.98 for c in judgements)
     text = f"Over {len(of_best)} shapes and runs the choice is {percent(fmean(of_best))} of the best on average and "
-    text += f"{percent(min(of_best))} at the least; on {slower} of them it is slower than sequential by more than 2%. "
+    text += f"{percent(min(of_best))} in the worst case; on {slower} of them the choice is slower than sequential by more than 2%. "
     slower = sum(c.sequential / c.auto < 0.98 for c in judgements)
-    text += f"With auto's rule that a gain below {percent(GAIN - 1)} is none, it is {percent(fmean(c.best / c.auto for c in judgements))} of the "
+    text += f'With the rule of "auto" that a gain below {percent(GAIN - 1)} does not count, the choice is {percent(fmean(c.best / c.auto for c in judgements))} of the '
     text += f"best on average, and slower than sequential by more than 2% on {slower}. "
     lines = []
     for c in judgements:
@@ -150,13 +152,13 @@ def choices(points: Sequence[Point]) -> str:
             plans = [brief(Plan.from_json(plan)) for plan in c.plans]
             size = "×".join(map(str, shape))
             lines.append([op, size, str(c.count), *cells, percent(c.best / c.chosen), *plans])
-    text += f"Where it is below 99% ({len(lines)}):\n\n"
+    text += f"The shapes where the choice is below 99% ({len(lines)}):\n\n"
     head = ["op", "M×N×K", "plans", "sequential us", "best us", "chosen us", "of the best"]
     return text + grid([*head, "best plan", "chosen plan"], lines, 1) + "\n"
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
-    """Draw the distribution of the errors, a panel for each kind."""
+    """Draw the distribution of the errors, in one panel for each kind of plan."""
     kinds = [k for k in LABELS if any(p.kind == k for p in points)]
     figure = svg.figure(3.1 * len(kinds), 2.7)
     edges = [i / 100 for i in range(-21, 22, 2)]
@@ -173,7 +175,7 @@ def plot(points: Sequence[Point], path: Path) -> None:
 
 
 def summary(runs: dict[str, list[Point]]) -> str:
-    """Return mean errors and choices of every run."""
+    """Return the mean errors and the quality of the choices of every run."""
     kinds = [kind for kind in KINDS if any(p.kind == kind for points in runs.values() for p in points)]
     lines = []
     for name, points in runs.items():
@@ -183,7 +185,7 @@ def summary(runs: dict[str, list[Point]]) -> str:
             cells.append(percent(fmean(errors)) if errors else "–")
         best = [c.best / c.chosen for c in judged(points)]
         lines.append([name, str(points[0].world), str(len(points)), *cells, percent(fmean(best)), percent(min(best))])
-    head = ["run", "GPUs", "calls", *kinds, "choice of the best", "least"]
+    head = ["run", "GPUs", "calls", *kinds, "choice of the best", "lowest"]
     notes = "".join(f"- **{name}**: {RUNS[name]}.\n" for name in runs if name in RUNS)
     return f"{grid(head, lines, 1)}\n\n{notes}"
 

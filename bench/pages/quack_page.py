@@ -1,8 +1,8 @@
-"""quack's GEMM compared with others, as tables beside the results and a sentence of docs/guide.md: GEMMs alone, from
-bench/results/<machine>/quack/gemms.jsonl (a script of the commit that its rows name), and all-gather + GEMM, from
+"""quack's GEMM is compared with others, in tables next to the results and in a sentence of docs/guide.md: GEMMs alone,
+from bench/results/<machine>/quack/gemms.jsonl (a script of the commit that its rows name), and all-gather + GEMM, from
 all_gather_matmul.jsonl there (bench/measure/run.py --ops all_gather_matmul --methods auto flag_gated quack).
 
-The newest line of a shape, or of an op, name, mode and method, counts, which is the last in the file.
+The newest line of a shape, or of an op, name, mode and method, which is the last in the file, counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OWN = (
     "flat",
     "told",
     "shared",
-)  # weft's loops, as the rows name them: flattened, notifying, and with shared last tiles
+)  # the names of weft's loops in the rows: flattened, notifying, and with shared last tiles
 
 
 def least(times: Iterable[tuple[str, float]]) -> tuple[str, float]:
@@ -44,7 +44,7 @@ def digest(results: Path) -> str:
     cells = [[cell.strip() for cell in lines[-1].split("|")[1:-1]] for lines in (alone, together)]
     shapes = [sum(line.startswith("| ") for line in lines) - 3 for lines in (alone, together)]
     return (
-        f"Geometric means: quack's GEMM is **{cells[0][4]}** as fast as cuBLAS on {shapes[0]} shapes on one GPU, weft's own **{cells[0][5]}**. On two"
+        f"Geometric means: quack's GEMM is **{cells[0][4]}** as fast as cuBLAS on {shapes[0]} shapes on one GPU, weft's own GEMM **{cells[0][5]}**. On two"
         f' GPUs all-gather + GEMM by `"auto"` is **{cells[1][6]}** as fast with quack as without on {shapes[1]} shapes, and **{cells[1][7]}** as'
         f" fast as quack's own `AllGatherRunner` ([tables](../{TABLES}))."
     )
@@ -66,7 +66,8 @@ def gemms(lines: Rows) -> str:
 
 
 def gathered(lines: Rows) -> str:
-    """Return the table of all-gather + GEMM. All methods of a shape were interleaved; of several forms the fastest counts."""
+    """Return the table of all-gather + GEMM. All methods of a shape were interleaved; if quack has several forms, the
+    fastest counts."""
     newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines if r["op"] == "all_gather_matmul"}
     rows, ratios = [], []
     for name, mode in dict.fromkeys((name, mode) for name, mode, _ in newest):

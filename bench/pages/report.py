@@ -1,7 +1,7 @@
 """From bench/results/<machine>/<op>.jsonl to the first chapters of docs/measurements.md, their plots and the README's generated block.
 
-Every figure in those three comes from a line of the results, or is a ratio or a geometric mean of such lines; none is
-written here. The newest line of each (op, name, world, mode, method) counts.
+Every figure there comes from a line of the results, or is a ratio or a geometric mean of such lines; this program
+contains no figures. The newest line of each (op, name, world, mode, method) counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from bench.pages import svg
 from bench.pages.tables import grid
 from weft.errors import WeftError
 
-# A peer's method begins with its library's name; the others are weft's, named by plan or by what they leave out.
+# The name of a peer's method begins with the peer's library. The other methods are weft's; their names are plans, or
+# the parts that they leave out.
 LIBRARIES = ("torch", "quack")
 MODES = {"graph": "CUDA graph", "eager": "eager"}
 OPS = {
@@ -35,10 +36,10 @@ OPS = {
     "decoder": "decoder, forward",
 }
 PLOTTED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "parallel_mlp", "decoder")
-FEW = 512  # tokens: calls of at most so many have a mean of their own
+FEW = 512  # calls of at most this number of tokens have a separate mean
 SINCE = "2026-11-21"  # a machine that was measured only before has no chapter and no plots
-HASH = 8  # letters of a commit on a page
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # the README's marks
+HASH = 8  # the number of letters of a commit's hash on a page
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # the marks of the generated block in the README
 NEEDED = ("op", "name", "world", "mode", "method", "us", "commit", "date")
 
 Row = dict[str, Any]
@@ -60,7 +61,8 @@ class Case:
         return base / us if us and base else None
 
     def field(self, key: str) -> Any:
-        """Return a field that is the same for every method, from the first row that has it; auto's before the others'."""
+        """Return a field that is the same for every method, from the first row that has it; the row of "auto" is the
+        first."""
         rows = [self.rows[m] for m in ("auto", "sequential") if m in self.rows] + list(self.rows.values())
         return next((row[key] for row in rows if row.get(key) is not None), None)
 
@@ -75,8 +77,8 @@ class Case:
 
 
 def load(folder: Path) -> list[Row]:
-    """Return the rows of one machine's results: for every (op, name, world, mode) only the newest run's, whose methods
-    were interleaved."""
+    """Return the rows of one machine's results: for every (op, name, world, mode) only the rows of the newest run,
+    whose methods were interleaved."""
     runs: dict[tuple[Any, ...], dict[str, Row]] = {}
     for path in sorted(p for p in folder.glob("*.jsonl") if p.stem in OPS):
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -107,7 +109,7 @@ def cases(rows: Sequence[Row], op: str, world: int, mode: str) -> list[Case]:
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    """Return a key that sorts MLP shapes before the others, and numbers by value."""
+    """Return a sort key that puts MLP shapes first and sorts numbers by value."""
     parts = [(int(p), "") if p.isdigit() else (-1, p) for p in re.findall(r"\d+|\D+", text)]
     return [(0 if text.startswith("MLP") else 1, ""), *parts]
 
@@ -129,7 +131,7 @@ def plan_kind(plan: str | None) -> str:
 
 
 def layer_label(plan: str | None) -> str:
-    """Return the label of a decoder layer's plan: its kind, where a woven batch is split, and what its norms run on."""
+    """Return the label of a decoder layer's plan: its kind, the split of a woven batch, and the plan of the norms."""
     if not plan:
         return "–"
     fields = json.loads(plan)
@@ -152,7 +154,8 @@ def _percent(value: float | None) -> str:
 
 
 def _by_size(shapes: Iterable[Case]) -> dict[str, list[Case]]:
-    """Return the cases of many tokens and those of few, by the end of their title. A mean over both would hide the latter."""
+    """Return the cases of many tokens and the cases of few tokens, keyed by the end of the line's title. A mean over
+    both would hide the cases of few tokens."""
     sizes: dict[str, list[Case]] = {"": [], f", ≤{FEW} tokens": []}
     for case in shapes:
         sizes["" if (case.field("M") or FEW + 1) > FEW else f", ≤{FEW} tokens"].append(case)
@@ -160,8 +163,8 @@ def _by_size(shapes: Iterable[Case]) -> dict[str, list[Case]]:
 
 
 def _families(op: str, shapes: list[Case]) -> list[tuple[str, list[Case]]]:
-    """Return the cases that one line of the table of means sums up, by its title: an op's calls of many tokens and of few; of a
-    decoder, prefill, decode and mixes of requests apart."""
+    """Return, by title, the cases that each line of the table of means summarizes: an op's calls of many tokens and of
+    few tokens; for a decoder prefill, decode and mixes of requests separately."""
     title = OPS.get(op, op)
     if op != "decoder":
         return [(title + size, group) for size, group in _by_size(shapes).items()]
@@ -173,8 +176,8 @@ def _families(op: str, shapes: list[Case]) -> list[tuple[str, list[Case]]]:
 
 
 def _case_table(graphs: dict[str, Case], eager: dict[str, Case]) -> str:
-    """Return the table of shapes in CUDA graphs (or in the only mode that was measured), and in further columns the same calls
-    launched one by one."""
+    """Return the table of shapes in CUDA graphs (or in the only mode that was measured), and, in further columns, of
+    the same calls in eager mode."""
     shapes = {name: graphs.get(name, Case(name, {})) for name in sorted(graphs.keys() | eager.keys(), key=_natural)}
     known = {name: case if case.rows else eager[name] for name, case in shapes.items()}
     peers = sorted({peer for case in known.values() for peer in case.peers})
@@ -214,8 +217,9 @@ def _gain(case: Case) -> list[str]:
 
 
 def summary(rows: Sequence[Row], world: int) -> list[list[str]]:
-    """Return the lines of the README's table: of an op, the means in a CUDA graph and eager, the best peer's (in the first of
-    these that it was measured in), the lowest of all shapes and both modes, and the dates and commits of the rows."""
+    """Return the lines of the README's table: for each op the means in a CUDA graph and in eager mode, the mean of the
+    best peer (in the first of these modes in which it was measured), the lowest ratio over all shapes and both modes,
+    and the dates and commits of the rows."""
     lines = []
     for op in _distinct(rows, "op", tuple(OPS)):
         by_mode = {mode: dict(_families(op, cases(rows, op, world, mode))) for mode in MODES}
@@ -238,7 +242,8 @@ def summary(rows: Sequence[Row], world: int) -> list[list[str]]:
 
 
 def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
-    """Draw bars of the ratio to sequential: auto and the best peer, with the limit as a dash; a panel for each mode."""
+    """Draw bars of the speedups of "auto" and of the best peer over sequential, with the limit as a dash, in one panel
+    for each mode."""
     modes = [m for m in _distinct(rows, "mode", tuple(MODES)) if cases(rows, op, world, m)]
     figure = svg.figure(11, 2.9 * len(modes))
     for axes, mode in zip(figure.subplots(len(modes), 1, squeeze=False)[:, 0], modes, strict=True):
@@ -273,7 +278,7 @@ gathered. Means are geometric. Chapters are named by card and number of cards; *
 
 
 def load_all(results: Path) -> dict[str, list[Row]]:
-    """Return rows by machine, the machine with the most GPUs before the others."""
+    """Return the rows by machine, the machine with the most GPUs first."""
     machines = {p.name: load(p) for p in sorted(results.glob("*")) if p.is_dir()}
     machines = {name: rows for name, rows in machines.items() if rows}
     if not machines:
@@ -287,14 +292,14 @@ def when(rows: Sequence[Row]) -> str:
 
 
 def commits(rows: Sequence[Row]) -> str:
-    """Return the short hashes of the rows' commits; rows without one are left out."""
+    """Return the short hashes of the rows' commits; rows without a commit are left out."""
     return ", ".join(
         f"`{commit}`" for commit in dict.fromkeys(row["commit"][:HASH] for row in rows if row.get("commit"))
     )
 
 
 def measured(rows: Sequence[Row]) -> str:
-    """Return the dates and commits of rows, as far as the rows have them."""
+    """Return those dates and commits that the rows contain."""
     dated = [row for row in rows if row.get("date")]
     return " ".join(part for part in (when(dated) if dated else "", commits(rows)) if part)
 
@@ -309,12 +314,12 @@ def digest(machine: str, rows: Sequence[Row], layers: Sequence[list[str]] = ()) 
 
 
 def new(machines: dict[str, list[Row]]) -> list[str]:
-    """Return the machines that were measured with a version that is not an earlier one."""
+    """Return the machines that were measured with the current version."""
     return [machine for machine, rows in machines.items() if when(rows)[-10:] >= SINCE]
 
 
 def table_name(machine: str) -> str:
-    """Return where the tables of a machine's sizes are, from the repository's root."""
+    """Return the path, relative to the repository's root, of the tables of a machine's sizes."""
     return f"bench/results/{machine}/tables.md"
 
 
@@ -347,8 +352,8 @@ def plots(machines: dict[str, list[Row]], folder: Path) -> list[Path]:
 
 
 def ending(folder: Path) -> tuple[Table, list[Path]]:
-    """Return what a benchmark prints at its end: a table of the rows in a folder, and the paths of the plots that are drawn
-    there."""
+    """Return the text that a benchmark prints at its end: a table of the rows in a folder, and the paths of the plots
+    that this function draws there."""
     rows = load(folder)
     table = Table("op", "size", "mode", "sequential, us", '"auto", us', "times as fast")
     for op, world, mode in dict.fromkeys((row["op"], row["world"], row["mode"]) for row in rows):
@@ -360,8 +365,8 @@ def ending(folder: Path) -> tuple[Table, list[Path]]:
 
 
 def means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> list[list[str]]:
-    """Return the lines of one machine's table of means, a line with the baseline in italics before those that it is the baseline
-    of. layers: further lines."""
+    """Return the lines of one machine's table of means, with a line in italics that names the baseline before the lines
+    compared with it. layers: further lines."""
     return [["*cuBLAS, then NCCL*", "", "", "", "", ""], *summary(rows, max(row["world"] for row in rows)), *layers]
 
 

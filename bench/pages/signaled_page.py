@@ -1,8 +1,8 @@
-"""The cost and gain of signaled plans: tables beside the results, and a chapter of docs/measurements.md, from the rows of
-bench/measure/signaled.py.
+"""The cost and gain of signaled plans: tables next to the results, and a chapter of docs/measurements.md, from the rows
+of bench/measure/signaled.py.
 
-Every figure is computed from bench/results/<machine>/signaled/*.jsonl, except the goals and the paper's figures. The page shows the ops of
-each machine, and the GEMM alone of the machine that ran it last.
+Every figure is computed from bench/results/<machine>/signaled/*.jsonl, except the goals and the paper's figures. The
+page shows the ops of each machine, and the GEMM alone from the machine that ran it last.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ RESULTS = Path(__file__).parents[1] / "results"
 AR, RS, A2A = "matmul_all_reduce", "matmul_reduce_scatter", "matmul_all_to_all"
 GEMM_GOAL, BOUND_GOAL = 0.01, 0.85
 FIXED = ("one group", "a wave a group", "first wave", "last wave", "halves")
-EQUAL = 8  # CTAs of the plans that differ in nothing but their groups
+EQUAL = 8  # the number of CTAs of the plans that differ only in their groups
 TILES = ", tiles"
 SHADES = ("#b9c0ca", "#8fa9cc", "#3b6fb6", "#1d3a63")
 
-EARLIER = {  # by machine: changes since its rows of ops
+EARLIER = {  # for each machine, the changes since its rows of ops were measured
     "nvidia-h200-x4": "On 4 GPUs the all-to-all by copies has [changed since](../../docs/design-notes.md#signals)."
 }
 
@@ -51,7 +51,7 @@ def load(folder: Path) -> list[Row]:
 
 
 def cases(rows: Sequence[Row], part: str, op: str | None = None) -> Cases:
-    """Return, by shape, the rows by method of the last run that has the shape, in CUDA graphs."""
+    """Return, for each shape, the rows by method of the last run with this shape, in CUDA graphs."""
     rows_by_size: Cases = {}
     for row in rows:
         if (row["part"], row.get("op"), row.get("mode")) == (part, op, "graph"):
@@ -83,7 +83,7 @@ TABLES = "bench/results/signaled.md"
 
 
 def blocks(*parts: str) -> str:
-    """Return paragraphs, wrapped, and images and tables as they are."""
+    """Return the text with wrapped paragraphs; images and tables stay unchanged."""
     return "\n\n".join(map(block, filter(None, parts))) + "\n"
 
 
@@ -151,7 +151,7 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
 
 
 def by_k(us: dict[Size, dict[str, float]], names: Sequence[str], base: str) -> str:
-    """Return the sentence on the mean overhead by K, for each K that more than two shapes share."""
+    """Return the sentence on the mean overhead for each K that more than two shapes have."""
     ks = sorted({size[2] for size in us})
     same = {k: [times[n] / times[base] for size, times in us.items() if size[2] == k for n in names] for k in ks}
     means = [f"{overhead(fmean(r))} at K = {k}" for k, r in same.items() if len(r) > 2 * len(names)]
@@ -160,8 +160,8 @@ def by_k(us: dict[Size, dict[str, float]], names: Sequence[str], base: str) -> s
 
 # -- ops
 def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int) -> tuple[int, ...]:
-    """Return the tiles at which groups end, as `ops/matmul_reduce/signaled.py` divides them; for an all-to-all, those
-    of M rows on each rank."""
+    """Return the tiles at which groups end, as `ops/matmul_reduce/signaled.py` divides them; for an all-to-all, the
+    tiles of M rows on each rank."""
     owners = world if op == RS and not plan.copies else 1
     tiles_n, programs = -(-n // plan.tile.block_n), sms - plan.ctas
     tiles = owners * -(-(m // owners) // plan.tile.block_m) * tiles_n
@@ -171,15 +171,16 @@ def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int) -> tup
 
 
 def bound(gemm_us: float, comm_us: float, ends: Sequence[int], own_last: bool = False) -> float:
-    """Return the larger of two sums: the GEMM and the last group's collective; the first group's GEMM and all
-    collectives. own_last: the last group stays on its rank, so that the GEMM may end the op."""
+    """Return the larger of two sums: the time of the GEMM and the last group's collective; the time of the first
+    group's GEMM and all collectives. own_last: the last group stays on its rank, so that the op may end with the
+    GEMM."""
     first_share, last_share = ends[1] / ends[-1], 0 if own_last else (ends[-1] - ends[-2]) / ends[-1]
     return max(gemm_us + last_share * comm_us, first_share * gemm_us + comm_us)
 
 
 def judged(op: str, size: Size, row: Row, sms: int) -> tuple[float, float]:
-    """Return the fractions that a row reaches of the bound of its plan's groups, and of the bound with one wave for
-    each group."""
+    """Return the fraction that a row reaches of the bound for its plan's groups, and of the bound for groups of one
+    wave."""
     plan = Plan.from_json(json.dumps(row["plan"]))
     assert isinstance(plan, Signaled)
     ends = bounds(op, *size[:2], row["world"], plan, sms)
@@ -196,7 +197,7 @@ def in_rows(by_method: dict[str, Row]) -> list[Row]:
 
 
 def fastest(by_method: dict[str, Row], copies: bool) -> Row | None:
-    """Return the fastest of the plans whose groups copy engines, or NCCL, move."""
+    """Return the fastest of the plans whose groups are moved by copy engines, or by NCCL."""
     return min(
         (r for r in in_rows(by_method) if bool(r["plan"].get("copies")) == copies), key=lambda r: r["us"], default=None
     )
@@ -204,8 +205,8 @@ def fastest(by_method: dict[str, Row], copies: bool) -> Row | None:
 
 @dataclass
 class Family:
-    """The best plans by NCCL, or by copies, for each shape: speedups, and fractions of the bound of their groups and of
-    one wave's."""
+    """The best plans by NCCL, or by copies, for each shape: the speedups, and the fractions of the bound for their
+    groups and for groups of one wave."""
 
     title: str
     copies: bool
@@ -241,8 +242,8 @@ class Family:
 
 
 def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: int) -> tuple[str, list[list[str]]]:
-    """Return the section of one op with a column group for each machine, and the rows that compare its plans with the
-    goal."""
+    """Return the section of one op, with a column group for each machine, and the rows that compare the op's plans with
+    the goal."""
     families = {
         machine: [f for f in (Family("NCCL", False), Family("copies", True)) if any(fastest(r, f.copies) for r in by_size.values())]
         for machine, by_size in machines.items()
@@ -267,8 +268,8 @@ def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: i
 
 
 def ablations(cases_by_op: CasesByOp) -> str:
-    """Return the table of the mean time with fixed groups over that with the default groups, and of the best fixed
-    groups of each shape."""
+    """Return the table of ratios of the mean time with fixed groups to the mean time with the default groups, and of
+    the best fixed groups of each shape."""
     lines, usual = [], f"default, {EQUAL} CTAs"
     for (op, world), c in cases_by_op.items():
         tried = [by_method for by_method in c.values() if usual in by_method and any(n in by_method for n in FIXED)]
@@ -284,7 +285,8 @@ def ablations(cases_by_op: CasesByOp) -> str:
 
 
 def plot(cases_by_op: dict[str, Cases], world: int, path: Path) -> None:
-    """Draw the speedup of the best signaled plan over K, with a line for each M N and a panel for each op."""
+    """Draw the speedup of the best signaled plan as a function of K, with a line for each M N and a panel for each
+    op."""
     figure = svg.figure(11, 3.1)
     panels = figure.subplots(1, len(cases_by_op), squeeze=False, sharey=True)[0]
     for axes, (op, c) in zip(panels, cases_by_op.items(), strict=True):
@@ -336,7 +338,8 @@ def every_op(machines: dict[str, list[Row]], sms: int) -> tuple[str, list[list[s
 
 
 def ops(machines: dict[str, list[Row]], sms: int) -> str:
-    """Return who measured the ops, their tables, and the sections that follow these."""
+    """Return the machines and dates of the measurements, the tables of the ops, and the sections that follow the
+    tables."""
     tables, goals = every_op(machines, sms)
     text = blocks(
         *(measured([r for r in rows if r["part"] == "ops"]) for rows in machines.values()),

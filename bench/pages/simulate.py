@@ -1,5 +1,5 @@
-"""The predictions of `weft.simulate` for machines without measurements, and their errors on machines with some: a chapter of
-docs/planner.md."""
+"""The predictions of `weft.simulate` for machines without measurements, and the errors of predictions for measured
+machines: a chapter of docs/planner.md."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ In a shell: `weft simulate mlp 8192,8192,28672 --gpus 64 --profile nvidia-h200-x
 
 
 def plot(groups: dict[str, list[Simulation]], path: Path) -> None:
-    """Draw the layer's time and speedup over the number of GPUs, with a line for each kind of link."""
+    """Draw the layer's time and speedup as functions of the number of GPUs, with a line for each kind of link."""
     figure = svg.figure(9, 3.4)
     left, right = figure.subplots(1, 2)
     for name, simulations in groups.items():
@@ -156,7 +156,8 @@ def of_profile() -> str:
 
 
 def digest() -> str:
-    """Return the part of the chapter that the page shows: many nodes, and how far stored calls are from their predictions."""
+    """Return the part of the chapter that the page shows: the predictions for many nodes, and the errors of the
+    predictions of stored calls."""
     errors, gains = errors_of_stored_calls()
     figures = []
     for world in sorted({key[0] for key in errors}):
@@ -165,17 +166,17 @@ def digest() -> str:
             for errors_by_key in (errors, gains)
         )
         figures.append(
-            f"{percent(fmean(of_times))} of a time and {percent(fmean(of_gains))} of a speedup on {world} GPUs ({len(of_times)} calls)"
+            f"{percent(fmean(of_times))} of the time and {percent(fmean(of_gains))} of the speedup on {world} GPUs ({len(of_times)} calls)"
         )
     text = f"{INTRODUCTION}{USE}\n{of_profile()}\n{MANY_NODES}### Against measurements\n\n"
-    text += f"Stored calls, on other machines of the kind than the profile's, predicted from it. Mean errors: {'; '.join(figures)}. "
+    text += f"The profile predicts stored calls that ran on other machines of the same kind. Mean errors: {'; '.join(figures)}. "
     return text + f"Errors by op: [tables](../{TABLES}).\n"
 
 
 def chapter() -> str:
     text = f"{INTRODUCTION}\n{of_profile()}"
 
-    text += "\n### Against measurements\n\nStored calls (`bench/results`), predicted from the profile above; on another number of GPUs\n"
-    text += "than the profile's they are simulated. The calls were measured on other machines and at other times than the profile; the error of\n"
+    text += "\n### Against measurements\n\nStored calls (`bench/results`), predicted from the profile above. Calls on another number of GPUs\n"
+    text += "than the profile's are simulated. The calls were measured on other machines and at other times than the profile; the error of\n"
     text += "the predicted speedup over sequential, in the last column, does not depend on that.\n\n"
     return f"{text}{validation()}\n\n{ahead.section()}"

@@ -1,7 +1,7 @@
 """The table of bench/results/torch_suites.md: torch's own tests of its fused operators, from bench/results/<machine>/torch_suites.jsonl
 (tests/gpu/gpu_torch_suites.py).
 
-The newest line of a suite, test, way and number of ranks counts, which is the last in the file.
+The newest line of a suite, test, way and number of ranks, which is the last in the file, counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from bench.pages.tables import Rows, grid
 
 TITLES = {"torch": "torch alone", "weft": "weft in place", "bfloat16": "weft in place, bfloat16"}
-Key = tuple[str, str, int]  # suite, way, ranks: 1 where the process group is a fake
+Key = tuple[str, str, int]  # suite, way, ranks (1 for a fake process group)
 
 
 TABLE = "bench/results/torch_suites.md"
@@ -21,7 +21,7 @@ TITLE = "# torch's own tests of its fused operators\n\n"
 
 def suites(lines: Rows) -> str:
     """Return the table with a line for each suite and way, the tests that failed, and the reasons for calls that torch
-    served."""
+    itself ran."""
     newest = {(r["suite"], r["test"], r["way"], r["world"]): r for r in lines}
     by_key: dict[Key, Rows] = {}
     for (suite, _, way, world), row in newest.items():
@@ -43,18 +43,18 @@ def suites(lines: Rows) -> str:
 
 
 def failures(rows: Iterable[dict]) -> list[str]:
-    """Return the sentences on the tests that failed, in torch alone and only with weft."""
+    """Return the sentences on the tests that fail with torch alone, and on the tests that fail only with weft."""
     failed: dict[str, set[str]] = {way: set() for way in TITLES}
     for row in rows:
         if row["outcome"] == "failed":
             failed[row["way"]].add(row["test"])
     ours = (failed["weft"] | failed["bfloat16"]) - failed["torch"]
-    groups = (("torch alone fails in", failed["torch"]), ("With weft in place alone fail", ours))
+    groups = (("torch alone fails in", failed["torch"]), ("Only with weft fail", ours))
     return [f"{title}: {', '.join(f'`{name}`' for name in sorted(names))}." for title, names in groups if names]
 
 
 def reasons(rows: Iterable[dict]) -> str:
-    """Return the sentence with the reasons of the calls that torch served although weft was in place."""
+    """Return the sentence with the reasons why torch itself ran calls although weft was enabled."""
     counts: Counter[str] = Counter()
     for row in rows:
         for call, n in row.get("fell_through", {}).items():

@@ -1,4 +1,4 @@
-"""Figures as SVG files, whose bytes depend on what is drawn alone."""
+"""Figures are SVG files whose bytes depend only on the drawing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 
 def figure(width: float, height: float) -> Figure:
-    """Return an empty figure of so many inches."""
+    """Return an empty figure of this size in inches."""
     empty = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasSVG(empty)
     return empty

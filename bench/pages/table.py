@@ -2,9 +2,10 @@
 
 The program reads bench/results/<gpu>-x*/tuning/*.jsonl (of bench/measure/run.py --tune) in order of name, and keeps for each op, shape,
 world and mode the fastest plan of the newest file. A tuning run keeps the fastest of many plans, and the runs on 8 GPUs up to x8-3 compared it with weft's own
-sequential plan, which in eager mode costs more host time than torch's own calls. Their speedups are therefore overstated. A row
-whose plan the benchmark (bench/results/<gpu>-x*/<op>.jsonl) also timed beside torch's own calls has the benchmark's speedup, and every
-other row is divided by the largest overstatement of these rows in its mode. Rows of decoders stay.
+sequential plan, which in eager mode costs more host time than torch's own calls. The speedups of those runs are
+therefore overstated. A row whose plan the benchmark (bench/results/<gpu>-x*/<op>.jsonl) also compared with torch's own
+calls has the benchmark's speedup, and every other row is divided by the largest overstatement of these rows in its
+mode. Rows of decoders stay unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def confirmed(folders: list[Path]) -> dict[tuple, tuple[str, float]]:
     + NCCL."""
     methods: dict[tuple, dict[str, dict]] = {}
     for path in [p for folder in folders for p in sorted(folder.glob("*.jsonl"))]:
-        # Rows with other fields come from other benchmarks.
+        # Rows with different fields come from other benchmarks.
         ours = (r for r in lines_of(path) if r["op"] == path.stem and set(KEY) <= r.keys())
         for r in ours:
             methods.setdefault(tuple(r[k] for k in KEY), {})[r["method"]] = r
@@ -58,7 +59,7 @@ def confirmed(folders: list[Path]) -> dict[tuple, tuple[str, float]]:
 
 
 def table_of(gpu: str) -> tuple[str, str]:
-    """Return the table's text, and a sentence on it."""
+    """Return the text of the table, and a sentence on the table."""
     folders = sorted((ROOT / "bench/results").glob(f"{gpu}-x*"))
     best, known = tuned(folders), confirmed(folders)
     sure = {k: known[k][1] for k in best.keys() & known.keys() if json.loads(known[k][0]) == best[k]["plan"]}

@@ -1,7 +1,7 @@
 """The tables of bench/results/attention.md, bench/results/transformers.md and bench/results/models.md, from
 bench/results/<machine>/{attention,hf,hf_moe,models}.jsonl.
 
-The newest line of a name, mode and method counts, which is the last in the file.
+The newest line of a name, mode and method, which is the last in the file, counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ATTENTION = """# Attention over the keys of all ranks
 `torchrun --nproc-per-node N -m bench.measure.attention --out DIR` timed these calls against NCCL's all-gather and cuDNN. "causal" is a causal mask in
 the zigzag layout.
 
-All in CUDA graphs, except weft's forward and backward of 64x8-32768-causal (eager). "Hidden", of segmented plans, is (attention
+All in CUDA graphs, except weft's forward and backward of 64x8-32768-causal (eager). For segmented plans, "hidden" is (attention
 alone + NCCL's gather alone - weft) / NCCL's gather alone; "attention alone" is the segmented plan's calls without communication,
 on the rank with the most work. torch's context_parallel is the faster of its two rotations, with cuDNN; it has no contiguous
 layout. [examples/context_parallel.py](../../examples/context_parallel.py) splits one prompt over the ranks. The rows of 65,536 and
@@ -40,9 +40,9 @@ the prefills were measured with an earlier `"auto"`.
 """
 TRANSFORMERS = """# Transformers models
 
-Llama-70B's sizes with 8 layers and random weights, and mixtures of experts, with Transformers' own parallelism and the same woven, in one
-run (`bench/measure/hf.py`, `bench/measure/hf_moe.py`). The ratio is to the better woven way; eager columns are of earlier versions.
-"prefill-M": M tokens of one sequence; "decode-M": one token of each of M sequences, after 1,024 others.
+Llama-70B's sizes with 8 layers and random weights, and mixtures of experts, with Transformers' own parallelism and woven, in one
+run (`bench/measure/hf.py`, `bench/measure/hf_moe.py`). The ratio refers to the faster woven way; the eager columns come from earlier versions.
+"prefill-M": M tokens of one sequence; "decode-M": one token of each of M sequences, after 1,024 tokens in the cache.
 
 """
 MODELS = """# Whole models as others measured them
@@ -60,7 +60,7 @@ share of the difference that weft saves, above 100% if weft also computes less o
 
 
 def attention(lines: Rows) -> str:
-    """Return the tables of calls, and of prefills that consist of such calls."""
+    """Return the table of calls, and the table of prefills that consist of such calls."""
     newest = {(r["name"], r["method"]): r for r in lines}
 
     def least(name: str, *methods: str) -> str:
@@ -106,7 +106,7 @@ def transformers(lines: Rows) -> str:
 
 
 def mixtures(lines: Rows) -> str:
-    """Return the table of Transformers' expert parallelism and the same model woven."""
+    """Return the table that compares Transformers' expert parallelism with the same model woven."""
     newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines}
     rows = []
     for name, mode in dict.fromkeys((name, mode) for name, mode, _ in newest):
@@ -138,7 +138,7 @@ def models(lines: Rows) -> str:
 
 
 def newest_run(rows: Rows) -> tuple[dict, dict[str, float]]:
-    """Return a row of the last run, and its us by method."""
+    """Return a row of the last run, and the run's us by method."""
     last = rows[-1]
     return last, {r["method"]: r["us"] for r in rows if r.get("date") == last.get("date")}
 
@@ -161,7 +161,7 @@ def gpus_of(machine: str) -> str:
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int | None = None) -> str:
-    """Return a table. text_columns: how many columns are aligned left; the others are aligned right."""
+    """Return a table. text_columns: the number of left-aligned columns; the others are right-aligned."""
     align = ["---"] * len(head)
     if text_columns is not None:
         align = [":---" if i < text_columns else "---:" for i in range(len(head))]
@@ -169,7 +169,7 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int |
 
 
 def between(text: str, begin: str, end: str, block: str) -> str:
-    """Return a page's text with this block between two marks. Raises WeftError if the page lacks a mark."""
+    """Return the text of a page with this block between two marks. Raises WeftError if the page lacks a mark."""
     before, _, rest = text.partition(begin)
     _, end_mark, after = rest.partition(end)
     if not end_mark:
@@ -178,7 +178,7 @@ def between(text: str, begin: str, end: str, block: str) -> str:
 
 
 def page(results: Path, file: str, table: Callable[[Rows], str]) -> str:
-    """Return the table of each machine that has one, after the machine's name."""
+    """Return, for each machine with a table, the machine's name and the table."""
     parts = []
     for machine, lines in by_machine(results, file).items():
         if text := table(lines):

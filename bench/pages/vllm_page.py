@@ -1,5 +1,6 @@
-"""The tables of docs/vllm.md: answers of vLLM on a GPU with the plugin and without it, from bench/results/<machine>/vllm.jsonl
-(tests/gpu/gpu_vllm.py), and seconds for requests, from vllm_serving.jsonl (bench/measure/vllm_serving.py).
+"""The tables of docs/vllm.md: the answers of vLLM on a GPU with and without the plugin, from
+bench/results/<machine>/vllm.jsonl (tests/gpu/gpu_vllm.py), and the seconds for requests, from vllm_serving.jsonl
+(bench/measure/vllm_serving.py).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ def chapter(results: Path) -> str:
 
 
 def answers(results: Path) -> str:
-    """Return the table with a line for each model, number of ranks and form, of all machines whose ranks share one GPU; of
-    the lines of one the newest counts."""
-    paths = sorted(results.glob("*-x1/vllm.jsonl"), reverse=True)  # H200, then H100
+    """Return the table with a line for each model, number of ranks and form, for all machines whose ranks share one
+    GPU. If there are several such lines, the newest counts."""
+    paths = sorted(results.glob("*-x1/vllm.jsonl"), reverse=True)  # the H200 before the H100
     lines = [row for path in paths for row in lines_of(path)]
     newest = {(r["model"], r["ranks"], r["form"], r["mode"]): r for r in lines}
     table = []
@@ -31,15 +32,24 @@ def answers(results: Path) -> str:
         counts = ["–" if r is None else f"{r['same']}/{r['tokens']}" for r in modes]
         furthest = max(r["furthest"] for r in modes if r is not None)
         table.append([model, str(ranks), FORMS[form], *counts, f"{furthest:.4f}"])
-    head = ["tiny model of random weights", "ranks", "form", "eager", "in CUDA graphs", "furthest log-probability"]
+    head = [
+        "tiny model of random weights",
+        "ranks",
+        "form",
+        "eager",
+        "in CUDA graphs",
+        "largest difference of a log-probability",
+    ]
     versions = ", ".join(dict.fromkeys(row["vllm"] for row in newest.values()))
-    note = "ranks share a GPU; tokens as without the plugin, up to the first other one of an answer"
+    note = (
+        "ranks share a GPU; tokens equal to the tokens without the plugin, up to the first different token of an answer"
+    )
     return f"vLLM {versions}, {note}:\n\n{grid(head, table)}"
 
 
 def serving(lines: Rows) -> str:
-    """Return a line for the newest row of each model, mix and method: the median ratio beside the ratio of stock's own two turns, and
-    the median and 99th percentile of the times of tokens."""
+    """Return a line for the newest row of each model, mix and method: the median ratio, the ratio of stock vLLM's own
+    two turns, and the median and the 99th percentile of the times of tokens."""
     key = ("model", "ranks", "mix", "method", "rate", "tokens_a_step")
     table = []
     for row in {tuple(row[name] for name in key): row for row in lines}.values():

@@ -20,7 +20,7 @@ From tuning runs, in CUDA graphs: the speedup over weft's own sequential plan of
 MLP-1 to MLP-6, and in brackets on how many of the six it was the fastest. [What was tried](design-notes.md) says why.
 """
 METHODS = ("library", "sequential", "decomposed", "fused", "signaled", "one_shot", "two_shot")
-INVARIANT = ("norm", "rows", "shards")  # ways to run a layer, as bench/measure/batch_invariance.py names them
+INVARIANT = ("norm", "rows", "shards")  # ways to run a layer, under the names of bench/measure/batch_invariance.py
 HOST_TEXT = """## Host time of a call
 
 From call to return, us, of a shape that was called before, without waiting for the GPU (`bench/measure/host.py`): the two calls of cuBLAS
@@ -40,8 +40,8 @@ def way(plan: dict) -> str:
 
 
 def tuned(results: Path) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
-    """Return, by op and number of GPUs, the speedup of each way for every shape of the mean, from the newest run that
-    has the shape."""
+    """Return, by op and number of GPUs, the speedup of each way for every shape in the mean, from the newest run with
+    that shape."""
     best_by_name: dict[tuple[str, int], dict[str, dict[str, float]]] = defaultdict(dict)
     for row in (r for path in sorted(results.glob("*/tuning/*.jsonl")) for r in lines_of(path)):
         if row["mode"] == "graph" and row["op"] in TUNED and row["name"] in MLPS:
@@ -82,8 +82,8 @@ def host(results: Path) -> str:
 
 
 def batch_invariance(results: Path) -> str:
-    """Return the table of batch-invariant layers: us of the rebuilt mode and its ratio to each of weft's ways, and what the fastest of these
-    takes beyond the fastest way that promises nothing."""
+    """Return the table of batch-invariant layers: the us of the rebuilt mode, the ratio of that time to each of weft's
+    ways, and the extra time of the fastest of these over the fastest way without batch invariance."""
     lines, stored = [], by_machine(results, "batch_invariance.jsonl")
     for rows in stored.values():
         for model, tokens in dict.fromkeys((r["model"], r["M"]) for r in rows):
@@ -103,7 +103,7 @@ def moe(results: Path) -> str:
 
 
 def _moe_lines(rows: Rows) -> Iterator[list[str]]:
-    """Return a line for each number of tokens; of every layer the newest rows of balanced routing."""
+    """Return a line for each number of tokens, from the newest rows of every layer with balanced routing."""
     us: dict[tuple[int, int], dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for r in rows:
         if r["zipf"] == 0:

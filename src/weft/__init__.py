@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public object, a submodule, or the version, which this reads from the metadata at its first use."""
+    """Return a public object, a submodule, or the version. The package's metadata is read only when the version is
+    first used."""
     if name == "__version__":
         return metadata.version("weft")
     if name.isidentifier() and not name.startswith("_") and find_spec(f"{__name__}.{name}"):

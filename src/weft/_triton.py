@@ -1,7 +1,7 @@
 """The undocumented parts of Triton that weft uses, for the versions that weft was tested with.
 
 The interpreter's construction, the launcher's arguments and the call of the assembler change between minor versions.
-Only this module depends on the version; it refuses an untested version before anything else here runs.
+Only this module depends on Triton's version; `require` raises for an untested version before anything else here runs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def require() -> None:
 
 
 def interpreter() -> tuple[ModuleType, type]:
-    """Return Triton's interpreter, and the class of its functions that run at compile time."""
+    """Return Triton's interpreter, and the class of the interpreter's functions that run at compile time."""
     require()
     from triton.runtime import interpreter
     from triton.runtime.jit import ConstexprFunction
@@ -82,7 +82,8 @@ def options(weft_options: Mapping[str, int]) -> dict[str, int]:
     triton_options = {"enable_fp_fusion": True} | {
         name: value for name, value in weft_options.items() if name not in weft_only
     }
-    # 3.9 assembles with ptxas 13.4, which spills where 12.9 did not, unless LLVM schedules instructions for registers.
+    # Triton 3.9 assembles with ptxas 13.4, which spills registers where 12.9 did not unless LLVM schedules instructions
+    # to save registers.
     return (
         triton_options | {"sched4reg": True}
         if weft_options.get("few_registers") and version() >= (3, 9)
@@ -94,9 +95,10 @@ def options(weft_options: Mapping[str, int]) -> dict[str, int]:
 def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], str | None]) -> type:
     """Return a class of kernel source for Triton's compiler, with IR that `rewrite` changes before Triton's own passes.
     `rewrite` receives the printed IR, with calls inlined and loops unrolled, and returns new IR or None. concerns:
-    returns whether to print a source's IR for `rewrite` at all.
+    returns whether `rewrite` may change a source; the IR of other sources is not printed.
 
-    Triton's cache distinguishes kernels of different rewritings by the file that defines `rewrite`.
+    Triton's cache key includes the file that defines `rewrite`, so that kernels with different rewrites are cached
+    separately.
     """
     require()
     from triton._C.libtriton import ir, passes
@@ -153,7 +155,8 @@ def no_compile_hooks() -> Iterator[None]:
 
 
 def ptxas(arch: str) -> list[str]:
-    """Return the assembler and its flags as Triton calls it for an architecture ("sm_90a"), without the files."""
+    """Return the assembler and its flags as Triton calls it for an architecture ("sm_90a"), without the names of
+    files."""
     require()
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -163,8 +166,9 @@ def ptxas(arch: str) -> list[str]:
 
 
 def share_all_memory(compiled: CompiledKernel) -> None:
-    """Make an SM that runs this kernel use all of its memory as shared memory, none as L1 cache. The split is fixed
-    while any program runs on the SM, so a GEMM's programs would not fit next to a kernel that uses no shared memory."""
+    """Configure an SM that runs this kernel to use all of its on-chip memory as shared memory and none as L1 cache. The
+    split is fixed while any program runs on the SM, so a GEMM's programs would not fit next to a kernel that uses no
+    shared memory."""
     cuda = ctypes.CDLL("libcuda.so.1")
     status = cuda.cuFuncSetAttribute(ctypes.c_void_p(compiled.function), CARVEOUT, 100)
     if status:
@@ -183,7 +187,7 @@ def repeated(
 ) -> RepeatedLaunch | None:
     """Return a function that launches `compiled` again with these arguments. Its arguments are the raw stream and the
     addresses of the arguments in `moving`, in that order: an integer for a tensor or a descriptor, a tuple for a
-    NamedTuple, None for None. Returns None if Triton itself has to launch the kernel.
+    NamedTuple, and None for an absent argument. Returns None if Triton itself has to launch the kernel.
 
     Triton binds and specialises every argument and encodes every TMA descriptor on each launch; the returned function
     does so once, and once for each address of a descriptor. Triton itself launches kernels with scratch memory or
@@ -230,14 +234,15 @@ def repeated(
             for position, i, tensor_maps in descriptors:
                 current[position] = tensor_maps[addresses[i]]
         launch_arguments = current if one_by_one else (current,)
-        # Read the function from `compiled` to keep that alive: since Triton 3.8 the GPU's code is unloaded with it.
+        # The function is read from `compiled` to keep `compiled` alive: since Triton 3.8, freeing it unloads the GPU's
+        # code.
         launch(grid, 1, 1, stream, compiled.function, cooperative, dependent, *head, *launch_arguments)
 
     return ready
 
 
 class TensorMaps(dict[object, object]):
-    """The TMA descriptors of matrices of one shape, by address; they keep no matrix alive."""
+    """The TMA descriptors of matrices of one shape, by address. A descriptor does not keep its matrix alive."""
 
     def __init__(self, descriptor: TensorDescriptor, encoding: object) -> None:
         super().__init__()
@@ -260,7 +265,7 @@ class TensorMaps(dict[object, object]):
 
 
 class _Memory(NamedTuple):
-    """The address and dtype, which are all that a descriptor reads from its base."""
+    """A stand-in for a descriptor's base tensor: a descriptor reads only the base's address and dtype."""
 
     address: int
     dtype: torch.dtype

@@ -1,5 +1,5 @@
-"""The properties of GPUs, by compute capability, that weft's decisions depend on. A capability is the compute
-capability times ten: 89 for NVIDIA's 8.9."""
+"""The properties of GPUs that weft's decisions depend on, by compute capability. weft writes a compute capability as an
+integer, ten times NVIDIA's number: 89 for 8.9."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ AMPERE, HOPPER = 80, 90
 
 @dataclass(frozen=True)
 class Features:
-    """The features of GPUs of one capability that weft's decisions depend on.
+    """The features that weft's decisions depend on, for the GPUs of one compute capability.
 
-    shared_kib: most KiB of shared memory of a program. bf16: mma.sync of bfloat16, and cp.async. e4m3: products and
-    results in float8_e4m3fn. tma: bulk copies by tensor descriptors. multicast: addresses that refer to the memory of
-    all ranks. mma: the instruction of the tensor cores. For checks of compiled kernels, gpus: names of such GPUs;
-    threads: most threads on an SM; nvlink: whether ranks have NVLink, and therefore atomics in peers' memory.
+    shared_kib: the maximum shared memory of a program, in KiB. bf16: mma.sync of bfloat16, and cp.async. e4m3: products
+    and results in float8_e4m3fn. tma: bulk copies by tensor descriptors. multicast: addresses that refer to the memory
+    of all ranks at once. mma: the instruction of the tensor cores. For checks of compiled kernels, gpus: names of such
+    GPUs; threads: most threads on an SM; nvlink: whether ranks have NVLink, and therefore atomics in peers' memory.
     """
 
     gpus: str
@@ -35,7 +35,7 @@ class Features:
 
     @property
     def wgmma(self) -> bool:
-        """Return whether these are Hopper's tensor cores, for which the tiles and plans of "auto" were measured."""
+        """Return whether the tensor cores are Hopper's; the tiles and plans of "auto" were measured on Hopper."""
         return self.mma == "wgmma.mma_async"
 
 
@@ -44,7 +44,7 @@ RTX_5090 = Features("RTX 5090, RTX PRO 6000", 99, e4m3=True, tma=True, multicast
 # CUDA C++ Programming Guide, "Technical specifications per compute capability".
 FEATURES = {
     80: Features("A100, A800", 163, threads=2048, nvlink=True),
-    86: Features("A40, A6000, RTX 3090", 99),  # some have NVLink between two GPUs
+    86: Features("A40, A6000, RTX 3090", 99),  # some of these GPUs are connected in pairs by NVLink
     89: Features("L40S, RTX 4090", 99, e4m3=True),
     90: replace(B200, gpus="H100, H200", mma="wgmma.mma_async"),
     100: B200,
@@ -56,7 +56,7 @@ FEATURES = {
 
 def features(capability: int) -> Features:
     """Return the features of a GPU of this capability. For a capability that is not in FEATURES, return the features of
-    the next older one, with the smallest shared memory of all."""
+    the next older one, with the smallest shared memory of any entry."""
     if capability in FEATURES:
         return FEATURES[capability]
     least = min(known.shared_kib for known in FEATURES.values())
@@ -72,7 +72,7 @@ def device_capability(device: torch.device | None = None) -> int:
 
 def capability_of(target: str) -> int:
     """Return the capability as a number: 90 for "sm_90a", "90" or "9.0". Raises WeftError for a target that LLVM may
-    not know, since LLVM then ends the process."""
+    not know, since LLVM would end the process."""
     match = re.fullmatch(r"(?:sm_)?(\d{1,2})\.?(\d)[af]?", target)
     capability = int(match[1] + match[2]) if match else 0
     if capability not in FEATURES:
@@ -86,7 +86,7 @@ def dotted(capability: int) -> str:
 
 
 def lacks(capability: int, feature: str, subject: str) -> str | None:
-    """Return why `subject`, a plural, cannot run on a GPU of that capability, if it lacks a feature of `Features`."""
+    """Return why `subject` (a plural noun) cannot run on a GPU of that capability; None if the GPU has the feature."""
     if getattr(features(capability), feature):
         return None
     least = min(known for known, can in FEATURES.items() if getattr(can, feature))

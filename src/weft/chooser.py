@@ -1,5 +1,5 @@
-"""One chooser for every decision among several candidates: an op's plans, the library's GEMM, attention's library, the
-way a decoder's layers run. A `Choice` lists the candidates. The decision is, in this order:
+"""One chooser makes every decision among several candidates: the plan of an op, the library of a GEMM or of attention,
+and the way in which a decoder's layers run. A `Choice` lists the candidates. The decision is, in this order:
 
     remembered    the earlier choice of this World, or of this process, or the stored result of earlier measurements
     measured      at the first use outside a capture, if times mean something there, in rounds (`timing.interleaved`).
@@ -25,8 +25,8 @@ import torch
 from .timing import CallTime, Clock, cuda_clock, interleaved
 
 TIMES, ROUNDS = 10, 5
-LAUNCH = 500.0  # us that the host usually needs for a call at most
-LONG = 40_000.0  # us of a candidate's calls in one round, at most; TIMES calls if they are shorter
+LAUNCH = 500.0  # an upper bound on the time that the host usually needs for a call, in us
+LONG = 40_000.0  # us for a candidate's calls in one round at most; a round has at most TIMES calls
 MIN_SPEEDUP = 1.01  # medians of equal candidates differ by up to about 1%
 LAUNCH_MODES = ("eager", "graph")
 
@@ -43,12 +43,13 @@ def bucket(m: int, steps: int) -> int:
 
 @dataclass(frozen=True)
 class Choice(Generic[T]):
-    """A decision to make. key: identifies the uses that share the decision; for collective choices it is the same on
-    every rank. expected: returns, for "graph" or "eager", the candidate that is stored or predicted as the fastest.
-    candidates: returns the candidates to time with it, the same on every rank; none if nothing is timed. run: runs a
-    candidate. prepare: is called once for each candidate before it runs. title, sizes: describe the trial. worth: how
-    many times as fast as the expected candidate another must be. hopeless: a candidate is not timed again if its first
-    timed call takes more than this many times the expected candidate's time."""
+    """A decision to make. key: identifies the uses that share the decision. The key of a collective choice is the same
+    on every rank. expected: returns, for "graph" or "eager", the candidate that is stored or predicted as the fastest.
+    candidates: returns the candidates to time with it, the same on every rank; none if nothing is timed. run: the
+    function that runs a candidate. prepare: the function that is called once for each candidate before the candidate
+    runs. title, sizes: describe the trial. worth: how many times as fast as the expected candidate another must be.
+    hopeless: a candidate is not timed again if its first timed call takes more than this many times the expected
+    candidate's time."""
 
     key: Hashable
     expected: Callable[[str], T]
@@ -89,7 +90,7 @@ AnyTrial: TypeAlias = Trial[Any]
 
 
 class Ranks(Protocol):
-    """The part of World that a collective choice needs."""
+    """The part of a World that a collective choice uses."""
 
     def exchange(self, obj: R, title: str = ..., /) -> list[R]: ...
     def wait_for_streams(self) -> None: ...
@@ -107,7 +108,7 @@ class Chooser:
     capturing: Callable[[], bool]
     ranks: Ranks | None = None
     trials: dict[Hashable, AnyTrial] = field(default_factory=dict)
-    alone: ClassVar[Chooser]  # this process's chooser, for choices where no rank waits for another
+    alone: ClassVar[Chooser]  # this process's chooser, for choices that do not involve other ranks
 
     def choose(self, choice: Choice[T], mode: str = "graph") -> T:
         """Return the candidate to run. For several ranks the first call is collective."""

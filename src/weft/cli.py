@@ -1,4 +1,4 @@
-"""The `weft` command: parses arguments, calls the functions that do the work, prints their results."""
+"""The `weft` command. It parses arguments, calls the functions that do the work, and prints their results."""
 
 from __future__ import annotations
 
@@ -142,8 +142,9 @@ def check(
     ] = "sm_90a",
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Skip compiling the kernels that ran.")] = False,
 ) -> None:
-    """Run a kernel on emulated ranks under many schedules, then compile what ran; exit 1 at the first race, deadlock or
-    wrong result, if none ran, or if what ran does not compile or the code breaks a rule of the protocol."""
+    """Run a kernel on emulated ranks under many schedules, then compile the kernels that ran; exit 1 at the first race,
+    deadlock or wrong result, if no kernel ran, if a kernel does not compile, or if the code breaks a rule of the
+    protocol."""
     programs = 0
     try:
         from .architectures import capability_of
@@ -255,7 +256,7 @@ def tune(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure everything again and replace the file.")] = False,
 ) -> None:
-    """Measure this machine for the planner; a further run continues where the last one ended. Run it alone or under
+    """Measure this machine for the planner; another run continues where the last one ended. Run it alone or under
     torchrun."""
     import torch
 
@@ -378,10 +379,10 @@ def main() -> None:
             app()
         finally:
             os.write(end, b"!")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # end the child; the terminal sends SIGINT to it too
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # end the child; the terminal signals it too
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else lambda n, _: os.kill(child, n))
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.set_blocking(ended, False)  # processes that the file started and left running hold the write end open
+    os.set_blocking(ended, False)  # processes that the file left running keep the pipe's write end open
     try:
         os.read(ended, 1)
     except BlockingIOError:

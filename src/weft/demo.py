@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from .emulator.tasks import Costs
 
 REAL = (8192, 4096, 14336)  # M, H, I on GPUs
-LAYER_SIZES = "{:,} tokens, hidden {:,}, inner {:,}"  # of M, H, I
+LAYER_SIZES = "{:,} tokens, hidden {:,}, inner {:,}"  # of M, H and I
 EMULATED = (128, 64, 256)  # M, H, I in the emulator
 EMULATED_RANKS, SCHEDULES = 4, 8
 SHOWN = 0  # the seed of the drawn timeline, which always runs the ready task with the least virtual time
-EMULATED_PLANS = {"sequential": "nothing", "decomposed": "chunks", "fused": "tiles"}  # by plan, what overlaps
+EMULATED_PLANS = {"sequential": "nothing", "decomposed": "chunks", "fused": "tiles"}  # by plan, the work that overlaps
 EMULATED_DRAWN = {"sequential": "communication after the GEMM", "decomposed": "weft"}  # by plan, the picture's name
 EMULATED_SMS = 12
 ACTIVATION = "silu_mul"
@@ -57,7 +57,7 @@ TOLERANCE = 1e-2  # relative Frobenius error of two bf16 ops in sequence
 
 @dataclass
 class DemoResult:
-    """The table, the lines below it, and whether all results were right."""
+    """The table, the lines below the table, and whether all results were right."""
 
     table: Table
     notes: list[str] = field(default_factory=list)
@@ -147,7 +147,7 @@ def emulated(picture: Path, bar: Progress) -> DemoResult:
 
 
 def compared(picture: Path) -> list[str]:
-    """Draw rank 0 of each plan of `EMULATED_DRAWN` on one axis, and return a description of the picture."""
+    """Draw rank 0 under each plan of `EMULATED_DRAWN` on one time axis, and return a description of the picture."""
     from .backends.emulated import spmd as spmd_with_report
 
     profile, lanes = shipped(PROFILE), {}
@@ -199,7 +199,7 @@ def on_two_lanes(spans: Sequence[Span]) -> list[Span]:
             out.append(replace(s, track="SMs", name="gate, up GEMM" if gather else "down GEMM", kind="compute"))
         elif s.kind == "compute" and s.name in KERNELS:
             name = KERNELS[s.name]
-            if out and out[-1].name == name:  # another program of the launch
+            if out and out[-1].name == name:  # the span belongs to another program of the launch
                 out[-1] = replace(out[-1], end=max(s.end, out[-1].end))
             else:
                 out.append(replace(s, track="SMs", name=name, kind="local"))
@@ -209,7 +209,7 @@ def on_two_lanes(spans: Sequence[Span]) -> list[Span]:
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 @dataclass
 class RankTimes:
-    """One rank's measurements of one plan; times in microseconds by mode."""
+    """One rank's measurements of one plan. Times are in microseconds, by mode."""
 
     error: float
     times: dict[str, float]
@@ -307,7 +307,8 @@ def on_gpus(gpus: int, picture: Path, bar: Progress) -> DemoResult:
 
 
 def panels(results: Sequence[dict[str, RankTimes]]) -> dict[str, list[Span]]:
-    """Return the plans' timelines, each under its name and its time without a profiler. results: by rank."""
+    """Return the plans' timelines. The title of each is the plan's name and its time without a profiler. results: by
+    rank."""
     titled = {}
     for plan, times in results[0].items():
         us, base = times.times[DRAWN], results[0]["sequential"].times[DRAWN]

@@ -84,7 +84,7 @@ def _lacks_for_stub() -> str | None:
     """Return the missing tools that Triton needs to build its driver stub at its first use of a GPU, and the packages
     to install; None if no tool is missing."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton asks
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # the same query as Triton's
     headers = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
     lacks = [] if compiler and shutil.which(compiler) else ["no gcc or clang (apt install gcc)"]
     lacks += [] if headers.is_file() else [f"no {headers} (apt install python3-dev)"]
@@ -112,15 +112,15 @@ def _gpus(gpus: int) -> list[tuple[str, str]]:
 
 
 def _attention() -> list[tuple[str, str]]:
-    """Return, for each use, the library that gathered attention calls with 32 and 8 heads, D 128, and why it does not
-    call the other libraries."""
+    """Return, for each use, the library that gathered attention calls for 32 query heads, 8 key heads and D 128, and
+    why gathered attention does not call the other libraries."""
     if not torch.cuda.is_available():
         return [("library", f"{libraries.REFERENCE.name}: float32 arithmetic of torch, to try things")]
     lines = []
     for use in libraries.USES:
         try:
             reasons = libraries.library_errors(use, torch.device("cuda", 0), torch.bfloat16, 32, 8, 128)
-        except RuntimeError as error:  # for example, out of memory
+        except RuntimeError as error:  # for example, because the GPU is out of memory
             reasons = {library: f"{error}".splitlines()[0] for library in (libraries.CUDNN, libraries.FLASH)}
         chosen = next((library.name for library, reason in reasons.items() if not reason), "none")
         lacks = [f"{library.name}: {reason}" for library, reason in reasons.items() if reason]
@@ -200,7 +200,7 @@ def _rate(nbytes: int, fn: Callable[[], object], gpus: int, repeat: int = 10) ->
 
 
 def _bandwidth(gpus: int) -> list[tuple[str, str]]:
-    """Return the bandwidth of copies between cuda:0 and cuda:1 that either GPU makes, and of an all-gather over all
+    """Return the bandwidth of copies between cuda:0 and cuda:1, issued by either GPU, and of an all-gather over all
     GPUs."""
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # NCCL would make multicast objects
     words = SIZE // 4
@@ -230,7 +230,7 @@ def _bandwidth(gpus: int) -> list[tuple[str, str]]:
 
 
 def _emulator() -> str | None:
-    """Return why the emulator does not run here; None if it runs."""
+    """Return why the emulator does not run on this machine; None if it does."""
     try:
         from . import emulator  # noqa: F401
     except (WeftError, ImportError) as error:

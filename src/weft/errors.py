@@ -15,15 +15,15 @@ class Timeout(WeftError):
 
 
 class Mismatch(WeftError):
-    """Ranks disagree on a shape, a dtype, a plan or the order of ops. Every rank raises it. If nothing was launched
-    before, the World stays usable; otherwise every later use of the World raises the error again."""
+    """Ranks disagree on a shape, a dtype, a plan or the order of ops. Every rank raises it. If the ranks had launched
+    nothing of the call, the World stays usable; otherwise every later use of the World raises the error again."""
 
 
 class Overflow(WeftError):
     """A rank's experts received more rows than `max_rows` or `max_m` allows. The message names the ranks of these
-    experts and the number of dropped rows. The ranks of the experts and the ranks of the dropped rows' tokens raise it,
-    in `World.synchronize` or in a later call of an op, after that call's launch: the other ranks have made that call
-    too, so the caller must not repeat it.
+    experts and the number of dropped rows. The ranks that own the experts and the ranks that own the dropped rows'
+    tokens raise it, in `World.synchronize` or in a later call of an op, after that call's launch. The other ranks have
+    made that later call too, so the caller must not repeat it.
 
     result: the result of that later call; None for `World.synchronize`.
     """
@@ -39,7 +39,7 @@ class Unsupported(WeftError):
 
 
 class Race(WeftError):
-    """Emulator: neither release/acquire nor stream order relates two accesses to one element, one of them a write."""
+    """Emulator: neither release/acquire nor stream order orders two accesses to one element, one of them a write."""
 
 
 class Deadlock(WeftError):

@@ -1,4 +1,4 @@
-"""weft under Transformers models (`integrations/transformers`)."""
+"""weft as a backend of Transformers models (`integrations/transformers`)."""
 
 from .integrations.transformers import Styles, paged, register_experts, repack, report, styles, unweave, weave
 

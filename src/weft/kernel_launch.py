@@ -1,4 +1,4 @@
-"""A launch is an object that is made once: a kernel and the arguments that are the same in each call.
+"""A `Launch` is made once. It consists of a kernel and the arguments that are the same in each call.
 
     @prepared
     def _staged_sum(world: World, rows: int, n: int, dtype: torch.dtype) -> Launch:
@@ -34,7 +34,7 @@ Prepared = TypeVar("Prepared")
 # does not specialise.
 Moved = torch.Tensor | tuple[Any, ...] | int | None
 
-MOST_PREPARED = 8192  # prepared objects of a World; each occupies a few hundred bytes, and no GPU memory
+MOST_PREPARED = 8192  # the most prepared objects of a World; each occupies a few hundred bytes, and no GPU memory
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class LaunchTarget(Protocol):
 
 class Launch:
     """A launch of a `weft.jit` kernel, made once and called often. It has `grid` programs, options (`Backend.launch`),
-    and arguments that are `fixed` as long as the World exists. Calling it launches the kernel with the other arguments,
-    `moving`, by name."""
+    and arguments that stay `fixed` as long as the World exists. A call of the object launches the kernel; the caller
+    passes the other arguments (`moving`) by name."""
 
     def __init__(
         self, machine: LaunchTarget, kernel: JITFunction, grid: int, options: Options, **fixed: object
@@ -97,7 +97,7 @@ class Launch:
         self.moving = tuple(
             [p.name for p in kernel.params if p.name in self.views or (p.name not in fixed and not p.has_default)]
         )
-        self.variants: dict[Hashable, Any] = {}  # filled by the backend, by dtypes and alignment of `moving`
+        self.variants: dict[Hashable, Any] = {}  # the backend fills it, by dtypes and alignment of `moving`
         self._run, self._load = machine.run_launch, machine.load
 
     def __call__(self, stream: Stream, /, **moving: Moved) -> None:
@@ -151,7 +151,7 @@ class Ahead:
         variant: Hashable = None,
     ) -> None:
         """Load the kernels of the launches that `steps` returns (all launches of the call), unless they have been
-        loaded for these alignments. tensors: the caller's tensors. variant: tells apart calls that share this
+        loaded for these alignments. tensors: the caller's tensors. variant: distinguishes the calls that share this
         object."""
         aligned = (variant, *[None if t is None else t.data_ptr() % 16 == 0 for t in tensors])
         if aligned not in self._loaded:
@@ -161,7 +161,7 @@ class Ahead:
 
 
 class Keeper(Protocol):
-    """An object that caches prepared objects: a World."""
+    """An object that caches prepared objects, such as a World."""
 
     prepared: dict[Hashable, Any]
 
@@ -173,7 +173,7 @@ Keeping = TypeVar("Keeping", bound=Keeper)
 
 
 def prepared(make: Callable[Concatenate[Keeping, Args], Prepared]) -> Callable[Concatenate[Keeping, Args], Prepared]:
-    """Decorate a function that makes an object for calls of one kind, such as a Launch. The function runs at the first
+    """Decorate a function that makes an object, such as a Launch, for calls of one kind. The function runs at the first
     call with given arguments, which are hashable; the World caches the object until memory that calls share has to
     grow. Raises TypeError for a tensor among the arguments."""
 

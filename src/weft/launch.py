@@ -20,17 +20,17 @@ def init(group: ProcessGroup | None = None, *, check: bool | None = None, batch_
     tensors and runs its sequential plan, and the ranks compare every call.
 
     check: at each call of an op the hosts wait for each other and compare their calls, so that ranks whose calls differ
-    raise Mismatch before anything is launched, whatever the plan. Without check, kernels compare calls, at no cost,
-    where ranks read memory that other ranks wrote; nothing compares calls that communicate only by NCCL's collectives
-    (plan "sequential", and "signaled" by NCCL). Only a CUDA graph's kernels compare its replays. None: check if the
-    environment sets WEFT_CHECK=1.
+    raise Mismatch before anything is launched, with any plan. Without check, kernels compare calls, at no cost, where
+    ranks read memory that other ranks wrote; calls that communicate only by NCCL's collectives are not compared (plan
+    "sequential", and "signaled" by NCCL). The replays of a CUDA graph are compared only by the kernels in the graph.
+    None: check if the environment sets WEFT_CHECK=1.
 
     batch_invariant: with given weights and ranks, the bits of a row of a result depend on that row of the operands
     alone: not on the other rows or their number, the row's position, the rank that owns it, the plan, or whether a CUDA
     graph runs. This holds for forward passes of `matmul`, `all_gather_matmul`, `matmul_reduce_scatter`,
     `matmul_all_reduce`, `all_reduce`, `all_reduce_rms_norm`, `silu_mul` and `rms_norm` with 16-bit rows. "auto" does
-    not consider plans that break this promise; such a plan, asked for by name, raises Unsupported, as does every other
-    op. None: true if the environment sets WEFT_BATCH_INVARIANT=1.
+    not consider plans that break this promise; naming such a plan raises Unsupported, as does every other op. None:
+    true if the environment sets WEFT_BATCH_INVARIANT=1.
 
     Initialises torch.distributed with NCCL unless it is initialised. Without a launcher the World has one rank, and
     every op is an ordinary GEMM. Raises RuntimeError without a GPU unless the group is over gloo (`spmd(...,

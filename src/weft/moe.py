@@ -1,6 +1,6 @@
 """Mixtures of experts, as users import them.
 
-`moe` runs a layer's experts over the ranks, `gate` makes the routing, `TopKRouter` is a router for `moe`,
+`moe` runs a layer's experts over the ranks, `gate` computes the routing, `TopKRouter` is a router for `moe`,
 `apply_capacity` and `expert_placement` change the routing, `pack` lays out weights, and `MoE` is the module. `dispatch`
 and `combine` are for callers that have their own expert kernels.
 """

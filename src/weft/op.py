@@ -7,7 +7,7 @@
                   up a capture
     each call     `World.begin` -> allocate -> run -> finish (`prepared.Prepared`)
 
-A known call costs a look-up and its launches.
+On the host a known call costs a look-up and its launches.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from .world import Memo, World
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each tensor
 
 REGISTRY: dict[str, Op] = {}
-SEEN_ONCE = "seen once"  # in place of the plan that was warmed up (`Op._warm_up_key`), after one call of a size
+SEEN_ONCE = "seen once"  # stored instead of the warmed-up plan after the first call of a size (`Op._warm_up_key`)
 
 
 def registered(op: Op) -> Op:
-    """Register the op under its name, also with torch.compile, and return it. Raises ValueError if another class has
+    """Register the op under its name, also for torch.compile, and return it. Raises ValueError if another class has
     the name, or if the same class had another signature."""
     known = REGISTRY.get(op.name)
     if known is not None and type(known).__qualname__ != type(op).__qualname__:
@@ -110,7 +110,8 @@ class Op(ABC, Generic[C]):
     name: ClassVar[str]
     # The public function that errors name, if its name differs from the op's.
     public: ClassVar[str] = ""
-    # Operands, then options, as torch.library writes them. Without it an op has no torch.compile and no gradient.
+    # The operands, then the options, in torch.library's syntax. An op without a signature supports neither
+    # torch.compile nor gradients.
     signature: ClassVar[str] = ""
     results: ClassVar[int] = 1
     # The number of tensors that a run also returns for the backward pass (`saved_shapes`, `saved_tensors`) if its last
@@ -120,36 +121,38 @@ class Op(ABC, Generic[C]):
     num_borrowed_outputs: ClassVar[int] = 0
     # The NamedTuple of its operands.
     operand_type: ClassVar[Callable[..., Operands] | None] = None
-    # By plan class that serves the op, the function that prepares its calls (prepared.py).
+    # For each plan class that the op supports, the function that prepares its calls (prepared.py).
     runs: ClassVar[Mapping[type[Plan], Prepare]]
-    # By plan class, the fields that the op refuses because it would have to ignore them.
+    # For each plan class, the fields that the op refuses because it would have to ignore them.
     unsupported_fields: ClassVar[Mapping[type[Plan], Sequence[str]]] = {}
-    # One number for all ops, increased when a change lets "auto" decide differently.
+    # One number for all ops, increased whenever a change alters the decisions of "auto".
     table_version: ClassVar[int] = 0
     # NCCL's collective before or after the op's one GEMM, and whether it comes before the GEMM and moves its input.
     collective: ClassVar[str] = ""
     gathers: ClassVar[bool] = False
-    # By plan class with predictable time, its model, in the order in which the planner tries them.
+    # The models of the plan classes with a predictable time, in the order in which the planner tries them.
     costs: ClassVar[Mapping[type[Plan], AnyCost]] = {}
-    # For a collective without a GEMM: bytes that the kernels after NCCL's read and write, over the collective's bytes.
+    # For a collective without a GEMM: the bytes that the kernels after NCCL's read and write, divided by the
+    # collective's bytes.
     elementwise_passes: ClassVar[float | None] = None
-    # Plans of one kind whose order of speed depends on the shape. `weft tune` measures them, and "auto" times them on a
-    # Hopper GPU without a profile.
+    # Plans of one kind, of which a different one is fastest for different shapes. `weft tune` measures them, and "auto"
+    # times them on a Hopper GPU without a profile.
     variants: ClassVar[Sequence[Plan]] = ()
     # Plans without a model in the planner, which "auto" times at the first call of a size.
     autotune_plans: ClassVar[Sequence[Plan]] = ()
     # Plans that "auto" times for ranks on several nodes.
     over_nodes: ClassVar[Sequence[Plan]] = ()
-    # The plan of "auto" on ranks with few programs, as in the emulator, or the class whose default plan it is.
+    # The plan of "auto" on ranks with few programs, as in the emulator; or a plan class, for its default plan.
     emulator_plan: ClassVar[Plan | type[Plan]] = Sequential
 
-    # The plans that keep the promise of `weft.init(batch_invariant=True)`. Such a World refuses an op with none.
+    # The plans that keep the promise of `weft.init(batch_invariant=True)`. Such a World refuses an op without such
+    # plans.
     batch_invariant_plans: ClassVar[tuple[type[Plan], ...]] = ()
 
     keeps_decisions: ClassVar[bool] = False  # decisions are not kept with the World (`decisions`)
     depends_on_addresses: ClassVar[bool] = False  # decisions depend on `operand_addresses`
     partial: ClassVar[bool] = False  # a call does not write all elements of its result
-    by_library: ClassVar[bool] = True  # a World of one rank runs library calls instead of the plan
+    by_library: ClassVar[bool] = True  # on a World of one rank, library calls run instead of the plan
 
     # -- methods that an operator defines
     @abstractmethod
@@ -171,8 +174,8 @@ class Op(ABC, Generic[C]):
         return [like.new_empty(shape, dtype=dtype) for shape, dtype in results]
 
     def saved_shapes(self, world: World, call: C, plan: str | Plan) -> Shapes:
-        """Return shapes and dtypes of the tensors that a run saves for the backward pass: at most `num_saved`, but a
-        plan may save fewer. plan: the plan that runs, or, while torch.compile traces, the caller's plan."""
+        """Return shapes and dtypes of the tensors that a run saves for the backward pass: at most `num_saved`; a plan
+        may save fewer. plan: the plan that runs, or, while torch.compile traces, the caller's plan."""
         return ()
 
     def saved_tensors(
@@ -188,8 +191,8 @@ class Op(ABC, Generic[C]):
         raise NotImplementedError
 
     def sizes(self, call: C) -> tuple[int, int, int]:
-        """Return M, N, K as the measured table and the planner define them: N and K of the GEMM on one rank, M of all
-        ranks."""
+        """Return M, N, K as the measured table and the planner define them: M counts the rows of all ranks, N and K are
+        those of one rank's GEMM."""
         return call.rows, 1, 1
 
     def gemm_call(self, m: int, n: int, k: int, received: int | None = None) -> GemmCall:
@@ -201,15 +204,16 @@ class Op(ABC, Generic[C]):
         return math.prod(self.sizes(call))
 
     def examples(self, world: World) -> Mapping[str, tuple[Operands, CallOptions]]:
-        """Return operands and options of the benchmark's calls, by the calls' names."""
+        """Return the operands and options of the benchmark's calls, by name of the call."""
         return {}
 
     def auto(self, world: World, call: C, mode: str) -> Plan:
-        """Return the plan that "auto" runs unless a timed plan was faster. mode: "graph" or "eager"."""
+        """Return the plan that "auto" runs unless a trial found a faster one. mode: "graph" or "eager"."""
         return world.backend.scale.preset(self.emulator_plan) or self.expected(world, call, mode)
 
     def expected(self, world: World, call: C, mode: str) -> Plan:
-        """Return the plan that is stored or predicted as the fastest for such a call. A timed plan must be faster."""
+        """Return the plan that is stored or predicted as the fastest for such a call. A trial replaces it only by a
+        faster plan."""
         from .planner.auto import auto  # imported here, since the planner imports the registry
 
         return auto(self.name, world, *self.sizes(call), mode)
@@ -220,8 +224,8 @@ class Op(ABC, Generic[C]):
         return world.backend.scale.plan(kind)
 
     def unsupported(self, world: World, call: C, plan: Plan, asked: str | Plan) -> str | None:
-        """Return the reason why the plan cannot serve this call, or None. It must be the same on every rank. Raise
-        Unsupported for a plan that can never run on this machine."""
+        """Return the reason why the plan cannot run this call, or None. It must be the same on every rank. Raise
+        Unsupported for a plan that no call can run on this machine."""
         return None
 
     def batch_invariance_unsupported(self, world: World, call: C, plan: Plan) -> str | None:
@@ -233,7 +237,7 @@ class Op(ABC, Generic[C]):
         return "the order in which it sums a row may depend on the other rows"
 
     def scaling(self, call: C) -> str:
-        """Return how the call's 8-bit operands are scaled, for which the planner has no rates; "" for other
+        """Return how the call's 8-bit operands are scaled; "" for other operands. The planner has no rates for 8-bit
         operands."""
         return ""
 
@@ -254,7 +258,7 @@ class Op(ABC, Generic[C]):
         return tuple(call.same_on_all_ranks().items())
 
     def balanced(self, world: World, call: C, operands: Operands) -> tuple[C, Operands]:
-        """Return the call and operands to time instead of the caller's, if the time depends on the operands' values."""
+        """Return the call and operands to time: not the caller's if the time depends on the operands' values."""
         return call, operands
 
     def without_rows(self, world: World, call: C, out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -263,8 +267,8 @@ class Op(ABC, Generic[C]):
         return out, *further, *[None] * (self.results - 1 - len(further))
 
     def without_overlap(self, world: World, plan: Plan, operands: Operands, out: torch.Tensor) -> Operands | None:
-        """Return operands with which the plan can write `out`, which overlaps some of the caller's operands; or None if
-        the plan must write the result to separate memory first."""
+        """Return operands with which the plan can write to `out` although `out` overlaps some of the caller's operands;
+        or None if the plan must write the result to separate memory first."""
         return None
 
     def postprocess(
@@ -344,7 +348,7 @@ class Op(ABC, Generic[C]):
 
     @cached_property
     def operands(self) -> int:
-        """Return the number of tensors among the operator's arguments."""
+        """Return the number of tensor arguments of the operator."""
         return sum(argument.startswith("Tensor") for argument in self.signature.split(", "))
 
     @cached_property
@@ -390,7 +394,7 @@ class Op(ABC, Generic[C]):
                 known = self._decide(world, plan, operands, options, out, key, decisions, addresses)
             world.begin(known.number, known.launches, capturing)
             results = known(operands, out) if known.noted else known.note(operands, out)
-        except BaseException:  # interrupts too; a run joins the side streams of its transports only at its end
+        except BaseException:  # interrupts included: only the end of a run joins the side streams of its transports
             world.join_side_streams()
             raise
         world.ran = known  # set last, since this call may have made other calls
@@ -423,7 +427,8 @@ class Op(ABC, Generic[C]):
         plan, final = self.choose(world, call, asked, capturing), True
         if asked == "auto" and capturing:
             plan, final = self._plan_for_capture(world, call, plan, decisions, addresses)
-        # If a rank warms up alone, its check meets the check that the other ranks make here: all ranks raise Mismatch.
+        # If one rank alone warms up, its check is compared with the check that the other ranks make here, and all ranks
+        # raise Mismatch.
         if asked == "auto" and not capturing and self.may_capture(world, call):
             final = self._ready_for_capture(world, call, plan, operands, out, decisions, addresses)
         known = self.prepared(world, call, plan, addresses)
@@ -461,8 +466,8 @@ class Op(ABC, Generic[C]):
 
     def waits(self, world: World, plan: Plan | type[Plan]) -> bool:
         """Return whether programs of a call wait for other ranks, or for programs of their launch that have not
-        started. With one rank only programs with a grid barrier do: other launches order their work so that no program
-        waits for a later one."""
+        started. On one rank only the programs of a launch with a grid barrier wait: other launches order their work so
+        that no program waits for a later one."""
         return world.size > 1 or plan.grid_barrier
 
     def operand_addresses(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
@@ -482,10 +487,10 @@ class Op(ABC, Generic[C]):
         """Raise Mismatch unless all ranks make this call, with this plan and `further` values. Collective at the first
         call. Returns the call's number for `World.begin`, or None for a call that ranks do not compare.
 
-        If all waits of the plan are bounded, only the next check may raise the Mismatch (`World.post_call`): a launch
-        that the other ranks do not make ends by a timeout. An NCCL collective that ranks enter with different sizes
-        never ends, and can block a host before any check, for example while CUDA loads a module. A plan with such a
-        collective therefore waits here for all ranks.
+        If all waits of the plan are bounded, the Mismatch may be raised as late as in the next check
+        (`World.post_call`): a launch that the other ranks do not make ends with a timeout. An NCCL collective that
+        ranks enter with different sizes never ends, and can block a host before any check, for example while CUDA loads
+        a module. A plan with such a collective therefore waits here for all ranks.
         """
         if self.public:
             further["op"] = self.name
@@ -520,7 +525,7 @@ class Op(ABC, Generic[C]):
             # The current stream may differ between ranks. A rank that warms up alone raises Mismatch here, instead of
             # waiting for ever in a collective that the other ranks do not enter.
             self.check_same_on_all_ranks(world, call, in_capture, warm_up=True)
-            # The capture itself cannot exchange anything.
+            # Ranks cannot exchange messages during the capture itself.
             self.check_same_on_all_ranks(world, call, in_capture, **self.compared(in_capture, addresses))
             self.warm_up_capture(self.prepared(world, call, in_capture, addresses), operands, out)
         return True
@@ -528,8 +533,8 @@ class Op(ABC, Generic[C]):
     def _plan_for_capture(
         self, world: World, call: C, plan: Plan, decisions: Memo, addresses: Hashable
     ) -> tuple[Plan, bool]:
-        """Return the plan for a capture, and whether that is final. It is `plan`, or the plan of eager calls if there
-        was only one call, or if no capture was expected (`World.may_capture`)."""
+        """Return the plan for a capture, and whether that plan is final. It is `plan`, or the plan of eager calls if
+        there was only one call, or if no capture was expected (`World.may_capture`)."""
         eager = self.choose(world, call, "auto", False)
         if not self.may_capture(world, call):
             return eager, True
@@ -546,17 +551,17 @@ class Op(ABC, Generic[C]):
         return world.may_capture(call.rows)
 
     def _warm_up_key(self, call: C, addresses: Hashable) -> Hashable:
-        """Return the key of a call's warm-up, whatever its operands' layouts: the decisions contain the plan that
-        "auto" ran once because a capture will run it, or SEEN_ONCE. The key is the same on every rank, so that either
-        all ranks warm up or none does."""
+        """Return the key of a call's warm-up, which does not depend on the operands' layouts: the decisions contain the
+        plan that "auto" ran once because a capture will run it, or SEEN_ONCE. The key is the same on every rank, so
+        that either all ranks warm up or none does."""
         return self.name, "warm-up", tuple(call.same_on_all_ranks().items()), addresses
 
     def warm_up_capture(self, prepared: Prepared[C], operands: Operands, out: torch.Tensor | None) -> None:
-        """Make a call only to prepare later calls. It does not write `out`, which may overlap an operand."""
+        """Make a call only to prepare later calls. The call does not write `out`, which may overlap an operand."""
         prepared(operands, None)
 
     def choose(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
-        """Return the Plan to run. A plan that cannot serve the call falls back to sequential, which is logged once.
+        """Return the Plan to run. If the plan cannot run the call, the op falls back to sequential and logs this once.
         Ranks of a reference World run only sequential; ranks on several nodes run only TwoLevel or sequential."""
         if isinstance(asked, str):
             asked = RENAMED_KINDS.get(asked, asked)
@@ -595,7 +600,7 @@ class Op(ABC, Generic[C]):
         return [self.default(world, kind) for kind in self.batch_invariant_plans]
 
     def _reason_against(self, world: World, call: C, plan: Plan, asked: str | Plan) -> str | None:
-        """Return why the plan cannot serve the call on this World, or None. `unsupported` gives the reasons other than
+        """Return why the plan cannot run the call on this World, or None. `unsupported` gives the reasons other than
         batch invariance."""
         if world.batch_invariant and (reason := self.batch_invariance_unsupported(world, call, plan)) is not None:
             return reason
@@ -640,7 +645,7 @@ class Op(ABC, Generic[C]):
         return self._timed(world, call, mode) or self.auto(world, call, mode)
 
     def _timed(self, world: World, call: C, mode: str) -> Plan | None:
-        """Return the plan that was timed fastest for such calls, if it can serve this call."""
+        """Return the plan that was fastest in the trial of such calls, if it can run this call."""
         timed: Plan | None = world.choices.remembered(self._key(call), mode)
         return timed if timed is not None and self._reason_against(world, call, timed, "auto") is None else None
 
@@ -658,7 +663,8 @@ class Op(ABC, Generic[C]):
             else:
                 named = *self.candidates(world, call), *unmeasured(self, world, call)
             if world.batch_invariant and len(self.batch_invariant_plans) > 1:
-                # Low-latency rows occupy several times their data's memory: an op names them only for small sizes.
+                # Low-latency rows occupy several times the memory of their data, so an op lists plans with them only
+                # for small sizes.
                 named = *named, *(plan for plan in self._defaults(world) if not is_low_latency(plan))
             fitted = dict.fromkeys(self._with_operand_tiles(call, plan) for plan in named)
             fit = [plan for plan in fitted if self._reason_against(world, call, plan, "auto") is None]
@@ -705,7 +711,7 @@ class Op(ABC, Generic[C]):
 
     @cached_property
     def kinds(self) -> dict[str, type[Plan]]:
-        """Return, by the name of each kind of plans that serves the op, the kind's first class in `runs`."""
+        """Return, for each kind of plan that the op supports, the kind's first class in `runs`."""
         classes: dict[str, type[Plan]] = {}
         for plan in self.runs:
             classes.setdefault(plan.kind, plan)

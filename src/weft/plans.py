@@ -1,4 +1,5 @@
-"""Plans: the decision for one (op, shape, dtype, world, machine). A plan is frozen, printable, and stored as JSON."""
+"""Plans. A plan is the decision for one (op, shape, dtype, world, machine): a frozen, printable object that is stored
+as JSON."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ POWERS_OF_TWO = (
     *("pull_rows", "copy_rows", "send_rows", "sum_rows"),
 )
 
-KINDS: dict[str, type[Plan]] = {}  # by kind, its class or the base of its classes
+KINDS: dict[str, type[Plan]] = {}  # for each kind, its class or the base of its classes
 RENAMED_KINDS = {"awaiting": "flag_gated"}  # old names, which are still read
-REMOVED_FIELDS = {"push_programs": 0, "batch": 1}  # old fields, still read with the value that all plans have now
-CLASSES: dict[str, type[Plan]] = {}  # by name
+REMOVED_FIELDS = {"push_programs": 0, "batch": 1}  # old fields, which are read if they have this value
+CLASSES: dict[str, type[Plan]] = {}  # the classes by name
 
 
 def _check_fields(title: str, instance: TileShape | Plan, may_be_0: Sequence[str] = ()) -> None:
@@ -82,9 +83,9 @@ NARROW = GemmTile(block_n=128, warps=4)  # two programs of this tile fit on an S
 
 @dataclass(frozen=True)
 class Plan:
-    """Base of all plans. `kind` names the family; the fields are the parameters of one kernel, which uses all of them.
-    If a kind has several classes, each is the plan of a different kernel, and all have one abstract base. Raises
-    TypeError if a field's type differs from its default's, ValueError if a number is out of range."""
+    """Base of all plans. `kind` names the family of the plan; the fields are the parameters of one kernel, which uses
+    all of them. If a kind has several classes, each is the plan of a different kernel, and all have one abstract base.
+    Raises TypeError if a field's type differs from its default's, ValueError if a number is out of range."""
 
     kind: ClassVar[str] = ""
     variant: ClassVar[str] = ""  # a word that distinguishes the class from the other classes of its kind
@@ -161,20 +162,20 @@ def _value_of(plan: type[Plan], name: str, value: object) -> object:
 
 @dataclass(frozen=True)
 class Sequential(Plan):
-    """cuBLAS and NCCL, one after the other."""
+    """cuBLAS and NCCL run one after the other."""
 
     kind: ClassVar[str] = "sequential"
 
 
 @dataclass(frozen=True)
 class Decomposed(Plan):
-    """cuBLAS on one group of shards after another, while a copy engine moves the other groups.
+    """cuBLAS computes one group of shards after another, while a copy engine moves the other groups.
 
-    groups: number of shards in each group, from this rank's shard outwards (all-gather); each number is a power of two
-    that divides the number of shards before the group. Reduce-scatter and all-reduce go from the far end inwards.
-    Empty: each shard is a group. pieces: reduce-scatter makes `pieces` passes over all shards, each over a part of
-    their rows (if every group is one shard and the rows divide evenly), so that only the last part's sum is left at the
-    end. The other ops refuse more than 1.
+    groups: the number of shards in each group, beginning with this rank's own shard (all-gather); each number is a
+    power of two that divides the number of shards before the group. Reduce-scatter and all-reduce use the reverse
+    order, which ends with this rank's shard. Empty: each shard is a group. pieces: reduce-scatter makes `pieces` passes
+    over all shards, each over a part of their rows (if every group is one shard and the rows divide evenly), so that
+    only the last part's sum is left at the end. The other ops refuse more than 1.
 
     All-reduce and norm without a GEMM, where copy engines carry the rows to their owners and back, refuse both fields.
     """
@@ -187,8 +188,8 @@ class Decomposed(Plan):
 @dataclass(frozen=True)
 class Fused(Plan):
     """Base of the fused plans: a persistent GEMM in weft's own kernel, which waits for each tile's input to arrive, or
-    communicates each tile once it is finished. Each operator has its own class; the class's defaults were fastest on
-    most shapes on 8 H200s (bench/results).
+    communicates each tile once it is finished. Each operator has its own class; the defaults of each class were the
+    fastest on most shapes on 8 H200s (bench/results).
 
     tile: the GEMM's tile.
     """
@@ -258,7 +259,8 @@ class FusedReduceScatter(FusedReduce):
 
 @dataclass(frozen=True)
 class FusedAllReduce(FusedReduce):
-    """GEMM + all-reduce. lag: number of tiles between summing a tile and pulling the other owners' sums of it."""
+    """GEMM + all-reduce. lag: the other owners' sums of a tile are pulled `lag` tiles after the tile has been
+    summed."""
 
     pull_programs: int = 96
     pull_rows: int = 32
@@ -277,9 +279,9 @@ class FusedMoe(Fused):
     """A mixture of experts in one launch of per_sm programs on every SM (ops/moe/expert_parallel/fused_kernels.py).
     Each expert's rows are padded to a multiple of block_m.
 
-    copy_programs: the first programs of the launch, which move tokens out and sums back, at most copy_rows rows at
-    once; each has copy_stages blocks of tokens in flight. route: whether the launch includes the router, if the call
-    has one (`weft.moe.TopKRouter`); the launch then starts with the router's GEMM and choice.
+    copy_programs: the first programs of the launch, which send tokens to experts and return sums, at most copy_rows
+    rows at once; each has copy_stages blocks of tokens in flight. route: whether the launch includes the call's router
+    (`weft.moe.TopKRouter`), if there is one; the launch then starts with the router's GEMM and top-k selection.
     """
 
     grid_barrier = True
@@ -293,7 +295,7 @@ class FusedMoe(Fused):
 
 @dataclass(frozen=True)
 class Persistent(Plan):
-    """A GEMM alone, of 8-bit operands, by weft's own kernel (compute/scaled_gemm.py).
+    """A GEMM of 8-bit operands without communication, by weft's own kernel (compute/scaled_gemm.py).
 
     tile: the GEMM's tile, with block_k in 8-bit elements. per_sm: programs on every SM. flatten: as in FusedGather.
     """
@@ -322,9 +324,9 @@ class FlagGated(Plan):
 
 @dataclass(frozen=True)
 class OneShot(Plan):
-    """A collective of few rows in one launch by low-latency rows (their data is their flag): every rank stores its rows
-    on every rank that needs them. It runs before or after cuBLAS's GEMM; or, as all-reduce with or without a norm, it
-    runs alone, and every rank sums all rows.
+    """A collective of few rows in one launch, with low-latency rows (the data of such a row is its flag): every rank
+    stores its rows on every rank that needs them. The launch runs before or after cuBLAS's GEMM. An all-reduce with or
+    without a norm is the launch alone, in which every rank sums all rows.
 
     programs: number of programs, at most 1,024; 0: one for each SM. warps: most warps of a program.
     """
@@ -339,7 +341,7 @@ class OneShot(Plan):
 @dataclass(frozen=True)
 class TwoShot(Plan):
     """Base of the two-shot plans: an all-reduce in one launch, where the owner of a row sums it and stores the sum on
-    every rank. It runs alone; after cuBLAS's GEMM only TwoShotLowLatency does.
+    every rank. The launch runs alone; only TwoShotLowLatency can also run after cuBLAS's GEMM.
 
     programs, warps: as in OneShot.
     """
@@ -348,8 +350,8 @@ class TwoShot(Plan):
     abstract = True
     may_be_0 = ("programs",)
     bounded = True
-    pull: ClassVar[bool] = False  # the owner reads each partial row from its rank's memory
-    low_latency: ClassVar[bool] = False  # there are no counters: the rows' data is their flag
+    pull: ClassVar[bool] = False  # the owner reads each partial row from the memory of the rank that computed it
+    low_latency: ClassVar[bool] = False  # the data of a row is its flag, so there are no counters
     programs: int = 0
     warps: int = 16
 
@@ -368,7 +370,7 @@ class TwoShotCounted(TwoShot):
 
 @dataclass(frozen=True)
 class TwoShotPush(TwoShotCounted):
-    """Two shots, where ranks store their partial rows in the owner's staging memory.
+    """A two-shot plan in which ranks store their partial rows in the owner's staging memory.
 
     spread: a program stores a block for one owner at a time, instead of a block for every owner.
     """
@@ -378,9 +380,9 @@ class TwoShotPush(TwoShotCounted):
 
 @dataclass(frozen=True)
 class TwoShotPull(TwoShotCounted):
-    """Two shots, where owners read the partial rows from all ranks' symmetric memory.
+    """A two-shot plan in which owners read the partial rows from the symmetric memory of all ranks.
 
-    16 programs suffice beside GEMMs: with a residual and RMSNorm, 4,096 x 8,192 bfloat16 elements take 208 us on 16
+    16 programs suffice while GEMMs run: with a residual and RMSNorm, 4,096 x 8,192 bfloat16 elements take 208 us on 16
     programs, 206 us on 132, and 401 us on 8 (2 H100, 2026-11).
     """
 
@@ -390,8 +392,9 @@ class TwoShotPull(TwoShotCounted):
 
 @dataclass(frozen=True)
 class TwoShotLowLatency(TwoShot):
-    """Two shots of few rows, whose data is their flag (ops/all_reduce/low_latency_kernels.py). If the output's dtype
-    differs from x's, TwoShotPush runs instead, with the same numbers of programs and warps."""
+    """A two-shot plan for few rows, with low-latency rows: the data of a row is its flag
+    (ops/all_reduce/low_latency_kernels.py). If the output's dtype differs from x's, TwoShotPush runs instead, with the
+    same numbers of programs and warps."""
 
     variant = "low latency"
     low_latency = True
@@ -402,7 +405,7 @@ LowLatencyShot: TypeAlias = OneShot | TwoShotLowLatency
 
 @dataclass(frozen=True)
 class Multicast(Plan):
-    """All-reduce in one launch, two shots by NVLink multicast: the switch sums a row for its owner, and stores it on
+    """A two-shot all-reduce in one launch by NVLink multicast: the switch sums a row for its owner, and stores it on
     every rank (TokenWeave, section 4). Elements have 16 bits. Needs symmetric memory with a multicast address.
 
     programs, warps: as in OneShot; few programs suffice.
@@ -419,11 +422,11 @@ class Signaled(Plan):
     """One persistent GEMM that signals groups of finished tiles; each signal starts an NCCL collective on that group
     (FlashOverlap).
 
-    groups: number of waves of tiles in each group, in the order of computation. Waves beyond their sum join the last
-    group; groups beyond the last wave are left out. Empty: up to four groups, the last of one wave. ctas: most CTAs of
-    the communicator; the GEMM runs one program on each remaining SM, and a wave is one tile of each program. copies:
-    copy engines move the groups instead (not for all-reduce); ctas are then the SMs left for waits. tile: the GEMM's
-    tile.
+    groups: the number of waves of tiles in each group, in the order of computation. If the GEMM has more waves than the
+    groups together, the last group gets the rest; if it has fewer, the groups at the end are shortened or dropped.
+    Empty: up to four groups, of which the last has one wave. ctas: most CTAs of the communicator; the GEMM runs one
+    program on each remaining SM, and a wave is one tile of each program. copies: copy engines move the groups instead
+    of NCCL (not for all-reduce); `ctas` is then the number of SMs left for waits. tile: the GEMM's tile.
     """
 
     kind: ClassVar[str] = "signaled"
@@ -440,8 +443,8 @@ class Signaled(Plan):
 
 @dataclass(frozen=True)
 class TwoLevel(Plan):
-    """The op on each of several equal nodes (`World.levels`) by the plan that "auto" chooses there. Between nodes, NCCL
-    moves data among ranks with the same local rank, on a stream of its own, while the node computes
+    """The op runs on each of several equal nodes (`World.levels`) by the plan that "auto" chooses for that node.
+    Between nodes, NCCL moves data among ranks with the same local rank, on a stream of its own, while the node computes
     (transport/two_level.py).
 
     pieces: number of parts of a shard's rows, which are transferred and computed one after another. GEMM + all-to-all
@@ -454,8 +457,9 @@ class TwoLevel(Plan):
 
 @dataclass(frozen=True)
 class DispatchedGemms(Plan):
-    """The base of the dispatched plans: kernels send an MoE layer's tokens to their experts' ranks while the first
-    grouped GEMM runs, which waits for them tile by tile; they send weighted sums back while the second GEMM runs.
+    """The base of the dispatched plans: kernels send an MoE layer's tokens to the ranks of their experts while the
+    first grouped GEMM, which waits for tokens tile by tile, runs; kernels return weighted sums while the second GEMM
+    runs.
 
     tile: the tile of both GEMMs, which run per_sm programs on every SM, with fewer stages if shared memory is too
     small. flatten: whether the first GEMM's loop over tiles is flattened. dispatch_programs, combine_programs: programs
@@ -488,9 +492,9 @@ class Dispatched(DispatchedGemms):
 
 @dataclass(frozen=True)
 class DispatchedColumns(DispatchedGemms):
-    """Experts whose columns are split over ranks: a pair of launches in each half (ops/moe/tensor_parallel/op.py).
-    block_m must be 128, the tile of the rows. A block that is sent has as many elements as side_warps hold, whatever
-    rows they belong to."""
+    """Experts whose columns are split over ranks: the layer has two halves with a pair of launches each
+    (ops/moe/tensor_parallel/op.py). block_m must be 128, the tile of the rows. A block that is sent has as many
+    elements as side_warps hold, from one or several rows."""
 
 
 @dataclass(frozen=True)
@@ -498,8 +502,8 @@ class Segmented(Plan):
     """Attention over gathered keys and values: the attention library's kernel runs over this rank's keys while the
     other ranks' keys arrive, then over the arrived keys in a few calls; one kernel merges the results (ops/attention).
 
-    calls: most library calls for the other ranks' keys that the same queries see; each starts when its keys have
-    arrived.
+    calls: the maximum number of library calls over the other ranks' keys for the same queries; each call starts when
+    its keys have arrived.
     """
 
     kind: ClassVar[str] = "segmented"

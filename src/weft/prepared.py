@@ -1,7 +1,8 @@
-"""A call prepared once: the first call computes everything that depends only on shapes, dtypes and options.
+"""Calls are prepared once: the first call computes everything that depends only on shapes, dtypes and options.
 
-For each plan class an op has a function of World, call and plan, which makes the objects that all calls share
-(channels, memory, launches) and returns the run of one call: a function of the operands and the tensor for the result.
+For each plan class an op has a function of the World, the call and the plan. The function makes the objects that all
+calls share (channels, memory, launches) and returns the run of one call, which is a function of the operands and the
+tensor for the result.
 
     def prepare_pushed(world, call, plan):
         launch = weft.Launch(world, push, world.sm_count, dict(num_warps=8), M=call.m)
@@ -46,8 +47,8 @@ Prepare: TypeAlias = Callable[..., Run | OwnResult]  # (world, call, plan)
 
 
 def unprepared(run: Callable[..., Returned]) -> Prepare:
-    """Return the preparation of run(world, call, plan, operands, out), which prepares nothing: each call computes
-    everything."""
+    """Return a preparation function that prepares nothing: each call runs run(world, call, plan, operands, out) in
+    full."""
 
     @functools.wraps(run)
     def prepare(world: World, call: Call, plan: Plan) -> Run:
@@ -57,8 +58,8 @@ def unprepared(run: Callable[..., Returned]) -> Prepare:
 
 
 def made_once(make: Callable[..., T], *args: object) -> Callable[..., T]:
-    """Return make(*args, *further) as a cached function of the further arguments, for objects that a run needs only
-    with some operands."""
+    """Return a cached function of `further` that returns make(*args, *further), for objects that a run needs only with
+    some operands."""
 
     @functools.cache
     def make_once(*further: object) -> T:
@@ -72,8 +73,8 @@ class Prepared(Generic[C]):
     """The calls of one shape by one plan.
 
     number: the calls' number for `World.begin`; None if ranks do not compare them. launches: the calls' launches that
-    wait for other ranks; None if no launch waits. They are noted while the first of these calls runs; until then they
-    count as filling the device.
+    wait for other ranks; None if no launch waits. The launches are noted while the first of these calls runs; until
+    then each is assumed to fill the device.
     """
 
     def __init__(self, op: Op[C], world: World, call: C, plan: Plan) -> None:

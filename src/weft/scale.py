@@ -1,5 +1,6 @@
-"""Sizes of the pieces of work: sizes for a GPU, and small sizes for ranks with few programs, as in the emulator. A
-backend sets its World's scale, and ops read the scale, so that no op asks which backend runs it."""
+"""The sizes of the pieces of work that kernels process: one set for a GPU, and a set of small sizes for ranks with few
+programs, as in the emulator. A backend sets its World's scale, and ops read the scale, so that no op asks which backend
+runs it."""
 
 from __future__ import annotations
 
@@ -55,12 +56,12 @@ class Scale:
     """Sizes of the pieces of work. With small sizes a few programs with a few elements exercise a whole protocol.
 
         plans           by class, the default plan, if it differs from the class's defaults
-        presets         "auto" is the plan that an op names for ranks with few programs (`Op.emulator_plan`)
+        presets         whether "auto" is the plan that an op names for ranks with few programs (`Op.emulator_plan`)
         block, norm_block, gate_block    elements that a program of the element-wise, norm, SiLU-mul kernels processes
                                          at a time
         run_columns     columns of a contiguous run of such a block
         interleave      rows of one block of an interleaved gate/up weight
-        staging_bytes   least bytes of one of the three buffers of low-latency rows
+        staging_bytes   the minimum bytes of each of the three buffers for low-latency rows
         min_part_steps  GEMM with shared last tiles: least K steps of a part
         handover_steps  time, in K steps, to hand a part over
         add_steps       time, in K steps, to wait for a part and add it; doubled if a helper has parts of several tiles

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 E4M3 = torch.float8_e4m3fn
-SCALE_BLOCK = 128  # columns of a row, and rows and columns of a weight, that share a scale by block
+SCALE_BLOCK = 128  # with recipe "block", the columns of a row, and the rows and columns of a weight, that share a scale
 
 
 class ScaledTensor(NamedTuple):

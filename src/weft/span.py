@@ -1,4 +1,4 @@
-"""One interval of work or waiting, as every backend records it."""
+"""A span is one interval of work or waiting. Every backend records spans in this form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory that every rank allocates and all ranks address; and helpers for all memory and streams of a World."""
+"""Symmetric memory, which every rank allocates and all ranks address, and helpers for the memory and streams of a
+World."""
 
 from __future__ import annotations
 

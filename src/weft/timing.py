@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 PASSES_TIMED = 2  # passes that are timed together, so that the host prepares the second while the first runs
-CYCLES = 2_000  # approximate cycles of a GPU in a us
-AHEAD = 200 * CYCLES  # longer than the host takes to launch a replay
+CYCLES = 2_000  # approximate number of GPU cycles in a us
+AHEAD = 200 * CYCLES  # longer than the host needs to launch a replay
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def span(work: Callable[[], object], stream: torch.cuda.Stream | None = None) ->
 
 
 def length(events: Events) -> float:
-    """Return the us between the events, both of which must have been reached."""
+    """Return the time between the events in us. The GPU must have reached both."""
     a, b = events
     return a.elapsed_time(b) * 1e3
 
@@ -79,7 +79,7 @@ def behind_host(work: Callable[[], object], rendezvous: Callable[[], object]) ->
 
 
 class CallTime(NamedTuple):
-    """us of a call: the GPU's time without waiting for the host, and the host's time."""
+    """The time of a call in us: the GPU's time, without waits for the host, and the host's time."""
 
     gpu: float
     host: float

@@ -1,4 +1,4 @@
-"""weft under torch's own operators (`integrations/torch_async_tp`)."""
+"""weft as the implementation of torch's own operators (`integrations/torch_async_tp`)."""
 
 from .integrations.torch_async_tp import AsyncTP, async_tp
 

@@ -1,10 +1,10 @@
-"""Ops as operators of `torch.library`, with their gradients, from their definitions (`op.Op`).
+"""This module makes operators of `torch.library`, with gradients, from the definitions of ops (`op.Op`).
 
 Eager calls that need a gradient go through an autograd.Function straight to the op, because the dispatcher would add
 host time to every call. Compiled calls go through `torch.ops.weft.<name>`, whose arguments contain the World by name,
 the plan as text, and an empty tensor for an absent operand. An eager call's autograd graph keeps the call and plan that
-the forward pass ran; the World remembers a compiled call's (`World.forward_passes`) under arguments that
-`<name>_backward` receives too.
+the forward pass ran; for a compiled call the World stores both (`World.forward_passes`) under arguments that
+`<name>_backward` also receives.
 
 The loss of the whole model is the sum of the losses that the ranks compute from their own outputs; an all-reduced
 output, which every rank has, counts once. A backward pass communicates if the requested gradients need it, so all ranks
@@ -53,9 +53,9 @@ BY_NAME = {str(t): t for t in (torch.bfloat16, torch.float16, torch.float32, tor
 class Backward:
     """The arguments of a backward pass.
 
-    saved: what `Op.saved_tensors` returned. gradients: the results' gradients, None for unused results. shapes: the
-    operands' shapes. needs: for each operand, whether its gradient is asked for. options: the call's options. call,
-    plan: the call and plan that the forward pass ran.
+    saved: the tensors that `Op.saved_tensors` returned. gradients: the results' gradients, None for unused results.
+    shapes: the operands' shapes. needs: for each operand, whether its gradient is asked for. options: the call's
+    options. call, plan: the call and plan that the forward pass ran.
     """
 
     saved: Sequence[Maybe]
@@ -63,7 +63,7 @@ class Backward:
     shapes: Sequence[tuple[int, ...]]
     needs: Sequence[bool]
     options: CallOptions
-    call: Any  # an instance of the op's class of calls
+    call: Any  # an instance of the op's subclass of `Call`
     plan: Plan
 
 
@@ -76,7 +76,7 @@ def world_of(name: str) -> World:
 
 
 def text_of(plan: str | Plan) -> str:
-    """Return a plan as text, by code that torch.compile can trace."""
+    """Return a plan as text. torch.compile can trace this function."""
     if isinstance(plan, str):
         return plan
     return ";".join([type(plan).__name__, *_texts_of(plan, "")])
@@ -127,7 +127,7 @@ def plain(option: object) -> object:
 
 def into(op: str, out: Maybe, y: Tensor) -> Tensor:
     """Return `y`, copied to `out` if there is one, for compiled calls. Raises for an `out` that eager calls refuse,
-    since copy_ accepts more."""
+    since copy_ itself would accept it."""
     if out is None:
         return y
     if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():

@@ -1,4 +1,4 @@
-"""weft under vLLM (`integrations/vllm`)."""
+"""weft as a plugin of vLLM (`integrations/vllm`)."""
 
 from .integrations.vllm import register, report
 

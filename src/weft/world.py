@@ -1,4 +1,4 @@
-"""World: the one object between an op and the machine.
+"""A World is the only object between an op and the machine.
 
 `weft.init` makes it from torchrun's environment or a ProcessGroup; `weft.spmd` runs one function as N ranks of any
 backend. An op allocates channels and arenas through the World, enqueues launches, copies and library calls on its
@@ -50,7 +50,7 @@ R = TypeVar("R")
 Lost = TypeVar("Lost", Timeout, Mismatch)
 _MISSING = object()
 PATIENCE = 1e-3  # seconds that a rank waits for the other ranks before a call that it makes for the first time
-LATE = 16  # a rank makes at most LATE first calls before all other ranks have made the earliest of them
+LATE = 16  # a rank makes at most LATE first calls ahead of the slowest rank
 _COUNTERS = 1 << 20  # counters in one block of channel memory, 4 MiB per rank
 
 
@@ -60,7 +60,7 @@ def _padded(counters: int) -> int:
 
 
 def _delegated(method: Callable[Concatenate[Backend, P], R]) -> Callable[Concatenate[World, P], R]:
-    """Return a property of the World that is the backend's method itself, without a call in between; `help` shows the
+    """Return a property of the World whose value is the backend's method itself, which saves a call; `help` shows the
     method's signature."""
     signature = inspect.signature(method)
     parameters = [p.replace(annotation=p.empty) for name, p in signature.parameters.items() if name != "self"]
@@ -94,7 +94,7 @@ def _as_call(call: object) -> tuple[str, dict[str, Hashable]]:
 
 
 def disagreement(calls: Mapping[int, object]) -> Mismatch:
-    """Return the Mismatch that names each rank's call and those of its fields that are not the same on all ranks.
+    """Return the Mismatch that names each rank's call, with the fields that differ between ranks.
     calls: by rank, the (title, fields) of the call that the rank makes, or the object that it exchanges."""
     records = {rank: _as_call(call) for rank, call in calls.items()}
     descriptions = []
@@ -149,7 +149,7 @@ def _check_channel(
 
 @dataclass(eq=False)
 class Arena:
-    """Two halves of symmetric memory that one-launch ops write alternately, and the counter that selects the half.
+    """Two halves of symmetric memory, which one-launch ops write alternately, and the counter that selects the half.
 
     An op's kernel writes half `epoch % 2` and adds one to `epoch` when it ends. Every such kernel acquires from every
     peer, so no kernel writes a half while a peer may still read it (ops/all_gather_matmul/kernels.py gives the proof).
@@ -201,8 +201,8 @@ class World:
         timeout_seconds()  # raises for an invalid WEFT_TIMEOUT even if this World never waits
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
-        self.group = backend.group  # torch.distributed's; None for emulated ranks
-        self.sm_count = backend.sm_count  # of this rank's GPU, or of an emulated rank
+        self.group = backend.group  # the group of torch.distributed; None for emulated ranks
+        self.sm_count = backend.sm_count  # the number of SMs of this rank's GPU, or of an emulated rank
         self.nodes = backend.nodes  # the number of each rank's node, in the order of the nodes' first ranks
         self.node = self.nodes[self.rank]  # `split(world.node)` makes the World of the ranks there
         self.other_ranks = tuple((self.rank + step) % self.size for step in range(1, self.size))  # the next one first
@@ -217,13 +217,13 @@ class World:
         # compiled graphs for later processes under the World's name.
         self.name = name or f"{backend.name}:{next(backend.world_numbers)}:{self.rank}/{self.size}"
         self._channels: dict[Hashable, BlockChannel] = {}
-        self._arrivals: dict[Hashable, int | list[int] | None] = {}  # by channel, as the caller passed them
+        self._arrivals: dict[Hashable, int | list[int] | None] = {}  # by channel, as passed by the caller
         self._channel_memory: dict[int, SymmetricTensor] = {}  # keyed by the address of this rank's counters
         self._ranges: list[tuple[int, int, str]] = []  # sorted (first address, bytes, name)
         self._shared: list[tuple[int, int, SymmetricTensor]] = []  # sorted (first address, number, memory)
         self._block: SymmetricTensor | None = None
         self._used = 0
-        self._arenas: list[Arena] = []  # the last one is in use; CUDA graphs refer to the epochs of earlier ones
+        self._arenas: list[Arena] = []  # the last arena is in use; CUDA graphs refer to the epochs of the earlier ones
         self._buffers: dict[str, SymmetricTensor] = {}
         self._messages = 0  # messages sent so far; the same on every rank, even after messages were found to differ
         self._numbers: dict[CallRecord, int] = {}  # the number of each call that was the same on all ranks
@@ -233,7 +233,7 @@ class World:
         self._uncompared: list[tuple[CallRecord, Collect]] = []  # posted calls that have not been compared yet
         self._logged: set[str] = set()
         self._closed = False
-        self._lost: Timeout | Mismatch | None = None  # raised by every later use (`_lose`)
+        self._lost: Timeout | Mismatch | None = None  # the error that every later use raises (`_lose`)
         self._levels: Levels | None = None
         self._cache: Memo = {}
         self.prepared: Memo = {}  # prepared launches and calls (`Prepared`, `kernel_launch.prepared`)
@@ -264,10 +264,10 @@ class World:
         """Return the World of the ranks that pass the same `color`, in the order of their ranks here (as
         MPI_Comm_split). The call is collective.
 
-        With 4 ranks, `split(rank // 2)` makes a World of ranks 0, 1 and one of 2, 3; `split(rank % 2)` makes one of 0,
-        2 and one of 1, 3. The new World has its own memory, channels and plans. If Worlds share ranks, all ranks must
-        call the ops of these Worlds in one order. Keep the new World alive, since no op does. Raises Unsupported if
-        this World itself has only some of torch.distributed's ranks.
+        With 4 ranks, `split(rank // 2)` makes the Worlds of ranks (0, 1) and (2, 3); `split(rank % 2)` makes the Worlds
+        of ranks (0, 2) and (1, 3). The new World has its own memory, channels and plans. If Worlds share ranks, all
+        ranks must call the ops of these Worlds in one order. Keep the new World alive, since no op does. Raises
+        Unsupported if this World itself contains only some of torch.distributed's ranks.
         """
         colors = self.exchange(color)
         groups = [
@@ -279,8 +279,8 @@ class World:
     @property
     def levels(self) -> Levels:
         """Return the node's World and the World across nodes. The first access is collective; later accesses return the
-        same Worlds. If a wait expires in one of them, this World also raises its Timeout. Raises Unsupported where the
-        ranks form no two levels (`Backend.two_level_unsupported`)."""
+        same Worlds. If a wait expires in one of them, this World also raises its Timeout. Raises Unsupported if the
+        ranks do not form two levels (`Backend.two_level_unsupported`)."""
         if self._levels is None:
             if self.backend.two_level_unsupported is not None:
                 raise Unsupported(f"no two levels: {self.backend.two_level_unsupported}")
@@ -322,8 +322,8 @@ class World:
     def post_call(self, title: str, /, **fields: Hashable) -> int:
         """Return the number of this call as `check_same_on_all_ranks` does, but wait at most PATIENCE for late ranks.
         The calls of late ranks are compared at the next call of an op, exchange or `synchronize`, which raises Mismatch
-        on every rank. Until then the results of ranks that disagree are undefined. Only ops with nothing but bounded
-        waits may use this method (`Op.check_same_on_all_ranks`)."""
+        on every rank. Until then the results of ranks that disagree are undefined. Only ops whose waits are all bounded
+        may use this method (`Op.check_same_on_all_ranks`)."""
         key = (title, tuple(fields.items()))
         known = self._numbers.get(key)
         if known is not None:
@@ -362,7 +362,7 @@ class World:
         compares = number is not None and self.backend.compares
         if self._uncompared:
             self._collect(None if compares else 0.0)
-        try:  # as in `_bounded`, inlined because this line runs in every call
+        try:  # the body of `_bounded`, inlined because this line runs in every call
             self.backend.check()
             if self._levels is not None:
                 self._check_node(self._levels)
@@ -490,7 +490,7 @@ class World:
         """Wait as `synchronize` does, but raise no Overflow: inside a call, a rank that has dropped rows must go on
         like the other ranks."""
         if self._uncompared:
-            self._collect(None)  # first, since this rank would wait for kernels of a call that other ranks may not make
+            self._collect(None)  # first: other ranks may not make a call whose kernels this rank waits for
         self._raise_if_lost()
         self._bounded(self.backend.synchronize)
         if self._levels is not None:
@@ -502,7 +502,7 @@ class World:
         continue it."""
         if lost > self.reported_losses and torch._C._current_graph_task_id() == -1:
             reported, self._reported_by_rank = self._reported_by_rank, self.backend.left_out_by_rank()
-            self.reported_losses = max(lost, sum(self._reported_by_rank))  # a call under way may have counted more
+            self.reported_losses = max(lost, sum(self._reported_by_rank))  # a running call may have counted more rows
             counts = [current - before for current, before in zip(self._reported_by_rank, reported, strict=True)]
             lines = [self._overflow_of(rank, rows) for rank, rows in enumerate(counts) if rows]
             raise Overflow(

@@ -43,11 +43,13 @@ def test_ratios_of_each_gpu_of_uniform_routing(tmp_path: Path) -> None:
     store(tmp_path, "nvidia-a-x1", {"vllm": 900.0, "weft": 100.0}, zipf=1.0)
     table = one_gpu_page.one_gpu_table(tmp_path)
     assert "| 64 | **1.50x** | 1.50x (Mixtral) |" in table and "quack" not in table and "Below" not in table
-    assert table.endswith("\n\nWhere Zipf's law routes: 9.00x to 9.00x at 64 tokens, 9.00x to 9.00x at 8,192 tokens.")
+    assert table.endswith(
+        "\n\nWith routing by Zipf's law: 9.00x to 9.00x at 64 tokens, 9.00x to 9.00x at 8,192 tokens."
+    )
     store(tmp_path, "nvidia-b-x1", US)
     assert one_gpu_page.one_gpu_table(tmp_path).endswith(f"\n\n{table}"), "the GPU with the most libraries comes first"
     gpu_b = one_gpu_page.one_gpu_table(tmp_path).removesuffix(table)
-    assert gpu_b.startswith("nvidia-b, `01234567`:") and "| over quack | over the fastest | least |" in gpu_b
+    assert gpu_b.startswith("nvidia-b, `01234567`:") and "| over quack | over the fastest | lowest |" in gpu_b
     assert "| 8,192 | **1.50x** | **1.20x** | **1.20x** | 1.20x (Mixtral) |" in gpu_b
 
 
@@ -89,7 +91,7 @@ def test_times_of_many_experts_stand_beside_their_bytes() -> None:
     row = dict(name="-ungated-", method="auto", world=2, N=2048, K=2048)
     us = {(4096, 8): 300.0, (4096, 128): 450.0, (8192, 8): 500.0, (8192, 128): 700.0}
     assert moe_page.growth([dict(row, M=m, E=e, us=t) for (m, e), t in us.items()]).startswith(
-        "128 experts take 150 to 200 us longer than 8 (50% at 4,096, 40% at 8,192 tokens): a GPU's 1.0 GB more of weights take 234 us"
+        "128 experts take 150 to 200 us longer than 8 (50% at 4,096, 40% at 8,192 tokens): a GPU's 1.0 GB of additional weights take 234 us"
     )
 
 

@@ -119,7 +119,7 @@ def test_the_table_counts_the_newest_of_each_test() -> None:
         "",
         "torch alone fails in: `b`.",
         "",
-        "With weft in place alone fail: `c`.",
+        "Only with weft fail: `c`.",
         "",
         "Calls by torch: 2 (of float32), 1 (scaled).",
     ]

@@ -1,5 +1,5 @@
-"""One-program kernels that order streams: a wait for one word, a wait for a group of tiles, a check that all ranks make
-the same call, and a barrier of all ranks."""
+"""Kernels of one program that order streams: a wait for one word, a wait for a group of tiles, a check that all ranks
+make the same call, and a barrier of all ranks."""
 
 import triton.language as tl
 
@@ -37,8 +37,8 @@ def wait_group(ch, group, arrivals, last):
     notified the group in this call.
 
     Only these waits read the number of the call. They run in order on one stream, and the wait with `last` != 0
-    increments it. The GEMM neither reads nor increments the number, because it may have ended before the wait runs, or
-    not have begun."""
+    increments it. The GEMM neither reads nor increments the number, because the GEMM may end before the wait runs, or
+    begin after it."""
     channel_wait(ch, group, arrivals, group, rank_of(ch), "gpu")
     if last != 0:
         tl.store(ch.state + CALLS, calls_of(ch))

@@ -1,6 +1,6 @@
 """The interface between a World and the machine that it runs on.
 
-A backend provides memory, streams and transports; it has no notion of ops. All backends (`cuda`, `gloo`, `emulated`)
+A backend provides memory, streams and transports; it knows nothing of ops. All backends (`cuda`, `gloo`, `emulated`)
 implement this one class, so an op is written once and never asks where it runs.
 
 Ordering contract: operations enqueued on one stream run in that order. `record` / `wait_event` order two streams.
@@ -48,12 +48,12 @@ Communicator: TypeAlias = Any  # returned by `communicator`; None: the World's o
 Arguments = Mapping[str, object]  # the arguments of a launch, by the kernel's names
 CallRecord = tuple[str, tuple[tuple[str, Hashable], ...]]  # the title and the fields of a call
 
-BETWEEN_CTAS = 8  # most CTAs of a collective between nodes; kernels of a node's level leave it this number of SMs
+BETWEEN_CTAS = 8  # the most CTAs of a collective between nodes; kernels inside a node leave it as many SMs
 
 
 def timeout_seconds() -> float:
-    """Return the bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises ValueError
-    unless that is a number of seconds above 0 and at most a million."""
+    """Return the time limit of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises
+    ValueError unless that is a number of seconds above 0 and at most a million."""
     setting = os.environ.get("WEFT_TIMEOUT", "30")
     try:
         seconds = float(setting)
@@ -88,11 +88,11 @@ class Backend(ABC):
     capability: int = HOPPER  # the compute capability that kernels are compiled for, times ten
     peers_unsupported: str | None = None  # why kernels cannot store to peers' memory; None if they can
     symmetric_unsupported: str | None = None  # why peers' memory or its atomics do not work; None if both work
-    reference: bool = False  # whether every op runs by its sequential plan, whatever plan is asked for
-    shares_gpu: bool = False  # whether ranks take turns on one GPU, so that times mean nothing
-    clock: Clock | None = None  # times calls; None if times mean nothing
+    reference: bool = False  # whether every op runs by its sequential plan, even if the caller names another plan
+    shares_gpu: bool = False  # whether ranks share one GPU, so that times mean nothing
+    clock: Clock | None = None  # the clock that times calls; None if times mean nothing
     limits_ctas: bool = True  # whether `communicator` observes its limit of CTAs
-    world_numbers: Iterator[int] = itertools.count()  # a number for each World, in its name
+    world_numbers: Iterator[int] = itertools.count()  # a number that is part of each World's name
     compares: bool = False  # whether the hosts compare every call of every rank (`compared`)
     compares_at_once: bool = False  # whether `compared` waits for no rank
 
@@ -146,7 +146,7 @@ class Backend(ABC):
 
         A kernel of the node that waits for peers may run at the same time as a collective between the nodes, and each
         of the two makes progress only if its peers' counterparts run. So the node's kernels leave BETWEEN_CTAS SMs
-        free, and a collective has at most BETWEEN_CTAS CTAs: whichever starts first, there is room for the other.
+        free, and a collective has at most BETWEEN_CTAS CTAs: there is room for both, whichever starts first.
         """
         ranks_per_node = self.nodes.count(0)
         node = self.split(
@@ -173,7 +173,7 @@ class Backend(ABC):
 
     @abstractmethod
     def left_out(self) -> int:
-        """Return the number of rows dropped for lack of room in all calls so far; this is as cheap as `check`."""
+        """Return the number of rows dropped for lack of room in all calls so far; reading it is as cheap as `check`."""
 
     @abstractmethod
     def left_out_by_rank(self) -> list[int]:
@@ -258,8 +258,8 @@ class Backend(ABC):
         """Make later operations of `stream` wait for the event."""
 
     def start_after(self, stream: Stream, earlier: Stream) -> None:
-        """Make later operations of `stream` start after all operations enqueued on `earlier` so far, only for room on
-        the SMs: something else orders their accesses to memory."""
+        """Make later operations of `stream` start after all operations enqueued on `earlier` so far, only to leave room
+        on the SMs. The caller orders the accesses to memory by other means."""
         self.wait_event(stream, self.record(earlier))
 
     def persistent_allocation(self) -> AbstractContextManager[None]:
@@ -299,8 +299,8 @@ class Backend(ABC):
         SMs with the next launch's programs; per_sm, the number of programs that should share an SM, together with one
         program of the previous launch if that is co_resident; local, for programs that wait neither for other ranks nor
         for each other, so that ranks may launch different programs, and more than can be resident at once;
-        few_registers, for a kernel that Triton's newer assembler would spill; enable_fp_fusion False, for a kernel that
-        must round products before it adds them, however it is compiled."""
+        few_registers, for a kernel whose registers Triton's newer assembler would spill; enable_fp_fusion False, for a
+        kernel that must round products before it adds them, however it is compiled."""
 
     @abstractmethod
     def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Moved]) -> None:
@@ -329,8 +329,8 @@ class Backend(ABC):
     def call(
         self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
-        """Enqueue a library's work (a cuBLAS GEMM) on a stream: `fn` enqueues work that accesses only `reads` and
-        `writes`."""
+        """Enqueue a library's work, such as a cuBLAS GEMM, on a stream. `fn` enqueues work that accesses only `reads`
+        and `writes`."""
 
     def results(
         self,
@@ -368,8 +368,8 @@ class Backend(ABC):
 
     # -- collectives (NCCL on GPUs) ----------------------------------------------------------------------------------
     def communicator(self, ctas: int) -> Communicator:
-        """Return a communicator, for a collective's argument `on`, that uses at most `ctas` CTAs, which a concurrent
-        GEMM can leave free. None means the World's own communicator, which has no known limit. Collective."""
+        """Return a communicator of at most `ctas` CTAs, for a collective's argument `on`. A concurrent GEMM can leave
+        SMs free for these CTAs. None means the World's own communicator, which has no known limit. Collective."""
         return None
 
     @abstractmethod
@@ -377,7 +377,7 @@ class Backend(ABC):
         """Fill out [world * n, ...] with the x [n, ...] of all ranks, in rank order. n is the same on every rank."""
 
     def all_gather_together(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], stream: Stream) -> None:
-        """All-gather each of the inputs, which have one dtype, in one launch if the library can."""
+        """All-gather each of the inputs, which have one dtype, in one launch if the library supports that."""
         for out, x in zip(outs, inputs, strict=True):
             self.all_gather(out, x, stream)
 

@@ -1,5 +1,5 @@
-"""Ranks are processes with one GPU each, or several on one GPU (`shared_gpu`); memory comes from
-torch.distributed._symmetric_memory, collectives from NCCL.
+"""Each rank is a process with its own GPU, or ranks share a GPU (`shared_gpu`). torch.distributed._symmetric_memory
+provides the memory, and NCCL the collectives.
 
 weft makes no NVLink multicast object. If torch's symmetric memory has made one, plan "multicast" can use its address;
 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making one.
@@ -60,12 +60,12 @@ def _ledgers(device: torch.device) -> Ledgers:
 
 
 class Record:
-    """Pinned memory where an expired device-side wait records who waited for what, so that the host can read it without
-    a stream."""
+    """Pinned memory in which an expired device-side wait records its op, tile and peer, so that the host can read the
+    record without a stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.host = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=True)
-        self.words = self.host.numpy().data  # reading an item of this buffer takes less host time than one of the array
+        self.words = self.host.numpy().data  # the host reads items faster from this buffer than from the array
         self.guard = torch.zeros(GUARD_WORDS, dtype=torch.int64, device="cpu")
         self.guard[0] = int(timeout_seconds() * 1e9)
         self.guard[2] = self.host.data_ptr()
@@ -84,7 +84,7 @@ def _disagreement_of_waits(waits: Sequence[str]) -> str:
 
 
 class GpuBackend(Backend):
-    """The streams, copies, launches and the record of expired waits of one GPU."""
+    """One GPU's streams, copies and launches, and the record of expired waits."""
 
     def __init__(self, rank: int, size: int, device: torch.device, sm_count: int) -> None:
         self.rank, self.size, self.device, self.sm_count = rank, size, device, sm_count
@@ -99,7 +99,7 @@ class GpuBackend(Backend):
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
         self.uploads = Uploads(device)
-        self._waits: list[str] | None = None  # the ops that ranks wait in, once a wait has expired
+        self._waits: list[str] | None = None  # the ops in which ranks wait, known once a wait has expired
 
     @cached_property
     def ledgers(self) -> Ledgers:
@@ -158,7 +158,7 @@ class GpuBackend(Backend):
         like = self._like.get(dtype)
         if like is None:
             like = self._like[dtype] = torch.empty(0, dtype=dtype, device=self.device)
-        return like.new_empty(shape)  # less host time than torch.empty
+        return like.new_empty(shape)  # takes less host time than torch.empty
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
@@ -235,7 +235,7 @@ class GpuBackend(Backend):
         return self._noting.noting()
 
     def _note(self, noting: bool) -> None:
-        """Replace the launcher while calls are noted, so that noting costs other calls no host time."""
+        """Replace the launcher only while calls are noted, so that other calls lose no host time."""
         self.launcher = NotingLauncher(self._plain_launcher, self._noting) if noting else self._plain_launcher
         self.collective = self._noted_collective if noting else self.call
 
@@ -372,8 +372,9 @@ _dropped_in_captures: list[object] = []  # symmetric memory of Worlds that ended
 
 def _release(held: list[object]) -> None:
     """Drop a World's symmetric memory. Garbage collection may end a World, such as an unused model's, while a stream
-    captures. torch would then end the process, since memory cannot be unmapped during a capture (its destructor
-    throws). Such memory is kept until the next allocation of symmetric memory, which is never in a capture."""
+    captures. torch would then end the process, since memory cannot be unmapped during a capture (the memory's
+    destructor throws). Such memory is kept until the next allocation of symmetric memory, which is never in a
+    capture."""
     if torch.cuda.is_current_stream_capturing():
         _dropped_in_captures.extend(held)
     held.clear()
@@ -422,9 +423,9 @@ def _why_no_atomics(devices: Sequence[RankDevice]) -> str | None:
 
 
 def _peer_atomics(index: int, peer_index: int) -> bool:
-    """Return whether the link has atomic operations, as NVLink has. PCIe splits an atomic operation into a read and a
-    write, and another GPU's update between them is lost. If the driver does not answer, assume that the link has
-    them."""
+    """Return whether the link supports atomic operations, as NVLink does. PCIe splits an atomic operation into a read
+    and a write, and another GPU's update between them is lost. If the driver does not answer, the link is assumed to
+    support them."""
     value = ctypes.c_int(1)
     try:
         ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, index, peer_index)
@@ -483,7 +484,7 @@ class CudaBackend(GpuBackend):
         self.clock = None if self.shares_gpu else cuda_clock
 
     def _hold_symmetric_memory(self) -> None:
-        """Keep symmetric memory until this backend ends, or, if a capture is running then, until that has ended."""
+        """Keep symmetric memory until this backend ends; if a capture is running then, until the capture has ended."""
         self._held: list[object] = []
         weakref.finalize(self, _release, self._held).atexit = False
 
@@ -492,8 +493,8 @@ class CudaBackend(GpuBackend):
         return CudaBackend(self._split(groups), self.compares)
 
     def _split(self, groups: Sequence[Sequence[int]], ctas: int = 0) -> dist.ProcessGroup:
-        """Make a process group of each of `groups`; return this rank's. ctas: if not 0, use NCCL alone, with at most
-        `ctas` CTAs. Collective."""
+        """Make a process group for each of `groups`; return this rank's group. ctas: if not 0, the groups use NCCL
+        alone, with at most `ctas` CTAs. Collective."""
         if not self.limits_ctas:
             raise Unsupported(
                 f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"
@@ -519,8 +520,8 @@ class CudaBackend(GpuBackend):
         torch.cuda.synchronize(self.device)
 
     def alone(self) -> CudaBackend:
-        """Make the group over gloo: to split NCCL's communicator, which would carry nothing, all ranks of
-        torch.distributed would have to take part."""
+        """Make the group over gloo. A group over NCCL would carry nothing, and all ranks of torch.distributed would
+        have to take part in splitting NCCL's communicator."""
         ranks = [dist.get_process_group_ranks(self.group)[self.rank]]
         return CudaBackend(dist.new_group(ranks, backend="gloo", use_local_synchronization=True), self.compares)
 

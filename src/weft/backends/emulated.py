@@ -48,9 +48,10 @@ from .nodes import numbered, placed, spread
 B = TypeVar("B", bound=Backend)
 ALIGN = 256
 GAP = 1 << 20
-# Seconds that a rank needs for a multiply-add and for an element, on a server's core (2026-11).
+# The seconds that an emulated rank needs for a multiply-add and for an element, on one core of a server (2026-11).
 MULTIPLY_ADD, ELEMENT = 1.4e-7, 8e-6
-# The emulator logs a call of more than ANNOUNCED seconds, and proposes a call of at most PROPOSED seconds instead.
+# The emulator warns of a call that will take more than ANNOUNCED seconds, and proposes sizes for PROPOSED seconds at
+# most.
 ANNOUNCED, PROPOSED = 60.0, 5.0
 log = logging.getLogger("weft")
 
@@ -109,7 +110,8 @@ class EmulatedBackend(Backend):
         self._guard: torch.Tensor | None = None
         self.ledgers = machine.ledgers.setdefault(machine_rank, Ledgers(SMs(machine.sm_count, (1,))))
         self._noting = Noting()
-        # The numbers are the same in every run, so that the next run's rank can use what torch.compile made for a rank.
+        # The numbers are the same in every run, so that a rank can reuse the code that torch.compile generated in an
+        # earlier run.
         self.world_numbers = machine.world_numbers[machine_rank]
 
     @property
@@ -152,7 +154,8 @@ class EmulatedBackend(Backend):
         self.check()
 
     def check(self) -> None:
-        """Do nothing: waits are not bounded by time here, and a wait that cannot end is reported as a deadlock."""
+        """Do nothing: no time limit bounds the emulator's waits, and a wait that cannot end is reported as a
+        deadlock."""
 
     def left_out(self) -> int:
         return 0 if self._guard is None else int(self._guard[3])
@@ -206,7 +209,7 @@ class EmulatedBackend(Backend):
             raise Unsupported(f"{name}: no symmetric memory: {reason}")
         copies = self._copies(nbytes, name) if self.rank == 0 else None
         peers = self._exchange(copies)[0]
-        assert peers is not None  # rank 0 made them
+        assert peers is not None  # rank 0 has allocated the copies
         local = peers[self.rank]
         starts = [t.data_ptr() for t in peers]
         window = self.machine.add_window(nbytes, starts)
@@ -296,7 +299,7 @@ class EmulatedBackend(Backend):
         check_launch(kernel, grid, options)
         _stream(stream)
         if kernel.__module__ == barrier.__name__ and self._dropped(kernel.__name__):
-            return  # the barrier kernel counts as an edge of host code
+            return  # a mutation can remove the barrier kernel like an ordering edge of host code
         self.machine.report.ran.launched(kernel, args, options)
         if not options.get("local") and not options.get("co_resident"):
             self._noting.add(stream, ResidentPrograms(-(-grid // options.get("per_sm", 1)), (1,)))

@@ -1,4 +1,5 @@
-"""Ranks are processes on CPU tensors, over a gloo process group: the reference, for integrations without a GPU.
+"""Ranks are processes with CPU tensors over a gloo process group. This backend is the reference for integrations
+without a GPU.
 
 Every op runs its sequential plan (`Backend.reference`). Collectives move bytes over gloo and sum in float32 in rank
 order, so that their results have the same bits in every run. A kernel without waits for other ranks runs in the
@@ -42,8 +43,9 @@ from .messages import Messages
 from .nodes import host_name, numbered, spread, why_no_levels
 
 log = logging.getLogger("weft")
-RESIDENT = 4  # resident programs of a rank in the emulator: each costs a greenlet, and all share one core
-# Blocks are large, since the emulator's time depends on operations, not on elements; stored formats are as on a GPU.
+RESIDENT = 4  # resident programs of a rank in the emulator; each is a greenlet, and all share one core
+# Blocks are large, since the emulator's time depends on the number of operations, not of elements; stored formats are
+# as on a GPU.
 EMULATED_BLOCK = 1 << 16
 SCALE = replace(
     SMALL,
@@ -54,7 +56,7 @@ SCALE = replace(
     interleave=Scale.interleave,
     replicated_bytes=Scale.replicated_bytes,
 )
-_emulating = threading.Lock()  # the emulator changes Triton's language while it runs
+_emulating = threading.Lock()  # the emulator replaces functions of Triton's language while it runs
 
 
 def serves(group: dist.ProcessGroup | None) -> bool:
@@ -76,12 +78,12 @@ def start() -> None:
 
 @functools.cache
 def _announce() -> None:
-    """Log, once per process, that gloo is the reference."""
+    """Log, once per process, that ranks over gloo are only a reference."""
     log.warning("gloo: ranks are CPU processes, the reference: every op runs by its sequential plan")
 
 
 class GlooBackend(Backend):
-    """One rank."""
+    """One rank of a gloo process group."""
 
     name = "gloo"
     sm_count = RESIDENT

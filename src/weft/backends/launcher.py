@@ -6,7 +6,7 @@ loads the kernel before any kernel spins, because lazy loading can block until a
 
 Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, which at small M
 takes longer than the kernel (docs/design-notes.md). A prepared launch (`kernel_launch.Launch`) does so once for each
-variant, keeps the expanded argument list, and sends it again with the addresses of each call (`_triton.repeated`, which
+variant, keeps the expanded argument list, and reuses it with the addresses of each call (`_triton.repeated`, which
 lists the cases that are left to Triton).
 """
 
@@ -54,7 +54,7 @@ def _kinds(value: object) -> Hashable:
 
 
 def _kind(value: object) -> object:
-    """Return the properties of an argument, other than its address, for which Triton specialises a kernel."""
+    """Return those properties of an argument, other than its address, for which Triton specialises a kernel."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, TensorDescriptor):
@@ -70,7 +70,7 @@ class Launcher:
         self.backend = backend
         self.checked: set[Hashable] = set()
         self._co_resident_with: CompiledKernel | None = (
-            None  # the kernel that was loaded last, if it is to be co-resident
+            None  # the last kernel that was loaded, if it has the option co_resident
         )
 
     def launch(
@@ -96,7 +96,7 @@ class Launcher:
                 address = value.data_ptr()
                 kinds.append(value.dtype if address % 16 == 0 else (value.dtype,))
                 addresses.append(address)
-            elif type(value) is int:  # the kernel does not specialise it
+            elif type(value) is int:  # an integer that the kernel does not specialise
                 kinds.append(int)
                 addresses.append(value)
             else:  # a NamedTuple, or None
@@ -124,8 +124,8 @@ class Launcher:
             launch.variants[kinds] = ready
 
     def load(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> None:
-        """Compile and load a variant the first time. Raise Unsupported unless its programs fit and, if they may wait
-        for each other (unless the launch is `local`), can be resident at once."""
+        """Compile and load a variant the first time. Raise Unsupported unless its programs fit on an SM and, if they
+        may wait for each other (unless the launch is `local`), can all be resident at once."""
         unspecialized = {p.name for p in kernel.params if p.do_not_specialize}
         leaves = [part for name, value in values.items() if name not in unspecialized for part in _flattened(value)]
         # Triton compiles separate kernels for addresses that are multiples of 16 and for other addresses.
@@ -182,7 +182,7 @@ def room_of(device: torch.device) -> tuple[int, ...]:
 
 
 def taken_by(compiled: CompiledKernel) -> tuple[int, ...]:
-    """Return the part of an SM's `room_of` that a program occupies."""
+    """Return the part of `room_of` that a program occupies."""
     threads = compiled.metadata.num_warps * 32
     return (compiled.n_regs + 7) // 8 * 8 * threads, compiled.metadata.shared + 1024, threads
 

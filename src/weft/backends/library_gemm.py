@@ -20,7 +20,7 @@ import torch
 from ..chooser import Choice, Chooser, bucket
 from ..scaled_tensor import SCALE_BLOCK, ScaledTensor, Scaling
 
-GemmFunction = Callable[..., torch.Tensor]  # takes x, weight, out, and starts for a grouped GEMM; returns the result
+GemmFunction = Callable[..., torch.Tensor]  # the arguments are x, weight, out, and starts for a grouped GEMM
 
 FASTER = 1.02  # quack is used if it is this many times as fast as cuBLAS, or torch's grouped GEMM
 CLOSE = 2e-2  # largest relative error of a correct result of 16-bit operands
@@ -70,7 +70,7 @@ def torch_groups(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=starts[1:])
 
 
-_steps_an_octave = 8  # calls in one step share a trial
+_steps_an_octave = 8  # calls whose M rounds to the same step share a trial
 
 
 def one_trial_per_power_of_two() -> None:
@@ -89,9 +89,10 @@ def stepped(m: int) -> int:
 def fastest(
     library: GemmFunction, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *starts: torch.Tensor
 ) -> GemmFunction:
-    """Return the fastest product for these operands; the library's if operands are not contiguous, if their rows are
-    not whole 16-byte words, or if the size is first seen in a capture. weight: [N, K], or [G, N, K] for the groups of
-    rows that begin at `starts`. The trial of a size writes `out` many times."""
+    """Return the fastest product for these operands. It is the product of cuBLAS, or of torch's grouped GEMM, if
+    operands are not contiguous, if their rows are not whole 16-byte words, or if the size is first seen in a capture.
+    weight: [N, K], or [G, N, K] for the groups of rows that begin at `starts`. The trial of a size writes `out` many
+    times."""
     plain = x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     if not plain or x.shape[0] == 0 or x.shape[1] % 8 or weight.shape[-2] % 8:
         return library
@@ -111,7 +112,8 @@ def fastest(
 
 
 def correct_products(library: GemmFunction, operands: Sequence[torch.Tensor]) -> list[GemmFunction]:
-    """Return the library's product, and the forms of quack's GEMM whose results are close to it."""
+    """Return the product of cuBLAS, or of torch's grouped GEMM, and the forms of quack's GEMM whose results are close
+    to it."""
     try:
         expected = library(*operands).clone()
         return [library, *(product for product in quack().products() if is_close(product, operands, expected))]
@@ -120,7 +122,8 @@ def correct_products(library: GemmFunction, operands: Sequence[torch.Tensor]) ->
 
 
 def is_close(product: GemmFunction, operands: Sequence[torch.Tensor], expected: torch.Tensor) -> bool:
-    """Return whether a product's rows are close to those of `expected` (CLOSE), for all rows that are in a group."""
+    """Return whether the rows of a product are close to the rows of `expected` (CLOSE), for all rows that are in a
+    group."""
     _, _, out, *starts = operands
     rows = int(starts[0][-1]) if starts else len(expected)
     try:
@@ -138,8 +141,8 @@ def is_close(product: GemmFunction, operands: Sequence[torch.Tensor], expected: 
 
 
 class ScaledOperands(NamedTuple):
-    """The operands of a product: x [M, K], weight [N, K] and bias [N] or None. fast_accum: as torch._scaled_mm's
-    use_fast_accum."""
+    """The operands of a product: x [M, K], weight [N, K] and bias [N] or None. fast_accum: has the meaning of
+    use_fast_accum in torch._scaled_mm."""
 
     x: ScaledTensor
     weight: ScaledTensor
@@ -171,9 +174,9 @@ def torch_scaled(o: ScaledOperands, out: torch.Tensor) -> None:
 
 
 def torch_scaled_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
-    """Multiply by torch with cuBLAS of CUDA 12.9 or later, which needs x's scales column-major, and the weight's scales
-    with a row stride of whole 16-byte words. `torch.nn.functional.scaled_mm` always returns new memory; the operator
-    that it calls writes `out`, without a copy of the result."""
+    """Multiply by torch with cuBLAS of CUDA 12.9 or later, which requires the scales of x in column-major order, and
+    the weight's scales with a row stride of whole 16-byte words. `torch.nn.functional.scaled_mm` always returns new
+    memory; the operator that it calls writes `out`, and saves a copy of the result."""
     from torch.nn.functional import ScalingType
 
     x, weight = [o.x.scales.t().contiguous().t()], o.weight.scales

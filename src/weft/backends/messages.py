@@ -1,4 +1,4 @@
-"""Messages between the hosts of a World's ranks over gloo: bytes of tensors, and pickled objects."""
+"""Messages between the hosts of a World's ranks over gloo: the bytes of tensors, and pickled objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Messages:
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
         self.rank, self.size, self.seconds = dist.get_rank(group), dist.get_world_size(group), seconds
-        self._lost = ""  # why messages no longer arrive in one order on all ranks
+        self._lost = ""  # the reason why messages no longer have one order on all ranks, or None
         store = _get_process_group_store(group)
         # The number of Worlds over this group so far, which is the same on every rank.
         count = store.add(f"weft/{self.rank}", 1)
@@ -43,14 +43,15 @@ class Messages:
                 self.size,
                 timeout=datetime.timedelta(seconds=seconds),
             )
-        self._held: list[Any] = [gloo]  # torch does not declare its methods
+        self._held: list[Any] = [gloo]  # torch does not declare the methods of this object
         # Gloo's threads may drop a call's tensors after the call, for which they need the interpreter's lock: a process
-        # aborts if they ask for it while the interpreter ends (pytorch/pytorch#179291). So they end before it does.
+        # aborts if they ask for it while the interpreter ends (pytorch/pytorch#179291). So the threads are ended before
+        # the interpreter ends.
         self.close = weakref.finalize(self, self._held.clear)
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Raise Timeout for a message that did not arrive, and for all later messages."""
+        """Raise Timeout for a message that does not arrive in time, and for all later messages."""
         if self._lost:
             raise Timeout(self._lost)
         try:

@@ -17,8 +17,8 @@ NODE_VARIABLE = "WEFT_NODE"  # replaces the host's name, so that tests can have 
 
 def host_name() -> str:
     """Return the name of this process's node, made of the host's name and the container's namespaces, since only
-    processes of one container share memory; or the environment's WEFT_NODE. A container with the host's network has the
-    host's name, but its own namespaces of shared memory and of processes."""
+    processes of one container share memory; or the environment's WEFT_NODE. A container that uses the host's network
+    has the host's name, but has its own namespaces for shared memory and for processes."""
     boot, namespaces = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns")
     machine = [platform.node(), boot.read_text().strip() if boot.exists() else ""]
     machine += [os.readlink(namespaces / kind) for kind in ("ipc", "pid") if os.path.lexists(namespaces / kind)]
@@ -42,8 +42,8 @@ def spread(nodes: Sequence[int]) -> str | None:
 
 
 def why_no_levels(nodes: Sequence[int]) -> str | None:
-    """Return why ranks on these nodes, by rank, have no two levels; None if there are several nodes of equal size, each
-    of at least two ranks with consecutive numbers."""
+    """Return why ranks on these nodes, by rank, do not form two levels; None if there are several nodes of equal size,
+    each of at least two ranks with consecutive numbers."""
     reason, count = spread(nodes), max(nodes) + 1
     if reason is None:
         return "its ranks are on one node"

@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class RankWorld(Protocol):
-    """The part of World that a rank's process needs."""
+    """The part of a World that the process of a rank uses."""
 
     def synchronize(self) -> None: ...
 
@@ -47,8 +47,8 @@ def _rank_main(
 
 
 def leave(queue: Queue[tuple[int, bytes]]) -> None:
-    """End this process once its result is sent, without Python's finalization: during that, a gloo thread that still
-    holds a tensor would wait for the interpreter's lock, and abort the process (pytorch/pytorch#179291)."""
+    """End this process once its result is sent, without Python's finalization: during finalization, a gloo thread that
+    still holds a tensor would wait for the interpreter's lock, and abort the process (pytorch/pytorch#179291)."""
     queue.close()
     queue.join_thread()
     atexit._run_exitfuncs()
@@ -91,7 +91,7 @@ def spmd(
 
     init makes a rank's World. Both functions must be importable by name from a module, the arguments must be picklable,
     and `torch.save` must support the result; its tensors return on the CPU. share: ranks may share GPUs. An exception
-    in one rank ends the others and is raised here.
+    in one rank ends the other ranks and is raised here.
     """
     # This process opens the store through which ranks find each other, so that no other process can get its port first.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -100,7 +100,7 @@ def spmd(
         LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(store.port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is not rank 0's; torchrun sets this too
+        TORCHELASTIC_USE_AGENT_STORE="True",  # this process, not rank 0, owns the store; torchrun sets this too
         TORCHELASTIC_RESTART_COUNT="0",
     )
     environment[VARIABLE] = str(int(share))

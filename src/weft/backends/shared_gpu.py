@@ -3,8 +3,8 @@ torch's symmetric memory, but not at the speed of several GPUs.
 
 The GPU gives each process a time slice in turn, so that a spinning kernel costs only its own slice and blocks no other
 rank. NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"). So up to NCCL 2.29 each rank declares
-itself a separate host, and ranks communicate over a socket of the loopback device; from 2.30 on NCCL has an option to
-accept such ranks. The processes map each other's symmetric memory as between GPUs.
+itself a separate host, and ranks communicate over a socket of the loopback device; from 2.30 on NCCL has an option that
+accepts such ranks. The processes map each other's symmetric memory as between GPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIABLE = "WEFT_SHARE_GPU"
 @dataclass(frozen=True)
 class RankDevice:
     """The GPU of a rank. gpus: the UUIDs of all GPUs that the rank sees, in its order; index: its own GPU among them.
-    reason: why the rank has no symmetric memory, whatever its peers. may_share: whether WEFT_SHARE_GPU=1 is set."""
+    reason: why the rank has no symmetric memory with any peers. may_share: whether WEFT_SHARE_GPU=1 is set."""
 
     host: str
     gpus: tuple[str, ...]

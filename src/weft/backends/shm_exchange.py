@@ -3,8 +3,8 @@ whenever it wants, but can receive a gloo message only while it waits for one.
 
 Every rank writes its posts, one after another, into its own ring of 2 LEAD slots, and reads the posts of all other
 ranks. The head of a slot contains the number of its post and a checksum of the number and the data, so that a reader
-never accepts a half-written post, in whatever order its core sees the writes. Every rank holds a file lock on its byte
-while it runs, so that the other ranks notice when it has ended.
+never accepts a half-written post, in any order in which its core sees the writes. Every rank holds a file lock on its
+byte while it runs, so that the other ranks notice when it has ended.
 
 A rank reuses a slot without asking whether all ranks have read it. When it writes post n, it has collected all posts up
 to n - LEAD from every rank. Every rank that has posted n - LEAD had before collected all posts up to n - 2 LEAD, and
@@ -28,12 +28,12 @@ from pathlib import Path
 from ..errors import Timeout
 
 FOLDER = Path("/dev/shm")
-LEAD = 32  # posts that a rank may be ahead of what it has collected
+LEAD = 32  # the number of posts by which a rank may be ahead of the posts that it has collected
 BYTES = 4096  # length of the longest post; messages carry longer data
 _HEAD = struct.Struct("<qiI")  # number, from 1 on; length; checksum
 _SLOT = _HEAD.size + BYTES
 _PART = 2 * LEAD * _SLOT
-_PREFIX = "weft-"  # of the file's name
+_PREFIX = "weft-"  # the beginning of the file's name
 _ABANDONED = 10.0  # seconds after which an unlocked file is removed; a rank locks its file as soon as it has made it
 _SPIN = 2e-3  # seconds of polling before a wait sleeps between polls
 

@@ -29,7 +29,7 @@ from .ptx import broken_kernel_rules
 from .schedules import Exploration, explore
 
 TARGET = "weft_target_"  # the prefix of the names of modules that are loaded from files
-Main = Callable[..., object]  # a function of a World, or of a rank and the number of ranks
+Main = Callable[..., object]  # a function with the argument World, or with a rank and the number of ranks
 
 
 class RunOptions(TypedDict):
@@ -59,7 +59,7 @@ def _load(target: str) -> Main:
         raise WeftError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
-    arguments, sys.argv = sys.argv, [str(path)]  # so that a file that parses arguments finds none
+    arguments, sys.argv = sys.argv, [str(path)]  # so that a file that parses command-line arguments finds none
     try:
         with _importing_beside(module.__name__):
             spec.loader.exec_module(module)
@@ -94,7 +94,7 @@ def _importing_beside(module: str) -> Iterator[None]:
 
 
 def takes_rank(main: Main) -> bool:
-    """Return whether the function is main(rank, world_size), as for torchrun, and not main(world)."""
+    """Return whether the function has the form main(rank, world_size), as for torchrun, instead of main(world)."""
     parameters = inspect.signature(main).parameters.values()
     return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) == 2
 
@@ -114,7 +114,7 @@ def _rank(main: Main) -> Callable[[Backend], object]:
     def rank(backend: Backend) -> object:
         try:
             return main(World(backend))
-        except SystemExit as e:  # raised on, it would end the command with status 0
+        except SystemExit as e:  # if it propagated, the command would end with status 0
             raise WeftError(f"rank {backend.rank} ended by sys.exit({e.code!r})") from e
 
     return rank
@@ -143,7 +143,7 @@ class CheckedKernel:
 
     name: str  # the kernel's name and the arguments that distinguish the variant from the kernel's other variants
     compiled: Compiled
-    problems: list[str]  # lack of memory, and broken rules, as sentences
+    problems: list[str]  # the lack of memory and the broken rules, as sentences
 
     def __str__(self) -> str:
         c = self.compiled
@@ -159,8 +159,8 @@ class CheckedKernel:
 def compile_and_check(
     ran: Ran, capability: int, track: Callable[[list[Variant]], Iterable[Variant]] = iter
 ) -> tuple[list[CheckedKernel], list[str]]:
-    """Compile every variant that ran, each once. Return the compiled kernels, and the reasons why other variants did
-    not compile. track: returns an iterator over the variants, which may show progress."""
+    """Compile every variant that ran, each once. Return the compiled kernels, and the reasons why the other variants
+    did not compile. track: returns an iterator over the variants, which may show progress."""
     compiled_by_hash: dict[str, tuple[Variant, Compiled]] = {}
     refused: dict[str, None] = {}
     for variant in track(list(ran.variants.values())):

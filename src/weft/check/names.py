@@ -12,7 +12,7 @@ from ..emulator.ran import Pointer, Variant
 
 
 def variant_names(variants: Sequence[Variant]) -> list[str]:
-    """Return the name of each variant, with the arguments that distinguish it from the same kernel's other variants:
+    """Return the name of each variant, with the arguments that distinguish it from other variants of the same kernel:
     `shift (ch.world = 2)`."""
     traits = [dict(_traits(variant)) for variant in variants]
     names = []

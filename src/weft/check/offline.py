@@ -53,7 +53,7 @@ class OfflineDriver(DriverBase):
         raise NotImplementedError
 
     def get_current_device(self) -> GPUTarget:
-        return self.target  # a real GPU's number would be the key of its compiled kernels too
+        return self.target  # with the number of a real GPU, the kernels compiled for that GPU would have the same key
 
     def get_current_stream(self, device: object = None) -> int:
         return 0
@@ -80,7 +80,7 @@ class Compiled:
     ptx: str
     ttgir: str
     registers: int  # per thread
-    spills: int  # bytes stored and loaded
+    spills: int  # the bytes stored and loaded by spills
     shared: int  # bytes
     warnings: tuple[str, ...]  # ptxas' warnings, for example that wgmma instructions are serialized
 
@@ -124,7 +124,7 @@ def names_own_files(kernel: JITFunction, ptx: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _ptxas(ptx: str, capability: int) -> str:
-    """Return ptxas' report on the code. Triton runs ptxas too, but keeps no report."""
+    """Return ptxas' report on the code. Triton also runs ptxas, but does not store the report."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "k.ptx"
         source.write_text(ptx)
@@ -150,7 +150,7 @@ def refusal(error: Exception, kernel: JITFunction, functions: Iterable[JITFuncti
     """Return one sentence that names the line where `kernel` did not compile, and the reason. functions: the functions
     in which a line can be named."""
     where, reason = _line(kernel, 1), f"{type(error).__name__}: {error}"
-    if failed := re.search(r"(?:; error|ptxas fatal)\s*: (.*)", str(error)):  # one of ptxas' lines
+    if failed := re.search(r"(?:; error|ptxas fatal)\s*: (.*)", str(error)):  # one line of ptxas' output
         reason = f"ptxas: {failed[1]}"
     by_source = {fn.src: fn for fn in functions}
     cause: BaseException | None = error

@@ -1,4 +1,4 @@
-"""Reads PTX as a graph of basic blocks and checks the rules of the protocol along every path.
+"""This module reads PTX as a graph of basic blocks and checks the rules of the protocol along every path.
 
 `broken_rules(ptx)` returns each instruction that breaks a rule:
 
@@ -26,7 +26,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
-# How far an ordinary store, and a bulk store, may be from its release; the worst state over all paths is kept.
+# The progress of an ordinary store, and of a bulk store, towards its release; of all paths the worst state counts.
 RELEASED, DRAINED, FENCED, COMPLETE, STORED = range(5)
 # The steps that are still missing before an acquired value may be loaded.
 READY, UNFENCED, UNSHARED, NOTHING = range(4)
@@ -39,8 +39,8 @@ class Instruction:
     text: str
     file: str
     line: int
-    number: int  # the step's line in the PTX
-    calls: tuple[tuple[str, int], ...] = ()  # file, without its folder, and line of each inlined call around it
+    number: int  # the line of the step in the PTX
+    calls: tuple[tuple[str, int], ...] = ()  # the file, without its folder, and the line of each enclosing inlined call
 
     @property
     def source(self) -> str:
@@ -57,8 +57,8 @@ class BasicBlock:
 
 
 def source_file(path: str) -> str:
-    """Return this package's file for a file that Triton compiled, maybe in a different checkout (Triton's cache is
-    keyed by content)."""
+    """Return the file of this package that corresponds to a file that Triton compiled, possibly in a different checkout
+    (Triton's cache is keyed by content)."""
     own_path = PACKAGE / path.rpartition("/weft/")[2]
     return str(own_path) if own_path.is_file() else path
 
@@ -156,7 +156,7 @@ def from_weft_lang(step: Instruction) -> bool:
 def follow(
     state: ProtocolState, step: Instruction, broken: list[str] | None, waits: Which, signal: Which
 ) -> ProtocolState:
-    """Return the state after a step. Appends to `broken` the rules that the step breaks in the state before."""
+    """Return the state after a step. The rules that the step breaks are appended to `broken`."""
     plain, bulk, acquired = state
     for token in TOKEN.finditer(step.text):
         kind = token.lastgroup
@@ -224,8 +224,8 @@ def paths(blocks: dict[str, BasicBlock]) -> dict[str, list[str]]:
 
 
 def broken_rules(ptx: str, waits: Which = no_instruction, signal: Which = any_instruction) -> list[str]:
-    """Return the broken rules, as sentences. waits: which loads read memory that other programs or ranks write. signal:
-    which atomics others wait for."""
+    """Return the broken rules, as sentences. waits: returns whether a load reads memory that other programs or ranks
+    write. signal: returns whether others wait for an atomic."""
     blocks = blocks_of(ptx)
     after = paths(blocks)
     states: dict[str, ProtocolState] = {"entry": (RELEASED, RELEASED, NOTHING)}
@@ -286,8 +286,8 @@ def signals_not_by_thread_zero(ptx: str, signal: Which = any_instruction) -> lis
 
 
 def signals_outside_first_warp(ptx: str, signal: Which = any_instruction) -> list[str]:
-    """Return relaxed signals to other GPUs that threads outside the first warp make too: only the first warp makes the
-    fence before them."""
+    """Return the relaxed signals to other GPUs that threads outside the first warp also make: only the first warp
+    executes the preceding fence."""
     defined = values_of(ptx)
     threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])  # type: ignore[index]
     do: dict[str, Callable[..., int]] = {"mov": lambda a: a, "and": lambda a, b: a & b, "or": lambda a, b: a | b}
@@ -295,7 +295,7 @@ def signals_outside_first_warp(ptx: str, signal: Which = any_instruction) -> lis
     do |= {"setp.eq": lambda a, b: a == b, "setp.ne": lambda a, b: a != b, "setp.lt": lambda a, b: a < b}
 
     def value(word: str, tid: int) -> int | None:
-        """Return the word's value in a thread; None if it is not known (a predicate may then hold)."""
+        """Return the value of the word in a thread; None if the value is not known (a predicate may then hold)."""
         if word == "%tid.x" or not word.startswith("%"):
             return tid if word == "%tid.x" else int(word, 0)
         texts = [*{*defined.get(word, [])}]
@@ -363,7 +363,8 @@ def _statements(file: str) -> list[tuple[int, int]]:
 
 
 def _may_be_same_calls(calls: Sequence[tuple[str, int]], awaited: Sequence[tuple[str, int]]) -> bool:
-    """Return whether these may be the same calls. The compiler may record a different line of a call's statement."""
+    """Return whether two lists of calls may be the same. The compiler may record a different line of the statement that
+    contains a call."""
     if not calls or len(calls) != len(awaited):
         return True
     for (name, line), (file, awaited_line) in zip(calls, awaited, strict=True):

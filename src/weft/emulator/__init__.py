@@ -1,7 +1,8 @@
-"""A world of ranks on one CPU thread: kernels, streams, copies and collectives run in an order that a seed decides.
+"""The emulator runs a world of ranks on one CPU thread: a seed decides the order of kernels, streams, copies and
+collectives.
 
-It runs the kernels' own source and reports races, deadlocks, lost and doubled signals, reads of unwritten memory, and
-accesses outside of the tensor that a kernel was launched with. `backends/emulated.py` is the entry point;
+It executes the source of the kernels, and reports races, deadlocks, lost and doubled signals, reads of unwritten
+memory, and accesses outside of the tensor that a kernel was launched with. `backends/emulated.py` is the entry point;
 `check/schedules.py` runs many schedules.
 
     interpret   Triton's language on numpy, one program
@@ -20,7 +21,8 @@ accesses outside of the tensor that a kernel was launched with. `backends/emulat
 It sees the reads and writes of host code's torch operations while a stream of the rank has work left, or if hosts run
 ahead. It does not see the reads and writes of compiled torch operations, how the compiler lays blocks out over threads,
 how it reorders waits and loads (`weft check` reads the PTX for that), or integer overflow. Inline assembly runs if
-inline_ptx.py knows its instructions, and is refused otherwise. Specialisation of integer arguments has no effect here.
+inline_ptx.py knows its instructions, and is refused otherwise. Triton's specialisation of integer arguments has no
+effect in the emulator.
 """
 
 from importlib.util import find_spec

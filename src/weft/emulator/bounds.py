@@ -27,7 +27,7 @@ class Extent:
     lo: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # bytes
-    size: int  # bytes of an element
+    size: int  # the bytes of an element
 
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor, name: str) -> Extent:
@@ -43,8 +43,8 @@ class Extent:
 
     @cached_property
     def gaps(self) -> bool:
-        """Return whether there are bytes between the elements. False if axes interlock, since there is no simple test
-        for that."""
+        """Return whether there are bytes between the elements. The result is False if axes interlock, since there is no
+        simple test for that case."""
         span, gaps = self.size, False
         for stride, n in sorted((s, n) for s, n in zip(self.strides, self.shape, strict=True) if s and n > 1):
             if stride < span:
@@ -89,8 +89,8 @@ class PointerBounds:
         self._numbers: dict[tuple[int, tuple[int, ...], tuple[int, ...], int], int] = {}
 
     def pointer(self, tensor: torch.Tensor, name: str) -> int:
-        """Return the tensor's address and number as one integer; the address alone if accesses may leave the tensor
-        (`weft.lang.beyond`), or if all numbers are in use."""
+        """Return the tensor's address and number as one integer; it is the address alone if accesses may leave the
+        tensor (`weft.lang.beyond`), or if all numbers are in use."""
         extent = Extent.of_tensor(tensor, name)
         if hasattr(tensor, "reaches_beyond"):
             return extent.lo
@@ -102,10 +102,10 @@ class PointerBounds:
             number = self._numbers[key] = len(self.extents)
             self.extents.append(extent)
         elif (known := self.extents[number]) is not None:
-            known.name = name  # the same memory may have belonged to a different tensor before
+            known.name = name  # the memory may have belonged to a different tensor earlier
         return number << BITS | extent.lo
 
     def extent_of(self, pointer: int) -> Extent | None:
-        """Return the extent of the tensor that a pointer comes from, or None for an address alone."""
+        """Return the extent of the tensor that a pointer comes from, or None for an address without a number."""
         number = pointer >> BITS
         return self.extents[number] if 0 < number < len(self.extents) else None

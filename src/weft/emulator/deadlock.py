@@ -69,8 +69,8 @@ def _describe(machine: Machine, tasks: list[Task]) -> list[str]:
 
 
 def _raisers(machine: Machine, address: int, pad: str) -> list[str]:
-    """Return lines that name the tasks that raised a word so far, and the running tasks that raised it or another word
-    of its tensor."""
+    """Return lines that name the tasks that have raised a word so far, and the running tasks that have raised this word
+    or another word of the same tensor."""
     region = machine.memory.find(address, address + 1)
     raisers = [u.task for u in machine.words.get(address, ())][-6:]
     so_far = ", ".join(dict.fromkeys(f"{t.name}{' (ended)' if t.done else ''}" for t in raisers))

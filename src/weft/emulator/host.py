@@ -33,17 +33,17 @@ _EMULATOR = _PACKAGE / "emulator", _PACKAGE / "backends" / "emulated.py", Path(t
 SILENT = 60.0  # seconds after which the emulator names host code that makes no call: its loop may be endless
 log = logging.getLogger("weft")
 LIMIT, RECOMPILES = "recompile_limit", 256  # the option of torch.compile, and its value: functions of one code
-LEFT_BEHIND = 5.0  # seconds that host code gets to end after a failed run; a thread that waits for another may not end
+LEFT_BEHIND = 5.0  # seconds for host code to end after a failed run; a thread that waits for another thread may not end
 
 
 class HostThread:
-    """The thread that runs one rank's function, and the greenlet's side of it (`run`)."""
+    """The thread that runs one rank's function, and the greenlet that represents the thread (`run`)."""
 
     def __init__(self, rank: int, body: Callable[[], None]) -> None:
         self.rank = rank
         self._thread = threading.Thread(target=self._whole, args=(body,), daemon=True)
-        # Requests of the rank's threads to the machine's thread, None when the rank's function has ended; and these
-        # requests' errors. At most one request is pending, so each queue hands control to the other side.
+        # Requests of the rank's threads to the machine's thread, None when the rank's function has ended; and the
+        # errors of these requests. At most one request is pending, so each queue hands control to the other side.
         self._requests: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._answers: SimpleQueue[BaseException | None] = SimpleQueue()
         self._lock = threading.RLock()  # held by the thread of this rank that is making a call
@@ -59,7 +59,7 @@ class HostThread:
             body()
         except BaseException as error:
             failed = error
-        with self._lock:  # wait for the end of a call that another thread of this rank is making
+        with self._lock:  # wait until another thread of this rank has ended its call
             self._failed, self._ended = failed, True
             self._requests.put(None)
 
@@ -73,7 +73,7 @@ class HostThread:
             failed: BaseException | None = None
             try:
                 request()
-            except BaseException as error:  # the machine is ending the run, and so the thread
+            except BaseException as error:  # the machine ends the run, and therefore this thread
                 failed = error
             self._answers.put(failed)
             try:
@@ -85,7 +85,7 @@ class HostThread:
             raise self._failed
 
     def _next_request(self) -> Callable[[], object] | None:
-        """Wait until the rank's function makes a call or ends; log where it is if that takes long."""
+        """Wait until the rank's function makes a call or ends; if that takes long, log which line it runs."""
         try:
             return self._requests.get(timeout=SILENT)
         except Empty:

@@ -1,8 +1,8 @@
 """Inline PTX in kernels: the instructions that published kernels use to synchronise.
 
-`tl.inline_asm_elementwise` runs its text for each element of a block, on the threads that hold the element; every
-thread of the program holds a scalar. Here these threads take turns: each runs until it jumps backwards, which means
-that a spin has not ended. The model knows
+`tl.inline_asm_elementwise` runs its text for each element of a block, on the threads that hold that element; every
+thread of the program holds a scalar. Here these threads take turns: each thread runs until it jumps backwards, which
+means that its spin loop has not ended. The model knows
 
     ld, st           ordinary accesses; with .volatile, .relaxed, .acquire or .release atomic ones, of one thread
     atom, red        atomic updates of one thread
@@ -70,7 +70,7 @@ _HINT = re.compile(r"L[12]_\w+")
 
 @dataclass(frozen=True)
 class AsmInstruction:
-    """One instruction: its words between dots, the operands as text, and the predicate that guards it."""
+    """One instruction: the words between dots, the operands as text, and the predicate that guards the instruction."""
 
     words: tuple[str, ...]
     operands: tuple[str, ...]
@@ -87,7 +87,7 @@ class AsmInstruction:
 
     @functools.cached_property
     def order(self) -> str:
-        """Return the ordering that the words name; an `atom` or `red` without an ordering is relaxed."""
+        """Return the ordering that the instruction's words name; an `atom` or `red` without an ordering is relaxed."""
         default = "relaxed" if self.words[0] in ("atom", "red") else ""
         return next((_ORDERS[w] for w in self.words if w in _ORDERS), default)
 
@@ -110,7 +110,7 @@ class AsmInstruction:
         return self.words[0] not in accesses and not any("ctaid" in operand for operand in self.operands)
 
     def unknown(self, known: set[str]) -> list[str]:
-        """Return the words after the first that this model does not know."""
+        """Return those words after the first word that this model does not know."""
         common = known | _HINTS | set(_SIZES) | set(_ORDERS) | set(_SCOPES)
         return [w for w in self.words[1:] if w not in common and not _HINT.fullmatch(w)]
 
@@ -130,7 +130,7 @@ def parsed(text: str) -> tuple[tuple[AsmInstruction, ...], dict[str, int]]:
         guard = re.match(r"@(!?)(%?[\w<>]+)\s+", statement)
         body = statement[guard.end() :] if guard else statement
         name, _, operands = body.partition(" ")
-        words = tuple(name.replace("::", "_").split("."))  # hints are like L2::128B
+        words = tuple(name.replace("::", "_").split("."))  # hints have forms such as L2::128B
         negated = bool(guard and guard[1])
         instructions.append(AsmInstruction(words, tuple(_operands(operands)), guard[2] if guard else "", negated))
     return tuple(instructions), labels
@@ -167,7 +167,7 @@ class _Thread:
         self.instructions, self.labels = parsed(text)
         self.values, self.number, self.threads = values, number, threads
         self.registers: dict[str, int] = {}
-        self.looked: int | None = None  # the address of its last access
+        self.looked: int | None = None  # the address of the thread's last access
 
     def steps(self, everywhere: bool) -> Iterator[_Thread]:
         """Run to the end; yield at each jump backwards. everywhere: all threads of the program run the same text on the
@@ -235,7 +235,7 @@ class _Thread:
         elif name in ("bar", "barrier") and "sync" in instruction.words and operands[0] == "0":
             interpret.hooks.flush_stores(bulk=False)
         elif name == "griddepcontrol":
-            pass  # this waits for the end of the stream's previous kernel, before which no kernel begins here
+            pass  # waits for the end of the stream's previous kernel; in the emulator no kernel begins before that
         elif name == "mov" or (name in ("cvt", "cvta") and integers):
             self.write(operands[0], self.read(operands[1]), size)
         elif name == "setp" and instruction.words[1] in _COMPARE and integers and len(operands) == 3:
@@ -339,7 +339,7 @@ def run(text: str, constraints: str, inputs: Sequence[TensorHandle], types: Sequ
         return Outputs(handles, by_type if by_thread else [None] * len(types))
     if count > 1 and (handles_of_block := _block_move(text, outputs, inputs, types)) is not None:
         return Outputs(handles_of_block, [None] * len(types))
-    repeats = "atom" in text or "red." in text  # other instructions have the same effect once and several times
+    repeats = "atom" in text or "red." in text  # the effect of other instructions does not depend on how often they run
     copies = [int(t) for t in active] if count == 1 and (by_thread or repeats) else [int(active[0])]
     if count > 1 and repeats:
         copies *= max(1, len(active) // count)  # with fewer elements than threads, several threads hold each element
@@ -408,7 +408,7 @@ def _values_by_thread(text: str, outputs: int, total: int) -> list[list[int]]:
 
 
 def _bits(data: np.ndarray) -> np.ndarray:
-    """Return the elements' bits as unsigned integers."""
+    """Return the bits of the elements as unsigned integers."""
     data = np.ascontiguousarray(data)
     return data.astype(np.uint8) if data.dtype == np.bool_ else data.view(f"u{data.dtype.itemsize}")
 

@@ -1,13 +1,13 @@
-"""Triton's language on numpy: one program of a kernel runs as ordinary Python.
+"""This module interprets Triton's language on numpy: one program of a kernel runs as ordinary Python.
 
 A kernel's source is rewritten once (assignments make tensors, `range` yields them, as in the compiler) and executed in
 its own module's globals, which stay unchanged: closure variables supply the names that the rewritten code needs.
 `patched()` replaces `triton.language` by its interpreted form and restores it, so the same process can compile the same
 kernel.
 
-Every access to memory, barrier and atomic goes to `hooks`, the running machine (machine.py); this module has no notion
-of ranks, streams or races. It corrects numbers that Triton's own interpreter gets wrong: bf16 is computed in fp32 and
-rounded to nearest even, fp16 dots accumulate in fp32, minimum and maximum ignore NaN as on a GPU.
+Every access to memory, barrier and atomic goes to `hooks`, the running machine (machine.py); this module knows nothing
+of ranks, streams or races. The module corrects results that Triton's own interpreter gets wrong: bf16 is computed in
+fp32 and rounded to nearest even, fp16 dots accumulate in fp32, minimum and maximum ignore NaN as on a GPU.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ Constant: TypeAlias = tl.constexpr | int | str | None  # an argument of a tl.con
 
 stock, ConstexprFunction = _triton.interpreter()
 TensorHandle = stock.TensorHandle
-TURNS = 100_000  # a `while` loop of more turns, which run for about two seconds, counts as endless
+TURNS = 100_000  # a `while` loop of more turns, which take about two seconds, counts as endless
 hooks: Programs = None  # the Programs of the running Machine; None without a run
-assembly: Function = None  # runs inline PTX (inline_ptx.py, which sets it)
+assembly: Function = None  # the function that runs inline PTX, set by inline_ptx.py
 # A function of a Triton launch's (kernel, grid, *arguments, **options); None if launches are refused
 user_launch: Function | None = None
 
@@ -335,7 +335,7 @@ def _extreme(name: str) -> Function:
 
 _COMPARE: dict[str, Function] = {f"__{name}__": getattr(operator, name) for name in "lt le gt ge eq ne".split()}
 _LOGIC: dict[str, Function] = {"__and__": operator.and_, "__or__": operator.or_}
-_COMMON: dict[str, Function] = {  # of Python's integers, and of numpy's blocks
+_COMMON: dict[str, Function] = {  # the operators on Python's integers and on numpy's blocks
     **_COMPARE,
     **_LOGIC,
     "__add__": operator.add,
@@ -372,7 +372,7 @@ def _fast(name: str, slow: Function) -> Function:
     others = {id(tl.int1)} if name in _LOGIC else set() if name in _BLOCK_DIVISION else {id(tl.float32)}
     kinds = _INTEGERS | others
     add = name in ("__add__", "__radd__")
-    sign = -1 if name == "__sub__" else int(add)  # the sign of a pointer's offset; 0 if the operation has no offset
+    sign = -1 if name == "__sub__" else int(add)  # the sign of a pointer's offset; 0 for operations without an offset
 
     def method(self: tl.tensor, other: object, **_: object) -> object:
         kind = type(other)
@@ -447,7 +447,7 @@ class Builder(stock.InterpreterBuilder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.options = stock.InterpreterOptions(debug=True, sanitize_overflow=False)  # debug: for device_assert
+        self.options = stock.InterpreterOptions(debug=True, sanitize_overflow=False)  # debug enables device_assert
 
     # programs
     def create_get_program_id(self, axis: int) -> TensorHandle:
@@ -526,7 +526,7 @@ class Builder(stock.InterpreterBuilder):
         do = functools.partial(super().create_atomic_cas, _plain(ptr), cmp, val, sem, scope)
         return hooks.atomic(ptr.data, None, val.data.dtype, do, _enum(sem), _enum(scope))
 
-    # These three since Triton 3.9.
+    # Triton calls these three methods since 3.9.
     def create_atomic_load(self, ptr: TensorHandle, mask: TensorHandle, sem: object, scope: object) -> TensorHandle:
         do = functools.partial(super().create_masked_load, _plain(ptr), mask, None, None, True)
         dtype = stock._get_np_dtype(ptr.get_element_ty())
@@ -542,7 +542,7 @@ class Builder(stock.InterpreterBuilder):
         self, ptr: TensorHandle, expected: TensorHandle, timeout_ns: object, sem: object, scope: object
     ) -> TensorHandle:
         """Poll until every word has the expected value; with a time limit, poll once, since one poll exceeds it.
-        Acquire only words that have the value."""
+        Only words that have the value are acquired."""
         everywhere = TensorHandle(np.ones(ptr.data.shape, bool), tl.int1)
         while True:
             seen = self.create_atomic_load(ptr, everywhere, "RELAXED", scope)
@@ -733,7 +733,7 @@ class _Semantic(stock.TritonSemantic):
         return super().to_tensor(plain(x), check_type)
 
     def broadcast_impl_value(self, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-        if lhs.shape is rhs.shape:  # tensors of one shape share it
+        if lhs.shape is rhs.shape:  # tensors of one shape share the list
             return lhs, rhs
         try:
             shape = np.broadcast(lhs.handle.data, rhs.handle.data).shape
@@ -850,7 +850,7 @@ def convert(arg: object, name: str = "") -> object:
 
 
 def bind(kernel: JITFunction, args: Mapping[str, object]) -> dict[str, object]:
-    """Return all parameters of a kernel by name: constexprs as plain values, the others converted."""
+    """Return all parameters of a kernel by name: constexprs as plain values, all others converted."""
     known = {p.name for p in kernel.params}
     if extra := sorted(set(args) - known):
         raise TypeError(f"{kernel.__name__} has no parameter {', '.join(extra)}")
@@ -936,7 +936,7 @@ def _builtin(member: Function, title: str) -> Function:
     """Return the interpreted form of a function of the language. If the emulator has none, the error names the function
     by its title."""
 
-    body = getattr(member, "__wrapped__", member)  # without the check that a kernel calls it
+    body = getattr(member, "__wrapped__", member)  # without Triton's check that a kernel makes the call
 
     def call(*args: object, **kwargs: object) -> object:
         if ThreadTensor.exist:
@@ -1064,7 +1064,7 @@ def _tensor_init(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
 
 
 def _handle_init(self: TensorHandle, data: np.ndarray, dtype: tl.dtype, attr: dict | None = None) -> None:
-    """Initialise as Triton's `__init__` does, without its check of the array's item size."""
+    """Initialise the handle as Triton's `__init__` does, but without the check of the array's item size."""
     self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 

@@ -1,4 +1,4 @@
-"""CUDA's libdevice on numpy: the functions that `triton.language.extra.libdevice` names, by their symbols.
+"""CUDA's libdevice on numpy: the functions behind `triton.language.extra.libdevice`, by symbol.
 
 fp32 functions are computed in fp64 and rounded once. A GPU's results differ in the last bits, since its functions may
 have an error of a few units in the last place. The Bessel functions are correct to 1e-6.
@@ -21,7 +21,7 @@ ArrayFunction = Callable[..., Array]
 
 
 def _of_numpy(names: str) -> dict[str, ArrayFunction]:
-    """Return numpy's functions of these names."""
+    """Return numpy's functions with these names."""
     return {name: getattr(np, name) for name in names.split()}
 
 
@@ -44,8 +44,8 @@ def _by_math(fn: Callable[..., float]) -> ArrayFunction:
 
 
 def _bessel(order: Array, x: Array, order_0: ArrayFunction, order_1: ArrayFunction) -> Array:
-    """Return a Bessel function of integer order from the functions of order 0 and 1, by the recurrence in the order. It
-    loses digits if the order is much larger than the argument."""
+    """Return a Bessel function of integer order from the functions of order 0 and 1, by the recurrence in the order.
+    The recurrence loses digits if the order is much larger than the argument."""
     out = np.empty(np.broadcast_shapes(order.shape, x.shape))
     orders = np.broadcast_to(order, out.shape)
     for n in np.unique(orders):
@@ -205,20 +205,20 @@ IN_OWN_DTYPE: dict[str, ArrayFunction] = {
     "double2hiint": lambda x: (x.view(np.int64) >> 32).astype(np.int32),
     "hiloint2double": lambda high, low: (high.astype(np.int64) << 32 | low.view(np.uint32)).view(np.float64),
 }
-# Symbols that do not follow from their functions' names by a prefix u (unsigned) or a suffix f, d or ll.
+# Symbols that differ from the names of their functions by more than a prefix u (unsigned) or a suffix f, d or ll.
 UNLIKE = {"umulhi": "mulhi", "umul64hi": "mul64hi", "usad": "sad", "uhadd": "hadd", "urhadd": "rhadd"}
 
 # -- rounding to a given side ------------------------------------------------------------------------------------------
 
 TO_INTEGER = {"rn": np.rint, "rz": np.trunc, "rd": np.floor, "ru": np.ceil}
-ARITHMETIC: dict[str, tuple[ArrayFunction, Callable[..., Fraction]]] = {  # in the dtype's own rounding, and exactly
+ARITHMETIC: dict[str, tuple[ArrayFunction, Callable[..., Fraction]]] = {  # rounded by the dtype, and exact
     "add": (np.add, lambda x, y: x + y),
     "sub": (np.subtract, lambda x, y: x - y),
     "mul": (np.multiply, lambda x, y: x * y),
     "div": (np.divide, lambda x, y: x / y),
     "rcp": (np.reciprocal, lambda x: 1 / x),
     "fma": (lambda x, y, z: x * y + z, lambda x, y, z: x * y + z),
-    "sqrt": (np.sqrt, lambda x: x),  # the exact value is given by its square
+    "sqrt": (np.sqrt, lambda x: x),  # the square of the exact value is known
     "rsqrt": (lambda x: 1 / np.sqrt(x), lambda x: x),
 }
 INTEGERS: dict[str, np.dtype] = {
@@ -240,7 +240,7 @@ def _to_integer(x: Array, dtype: np.dtype) -> Array:
 
 def _rounded(nearest: Array, exact: Fraction, root: bool, side: str, dtype: np.dtype) -> Array:
     """Return the number of `dtype` next to `exact`, or to its square root, on the given side. nearest: a number close
-    to it."""
+    to the exact value."""
     lowest, highest = dtype.type(-np.inf), dtype.type(np.inf)
 
     def above(x: float) -> Fraction:
@@ -266,7 +266,7 @@ def _rounded(nearest: Array, exact: Fraction, root: bool, side: str, dtype: np.d
 def _arithmetic(operation: str, side: str, *args: Array) -> Array:
     in_dtype, exactly = ARITHMETIC[operation]
     dtype, args = args[0].dtype, tuple(np.broadcast_arrays(*args))
-    if operation == "rsqrt":  # libdevice has it only for fp32, rounded to nearest
+    if operation == "rsqrt":  # libdevice has this function only for fp32, rounded to nearest
         return in_dtype(*(a.astype(np.float64) for a in args)).astype(dtype)
     out = np.array(in_dtype(*args))
     if side == "rn" and operation != "fma":
@@ -274,7 +274,7 @@ def _arithmetic(operation: str, side: str, *args: Array) -> Array:
     for i in np.ndindex(out.shape):
         try:
             exact = exactly(*(Fraction(float(a[i])) for a in args))
-        except (ValueError, OverflowError, ZeroDivisionError):  # not finite
+        except (ValueError, OverflowError, ZeroDivisionError):  # the result is not finite
             continue
         if not np.isnan(out[i]) and exact:
             out[i] = _rounded(out[i], exact, operation == "sqrt", side, dtype)

@@ -1,4 +1,5 @@
-"""All ranks of a world as greenlets of one thread, scheduled by a seed, with happens-before kept in vector clocks.
+"""The machine runs all ranks of a world as greenlets of one thread, schedules them by a seed, and tracks happens-before
+with vector clocks.
 
 A task is the host code of a rank (host.py), a stream, which runs its operations in order, or a resident program of a
 running kernel. The current task runs until a scheduling point (an atomic, an intrinsic, an operation enqueued on a
@@ -76,7 +77,7 @@ from .torch_order import TorchOrder
 
 R = TypeVar("R")
 
-LOG = 128  # the number of a word's latest changes that are kept
+LOG = 128  # the number of latest changes that are stored for each word
 IDLE_ROUNDS = 64  # spinning tasks are deadlocked after this number of rounds of polls without any change
 
 MODES = ("clock", "random", "starve", "burst")
@@ -99,7 +100,8 @@ class Mutation(Protocol):
         """Change the call in the function's source."""
 
     def drops(self, site: tuple[str, int, str]) -> bool:
-        """Return whether host code leaves the call out at this site: the file, the line and the backend's method."""
+        """Return whether the mutation drops the call at this site of host code: the file, the line and the backend's
+        method."""
 
 
 class Machine:
@@ -149,10 +151,10 @@ class Machine:
         self.clocks: list[int] = []
         self.agents: dict[Hashable, int] = {}
         self.ranks: list[int] = []  # the rank of each agent
-        self.owners: list[list[tuple[int, Owner]]] = []  # by agent, (a tick, the owner of accesses from it on)
+        self.owners: list[list[tuple[int, Owner]]] = []  # by agent: (a tick, the owner of accesses from this tick on)
         self.width = 64
         self.sites: list[SourceSite] = [()]
-        self.site_ids: dict[tuple[int, ...], int] = {}  # the site of each `interpret.trail`
+        self.site_ids: dict[tuple[int, ...], int] = {}  # the site that belongs to each `interpret.trail`
         # the world
         self.words: dict[int, deque[Update]] = {}  # latest changes of every counter and flag
         self.ledgers: dict[int, Ledgers] = {}  # by rank
@@ -176,8 +178,8 @@ class Machine:
 
     # -- running -----------------------------------------------------------------------------------------------------
     def add_window(self, nbytes: int, starts: list[int]) -> int:
-        """Return a new multicast address for memory with a copy on every rank. It is no address of any rank's own
-        memory."""
+        """Return a new multicast address for memory with a copy on every rank. That address is not an address of any
+        rank's own memory."""
         self.windows.append((nbytes, starts))
         return WINDOW + (len(self.windows) - 1) * WINDOW_STEP
 
@@ -278,14 +280,14 @@ class Machine:
         self.closing = True
         for task in self.tasks:
             if task.greenlet is not None and task.greenlet and not task.greenlet.dead:
-                self.current = task  # since host code may make calls as it ends, which belong to the task's rank
+                self.current = task  # since host code that ends may still make calls, which belong to the task's rank
                 task.greenlet.throw(GreenletExit)
         self.streams.clear()
         self.report.host_sites = sorted(self.seen_sites)
 
     # -- tasks and the scheduler -------------------------------------------------------------------------------------
     def task(self, name: str, rank: int, kind: str, track: str, key: Hashable, clock: np.ndarray | None = None) -> Task:
-        """Return a new task with its own clock; its rank's memory model identifies it by `key`."""
+        """Return a new task with its own clock; the memory model of the rank identifies the task by `key`."""
         agent = self.agent(key, rank)
         task = Task(self, name, rank, kind, track, agent, np.zeros(self.width, np.int32))
         if clock is not None:
@@ -403,12 +405,12 @@ class Machine:
         self.report.schedule = hash((self.report.schedule, task.agent))
         if task.greenlet:
             task.greenlet.switch()
-        else:  # the hub begins it, since a greenlet inherits the stack depth of the one that begins it
+        else:  # the hub starts the task, since a greenlet inherits the stack depth of the greenlet that starts it
             self.beginning = task
             self.hub.switch()
 
     def pause(self) -> None:
-        """Let another task run if the schedule says so: a scheduling point."""
+        """Let another task run if the schedule selects one: a scheduling point."""
         if len(self.ready) > 1 or self.closing:
             self._switch()
 
@@ -491,9 +493,9 @@ class Machine:
     def await_word(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
         """Block until the word has reached `target`, then acquire.
 
-        The program then knows only that the word has reached the target. So it acquires the releases up to the word's
-        last rise to the target, even if there are later ones: in every schedule the emulator finds a target that is one
-        arrival too low.
+        The program then knows only that the word has reached the target. It therefore acquires the releases up to the
+        word's last rise to the target, even if there are later releases. The emulator thus finds a target that is one
+        arrival too low in every schedule.
         """
         task = self.current
         if self.record and scope_sys and task.kind == "program":
@@ -541,8 +543,8 @@ class Machine:
                 self.show_copies(task)
 
     def show_copies(self, task: Task) -> None:
-        """Let the task's bulk accesses see stream operations that it is ordered after, with `ends_release`: these do
-        not write through the SM's caches, which a proxy fence is for."""
+        """Let the task's bulk accesses see stream operations that it is ordered after, with `ends_release`: stream
+        operations do not write through the SM's caches, so no proxy fence is needed."""
         if self.ends_release and task.kind == "program":
             self.widen(task)
             streams = [agent for key, agent in self.agents.items() if isinstance(key, tuple) and key[0] == "stream"]
@@ -684,13 +686,13 @@ class Machine:
         return region.label(address)
 
     def _counter(self, rank: int, address: int) -> str:
-        """Return the name of a rank's counter. A rank may belong to several Worlds: the World with this counter
-        supplies the name."""
+        """Return the name of a rank's counter. A rank may belong to several Worlds; the World that contains this
+        counter supplies the name."""
         labels = [name(address) for name in self.channel_names.get(rank, [])]
         return next((name for name in labels if not name.startswith("address ")), f"address {address:#x}")
 
     def _owner(self, agent: int, tick: int) -> Owner:
-        """Return the owner of an agent's access at a tick."""
+        """Return the owner of the access that an agent made at a tick."""
         owner_then = self.owners[agent][0][1]
         for first_tick, owner in self.owners[agent]:
             if first_tick > tick:

@@ -1,4 +1,4 @@
-"""The history of every element: who wrote it last, who has read it since, and whether it was written at all.
+"""The history of every element: the last writer, the readers since then, and whether the element was ever written.
 
 A `Region` is one storage, or one allocation of the backend with untracked bytes around it. Its `states` holds one
 integer per granule, an index into `Memory.states`, which stores equal histories once: a tile that one program wrote
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .machine import Machine
     from .tasks import Task
 
-# The repeated bytes of unwritten memory: NaN in bf16, fp16, fp32 and fp64, and no four bytes of them are equal numbers
+# The repeated bytes of unwritten memory: NaN in bf16, fp16, fp32 and fp64, and no four of these bytes are equal numbers
 # of 8 or 16 bits, as host code may write them.
 POISON = np.array([0x7FFB, 0x7FF3, 0x7FFD, 0x7FF5, 0x7FF9, 0x7FFE, 0x7FF7, 0x7FFA], "<u2").view(np.uint8)
 MARGIN = 256  # an access at most MARGIN bytes outside a tensor is reported as a small mistake in its index
@@ -77,7 +77,7 @@ class Region:
     views: dict[tuple[str, int, tuple[int, ...]], Extent] = field(default_factory=dict)
 
     def refine(self, granule: int) -> None:
-        """Keep states at a smaller granule."""
+        """Store states for smaller granules."""
         self.states = np.repeat(self.states, self.granule // granule)
         self.granule = granule
 
@@ -114,7 +114,7 @@ class Region:
 
 
 class Memory:
-    """All tracked memory of a run. `machine` names tasks and raises."""
+    """All tracked memory of a run. `machine` names the tasks in reports and raises the errors."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -133,7 +133,7 @@ class Memory:
     def add(
         self, base: int, nbytes: int, storage: torch.UntypedStorage, name: str, rank: int, size: int, initial: bool
     ) -> Region:
-        """Track `nbytes` from address `base` on; `initial`: they count as written."""
+        """Track `nbytes` from address `base` on; `initial`: whether the bytes count as written."""
         end = base + nbytes
         i = bisect.bisect_left(self.bases, base)
         if i and self.regions[i - 1].end > base:
@@ -193,7 +193,7 @@ class Memory:
             region.fresh = False
             return
         step, whole = max(4, region.granule), region.bytes.size // 4 * 4
-        differs = np.zeros(-(-region.bytes.size // step) * step // 4, np.bool_)  # one for each 4 bytes
+        differs = np.zeros(-(-region.bytes.size // step) * step // 4, np.bool_)  # one flag for each 4 bytes
         differs[: whole // 4] = region.bytes[:whole].view(np.uint32) != np.resize(POISON.view(np.uint32), whole // 4)
         if rest := region.bytes[whole:].size:
             differs[whole // 4] = (region.bytes[whole:] != np.resize(POISON, whole % 16 + rest)[-rest:]).any()
@@ -285,7 +285,8 @@ class Memory:
         keep, ranks = [], self.machine.ranks
         for a in state.atoms:
             covered = a[0] == agent or clock[a[0]] >= a[1]
-            # An earlier atomic of this tick covers this one, unless this one reads another agent's atomic between them.
+            # An earlier atomic of this tick covers this atomic, unless this one reads another agent's atomic in
+            # between.
             if a[0] == agent and a[1] == tick and a[2] | stamp == a[2] and state.atoms[-1][0] == agent:
                 return number
             scopes = a[2] | stamp
@@ -298,9 +299,9 @@ class Memory:
         return self._intern(AccessState(w, state.reads, (*keep, (agent, tick, stamp, site))))
 
     def _observed(self, task: Task, atoms: Sequence[Stamp], clock: np.ndarray) -> bool:
-        """Return whether a later one of these atomics, by the task itself or ordered before `clock`, has read the first
-        one's update. Then the update is ordered before accesses after that read, but its agent's other writes are not
-        (PTX's causality order: observation, then base causality)."""
+        """Return whether a later one of these atomics, made by the task itself or ordered before `clock`, has read the
+        update of the first. Then the update is ordered before accesses after that read, but its agent's other writes
+        are not (PTX's causality order: observation, then base causality)."""
         update, ranks = atoms[0], self.machine.ranks
         if update[2] & 7 != ATOMIC_WRITE:
             return False

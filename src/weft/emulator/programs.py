@@ -36,7 +36,7 @@ from .threads import AccessedBlock, moved
 if TYPE_CHECKING:
     from .machine import Machine
 
-WARP = 32  # threads of a warp; only the first warp makes a release fence
+WARP = 32  # the threads of a warp; only the first warp executes a release fence
 SCOPES = {"SYSTEM": 0, "GPU": GPU_SCOPE, "CTA": CTA_SCOPE}  # flags of an atomic kind
 SPIN = 512  # after this number of reads of one address without any change, a program counts as spinning on it
 
@@ -55,7 +55,7 @@ class Programs:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.before: set[int] = set()  # sites of loads before a wait
-        self.bodies: dict[Function, Function] = {}  # keyed by the Python function: a JITFunction hashes its source
+        self.bodies: dict[Function, Function] = {}  # keyed by Python functions: a JITFunction hashes its source
 
     @property
     def current(self) -> Task:
@@ -104,7 +104,7 @@ class Programs:
     ) -> np.ndarray:
         """Return the elements at `ptrs`. polls: a volatile load counts as a poll of a word that the program waits for,
         unless the program calls `look_again` itself. whole: the complete block and mask; this call loads the part where
-        the mask is on. scope: the scope of a volatile load, as in `atomic`."""
+        the mask is True. scope: the scope of a volatile load, as in `atomic`."""
         whole = whole or (ptrs, mask)
         task = self.machine.current
         if volatile:
@@ -353,7 +353,7 @@ class Programs:
                 self.machine.release(task, address, scope_sys, False, release, fenced)
                 self.machine.word_changed(address)
         if acquire and ptrs.size == 1:
-            task.stored.clear()  # one thread makes the atomic, and a barrier orders the other threads after it
+            task.stored.clear()  # one thread executes the atomic, and a barrier orders the other threads after it
         if before != after or not addresses:
             task.polls = 0
         else:
@@ -452,8 +452,8 @@ class Programs:
         task.polled = ()
 
     def flush_stores(self, bulk: bool) -> None:
-        """Order the program's stores so far before its next release, by a barrier of its threads; bulk: its bulk stores
-        too."""
+        """Order the program's stores so far before its next release, by a barrier of its threads; bulk: whether to
+        order its bulk stores too."""
         self.machine.pause()
         task = self.machine.current
         if task.threads is not None and not task.threads.all():
@@ -518,8 +518,8 @@ class Programs:
 
 
 def _fill(shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray | None) -> np.ndarray:
-    """Return the value of a load where its mask is off: `other`, or without it the poison, as a GPU may return any
-    value."""
+    """Return the value of a load where the mask is False: `other`, or the poison if there is no `other`, since a GPU
+    may return any value there."""
     out = np.empty(shape, dtype)
     out[...] = np.resize(POISON, dtype.itemsize).view(dtype) if value is None else value
     return out
@@ -568,7 +568,7 @@ def _steps(n: int, step: int) -> np.ndarray:
 
 
 def sub_block(ptrs: np.ndarray, mask: np.ndarray) -> Literal[True] | Box | None:
-    """Return True if the mask is all set, slices if it is a leading box, None otherwise."""
+    """Return True if the whole mask is True, slices if the mask is a leading box, and None otherwise."""
     if np.count_nonzero(mask) == mask.size:
         return True
     if mask.shape != ptrs.shape:

@@ -1,5 +1,5 @@
-"""The kernels that ran, for compiling them: their variants, without the memory of their tensors, and the loads that
-come after waits."""
+"""The record of the kernels that ran, from which they are compiled: their variants, without the memory of the tensors,
+and the loads that come after waits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-Place = tuple[tuple[str, int], ...]  # file and line, then the file and line of each call around it
-Function = Callable[..., object]  # the Python function of a kernel or device function
+Place = tuple[tuple[str, int], ...]  # the file and line, then the file and line of each enclosing call
+Function = Callable[..., object]  # the Python function behind a kernel or device function
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def stand_in(value: object) -> object:
 
 
 def _key(value: object) -> Hashable:
-    """Return a key that is equal for stand-ins that compile to the same code. The key hashes no kernel, since Triton
-    would compute a kernel's hash while its language is patched."""
+    """Return a key that is equal for stand-ins that compile to the same code. The key does not hash the kernel, since
+    Triton would compute that hash while its language is patched."""
     if isinstance(value, Pointer):
         return value
     if isinstance(value, TensorDescriptor):

@@ -124,7 +124,7 @@ class Streams:
             except BaseException as error:
                 error.add_note(f"in {owner.name} (seed {self.machine.seed})")
                 raise
-            del do  # frees the operation's tensors too
+            del do  # also frees the tensors of the operation
             task.advance()
             stream.busy = ""
             self.machine.progress += 1
@@ -227,7 +227,8 @@ class Streams:
         per_sm: int = 1,
         warps: int = 4,
     ) -> None:
-        """Enqueue a launch. co_resident: its programs become resident at once, and occupy no SM that others need.
+        """Enqueue a launch. co_resident: the launch's programs become resident at once, and occupy no SM that other
+        programs need.
         per_sm: the number of programs that share an SM. warps: warps of a program."""
         rank = stream.rank
         for name, value in args.items():
@@ -259,7 +260,7 @@ class Streams:
                 self.machine.block(f"the end of {kernel.__name__}")
             stream.task.join(run.clock)
             stream.task.time = run.ended
-            for references in (args, bound, states):  # until here these keep the kernel's tensors alive
+            for references in (args, bound, states):  # until here these references keep the kernel's tensors alive
                 references.clear()
 
         self.enqueue(stream, kernel.__name__, do)
@@ -316,7 +317,7 @@ class Streams:
 
     def _wait_for_free_sm(self, stream: EmulatedStream, work: str) -> None:
         """Block until the rank has a free SM on which library work can begin. The work occupies no SM that programs
-        need: it ends whatever they do."""
+        need, since it ends independently of them."""
         rank = stream.rank
         if not self.free[rank]:
             held = ", ".join(t.name for t in self.resident[rank])
@@ -354,7 +355,7 @@ class Streams:
 
         def body() -> None:
             try:
-                with np.errstate(all="ignore"):  # a kernel may compute NaN and infinity
+                with np.errstate(all="ignore"):  # numpy must not warn of NaN and infinity in a kernel
                     run.body(**run.args)
             except GreenletExit:
                 raise
@@ -396,7 +397,7 @@ class Streams:
             self.machine.range_changed(block.lo, block.end, self.machine.region(block.lo, block.end, WRITE))
 
     def _rank_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the rank whose memory contains a tensor, or None for memory that is not tracked."""
+        """Return the rank whose memory contains a tensor, or None if the memory is not tracked."""
         region = self.machine.memory.find(tensor.data_ptr(), tensor.data_ptr() + 1)
         return None if region is None else region.rank
 
@@ -452,7 +453,7 @@ class Streams:
             for t in writes:
                 self.access_all(t, WRITE)
                 self.changed(t)
-            start = task.time = max(start, self.calls_end[stream.rank])  # a call has all SMs
+            start = task.time = max(start, self.calls_end[stream.rank])  # a library call uses all SMs
             self.calls_end[stream.rank] = task.time = start + self._call_time(reads, writes)
             self.machine.pause()
             self.machine.span(task, name, "call", start)
@@ -503,12 +504,12 @@ class Streams:
         among: WorldRanks = (),
     ) -> None:
         """Enqueue a barrier or a collective of the streams of the ranks `among`; the last rank to arrive runs `work`.
-        sources: the indices of the ranks whose data this rank receives, by default all. communicator: its collectives
-        run one after another, whatever streams they are on.
+        sources: the indices of the ranks whose data this rank receives, by default all. communicator: the collectives
+        of one communicator run one after another, even on different streams.
 
         A collective orders each rank after its sources' work before they arrived, not after the end of the collective
-        on them: their part may still run when this rank's part has ended, so each rank's own stream makes its reads and
-        writes.
+        on them: a source's part may still run when this rank's part has ended, so the reads and writes of each rank are
+        made by that rank's own stream.
         """
         rank = stream.rank
         number = self.collective_counts[among, rank]
@@ -549,7 +550,8 @@ class Streams:
         self.enqueue(stream, kind, do)
 
     def _complete(self, collective: Collective, task: Task, work: Callable[[list[Arrival]], None] | None) -> None:
-        """Run a collective after all its ranks have arrived, `task` last, and wake the others."""
+        """Run a collective after all its ranks have arrived, with `task` as the last, and wake the other ranks'
+        tasks."""
         kind = collective.kind
         arrivals = [collective.arrived[r] for r in collective.ranks]
         clocks = [arrival.task.clock.copy() for arrival in arrivals]
@@ -626,8 +628,8 @@ def _described(argument: tuple[str, object]) -> str:
 
 
 def bound(fn: Callable[[], object]) -> Callable[[], object]:
-    """Return `fn` with the present values of its free variables: on a GPU `fn` is called at once, here only when the
-    stream reaches it."""
+    """Return `fn` with the current values of its free variables: on a GPU `fn` is called at once, but in the emulator
+    only when the stream reaches it."""
     if (
         not isinstance(fn, FunctionType)
         or fn.__closure__ is None

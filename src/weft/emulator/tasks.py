@@ -56,10 +56,10 @@ def place(site: SourceSite) -> str:
 
 @dataclass(eq=False)
 class Task:
-    """One agent of the happens-before relation: host code, a stream or a program.
+    """A task is one agent of the happens-before relation: host code, a stream or a program.
 
-    `clock` is its vector clock, `agent` its index in all clocks. `tick`, its own entry, stamps its accesses; `flushed`
-    is the tick up to which a release covers its ordinary stores.
+    `clock` is its vector clock, `agent` its index in all clocks. `tick`, the task's own entry, stamps the task's
+    accesses; `flushed` is the tick up to which a release covers its ordinary stores.
     """
 
     machine: Machine
@@ -81,11 +81,12 @@ class Task:
     later: np.ndarray | None = (
         None  # the clock that one thread of a program acquired, and the other threads acquire at their next barrier
     )
-    at_end: np.ndarray | None = None  # operations after a program's kernel are ordered after this (`Machine.observe`)
-    # The clocks that its relaxed atomics have read, released to its own rank and to all: its next fence acquires them.
+    at_end: np.ndarray | None = None  # later operations of the stream are ordered after this clock
+    # The clocks that the task's relaxed atomics have read, released to its own rank and to all ranks; its next fence
+    # acquires them.
     observed: list[np.ndarray | None] = field(default_factory=lambda: [None, None])
     threads: np.ndarray | None = None  # bool [threads], whether a thread runs the present branch; None: all threads do
-    fenced: tuple[np.ndarray, bool] | None = None  # the clock that its last release fence covered; whether scope "sys"
+    fenced: tuple[np.ndarray, bool] | None = None  # the last release fence: its clock, and whether scope "sys"
     cache: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (site, state, kind) -> state after it
     greenlet: greenlet = None
     host: HostThread | None = None
@@ -162,7 +163,7 @@ class Poll:
 
     address: int | None
     site: SourceSite
-    plain: bool = False  # whether it spins by ordinary loads
+    plain: bool = False  # whether the task spins with ordinary loads
 
 
 @dataclass(eq=False)

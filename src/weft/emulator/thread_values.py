@@ -1,8 +1,9 @@
 """Values that differ between the threads of one program, computed from %tid, and branches that depend on them.
 
-A program is one task here, and its values are whole blocks. The number of a thread is an exception: a `ThreadTensor`
-has a value for each thread. Kernels can compute with it, compare it and branch on it. `if` then runs its body for the
-threads whose condition is true, and after that `else` for the other threads. The emulator refuses any other use.
+In the emulator a program is one task, and its values are whole blocks. The number of a thread is an exception: a
+`ThreadTensor` has a value for each thread. Kernels can compute with it, compare it and branch on it. An `if` then runs
+its body for the threads whose condition is true, and its `else` afterwards for the other threads. The emulator refuses
+any other use.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from .tasks import Task
 
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-# Numbers of threads are not negative, so that Python and the GPU divide alike.
+# Thread numbers are not negative, so division rounds in the same way in Python and on the GPU.
 _ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift")
 
 
@@ -102,7 +103,7 @@ class Branch:
         return bool(threads.any())
 
     def returns(self) -> None:
-        """Refuse a return by some threads of the program: the others would go on."""
+        """Refuse a return by only some threads of the program, since the others would continue."""
         if self.taken is not None and self.task.threads is not None and not self.task.threads.all():
             _refuse("a return in a branch")
 

@@ -1,8 +1,9 @@
-"""Finds a store and a later load of the same elements by different threads of one program with no barrier in between.
+"""This module finds a store and a later load of the same elements by different threads of one program without a barrier
+in between.
 
 The compiler assigns the elements of a block to threads. If a program stores an element and loads it again at the same
 index of a block with the same shape and element size, this module assumes that one thread does both, which is mostly
-true. Otherwise it assumes that a different thread loads the element, maybe before the store. One thread stores a
+true. Otherwise it assumes that a different thread loads the element, possibly before the store. One thread stores a
 scalar, and all threads load it.
 """
 
@@ -23,8 +24,8 @@ class AccessedBlock:
     ptrs: np.ndarray
     mask: np.ndarray | None
     size: int  # bytes of an element
-    lo: int  # the first of its bytes
-    hi: int  # the byte after the last
+    lo: int  # the first byte of each element
+    hi: int  # the byte after the last byte of each element
     site: int = 0
 
     @property

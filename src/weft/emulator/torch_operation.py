@@ -18,7 +18,8 @@ def _operators(names: str) -> set[object]:
     return {getattr(torch.ops.aten, name) for name in names.split()}
 
 
-# Operations that use only a tensor's shape, dtype and device, and operations that do not read what they overwrite.
+# Operations that use only a tensor's shape, dtype and device, and operations that do not read the tensor that they
+# overwrite.
 _SHAPE_ONLY = _operators(
     "empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_empty_strided new_zeros new_ones "
     "new_full is_same_size"

@@ -1,13 +1,14 @@
-"""Torch operations of host code, put in the order of the rank's current stream.
+"""This module puts the torch operations of host code in the order of the rank's current stream.
 
-On a GPU a torch operation is enqueued on the current stream, after the kernels that are already there. Here it computes
-on CPU memory at once. So an operation on a tensor that the emulator knows first waits until the current stream is
-drained, and its reads and writes are recorded as the stream's own: an operation that no event orders after a kernel on
-another stream is a race. An operation that returns a number instead of a tensor also orders the host after the stream,
-as on a GPU.
+On a GPU a torch operation is enqueued on the current stream, after the kernels that are already there. In the emulator
+it computes on CPU memory at once. So an operation on a tensor that the emulator knows first waits until the current
+stream is drained, and its reads and writes are recorded as the stream's own: an operation that no event orders after a
+kernel on another stream is a race. An operation that returns a number instead of a tensor also orders the host after
+the stream, as on a GPU.
 
 If operators return after their streams are drained, torch operations are ordered only while a stream of the rank has
-work left that host code itself has enqueued (`TorchOrder.set`); if not (`spmd(..., ahead=True)`), always.
+work left that host code itself has enqueued (`TorchOrder.set`); otherwise (`spmd(..., ahead=True)`) they are always
+ordered.
 """
 
 from __future__ import annotations
@@ -103,15 +104,15 @@ class HostReads(TorchFunctionMode):
 
 
 class TorchOrder:
-    """The order of one rank's torch operations, which begins and ends."""
+    """Switches the order of one rank's torch operations on and off."""
 
     def __init__(self, machine: Machine, rank: int) -> None:
         self.dispatch = StreamOrder(machine, rank)
         self.function = HostReads(self.dispatch)
 
     def set(self, busy: bool) -> None:
-        """Begin or end the order on the calling thread. Its modes are below the modes that host code has entered, so
-        that host code may leave its modes before or after this."""
+        """Switch the order on or off on the calling thread. Its torch modes are placed below the modes that host code
+        has entered, so that host code may leave its own modes in any order."""
         dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
         if (self.dispatch in dispatch_modes) != busy:
             _put_lowest(self.dispatch, busy, dispatch_modes, _python_dispatch)

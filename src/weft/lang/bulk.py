@@ -1,4 +1,5 @@
-"""Bulk (TMA) copies: whether the GPU has them, and a fence between bulk and ordinary accesses, which Triton lacks."""
+"""Bulk (TMA) copies: a test whether the GPU has them, and the fence between bulk and ordinary accesses that Triton
+lacks."""
 
 import triton.language as tl
 from triton.language.target_info import current_target
@@ -14,14 +15,14 @@ def _target_features():
     return None if target is None else features(target.arch)
 
 
-_target_features.__triton_builtin__ = True  # Triton calls the function while it compiles
+_target_features.__triton_builtin__ = True  # Triton calls this function during compilation
 
 
 @constexpr_function
 def bulk_copies():
-    """Return whether the target GPU has bulk (TMA) copies, which use a separate proxy. For a GPU without them Triton
-    turns accesses through a descriptor into ordinary accesses, which need neither the wait for bulk stores nor a proxy
-    fence: the next block barrier covers them."""
+    """Return whether the target GPU has bulk (TMA) copies, which use a separate proxy. For a GPU without bulk copies
+    Triton turns accesses through a descriptor into ordinary accesses. The next block barrier covers these, so they need
+    neither a wait for bulk stores nor a proxy fence."""
     gpu = _target_features()
     return gpu is not None and gpu.tma
 

@@ -1,4 +1,4 @@
-"""BlockChannel: the counters through which a kernel's tiles signal, and the mapping from tiles to counters.
+"""A BlockChannel contains the counters through which a kernel's tiles signal, and the mapping from tiles to counters.
 
 A channel is a counter in symmetric memory that only grows. `state` is in this rank's own memory and counts finished
 calls, so a wait compares with (calls + 1) x arrivals, nothing is reset between calls, and a CUDA graph that contains
@@ -14,10 +14,10 @@ import triton.language as tl
 from .intrinsics import flush_stores
 from .jit import jit
 
-RANK = tl.constexpr(0)  # this rank
-CALLS = tl.constexpr(1)  # finished calls
-DONE = tl.constexpr(2)  # programs of the running call that are done
-TICKET = tl.constexpr(3)  # next ticket of the running call
+RANK = tl.constexpr(0)  # the number of this rank
+CALLS = tl.constexpr(1)  # the number of finished calls
+DONE = tl.constexpr(2)  # the number of programs of the running call that are done
+TICKET = tl.constexpr(3)  # the next ticket of the running call
 STATE_WORDS = 4
 
 
@@ -68,7 +68,7 @@ def select(values, index, N: tl.constexpr):
 
 @jit
 def take_ticket(ch, count):
-    """Draw `count` tickets and return the first. Tickets count from 0 in every call."""
+    """Draw `count` tickets and return the first. Every call numbers its tickets from 0."""
     return tl.atomic_add(ch.state + TICKET, count, sem="relaxed", scope="gpu")
 
 

@@ -1,11 +1,11 @@
-"""Tensor descriptors for GPUs without bulk (TMA) copies, of compute capability 8.x.
+"""Tensor descriptors for GPUs of compute capability 8.x, which have no bulk (TMA) copies.
 
 A kernel with descriptor arguments begins with `x_desc = tiles_of(x_desc)`. On Hopper and later this returns the
 descriptor that the host encoded. For an older GPU Triton turns a descriptor's accesses into ordinary ones; but it does
 not know the divisors of a host descriptor's sizes and strides, and would load element by element. So for an older GPU a
-launch passes the descriptor's fields instead (`for_gpu`): for these Triton knows that rows are whole 16-byte words, as
-a descriptor's rows always are. `tiles_of` makes a descriptor of the fields on the device, whose loads become `cp.async`
-of 16 bytes.
+launch passes the descriptor's fields instead (`for_gpu`): for the fields Triton knows that rows are whole 16-byte
+words, as the rows of a descriptor always are. On the device `tiles_of` makes a descriptor of the fields. Loads through
+that descriptor become `cp.async` of 16 bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def for_gpu(args: Mapping[str, object], capability: int) -> Mapping[str, object]
     """Return a launch's arguments for a GPU of that capability. For a GPU without bulk copies, each TensorDescriptor is
     replaced by its tensor, sizes, strides and block.
 
-    Triton compiles a different kernel for an integer that 16 divides, so the outer sizes, such as the number of this
-    rank's rows, are multiplied by 16, and every rank runs the same kernel.
+    Triton compiles a separate kernel for integers divisible by 16. The outer sizes, such as the number of this rank's
+    rows, are therefore multiplied by 16, so that every rank runs the same kernel.
     """
     if features(capability).tma:
         return args

@@ -1,4 +1,4 @@
-"""Keeps the loads of a loop after its waits, whatever Triton's pipeliner does to the loop.
+"""This module keeps the loads of a loop after the loop's waits, whatever Triton's pipeliner does to the loop.
 
 A pipelined loop issues the loads of later iterations ahead of time, but does not move a wait: the loads would run
 before the wait that they need. `guard_loads` rewrites a kernel's Triton IR, with all calls inlined, before Triton's own
@@ -10,8 +10,9 @@ two ways:
                               the word that the wait returned, computes the zero, so the pipeliner has to move the wait
                               along with the load. The wait is inside an `if` that is always taken, because the
                               pipeliner can omit an `if` in iterations that do not exist.
-    a signal in the loop      The loop is not pipelined, and not flattened: a wait that ran ahead could come before the
-                              notify for which it waits through other programs or ranks.
+    a signal in the loop      The loop is not pipelined, and not flattened: a wait that ran ahead could come before a
+                              notify of the same program on which, through other programs or ranks, the awaited notify
+                              depends.
 
 Either way the waits and signals of a program stay in the order of the source, so a kernel hangs only if its source
 does. Loops without waits and loops that are not pipelined stay unchanged: only the pipeliner moves a load across a
@@ -34,7 +35,8 @@ LOADS = ("tt.load", *BULK_LOADS)
 
 @dataclass(eq=False)
 class Operation:
-    """An operation of the IR: its text up to its first region, its regions with the text between them, its end."""
+    """An operation of the IR: the text up to its first region, its regions with the text between them, and the text at
+    its end."""
 
     text: str
     regions: list[list[Operation]] = field(default_factory=list)
@@ -115,14 +117,15 @@ def is_pipelined(loop: Operation) -> bool:
 
 
 def is_wait(op: Operation) -> bool:
-    """Return whether the operation acquires: weft's waits, and atomics on one word."""
+    """Return whether the operation acquires, as weft's waits and atomics on one word do."""
     if op.name == "tt.elementwise_inline_asm":
         return "ld.acquire" in op.text
     return op.name.startswith("tt.atomic") and re.search(r"\bacq", op.text) is not None and "tensor<" not in op.text
 
 
 def is_signal(op: Operation) -> bool:
-    """Return whether other programs may wait for the operation: atomics, and assembly with effects other than waits."""
+    """Return whether other programs may wait for the operation: it is an atomic, or assembly that has effects and is no
+    wait."""
     if op.name == "tt.elementwise_inline_asm":
         return "pure = true" not in op.text and "ld.acquire" not in op.text
     return op.name.startswith("tt.atomic")
@@ -183,7 +186,7 @@ class Rewriting:
 
     def __init__(self) -> None:
         self._count = itertools.count()
-        self._start = ""  # a zero that depends on nothing
+        self._start = ""  # a zero that does not depend on a wait
 
     def _new(self) -> str:
         return f"%weft_{next(self._count)}"
@@ -226,7 +229,7 @@ class Rewriting:
         return [zero], word
 
     def _if(self, op: Operation, word: str, conditional: bool) -> tuple[list[Operation], str]:
-        """Rewrite an `if` with waits, as `_loop` does a loop."""
+        """Rewrite an `if` with waits in the same way as `_loop` rewrites a loop."""
         result = self._new()
         for i, region in enumerate(op.regions):
             op.regions[i], last = self._block(region, word, True)
@@ -247,7 +250,7 @@ class Rewriting:
         """Return a block with loads that depend on `word`, or on the block's waits before them, and the word at its
         end. If the block is not conditional and contains no loop, its waits need their own `if`."""
         out: list[Operation] = []
-        defined: dict[str, Operation] = {}  # by the name of the result, since the last wait
+        defined: dict[str, Operation] = {}  # the pointers since the last wait, by the name of the result
         predicated = not conditional and not any(map(is_loop, block))
         alone = _numbers_for_waits(block) if predicated else ()
         for op in block:
@@ -275,7 +278,8 @@ class Rewriting:
         return out, word
 
     def _if_taken(self, op: Operation) -> list[Operation]:
-        """Return the operation inside an `if` that is always taken, although only the assembler knows this."""
+        """Return the operation inside an `if` that is always taken. Triton does not see that it is; only the assembler
+        does."""
         programs, least, taken, inner_result, otherwise = (self._new() for _ in range(5))
         result, kind, location = op.result, op.text.removesuffix(op.location).rsplit(" ", 1)[1], op.location
         kind = re.sub(r"^!tt\.ptr<(.*)>$", r"\1", kind) if op.name == "tt.load" else kind
@@ -302,7 +306,7 @@ class Rewriting:
             user = source
         pointer = _operand(user)
         if pointer.startswith("%weft_"):
-            return  # of an earlier load
+            return  # the pointer of an earlier load
         kind = _type(user)
         added, offset, offset_kind = self._new(), word, "i32"
         guards = []

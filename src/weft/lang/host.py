@@ -18,7 +18,7 @@ from .channel import BlockChannel
 
 
 class Host(Protocol):
-    """The part of World that these functions need."""
+    """The part of a World that these functions use."""
 
     @property
     def rank(self) -> int: ...
@@ -36,8 +36,8 @@ class Host(Protocol):
 
 
 def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """Raise for a copy that a copy engine cannot make: torch would broadcast, convert, or copy by a kernel, which needs
-    SMs."""
+    """Raise for a copy that a copy engine cannot make. For such a copy torch would broadcast, convert, or launch a
+    kernel, which needs SMs."""
     check_tensors("copy", dst, src)
     if dst.shape != src.shape or dst.dtype != src.dtype:
         raise ValueError(f"copy of {list(src.shape)} {src.dtype} to {list(dst.shape)} {dst.dtype}")
@@ -47,7 +47,7 @@ def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 def beyond(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` as an argument of a kernel that accesses memory outside of it, at a known distance. The emulator
+    """Return `x` as an argument of a kernel that accesses memory at a known distance outside of `x`. The emulator
     checks an access against the tensor that its pointer comes from; a pointer from this argument may access any
     tensor."""
     out = x.view_as(x)

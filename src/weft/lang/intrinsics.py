@@ -1,8 +1,8 @@
 """The operations that Triton's language lacks, as opaque assembly blocks; emulator/intrinsics.py has their emulated
 forms.
 
-Proxy fences name global memory, the only memory where weft orders ordinary against bulk accesses: without the name
-ptxas compiles each fence into a fence of the whole GPU, on every thread.
+Proxy fences name global memory, which is the only memory in which weft orders ordinary accesses against bulk accesses.
+Without that qualifier ptxas compiles each fence into a fence of the whole GPU, on every thread.
 
 The blocks are assembly, and opaque, because a `tl.debug_barrier()` or an atomic spin inside a flattened persistent loop
 stops Triton from overlapping a tile's epilogue with the next tile's loads, and one assembly block does not. Scalar
@@ -28,9 +28,9 @@ from .bulk import bulk_fence as bulk_fence
 from .jit import Intrinsic, Kernel
 
 EXPIRED, DIFFERS = 1, 2
-GUARD_WORDS, RECORD_WORDS = 36, 39  # for 32 ranks, the most ranks that a launch waits for
+GUARD_WORDS, RECORD_WORDS = 36, 39  # one word for each of 32 ranks, the most ranks that a launch waits for
 NUMBER_BITS = 20  # the bits of the call's number in a word of `same_call`; the bits above count its calls
-CALL = -2  # the tile in the record of a wait in `same_call`
+CALL = -2  # the value for the tile when a wait of `same_call` is recorded
 
 
 def intrinsic(fn: Callable[..., object]) -> Intrinsic | Kernel:
@@ -107,9 +107,9 @@ def same_call(calls, number):
 
     It stores the number to every rank's memory, with the count of these launches in the bits above, and waits (acquire)
     for the words of all ranks. calls: a BlockChannel of 2 W counters (`World.calls`); launches alternate between its
-    halves. A rank that stores its word of launch n + 2 has read all words of launch n + 1, and each rank stored its
-    word of launch n + 1 after it had read all words of launch n. The store is relaxed; after a `release_fence` it is a
-    release too.
+    halves. A half may be overwritten because a rank that stores its word of launch n + 2 has read all words of launch n
+    + 1, and each rank stored its word of launch n + 1 after it had read all words of launch n. The store is relaxed
+    unless a `release_fence` precedes it, which makes it a release.
 
     A number that differs is recorded like an expired wait, and every later wait falls through: the rows that this
     launch reads may belong to another call.
@@ -199,8 +199,8 @@ def count_lost(guard, rank, rows):
 def flush_stores(BULK: tl.constexpr = True):
     """Complete every thread's earlier stores, so that a release by one thread (the next atomic) covers all of them.
 
-    BULK: also wait for this program's bulk (TMA) stores to be complete, not only read out of shared memory, and order
-    them with ordinary accesses.
+    BULK: also wait until this program's bulk (TMA) stores have reached global memory, not only until they have been
+    read from shared memory, and order them with ordinary accesses.
     """
     if BULK and bulk_copies():
         tl.inline_asm_elementwise(
@@ -249,7 +249,8 @@ def post(ptr, w0, w1, w2, w3, ok):
 
 @intrinsic
 def peek(ptr, ok):
-    """Return int32 words that another rank may be posting: each has its old or its new value; 0 where not `ok`."""
+    """Return int32 words that another rank may be posting. Each word has its old or its new value, and is 0 where not
+    `ok`."""
     return tl.load(ptr, mask=ok, other=0, volatile=True)
 
 
@@ -257,7 +258,7 @@ def peek(ptr, ok):
 def store_pairs(ptr, x):
     """Store 32-bit words from the registers where the tensor cores left them: each thread stores its pairs of
     neighbouring words, which must have neighbouring addresses. An ordinary store would first move the words through
-    shared memory, to write longer lines."""
+    shared memory, to write longer contiguous runs."""
     tl.inline_asm_elementwise(
         "st.global.v2.b32 [$2], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0;",
         "=r,=r,l,l,r,r",
@@ -271,8 +272,8 @@ def store_pairs(ptr, x):
 @intrinsic
 def load_pairs(ptr, seen):
     """Return the float32 words that `store_pairs` stored, loaded after the wait that returned `seen`. Without the
-    operand `seen` the compiler might move an opaque load without effects before the wait; a load with effects would be
-    made twice, for two layouts."""
+    operand `seen` the compiler might move an opaque load without effects before the wait; the compiler would execute a
+    load with effects twice, once for each of two layouts."""
     words = tl.inline_asm_elementwise(
         "ld.global.v2.b32 {$0, $1}, [$2];",
         "=r,=r,l,l,r,r",
@@ -386,6 +387,6 @@ def window_store(row, y, H: tl.constexpr, P: tl.constexpr):
 @intrinsic
 def keep_before(x):
     """Return x (float32), computed before all assembly that follows, including tensor-core products and their waits.
-    Otherwise LLVM would move the arithmetic after a running product's start, and there it would need registers that the
-    product writes."""
+    Otherwise LLVM would move the arithmetic after the start of a running product, where it would need registers that
+    the product writes."""
     return tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=False, pack=1)

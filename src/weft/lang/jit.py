@@ -24,7 +24,7 @@ from .guarded_loads import guard_loads, may_wait
 class Kernel(JITFunction):
     """A kernel or device function of weft. Only `World.launch` launches kernels, after checking them."""
 
-    guard_loads = True  # a kernel's value also applies to all functions that it calls
+    guard_loads = True  # the value of a kernel also applies to all functions that the kernel calls
 
     def create_binder(self) -> tuple[object, ...]:
         binder: tuple[object, ...] = super().create_binder()
@@ -33,7 +33,7 @@ class Kernel(JITFunction):
         return binder
 
 
-Options = Mapping[str, int]  # the options of a launch, by these names
+Options = Mapping[str, int]  # the names of the options of a launch
 OPTIONS = (  # `Backend.launch`
     *("num_warps", "num_stages", "maxnreg", "co_resident", "local", "per_sm", "few_registers", "enable_fp_fusion"),
 )
@@ -86,7 +86,7 @@ def _check_argument(label: str, value: object, device: torch.device) -> None:
 
 
 def check_tuple(label: str, value: object) -> None:
-    """Raise for a descriptor in a tuple: Triton compiles such an argument, but cannot launch with it."""
+    """Raise for a descriptor in a tuple: Triton compiles a kernel with such an argument, but cannot launch it."""
     if isinstance(value, tuple):
         for field, part in _fields(value):
             if isinstance(part, TensorDescriptor):
@@ -128,7 +128,7 @@ def jit(
 ) -> Kernel | Callable[[Callable[..., object]], Kernel]:
     """Decorate a kernel or a device function (Triton syntax).
 
-    do_not_specialize: integer arguments that differ between ranks, or from call to call. Triton compiles a separate
+    do_not_specialize: the integer arguments that differ between ranks or between calls. Triton compiles a separate
     kernel for an integer that is 1 or divisible by 16; ranks that run different kernels can hang, and a call may wait
     for the compiler. Integers inside a NamedTuple cannot be listed and must be equal on every rank.
 
@@ -150,6 +150,6 @@ T = TypeVar("T", bound=tuple)
 
 
 def constants(kind: type[T], **values: object) -> T:
-    """Return a NamedTuple of a kernel's constants: the kernel receives each field as a `tl.constexpr`, or as a
-    NamedTuple of this kind again."""
+    """Return a NamedTuple of a kernel's constants: the kernel receives each field as a `tl.constexpr`, or as a nested
+    NamedTuple of constants."""
     return kind(**{name: v if isinstance(v, tuple) else tl.constexpr(v) for name, v in values.items()})

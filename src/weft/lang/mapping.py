@@ -20,8 +20,8 @@ from .jit import jit
 
 
 def check_numbers(**numbers: tuple[object, int]) -> None:
-    """Raise TypeError for a value that is not an integer, ValueError for a value below its least. numbers: (value,
-    least) by name."""
+    """Raise TypeError for a value that is not an integer, and ValueError for a value below its minimum. numbers:
+    (value, minimum) by name."""
     for name, (number, least) in numbers.items():
         if not isinstance(number, int):
             raise TypeError(f"{name} is an integer, not {number!r}")
@@ -140,7 +140,7 @@ def balanced_rows(rows: int, world: int) -> list[int]:
 
 @jit
 def first_row(rank, M, W: tl.constexpr):
-    """Return the first row that a rank owns, for the shards of `balanced_rows`, in a kernel."""
+    """Return the first row that a rank owns, for the shards of `balanced_rows`. Kernels call this function."""
     return rank * (M // W) + tl.minimum(rank, M % W)
 
 

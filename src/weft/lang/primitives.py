@@ -41,8 +41,8 @@ def channel_wait(ch, channel, arrivals, tile, peer, SCOPE: tl.constexpr = tl.con
 
 @jit
 def producer_tile_notify(ch, tile, MODE: tl.constexpr = tl.constexpr("p2p"), BULK: tl.constexpr = True):
-    """Notify that this producer tile is done. MODE "p2p" notifies the rank that the tile belongs to (f_R), "broadcast"
-    notifies all ranks.
+    """Notify ranks that this producer tile is done. MODE "p2p" notifies the rank that the tile belongs to (f_R),
+    "broadcast" notifies all ranks.
 
     The tile must be in one channel (`mapping.single`, or a table whose ranges have length one).
     """

@@ -1,10 +1,10 @@
-"""weft.lang's intrinsics, built on Triton 3.9's atomics with semantics and scope instead of on assembly.
+"""The intrinsics of weft.lang, built from Triton 3.9's atomics with semantics and scope instead of assembly.
 
 With WEFT_STOCK_TRITON=1 in the environment they replace the functions of intrinsics.py, which documents them. They are
-for checkers that see no assembly, such as Triton's GSan (docs/check.md), and not for speed. Stock Triton has no fences,
-so the atomics after `release_fence` are releases themselves (`AFTER_FENCE`). Its only clock is the time limit of
-`tl.atomic_poll`. Operations that it lacks stay assembly: the order of bulk (TMA) and ordinary accesses, and accesses
-through multicast addresses.
+meant for checkers that cannot see into assembly, such as Triton's GSan (docs/check.md), not for speed. Stock Triton has
+no fences, so the atomics after `release_fence` are releases themselves (`AFTER_FENCE`). Its only clock is the time
+limit of `tl.atomic_poll`. Operations that stock Triton lacks remain assembly: the order of bulk (TMA) and ordinary
+accesses, and accesses through multicast addresses.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Attention of a batch's new tokens to the cache.
+"""How a batch's new tokens attend to the cache.
 
 long       for prompts and chunks of many tokens (`cache.is_long`) in a batch that the host knows: the fastest library
            (ops/attention/libraries.py) for one request at a time, with a causal mask for the chunk's own tokens,
@@ -47,7 +47,7 @@ def attend(
         out.view(q.shape)[:single].copy_(_flash(q[:single], part.single, keys, values))
         out.view(q.shape)[single:].copy_(_flash(q[single:], part.several, keys, values))
         return out
-    chunks = part.chunks  # read once: a layout that is filled again gets new chunks
+    chunks = part.chunks  # read only once, since a layout that is filled again gets new chunks
 
     def attend_to_requests() -> None:
         out.zero_()

@@ -4,7 +4,7 @@ A batch is the new tokens of its requests, one request after another: whole prom
 to decode, in any mix. Each request has a slot of the cache, which holds its earlier tokens and receives the new ones.
 
 A `Layout` is a batch on the device: int32 tables that one copy fills and the kernels read. A layout with room for a
-number of tokens and requests can be filled again, so that one CUDA graph serves every batch that fits:
+number of tokens and requests can be filled again, so that one CUDA graph can run every batch that fits:
 
     rows      0 ..         singles ..                      tokens
               | one token each    | several tokens each    |
@@ -28,7 +28,7 @@ from ..world import World
 from .config import Config
 
 # A prompt, or a chunk of one, of at least LONG_PROMPT tokens has an attention call of its own if its length and its end
-# are multiples of LENGTH_STEP. The others share one flash attention call.
+# are multiples of LENGTH_STEP. All other chunks share one flash attention call.
 LONG_PROMPT, LENGTH_STEP = 2048, 512
 
 
@@ -53,12 +53,12 @@ class Cache:
         self.slots, self.max_len = slots, max_len
         heads = divide_by_ranks("num_key_value_heads", c.num_key_value_heads, world)
         shape = (c.num_hidden_layers, slots, max_len, heads, c.head_dim)
-        with torch.inference_mode(False):  # calls outside inference mode write here too
+        with torch.inference_mode(False):  # made outside inference mode, since calls outside it also write here
             self.keys, self.values = world.zeros(shape, dtype), world.zeros(shape, dtype)
 
 
 def is_long(tokens: int, end: int) -> bool:
-    """Return whether attention of the last `tokens` of `end` tokens is a separate library call."""
+    """Return whether the attention of the last `tokens` tokens of `end` is a separate library call."""
     return tokens >= LONG_PROMPT and tokens % LENGTH_STEP == 0 == end % LENGTH_STEP
 
 
@@ -87,7 +87,7 @@ class Batch:
 
     @classmethod
     def prefill(cls, lengths: Sequence[int]) -> Batch:
-        """Return the batch of new requests in slots 0, 1, .."""
+        """Return the batch of the whole prompts of new requests, in slots 0, 1, .."""
         return cls(tuple(lengths), (0,) * len(lengths), tuple(range(len(lengths))))
 
     @classmethod
@@ -184,7 +184,7 @@ class Layout:
         self.splits = (prefix, self.tokens - prefix) if 0 < prefix < self.tokens else (self.tokens,)
         host, chunks = self._values(batch)
         lengths = [len(c) for part in host for c in part]
-        with torch.inference_mode(False):  # a fill may run outside inference mode
+        with torch.inference_mode(False):  # made outside inference mode, since a fill may run outside it
             self.table = world.zeros((sum(lengths),), torch.int32)
             columns = iter(self.table.split(lengths))
         self.last, self.parts = next(columns), list[Part]()
@@ -221,7 +221,7 @@ class Layout:
         return [*range(lead), *several.tolist()]
 
     def _values(self, batch: Batch) -> tuple[list[list[np.ndarray]], list[list[tuple[int, int, int, int]]]]:
-        """Return the table of last rows, followed by the columns of each part's tables; and each part's chunks."""
+        """Return the table of last rows followed by the columns of each part's tables, and the chunks of each part."""
         cache, first_rows = self.cache, self.rows(batch)
         positions, slots = np.zeros(self.tokens, np.int32), np.full(self.tokens, -1, np.int32)
         last = np.full(self.requests, -1, np.int32)

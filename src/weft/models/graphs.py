@@ -29,7 +29,7 @@ class Graphs:
 
     Raises ValueError for sizes that do not rise from 1, ids that do not match the batch, and batches and caches that do
     not fit; Unsupported where attention runs request by request (there is no flash kernel for this dtype and GPU),
-    since such a graph would serve a single batch.
+    since such a graph could run only a single batch.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Graphs:
         return run
 
     def _room(self, batch: Batch) -> tuple[int, int, int]:
-        """Return the room of the layout that serves the batch: tokens, singles and several."""
+        """Return the room of the layout that runs the batch: tokens, singles and several."""
         tokens, singles, several = self._size(batch.tokens), 0, self.several
         if batch.singles:
             singles = self._size(batch.singles)
@@ -105,10 +105,10 @@ class _Captured:
 
     def __init__(self, model: Llama, layout: Layout) -> None:
         self.model, self.layout = model, layout
-        with torch.inference_mode(False):  # a call may run outside inference mode
+        with torch.inference_mode(False):  # made outside inference mode, since a call may run outside it
             self.ids = model.world.zeros((layout.tokens,), torch.int64)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits = self.ids  # until there is a graph
+        self.logits = self.ids  # a placeholder until there is a graph
 
     def capture(self, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

@@ -1,5 +1,5 @@
-"""A Llama-family decoder, tensor-parallel over a World: RMSNorm, grouped-query attention with rotary embedding, SwiGLU
-or a mixture of experts, and a key-value cache.
+"""The decoder of Llama-family models, tensor-parallel over a World: RMSNorm, grouped-query attention with rotary
+embedding, SwiGLU or a mixture of experts, and a key-value cache.
 
 Every rank holds some of the heads and some of the MLP's columns or experts, and the whole embedding and output head.
 nn/decoder_layer.py defines the layer; this module adds attention and the MLP. The plan determines how the ranks sum
@@ -304,7 +304,7 @@ class Llama(nn.Module):
         "auto", a kind, or a LayerPlan. A Layout has its own cache and plan, and needs ids for all its rows. All ranks
         must make the same calls, with the same ids; the first call with a number of tokens and a plan checks this
         (Mismatch on every rank) and waits for the device. Raises ValueError for a batch, ids or a cache that do not
-        fit; see also `plan`."""
+        match; see also `plan`."""
         world = self.world
         if isinstance(batch, Batch):
             if cache is None:
@@ -404,7 +404,8 @@ class Llama(nn.Module):
     def _heads(
         self, layer: Attention, layer_index: int, part: Part, layout: Layout, qkv: Tensor, out: Tensor
     ) -> Tensor:
-        """Compute attention between the projections: qkv [rows, ..] -> [rows, heads D], in `out` or in new memory."""
+        """Compute the attention between the projections: qkv [rows, ..] -> [rows, heads D], in `out` or in new
+        memory."""
         world, cache = self.world, layout.cache
         keys, values = cache.keys[layer_index], cache.values[layer_index]
         heads, kv, d = layer.heads, layer.kv_heads, layer.head_dim
@@ -507,7 +508,7 @@ class _MlpOfPass(_SublayerOfPass):
         return mlp.partial_sums(x, self.layout.parts[part].slots if self.layout.padded else None, shared, out)
 
     def sharded(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
-        routed = isinstance(self.module, MixtureMLP) and self.layout.padded  # padding is sent to no expert
+        routed = isinstance(self.module, MixtureMLP) and self.layout.padded  # padding rows are sent to no expert
         slots = (own_rows(self.layout.parts[0].slots, self.model.world),) if routed else ()
         y: Tensor = self.module(x, shards, *slots)
         return y
@@ -544,7 +545,8 @@ def _digest(numbers: Sequence[int]) -> str:
 def _rotate_and_keep(
     world: World, rows: int, max_len: int, heads: tuple[int, int, int], eps: float, bias: bool
 ) -> Launch:
-    """Return the launch. heads: the numbers of query heads, of key-value heads, and of elements of a head."""
+    """Return the launch of the kernel. heads: the numbers of query heads, of key-value heads, and of elements per
+    head."""
     queries, kv, d = heads
     return Launch(
         world,

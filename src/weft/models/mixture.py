@@ -9,7 +9,8 @@ GEMMs, so the preceding layer leaves the rows with their owner. Attention ends w
 all-gather, as it does before a dense MLP.
 
 replicated, in the other plans: every rank has all rows, and computes the contribution of its experts, or of its columns
-of all experts, to their sums. Only the following all-reduce moves rows. It and the weaving are as for a dense MLP.
+of all experts, to their sums. Only the following all-reduce moves rows. This all-reduce and the weaving are the same as
+for a dense MLP.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Experts(Sharded):
             self.w13.copy_(pack(value, world=self.world))
 
     def local_shard(self, name: str, value: Tensor, shape: torch.Size) -> Tensor | None:
-        """Return this rank's part of a tensor; the part of gate_up_proj has columns of gate and columns of up."""
+        """Return this rank's part of a tensor. The part of gate_up_proj contains columns of gate and columns of up."""
         part = super().local_shard(name, value, shape)
         gate_and_up = name == "gate_up_proj" and part is not None and value.shape != shape
         return self.split.w13_columns(value, "blocked") if gate_and_up and self.split.tp_size > 1 else part

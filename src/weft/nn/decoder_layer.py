@@ -40,7 +40,7 @@ class RMSNorm(NamedTuple):
 
 
 class ColumnParallel(Protocol):
-    """Linears with one input. `widths` is the number of this rank's columns of each linear."""
+    """Several linears with one input. `widths` contains the number of this rank's columns for each linear."""
 
     widths: Sequence[int]
 
@@ -53,7 +53,7 @@ class ColumnParallel(Protocol):
 
 
 class PartialSum(Protocol):
-    """A module whose output the ranks sum, for replicated tokens."""
+    """A module for replicated tokens, whose output the ranks sum."""
 
     def partial(self, x: Tensor, out: Tensor | None, part: int) -> Tensor:
         """Return this rank's partial sum [M, H] for the rows x [M, K] of token part `part`, in `out` if it is not None.
@@ -129,7 +129,7 @@ class ReplicatedStates:
 
     def add(self, sublayer: PartialSum, x: Tensor, norm: RMSNorm, last: bool = False) -> None:
         """Add the sublayer's output for x [.., K], the rows of all tokens, and apply the norm. The second stream
-        reduces one token part while the caller's stream computes the other. With `last` the result outlives the
+        reduces one token part while the caller's stream computes the other part. With `last` the result outlives the
         pass."""
         x, out, partials = x.flatten(0, -2), None if last else self._norm_memory, self._partial_memory
         if out is None and self._weave.parts == 2:
@@ -214,7 +214,7 @@ def decoder_layer(
     """Run a layer on the hidden states.
 
     `attention` returns a sublayer and its input: the whole of attention and `states.normed`, if each token part attends
-    separately; or, if all tokens attend together, the output projection and the output [.., K] of this rank's heads,
+    separately; or, if all tokens attend together, the output projection and [.., K], the output of this rank's heads,
     computed with `states.project`. The input of `mlp` is `states.normed`. `norms` are the norms before the MLP and
     before the next layer; for the `last` layer the second is the model's final norm.
     """
@@ -229,8 +229,8 @@ def own_rows(rows: Tensor, world: World) -> Tensor:
 
 
 def shards_residual(world: World, rows: int, hidden: int, dtype: torch.dtype) -> bool:
-    """Return whether each rank holds only its own rows of a residual of `rows` tokens. With small messages every rank
-    sums all rows itself, and so holds all of them."""
+    """Return whether each rank holds only its own rows of a residual of `rows` tokens. For small messages every rank
+    sums all rows itself, and therefore holds all of them."""
     return (
         world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > world.backend.scale.replicated_bytes
     )

@@ -1,4 +1,4 @@
-"""The two halves of a tensor-parallel layer, each an nn.Linear that is split over the ranks."""
+"""The two halves of a tensor-parallel layer. Each is an nn.Linear that is split over the ranks."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """Apply the layer. rows: the number of rows of every rank's x, if they are not all equal."""
         (x, weight, options), world, plan = self.operands(x), self.world, self.plan
         if self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad:
-            rows_of_x = cast(torch.Tensor, x)  # the op rejects anything else
+            rows_of_x = cast(torch.Tensor, x)  # the op raises for anything else
             return all_gather_matmul_with_gathered(rows_of_x, weight, self.bias, world=world, plan=plan, rows=rows)[0]
         return all_gather_matmul(x, weight, self.bias, world=world, plan=plan, rows=rows, **options)
 

@@ -223,8 +223,8 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        """Draw the router and this rank's experts. An expert's number seeds its values, so no rank draws the values of
-        other ranks' experts."""
+        """Draw the weights of the router and of this rank's experts. An expert's number is the seed of its values, so
+        that no rank has to draw the values of other ranks' experts."""
         split, (experts, hidden) = self.split, self.router.shape
         inner, wide = split.columns * split.tp_size, 1 if self.activation == "gelu" else 2
         generator = torch.Generator(self.router.device)
@@ -315,10 +315,10 @@ def placed(table: torch.Tensor, experts: int) -> int:
 
 
 def stacked(names: CheckpointLayer, hidden: int) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return the experts' weights [E, 2 I, H] and [E, H, I], and the layout of the first for `pack`."""
+    """Return the weights of the experts, [E, 2 I, H] and [E, H, I], and the layout of the first weight for `pack`."""
     if "experts.gate_up_proj" in names:
         w13, w2 = names["experts.gate_up_proj"], names["experts.down_proj"]
-        if "experts.gate_up_proj_bias" in names:  # GPT-OSS
+        if "experts.gate_up_proj_bias" in names:  # the layout of GPT-OSS
             return w13.transpose(1, 2), w2.transpose(1, 2), "interleaved"
         return w13, w2, "blocked"
     numbers = {int(m[1]) for name in names if (m := re.match(r"experts\.(\d+)\.", name))}

@@ -43,7 +43,7 @@ def quantized(x: Activation, weight: ScaledTensor, world: World) -> ScaledTensor
 
 
 class ProductKeywords(TypedDict, total=False):
-    """The keywords of an op with a GEMM that concern 8-bit operands."""
+    """The keyword arguments of an op with a GEMM that concern 8-bit operands."""
 
     out_dtype: torch.dtype | None
     use_fast_accum: bool
@@ -115,8 +115,8 @@ class ScaledModule(Sharded):
 
     @torch.no_grad()
     def fill(self, init: dict[str, float]) -> None:
-        """Draw as `Sharded.fill` does. The scales of 8-bit weights depend only on the bound, so that the scales of one
-        row are the same on all ranks."""
+        """Draw values as `Sharded.fill` does. The scales of 8-bit weights depend only on the bound, so that the scales
+        of one row are the same on all ranks."""
         scales = {name: scale for name in init if (scale := self.scale_name(name)) is not None}
         super().fill({name: LARGEST.value if name in scales else bound for name, bound in init.items()})
         for name, scale in scales.items():
@@ -152,7 +152,7 @@ class ScaledModule(Sharded):
         assert shard is not None and self.recipe is not None
         part = self.local_shard(name, value, shard.shape)
         if part is None:
-            return {}  # the caller reports which shapes fit
+            return {}  # the caller reports the shapes that match
         if part is value and self.world.size > 1 and self.sharded_dim[scale_name] is None:
             raise ValueError(
                 f"{prefix + name}: the scales of 8-bit rows cannot be computed from a 16-bit shard "

@@ -7,8 +7,8 @@ Every rank holds its shard of each tensor of the unsharded module, under the sam
                               copied in the module's own dtype, also with assign=True
     full_state_dict(model)    the unsharded state dict on every rank; collective
 
-Only read the tensors of state_dict(). If a parameter holds several tensors or padding, they are copies, and a write to
-them changes no weight: write to parameters(), or load.
+Do not write to the tensors of state_dict(): if a parameter holds several tensors or padding, they are copies, and a
+write to them changes no weight. Write to parameters(), or load a state dict.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..ops.all_reduce.op import all_reduce
 from ..tensor_checks import DTYPES
 from ..world import World
 
-_unsharded: ContextVar[bool] = ContextVar("unsharded", default=False)  # whether state_dict() is the unsharded one
+_unsharded: ContextVar[bool] = ContextVar("unsharded", default=False)  # whether state_dict() returns unsharded tensors
 
 
 def divide_by_ranks(name: str, size: int, world: World) -> int:
@@ -194,7 +194,7 @@ def gathered(world: World, x: torch.Tensor, dim: int | None) -> torch.Tensor:
         return x
     shard = x.transpose(0, dim).contiguous()
     out = world.empty((world.size * shard.shape[0], *shard.shape[1:]), x.dtype)
-    bits = torch.uint8 if x.dtype.itemsize == 1 else x.dtype  # not every backend's collectives support 8-bit floats
+    bits = torch.uint8 if x.dtype.itemsize == 1 else x.dtype  # some backends' collectives lack 8-bit floats
     world.all_gather(out.view(bits), shard.view(bits), world.current_stream())
     world.finish(world.current_stream())
     return out.transpose(0, dim).contiguous()

@@ -1,4 +1,4 @@
-"""The experts, or columns of experts, that a rank of `MoE` holds, and how they run."""
+"""The experts, or the columns of experts, that a rank of `MoE` holds, and the functions that run them."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Weave:
         if parts not in (1, 2):
             raise ValueError(f"{parts} parts: one or two are woven")
         self.world, self.parts = world, parts
-        # By part: the event of its reduction, and tensors that must stay alive until then.
+        # For each part, the event at the end of its reduction, and the tensors that must stay alive until then.
         self._pending: dict[int, tuple[Event, tuple[object, ...]]] = {}
 
     def wait(self, part: int) -> None:
@@ -170,8 +170,8 @@ class LayerTimes:
         time: Callable[[int, int], float],
         rows: int,
     ) -> LayerTimes:
-        """Return the times up to `rows` tokens of GEMMs with a known tile. attention and mlp contain (N, K) of each
-        GEMM, and time(tiles, K) returns the time of a GEMM in us."""
+        """Return the times, for up to `rows` tokens, of GEMMs with a known tile. attention and mlp contain (N, K) of
+        each GEMM, and time(tiles, K) returns the time of a GEMM in us."""
         bm, bn = tile
 
         def us(gemms: Sequence[tuple[int, int]]) -> tuple[float, ...]:
@@ -187,7 +187,7 @@ class LayerTimes:
         return us[i - 1] if i <= len(us) else us[-1] * i / len(us)
 
     def layer(self, prefix: int, suffix: int) -> float:
-        """Return the time of a woven layer, in us: four steps, each of which takes the longer of its compute and the
+        """Return the time of a woven layer, in us: four steps, each as long as the longer of its computation and the
         other part's norm."""
         total = 0.0
         for gemms in (self.attention, self.mlp):
@@ -215,9 +215,9 @@ Choices = tuple[tuple[int, LayerPlan], ...]
 class Table:
     """Measurements of one model on one GPU model and world.
 
-    `choices` applies to CUDA graphs, `eager` to launches from the host, whose launch time few tokens do not hide. The
-    `split` of a woven plan comes from the profile. Below the lowest number of tokens the plan is plain. An empty field
-    was not measured.
+    `choices` applies to CUDA graphs, `eager` to launches from the host: with few tokens the GPU's work does not hide
+    the launch time. The `split` of a woven plan comes from the profile. Below the lowest number of tokens the plan is
+    plain. An empty field was not measured.
     """
 
     choices: Choices = ()

@@ -1,10 +1,10 @@
-"""The plan that plan="auto" expects to be fastest, and `weft.explain(..)`, which shows it.
+"""This module determines the plan that plan="auto" expects to be fastest; `weft.explain(..)` shows the decision.
 
 For a shape in the measured table it is the stored plan; for any other shape it is the plan predicted fastest from the
 machine's profile. The plan is sequential unless another was measured or predicted to be faster than it. Without a
 profile, a shape that is not in the table runs sequential until it is timed: on a Hopper GPU its first call times the
 op's variants (`unmeasured`). weft reports once that it cannot use a profile file. Ranks that share a GPU time nothing;
-they decide as the nearest machine with a profile does.
+they use the decisions of the most similar machine that has a profile.
 
 All ranks must choose the same plan, so they compare their profiles once. Predictions use the launch time that the
 slowest host measures at its start, which all ranks exchange. A GPU whose speed differs from its profile (`self_check`)
@@ -58,7 +58,7 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
     if stored is not None:
         return stored
     passes = REGISTRY[op].elementwise_passes
-    planner = planner_on(world) if passes is not None or op in collectives() else None  # other ops have no model
+    planner = planner_on(world) if passes is not None or op in collectives() else None  # other ops lack a model
     if planner is None:
         return Sequential()
     try:
@@ -104,7 +104,7 @@ def _stored(gpu: str, op: str, size: int, m: int, n: int, k: int, mode: str, lim
 
 
 def _planner_or_unusable(world: World) -> Planner | str | None:
-    """Return what `_make_planner` returned for this World at the first call."""
+    """Return the result of `_make_planner` from this World's first call."""
     return world.cached("planner", lambda: _make_planner(world))
 
 
@@ -119,8 +119,8 @@ def _make_planner(world: World) -> Planner | str | None:
     Collective."""
     if world.backend.name != "cuda" or world.size == 1:
         return None
-    # A rank does not come here if its shape is in the table or has no rows: the next check of its call then raises
-    # Mismatch.
+    # A rank whose shape is in the table, or has no rows, does not exchange anything here: the next check of the call
+    # then raises Mismatch.
     world.check_same_on_all_ranks('the first call with plan="auto"')
     profile, problem = None, None
     shares, machine = world.backend.shares_gpu, this_machine(world.device, world.size)
@@ -128,7 +128,7 @@ def _make_planner(world: World) -> Planner | str | None:
         profile = nearest_machine(machine) if shares else find(machine)
     except ProfileError as e:
         problem = str(e)
-    except Exception as e:  # the other ranks have to learn of the failure
+    except Exception as e:  # the other ranks must be informed of the failure
         problem = f"no profile can be read: {type(e).__name__}: {e}"
     launch = time_launch(world.device) if profile and not shares else None
     own_profile = problem or (profile.digest if profile else None), launch
@@ -159,8 +159,8 @@ def _make_planner(world: World) -> Planner | str | None:
 
 
 def self_check(profile: Profile, device: torch.device) -> float | None:
-    """Return the time of the check GEMM now, over its time in the profile; None if the profile has no such time, or if
-    a model has left no memory for the operands. The measurement takes about 20 ms."""
+    """Return the current time of the check GEMM divided by its time in the profile; None if the profile has no such
+    time, or if there is no free memory for the operands. The measurement takes about 20 ms."""
     known = profile.constant("check")
     if known is None:
         return None
@@ -173,7 +173,7 @@ def self_check(profile: Profile, device: torch.device) -> float | None:
 def time_check(device: torch.device) -> float:
     """Return the us of the check GEMM: the median of 5 runs of 20, on the current stream."""
     m, n, k = CHECK
-    generator = torch.Generator(device).manual_seed(0)  # leaves the user's generator alone
+    generator = torch.Generator(device).manual_seed(0)  # does not change the user's generator
     x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16, generator=generator) for rows in (m, n))
     out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
 
@@ -234,8 +234,9 @@ def explain(
             most).
         world: the World, with its trials of earlier calls, or the number of GPUs. Default: the profile's number.
         mode: "graph" (captured in a CUDA graph) or "eager".
-        profile: a Profile, a file, or the name of one that ships with weft ("nvidia-h200-x4"). Default: this machine's.
-        received: all-to-all: rows that the busiest receiver gets, if there are more than m.
+        profile: a Profile, a file, or the name of a profile that ships with weft ("nvidia-h200-x4"). Default: this
+        machine's.
+        received: for an all-to-all, the number of rows of the rank that receives most, if it exceeds m.
         recipe: "tensor", "row" or "block", for 8-bit operands. No profile has rates for them: "auto" times plans at the
             first call of a size, which `world` remembers, and without such a call nothing is predicted.
 
@@ -338,8 +339,8 @@ _planners: dict[tuple[str, float | None], Planner] = {}
 
 
 def planner_of(profile: Profile, launch: float | None = None) -> Planner:
-    """Return the one Planner for all Worlds of a machine: to fit it takes a second, and its decisions are the same for
-    all Worlds. launch: as in Predictor."""
+    """Return the Planner that all Worlds of a machine share: fitting a planner takes a second, and its decisions are
+    the same for all Worlds. launch: as for `Predictor`."""
     key = profile.digest, launch
     if key not in _planners:
         _planners[key] = Planner(Predictor(profile, launch=launch))

@@ -32,8 +32,8 @@ class Smooth:
 
 
 class Curve:
-    """us by bytes, piecewise linear. Below the smallest measured size it is constant; above the largest one it
-    continues the last slope, unless that is negative, which would be noise."""
+    """The time in us as a piecewise linear function of bytes. Below the smallest measured size it is constant; above
+    the largest one it continues the last slope, unless that is negative, which would be noise."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
         self.sizes, self.us = zip(*sorted(points), strict=True)
@@ -71,8 +71,8 @@ def near_mean(points: dict[tuple[int, int, int], list[float]]) -> Callable[[int,
 
 
 def least_squares(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray, rounds: int = 25) -> np.ndarray:
-    """Minimise by Levenberg-Marquardt, robust to outliers, with differences wide enough for a function with steps
-    (waves)."""
+    """Minimise by Levenberg-Marquardt, robust to outliers, using finite differences that are wide enough for a function
+    with steps (waves)."""
     damping, step_size = 1e-2, 0.03
 
     def cost(v: np.ndarray) -> float:

@@ -24,12 +24,13 @@ from .curves import least_squares
 from .parts import NotMeasured, PartTimes
 from .profile import Profile, TimedCall
 
-FEWEST = 3  # the fewest calls for which parameters are fitted
+FEWEST = 3  # parameters are fitted only to at least this number of calls
 Fit = TypeVar("Fit", Chunking, Moving, Pulling, Signaling)
 
 
 class Fits(PartTimes):
-    """The parts, and the parameters fitted to the profile's calls. Each parameter is fitted when first needed."""
+    """The times of parts, and the parameters fitted to the profile's calls. Each parameter is fitted when first
+    needed."""
 
     def __init__(self, profile: Profile) -> None:
         super().__init__(profile)
@@ -80,7 +81,7 @@ class Fits(PartTimes):
         return self._parameters[key]
 
     def _fitted(self, start: Fit, ran: Sequence[TimedCall], names: Sequence[str] = (), fewest: int = FEWEST) -> Fit:
-        """Return `start`, fitted if there are enough calls."""
+        """Return the parameters `start`, fitted if there are enough calls."""
 
         def model(plan: Plan, r: TimedCall, x: Fit) -> float:
             return self.cost(r.op, plan).us(self, REGISTRY[r.op].gemm_call(r.m, r.n, r.k), plan, x)

@@ -29,14 +29,14 @@ from .auto import planner_on
 from .parts import NotMeasured
 from .search import Planner, gain, near
 
-HEAT = 1.2  # time of a GEMM in a pass over its time alone
+HEAT = 1.2  # the time of a GEMM in a pass divided by its time alone
 SUM_SHARE, SUM_LATENCY = 0.65, 20.0  # an all-reduce on SMs costs its first SUM_LATENCY us and this share of the rest
 COPY_SHARE = 0.2  # a transfer by copy engines during GEMMs costs this share of its time alone
 CACHED_SHARE = 0.7  # an elementwise kernel takes this share of a copy's time, as part of its input is in the L2 cache
-WAIT = 4.0  # us that ranks wait for each other at every collective
-STEP_GAP = 8.0  # us of the events between two steps of a woven layer
+WAIT = 4.0  # the us for which ranks wait for each other at every collective
+STEP_GAP = 8.0  # the us that the events between two steps of a woven layer take
 TAIL = 0.1  # waves that the programs of weft's GEMM lose by sharing the last tiles
-HALF = 512  # fewest rows of a half; smaller halves were often much slower than predicted
+HALF = 512  # the fewest rows of a half; smaller halves were often much slower than predicted
 # The host's time for a layer, over its time for a library GEMM with a collective; and the slow-down of the host against
 # the profile's host with which overlapped plans must still win.
 HOST_CALLS, SLOW_HOSTS = {"plain": 10, "fused": 18, "sequence": 13, "woven": 30}, 2.0
@@ -74,13 +74,13 @@ class DecoderSizes:
 
 
 class LayerPredictor:
-    """us of one layer in a pass of several layers, on the machine of the planner's profile. limits: as in `candidates`.
-    Raises NotMeasured if the profile lacks a part."""
+    """Predicts the time in us of one layer in a pass of several layers, on the machine of the planner's profile.
+    limits: as for `candidates`. Raises NotMeasured if the profile lacks a part."""
 
     def __init__(self, planner: Planner, sizes: DecoderSizes, limits: bool = True) -> None:
         self.planner, self.p, self.sizes, self.limits = planner, planner.predictor, sizes, limits
         self.best = functools.cache(self._best)
-        # By collective: weft's op, which is registered before users' ops that have the same collective.
+        # For each collective, weft's op, which is registered before users' ops with the same collective.
         self.op_names = {name: op for op, name in reversed(collectives().items())}
 
     def ways(self, tokens: int) -> list[Way]:
@@ -171,7 +171,7 @@ class LayerPredictor:
             assert call.us is not None
             moved = p.latency("copy", REGISTRY[self.op_names[name]].gemm_call(m, n, k).moved(m - own_rows))
             total += self._gemm(m, n, k) + max(call.us - p.gemm(m, n, k), COPY_SHARE * moved)
-            if (n, k) == s.gate_up and not isinstance(call.plan, Fused):  # a fused plan's epilogue has the activation
+            if (n, k) == s.gate_up and not isinstance(call.plan, Fused):  # fused in the GEMM's epilogue
                 total += self._activation(m)
         return total
 

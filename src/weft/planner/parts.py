@@ -27,8 +27,8 @@ class NotMeasured(ProfileError):
 # The shape of a library's GEMM time, set by hand when the predictor was written, not fitted. `Smooth` corrects it by
 # the ratios to the GEMMs measured on the machine, so that it only decides how to interpolate between them.
 WHOLE_WAVES = 0.7  # the share of the time that grows with waves rounded up; the rest grows with the number of tiles
-TILE_POWER = 0.9  # a tile of half the size takes more than half the time: 0.54
-K_OF_EPILOGUE = 200  # a tile's prologue and epilogue take as long as this number of columns of K
+TILE_POWER = 0.9  # a tile of half the size takes 0.54 times as long
+K_OF_EPILOGUE = 200  # the prologue and epilogue of a tile take as long as this number of columns of K
 
 
 class Gemms:
@@ -72,7 +72,7 @@ class Gemms:
 
 
 class Tiles:
-    """Waves of one Triton tile configuration: us = start + waves (a + b K), times a smooth correction."""
+    """The time of waves of one Triton tile configuration: us = start + waves (a + b K), times a smooth correction."""
 
     def __init__(self, rows: Sequence[Wave]) -> None:
         us = np.array([w.us for w in rows])
@@ -102,7 +102,8 @@ class Tiles:
 
 
 class PartTimes:
-    """us of the parts of calls on the profile's machine. over_nodes: times between nodes, if there are several."""
+    """The times, in us, of the parts of calls on the profile's machine. over_nodes: the times between nodes, if there
+    are several nodes."""
 
     over_nodes: OverNodes | None = None
 
@@ -164,7 +165,7 @@ class PartTimes:
         return min(self._tiles, key=unlike)
 
     def soft(self, occupancy: Occupancy) -> float:
-        """Return the parameter `soft` of `filled` for these tiles."""
+        """Return the argument `soft` of the function `filled` for these tiles."""
         return self._tiles[self._closest(occupancy)].soft
 
     def latency(self, operation: str, nbytes: float = 0, ctas: int = 0) -> float:
@@ -185,9 +186,10 @@ class PartTimes:
         return {plan: c(nbytes) for plan, c in curves.items() if c is not None and nbytes <= c.sizes[-1]}
 
     def optional(self, operation: str, nbytes: float = 0) -> float:
-        """Return the latency, or 0 if it was not measured."""
+        """Return the latency of the operation, or 0 if it was not measured."""
         return self.latency(operation, nbytes) if (operation, 0) in self.curves else 0.0
 
     def slowdown(self, operation: str, ctas: int) -> Slowdown:
-        """Return how a GEMM and a transfer slow each other down; 1 for both if that was not measured."""
+        """Return the factors by which a GEMM and a transfer slow each other down; both are 1 if they were not
+        measured."""
         return self.contention.get((operation, ctas)) or Slowdown(operation, ctas, 1.0, 1.0)

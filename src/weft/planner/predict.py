@@ -1,7 +1,7 @@
-"""Predict the time of a plan from a profile, without running it (FlashOverlap, section 4).
+"""Predict the time of a plan from a profile, without running the plan (FlashOverlap, section 4).
 
-Each op declares a short model of what runs concurrently for each class of its plans (`Op.costs`; `weft.cost`, and
-`cost.py` beside the ops).
+For each class of its plans an op declares a short model of the work that runs concurrently (`Op.costs`; `weft.cost`,
+and `cost.py` next to the ops).
 
 Times of parts come from the profile (`parts`); parameters that cannot be measured alone are fitted to the profile's
 calls of the plan's kind (`fits`). Finally the measured / predicted ratio of the profile's own calls near the shape
@@ -25,21 +25,22 @@ from .fits import Fits
 from .parts import NotMeasured
 from .profile import Profile, identity
 
-GPU_BOUND = 1.5  # an eager call that takes this many times the host's time is bound by the GPU
+GPU_BOUND = 1.5  # an eager call that takes this many times as long as the host's work is bound by the GPU
 
 
 class Predictor(Fits):
-    """Times of any plan at any shape on the profile's machine, in us. N and K are the GEMM's on one rank; M counts the
-    rows of all ranks.
+    """Predicts the time, in us, of any plan at any shape on the profile's machine. N and K are those of one rank's
+    GEMM; M counts the rows of all ranks.
 
-    launch: us that the host currently needs for one of a call's operations; None: the profile's time, if it has one.
+    launch: the time, in us, that the host currently needs for one operation of a call; None: the profile's time, if the
+    profile has one.
     """
 
     def __init__(self, profile: Profile, launch: float | None = None) -> None:
         super().__init__(profile)
         profile_launch = profile.constant("launch")
         self.launch = profile_launch if launch is None else launch
-        # The host's time for a launch now, over its time in the profile.
+        # The host's current time for a launch divided by its time in the profile.
         self.pace = 1.0 if self.launch is None or profile_launch is None else self.launch / profile_launch
         self._eager = functools.cache(self._eager_times)
         self._corrections: dict[Hashable, Callable[[int, int, int], float]] = {}
@@ -55,9 +56,10 @@ class Predictor(Fits):
         received: int | None = None,
         slow: float = 1.0,
     ) -> float:
-        """Return the us of one call in back-to-back calls. received: all-to-all: rows that the busiest receiver gets,
-        if there are more than M, the rows that the busiest sender sends. slow: eager calls: slow-down of the host
-        against the profile, or against `launch`. Raises NotMeasured if the profile lacks a part."""
+        """Return the time, in us, of one call among back-to-back calls. received: for an all-to-all, the rows of the
+        rank that receives most, if there are more than M, the rows of the rank that sends most. slow: for eager calls,
+        the slow-down of the host relative to the profile, or to `launch`. Raises NotMeasured if the profile lacks a
+        part."""
         us = self.model(op, plan, m, n, k, received) * math.exp(self._correction(op, plan)(m, n, k))
         if mode == "eager":
             cost = self.cost(op, plan)

@@ -1,4 +1,4 @@
-"""`weft.prepare`: call every size that has its own plan before the first user's request waits for compilation."""
+"""`weft.prepare`: call every size that has its own plan in advance, so that no user's request waits for compilation."""
 
 from __future__ import annotations
 

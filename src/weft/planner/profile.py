@@ -1,4 +1,5 @@
-"""The measurements of one machine, and their file. The predictor computes with these numbers (`predict.py`).
+"""A profile: the measurements of one machine, and the file that stores them. The predictor computes with these numbers
+(`predict.py`).
 
 `weft tune` makes a profile. A profile contains only measurements, no conclusions: times of library GEMMs, of waves of
 Triton tiles, of collectives and copies by size, how much a GEMM and a transfer slow each other down, and some calls of
@@ -65,7 +66,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Gemm:
-    """us per call of the library's GEMM [m, k] x [n, k]^T alone."""
+    """The time, in us per call, of the library's GEMM [m, k] x [n, k]^T alone."""
 
     m: int
     n: int
@@ -75,8 +76,8 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Wave:
-    """us per call of a persistent Triton GEMM of `tiles` tiles over `programs` programs, per_sm on each SM that they
-    use."""
+    """The time, in us per call, of a persistent Triton GEMM of `tiles` tiles over `programs` programs, with per_sm
+    programs on each SM that they use."""
 
     block_m: int
     block_n: int
@@ -115,7 +116,8 @@ class Latency:
 
 @dataclass(frozen=True)
 class Slowdown:
-    """Times of a GEMM and of a transfer while both run, each over its time alone. operation, ctas: as in Latency."""
+    """The times of a GEMM and of a transfer while both run, each divided by its time alone. operation, ctas: as for
+    `Latency`."""
 
     operation: str
     ctas: int
@@ -125,7 +127,7 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class UsedCtas:
-    """CTAs that an operation was seen to use, on a communicator limited to `ctas` (0: no limit)."""
+    """The number of CTAs that an operation was observed to use, on a communicator limited to `ctas` (0: no limit)."""
 
     operation: str
     ctas: int
@@ -210,7 +212,7 @@ class Profile:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
-# By field of a Profile that holds measurements, the measurements' class and the key in the file.
+# For each field of a Profile that holds measurements, the class of the measurements and the key in the file.
 SECTIONS: dict[str, tuple[type, str]] = {
     "gemms": (Gemm, "gemms"),
     "waves": (Wave, "waves"),
@@ -356,8 +358,8 @@ def find(machine: Hardware) -> Profile | None:
 
 
 def nearest_machine(machine: Hardware) -> Profile | None:
-    """Return the shipped profile with this number of GPUs, preferably of this GPU model, or None. It serves ranks that
-    share a GPU."""
+    """Return the shipped profile with this number of GPUs, preferably of this GPU model, or None. The planner uses it
+    for ranks that share a GPU."""
     same = [p for p in map(shipped, names()) if p is not None and p.machine.world == machine.world]
     return min(same, key=lambda p: p.machine.gpu != machine.gpu, default=None)
 

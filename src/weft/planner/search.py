@@ -1,5 +1,5 @@
-"""The best plan for a shape, without running any plan: the candidates that the op's models name (`Op.costs`), their
-predicted times, and the fastest candidate.
+"""This module finds the best plan for a shape without running any plan: the models of the op (`Op.costs`) name the
+candidates, and the predictor predicts their times.
 
 An overlapped plan is chosen only if it is predicted faster than sequential by more than `gain`.
 """
@@ -31,7 +31,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Decision:
-    """The plan chosen for one op and shape, and the candidates. N and K are the GEMM's on one rank; M counts the rows
+    """The plan chosen for one op and shape, and the candidates. N and K are those of one rank's GEMM; M counts the rows
     of all ranks.
 
     plan: the plan that "auto" runs. why: the basis of the decision, in words. options: all candidates by predicted
@@ -106,9 +106,9 @@ def candidates(
     movable: bool | None = None,
     limits: bool = True,
 ) -> list[Plan]:
-    """Return the plans worth predicting, which the models of the op's plans name.
+    """Return the plans whose times are worth predicting; the models of the op's plans name them.
 
-    even, movable, limits: as in `Conditions`; movable None: depends on M (`Op.movable`).
+    even, movable, limits: as for `Conditions`; movable None: depends on M (`Op.movable`).
     """
     if p.world == 1:
         return [Sequential()]
@@ -122,13 +122,13 @@ def candidates(
 
 def near(m: int, world: int) -> int:
     """Return m rounded up to a grid of 16 steps per octave; the plan of `m` is chosen for the returned M. Rounding down
-    could give one wave fewer, and a plan for fewer waves would leave the last tiles to a wave of their own."""
+    could remove a wave, and a plan for fewer waves would leave the last tiles to a wave of their own."""
     rounded = bucket(m, 16)
     return rounded if m % world else -(-rounded // world) * world
 
 
 class Planner:
-    """Chooses plans with one profile's predictor, and remembers them."""
+    """Chooses plans with the predictor of one profile, and remembers the choices."""
 
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
@@ -189,7 +189,7 @@ class Planner:
     def _nearest(self, op: str, m: int, n: int, k: int, mode: str, limits: bool = True) -> Plan:
         """Return the plan that "auto" runs: the plan of `near(m)`, so that serving, where M changes with every batch,
         searches a few hundred times and not once for every M; sequential if that plan is not predicted faster than
-        sequential at M itself. Every rank gets the same plan, whatever it chose before. Raises NotMeasured."""
+        sequential at M itself. Every rank gets the same plan, independent of earlier choices. Raises NotMeasured."""
         p, planned_m = self.predictor, near(m, self.predictor.world)
         movable = REGISTRY[op].movable(Signaled(copies=True), m, p.world)
         plan = self.decide(op, planned_m, n, k, mode, m % p.world == 0, movable=movable, limits=limits).plan

@@ -35,7 +35,7 @@ from .profile import SEND_TO_NODE, Latency, Profile
 from .search import Decision, Planner, brief, gain
 
 CURVE_SIZES = tuple(1 << i for i in range(16, 33))
-# By collective: bytes that cross a boundary, over the tensor's bytes.
+# For each collective, the bytes that cross a boundary divided by the tensor's bytes.
 MOVED = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 
 
@@ -51,8 +51,8 @@ class Level:
 
 @dataclass(frozen=True)
 class Topology:
-    """The levels, the innermost first; the number of GPUs is the product of their counts. peer_access: GPUs of the
-    innermost level address each other's memory."""
+    """The levels of a machine, the innermost first. The number of GPUs is the product of the levels' counts.
+    peer_access: GPUs of the innermost level address each other's memory."""
 
     name: str
     levels: tuple[Level, ...]
@@ -92,7 +92,7 @@ class Topology:
         return min(rates, default=math.inf)
 
     def latency(self) -> float:
-        """Return the us of all steps of a ring or a tree through all GPUs, one way."""
+        """Return the time, in us, of all steps of a ring or a tree through all GPUs in one direction."""
         used = [x for x in self.levels if x.count > 1]
         tree = sum(math.ceil(math.log2(x.count)) * x.latency_us for x in used)
         ring = (self.gpus - 1) * max((x.latency_us for x in used), default=0.0)
@@ -103,18 +103,18 @@ class Topology:
 # PCIe 5 x16 carries 64 GB/s, PCIe 4 x16 32 GB/s, a 400 Gb/s network card 50 GB/s, one for each GPU. Latencies are
 # typical orders of magnitude.
 def nvlink(gpus: int = 8, links: int = 18) -> Topology:
-    """Return the GPUs of one node on a switch, with `links` NVLink 4 links each."""
+    """Return the topology of one node whose GPUs each have `links` NVLink 4 links to a switch."""
     return Topology(f"NVLink, {links} links", (Level(gpus, 1.3, 26.562 * links),))
 
 
 def pcie(gpus: int = 8, generation: int = 5) -> Topology:
-    """Return the GPUs of one node on PCIe, with 16 lanes each."""
+    """Return the topology of one node whose GPUs each have 16 lanes of PCIe."""
     return Topology(f"PCIe {generation}", (Level(gpus, 2.5, 64.0 * 2 ** (generation - 5)),))
 
 
 def cluster(gpus: int, per_node: int = 8, gbs: float = 50.0) -> Topology:
-    """Return nodes of GPUs on NVLink, joined by a network of `gbs` GB/s a GPU in each direction. Fewer GPUs than
-    `per_node` are one smaller node. Raises ValueError if `gpus` is not a multiple of `per_node`."""
+    """Return the topology of nodes of GPUs with NVLink, connected by a network of `gbs` GB/s per GPU in each direction.
+    Fewer GPUs than `per_node` are one smaller node. Raises ValueError if `gpus` is not a multiple of `per_node`."""
     per_node = min(per_node, gpus)
     if per_node < 1 or gpus % per_node:
         raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}")
@@ -230,8 +230,8 @@ SimulatedCall = tuple[str, int, int, int]  # op, M, N, K on one rank
 
 
 def calls_of(workload: str, size: tuple[int, int, int], gpus: int) -> list[SimulatedCall]:
-    """Return the ops of a workload, each on one of `gpus` ranks. size: for "mlp" and "decoder" (tokens, hidden,
-    intermediate), for an op (M, N, K) of the whole layer. A decoder's ops are its four projections, without
+    """Return the ops of a workload, with their sizes on one of `gpus` ranks. size: (tokens, hidden, intermediate) for
+    "mlp" and "decoder", (M, N, K) of the whole layer for an op. A decoder's ops are its four projections, without
     attention."""
     part = lambda n: max(-(-n // gpus) + 7, 8) // 8 * 8  # noqa: E731
     m, a, b = size
@@ -247,7 +247,8 @@ def calls_of(workload: str, size: tuple[int, int, int], gpus: int) -> list[Simul
 
 @dataclass(frozen=True)
 class Simulated:
-    """One size: us of the fastest predicted plans, of sequential plans, and of GEMMs and transfers alone."""
+    """The predictions for one size: the us of the fastest plans, of sequential plans, and of GEMMs and of transfers
+    alone."""
 
     size: tuple[int, int, int]
     us: float

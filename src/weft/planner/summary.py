@@ -22,8 +22,8 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class Gain:
-    """Predicted us of one operator in a CUDA graph: by sequential (cuBLAS and NCCL), and by the plan that "auto"
-    chooses."""
+    """The predicted us of one operator in a CUDA graph, for the sequential plan (cuBLAS and NCCL) and for the plan that
+    "auto" chooses."""
 
     op: str
     tokens: int
@@ -37,8 +37,8 @@ class Gain:
 
 
 def gains(profile: Profile) -> list[Gain]:
-    """Return the predictions for Llama-70B's MLP, split over the profile's GPUs, without sizes that the profile cannot
-    predict."""
+    """Return the predictions for Llama-70B's MLP, split over the profile's GPUs. Sizes for which the profile lacks
+    measurements are left out."""
     planner, gpus = Planner(Predictor(profile)), profile.machine.world
     gains = []
     for op in map(op_around, COLLECTIVES):

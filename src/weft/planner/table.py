@@ -2,8 +2,8 @@
 
 `bench/pages/table.py` makes `tables/<gpu>.json` from the results of `bench/measure/run.py --tune`. A row has the op,
 world, M, N, K (N and K of the GEMM on one rank, M of all ranks), mode ("graph": captured in a CUDA graph, "eager"), the
-fastest plan and its speedup over cuBLAS + NCCL. The speedup is the one that the benchmark confirmed, or the tuning
-run's, reduced by the amount that tuning runs overstated elsewhere.
+fastest plan and its speedup over cuBLAS + NCCL. The speedup is the one that the benchmark confirmed, or the speedup of
+the tuning run, reduced by the amount by which tuning runs overstated other speedups.
 
 Rows of the op DECODER, from `bench/measure/decoder.py --tune`, contain the fastest way to run a decoder's layers from M
 tokens on; N and K are the decoder's hidden and intermediate size (`nn.weave.Table`).
@@ -70,8 +70,8 @@ def layers(gpu: str, world: int, hidden: int, intermediate: int) -> list[StoredR
 
 
 def gpu_of(world: World) -> str:
-    """Return the GPU model whose plans this World runs: its own, or, for ranks that share a GPU without measured plans,
-    a model with measured plans."""
+    """Return the GPU model whose measured plans this World uses: its own model, or a different model for ranks that
+    share a GPU without measured plans."""
     gpu = gpu_model(world.device)
     return gpu if load(gpu) or not world.backend.shares_gpu else next(iter(models()), gpu)
 
@@ -109,8 +109,8 @@ def exact(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> P
 
 
 def row(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> Measured | None:
-    """Return the row of exactly this shape, or None. The rows of an op that was only measured in graphs also serve
-    eager calls: the op's plan is one launch instead of several."""
+    """Return the row of exactly this shape, or None. Eager calls also use the rows of an op that was measured only in
+    graphs, because the op's plan is one launch instead of several."""
     rows = [r for r in (*_learned, *load(gpu)) if r.op == op]
     modes = (mode, *({"graph"} if all(r.mode == "graph" for r in rows) else ()))
     for r in rows:

@@ -2,7 +2,7 @@
 
 The probes form a list, the most important first; each returns one or a few measurements. Before each probe the ranks
 check together that there is time left; after it rank 0 adds the measurements to the file. A run skips probes that have
-their measurements in the file, so it continues a run that was stopped. It reports a probe that fails, and skips it.
+their measurements in the file, so it continues a run that was stopped. A run reports and skips a probe that fails.
 
 Calls are captured in a CUDA graph and replayed back to back: ops are meant to run in graphs, and a GPU that idles
 between probes would run at clocks that it cannot sustain. A result is the slowest rank's median over replays.
@@ -99,7 +99,7 @@ def check(b: Bench) -> list[Measurement]:
 
 
 # -- running them ----------------------------------------------------------------------------------------------------
-Progress = Callable[[int, int, str], None]  # called with the probes done, their total, and the name of the next one
+Progress = Callable[[int, int, str], None]  # (probes done, all probes, the next probe's name)
 
 
 def measure(
@@ -111,7 +111,7 @@ def measure(
     report: Progress,
 ) -> Profile:
     """Return `profile` with the measurements that the probes made in about `seconds`. Rank 0 saves it every few
-    seconds. Collective. Raises Timeout if a rank is gone."""
+    seconds. Collective. Raises Timeout if a rank has ended."""
     start = saved_at = time.monotonic()
     measured = {identity(row) for row in profile.rows()}
     remaining = []
@@ -131,7 +131,7 @@ def measure(
         problem = ""
         try:
             rows = probe.run()
-        except Timeout:  # a rank is gone, or its GPU hangs, so nothing else can be measured
+        except Timeout:  # a rank has ended, or its GPU hangs, so nothing else can be measured
             raise
         except Exception as e:
             problem = f"{probe.name}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"

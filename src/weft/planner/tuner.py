@@ -12,10 +12,10 @@ from ..backends.base import Stream
 from ..timing import Events, behind_host, captured, length, repeated, span
 from ..world import World
 
-GRAPH_US = 3000.0  # us of a captured graph, at most BATCH calls
+GRAPH_US = 3000.0  # the us that a captured graph runs; a graph has at most BATCH calls
 BATCH, REPLAYS, MOST_REPLAYS = 20, 4, 16  # graphs shorter than GRAPH_US are replayed up to MOST_REPLAYS times
 
-Timed = Callable[[int], Events]  # submits this number of calls and returns the events around them
+Timed = Callable[[int], Events]  # a function that submits this number of calls and returns the events around them
 R = TypeVar("R")
 
 
@@ -28,7 +28,7 @@ def exchanged(world: World, step: str, value: R) -> list[R]:
 
 
 class Timer(Protocol):
-    """Times of the slowest rank in us. All methods are collective."""
+    """A timer that returns the slowest rank's time in us. All methods are collective."""
 
     def graph(self, fn: Callable[[], object]) -> float:
         """Return the time of a call of fn, captured and replayed back to back."""
@@ -37,7 +37,8 @@ class Timer(Protocol):
         """Return the time of a call of fn, launched back to back."""
 
     def together(self, fn: Callable[[], object], transfer: Callable[[Stream], object]) -> tuple[float, float]:
-        """Return the time of fn while transfer(stream) runs, over its time alone, and the same for the transfer."""
+        """Return the time of fn while transfer(stream) runs divided by its time alone, and the same ratio for the
+        transfer."""
 
 
 class CudaTimer:
@@ -51,7 +52,7 @@ class CudaTimer:
         return max(exchanged(self.world, "time", us))
 
     def _rendezvous(self) -> None:
-        """Let all ranks' streams continue together from here."""
+        """Make the streams of all ranks wait for each other, so that they continue together."""
         self.world.all_reduce(self.word, self.world.current_stream())
 
     def _once(self, fn: Callable[[], object]) -> float:
@@ -83,8 +84,8 @@ class CudaTimer:
             return self._slowest(statistics.median(map(length, spans)) / BATCH)
 
     def together(self, fn: Callable[[], object], transfer: Callable[[Stream], object]) -> tuple[float, float]:
-        """Time each function while the other runs: the measured one runs a third as long, in the middle of the other's
-        time."""
+        """Time each function while the other runs. The measured function runs a third as long as the other, in the
+        middle of the other's run."""
         with torch.cuda.stream(self.stream):
             side = self.world.side_stream("tune")
 

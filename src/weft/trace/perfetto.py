@@ -1,4 +1,4 @@
-"""Spans as Chrome trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
+"""Spans are written as Chrome trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
 
 A rank is a process, a track is a thread of the process, and an arrow leads to each wait from the track whose notify
 ended the wait.

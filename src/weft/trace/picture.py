@@ -1,4 +1,4 @@
-"""Spans as a picture: a lane for every track of every rank, and which rank waited for which.
+"""Spans are drawn as a picture with a lane for every track of every rank, which shows which rank waited for which.
 
 Work is filled in the colour of its kind. A wait is a pale bar in the colour of the rank whose notify ended it, with a
 line from that notify's lane; the matrix on the right sums the waits. Several runs are drawn below each other on one
@@ -28,7 +28,8 @@ from .tracks import lanes
 
 Lane = tuple[int, str]
 
-# Okabe and Ito's colours, and Paul Tol's for ranks. The colour-blind can distinguish all; four ranks' even when pale.
+# Okabe and Ito's colours, and Paul Tol's for ranks. Colour-blind readers can distinguish all of them, and the colours
+# of four ranks even when pale.
 WORK = {
     "compute": "#0072b2",
     "local": "#56b4e9",
@@ -45,7 +46,7 @@ WIDTH, DPI = 10, 180  # inches, dots per inch: at a page's 900 pixels the smalle
 LITTLE, NORMAL, LARGE = 7, 8, 9.5  # points
 NAMELESS, ROOM = 0.003, 0.05  # bars shorter than this part of the axis have no name; inches around a name
 FAINT = 0.5  # opacity of a wait
-_ARROWS = 60  # only this number of the longest waits have a line; more lines would hide the bars
+_ARROWS = 60  # only this number of waits, the longest, have a line; more lines would hide the bars
 _BETWEEN = 0.9  # lanes left free between two ranks, for the names of short bars
 
 

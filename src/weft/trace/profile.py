@@ -1,4 +1,5 @@
-"""One call on this rank's GPU as spans: lanes by kind of work, times from the moment at which all ranks begin.
+"""One call on this rank's GPU as spans. Each kind of work has a lane, and times count from the moment at which all
+ranks begin.
 
     host   | exchange | launches: sleep, barrier, call
     GPU                | sleep . . . . . . | barrier | call
@@ -28,9 +29,9 @@ from ..world import World
 from .perfetto import TraceEvent
 
 ACTIVITIES = (ProfilerActivity.CUDA,)
-HEAD_START = 10_000_000  # cycles, about 5 ms, which is longer than the hosts are apart
+HEAD_START = 10_000_000  # cycles, about 5 ms, which is longer than the time between the hosts' launches
 CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-TOUCH = 5.0  # most microseconds of overlap between a kernel and the next kernel in its lane
+TOUCH = 5.0  # the most microseconds by which a kernel may overlap the next kernel in its lane
 
 
 class Role(NamedTuple):

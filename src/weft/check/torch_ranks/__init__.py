@@ -1,4 +1,4 @@
-"""Programs written against torch and plain Triton, as torchrun would start them, on emulated ranks.
+"""Programs for torch and plain Triton run on emulated ranks, as if torchrun had started them.
 
 `main(rank, world_size)` runs once per rank, unchanged: its kernels are `@triton.jit` functions launched as
 `kernel[grid](..)`, its memory comes from torch.distributed._symmetric_memory or torch's factories, its streams, events
@@ -13,7 +13,7 @@ names:
     collectives.py   torch.distributed
     launches.py      kernel[grid](..)
 
-All tensors are CPU tensors of the emulator, whatever device the program names. As on a GPU, the host runs ahead of its
+All tensors are CPU tensors of the emulator, whichever device the program names. As on a GPU, the host runs ahead of its
 streams: it waits only where it reads a value, or synchronises.
 """
 
@@ -81,7 +81,7 @@ def as_rank(main: MainOfRank) -> Callable[[EmulatedBackend], object]:
                 stack.enter_context(mode)
             try:
                 result = main(rank.rank, rank.size)
-            except SystemExit as e:  # raised on, it would end the command with status 0
+            except SystemExit as e:  # if it propagated, the command would end with status 0
                 raise WeftError(f"rank {rank.rank} ended by sys.exit({e.code!r})") from e
             rank.synchronize()
             return result

@@ -65,7 +65,7 @@ def _collective(
     sources: Sequence[int] | None = None,
 ) -> PendingCollective | None:
     """Enqueue a collective of all ranks on the current stream, or, if it is asynchronous, on NCCL's stream. sources:
-    the ranks whose data this rank receives, by default all; it does not wait for the others."""
+    the ranks whose data this rank receives, by default all ranks; the rank does not wait for other ranks."""
     if group not in (None, WORLD, dist.group.WORLD):
         raise Unsupported(f"{kind} of {group}: the emulator has one group, of all ranks")
     check_dense(kind, *reads, *writes)

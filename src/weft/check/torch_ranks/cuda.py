@@ -1,4 +1,5 @@
-"""torch.cuda on emulated ranks: one GPU each, streams, events, and graphs, which are lists of operations to replay."""
+"""torch.cuda on emulated ranks. Each rank has one GPU with streams, events, and graphs, which are lists of operations
+to replay."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def stream_of(number: int) -> EmulatedStream:
 
 
 class Stream:
-    """torch.cuda.Stream."""
+    """The replacement of torch.cuda.Stream."""
 
     def __init__(self, device: object = None, priority: int = 0, *, emulated: EmulatedStream | None = None) -> None:
         self.emulated = emulated or current_rank().new_stream()
@@ -66,7 +67,7 @@ class Stream:
 
 
 class Event:
-    """torch.cuda.Event. Its times are the emulator's."""
+    """The replacement of torch.cuda.Event. Its times are virtual times of the emulator."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: object

@@ -66,7 +66,7 @@ def cuStreamWriteValue32(
 def cuStreamWaitValue32(
     stream: SupportsInt, address: SupportsInt, value: SupportsInt, flags: int = 0
 ) -> tuple[CUresult]:
-    """Enqueue a wait for a word to reach, equal, .. a value."""
+    """Enqueue a wait until a word has reached, equals, .. a value."""
     machine, where = current_rank().backend.machine, int(address) & ADDRESS
     reached, wanted = _REACHED[int(flags) & 3], int(value) & 0xFFFFFFFF
 
@@ -86,7 +86,7 @@ class _Driver(ModuleType):
 
 
 def modules() -> Iterator[tuple[str, ModuleType]]:
-    """Yield (name, module) of the packages that are missing here."""
+    """Yield (name, module) for each package that is not installed."""
     if INSTALLED:
         return
     driver = _Driver(DRIVER)

@@ -1,4 +1,4 @@
-"""Launches of plain Triton kernels: kernel[grid](..), also of autotuned and heuristic ones."""
+"""Launches of plain Triton kernels by kernel[grid](..), including autotuned and heuristic kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from triton.runtime.autotuner import Autotuner
 from ...errors import Unsupported
 from .ranks import current_rank
 
-# Options of a launch that change nothing here, by name, with the only accepted value, or None for any value.
+# The options of a launch that have no effect in the emulator, by name, with the only accepted value, or None for any
+# value.
 _OPTIONS: Mapping[str, object] = dict(
     num_warps=None,
     num_stages=None,

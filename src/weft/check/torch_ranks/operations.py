@@ -1,4 +1,4 @@
-"""Operations of torch in the order of a rank's current stream, with their reads and writes."""
+"""Operations of torch run in the order of a rank's current stream, which records their reads and writes."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class Devices(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Enqueues every operation on the rank's current stream. The results have memory at once, and values once the
-    stream has run the operation."""
+    """Enqueues every operation on the rank's current stream. The results have memory at once, but their values only
+    after the stream has run the operation."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Operations(TorchDispatchMode):
             return self._enqueued(func, operation, args, kwargs, shapes)
 
     def _value(self, func: Operator, operation: TorchOperation, args: Operands, kwargs: Keywords) -> object:
-        """Run an operation whose value the host needs, when the stream has reached it."""
+        """Run an operation whose value the host needs, after the stream has reached it."""
         result: list[object] = []
         stream = self.rank.stream()
         self._run(lambda: result.append(func(*args, **kwargs)), func, operation.reads, [], stream)

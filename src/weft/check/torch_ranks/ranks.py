@@ -1,4 +1,4 @@
-"""The emulated rank that a thread acts for."""
+"""The emulated rank for which a thread acts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class Rank:
         self.streams = backend.machine.streams
         self.generator = torch.Generator()
         self.capture: CapturedGraph | None = None
-        self.stream_count = 0  # streams, for their names
-        # Memory that kernels may know only by its address. On a GPU, stream order also orders reuse of freed memory.
+        self.stream_count = 0  # the number of streams so far, which is part of their names
+        # Memory that kernels may access only by its address. On a GPU, stream order also orders the reuse of freed
+        # memory.
         self.allocated: list[torch.Tensor] = []
 
     def stream(self) -> EmulatedStream:

@@ -13,7 +13,7 @@ from ...errors import Mismatch
 from .cuda import Stream
 from .ranks import Rank, current_rank, refused, untracked
 
-SIGNAL_PAD_BYTES = 2048  # torch's default
+SIGNAL_PAD_BYTES = 2048  # torch's default size
 _state = {"signal pad": SIGNAL_PAD_BYTES}
 
 
@@ -132,7 +132,7 @@ def rendezvous(tensor: torch.Tensor, group: object = None) -> SymmetricHandle:
     key = tensor.data_ptr()
     if key not in handles:
         handles[key] = SymmetricHandle(rank, tensor)
-        handles[key].tensor = tensor  # its memory stays as long as the rank
+        handles[key].tensor = tensor  # the memory exists as long as the rank
     return handles[key]
 
 

@@ -1,4 +1,4 @@
-"""Probes of whole ops, by plan."""
+"""Probes of whole ops under each plan."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def variants(capability: int = HOPPER) -> dict[str, Sequence[Plan]]:
 
 
 def most_low_latency_bytes(op: str, plan: LowLatencyShot, world: int) -> int:
-    """Return the most bytes to time with a low-latency plan, fewer if every rank receives everything; 0 if the op does
-    not have the plan."""
+    """Return the largest number of bytes to time with a low-latency plan; 0 if the op does not have the plan. The
+    number is smaller if every rank receives everything."""
     if plan.kind not in REGISTRY[op].kinds:
         return 0
     return (

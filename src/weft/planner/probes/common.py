@@ -23,12 +23,12 @@ WAVES = (Occupancy(GemmTile()), Occupancy(NARROW, 2), Occupancy(GemmTile(stages=
 
 @dataclass(frozen=True)
 class Sizes:
-    """The measured sizes. If a field has two parts, the second is measured after everything else.
+    """The measured sizes. If a field has two parts, the second part is measured after everything else.
 
     gemms: (M, N, K). waves: (row tiles, column tiles, K). nbytes: bytes of collectives and copies. gather, reduce: of
     whole ops, (M, N, K) of the GEMM on one rank. ctas: limits of communicators. moved_bytes, concurrent_gemm: bytes of
-    a transfer and (M, N, K) of a GEMM that run concurrently. low_latency_bytes, low_latency_shapes: bytes of
-    low-latency collectives, and (M, N, K) of whole ops by them. tiles: tile configurations with measured waves.
+    a transfer and (M, N, K) of a GEMM that run concurrently. low_latency_bytes, low_latency_shapes: the bytes of
+    low-latency collectives, and (M, N, K) of whole ops that use them. tiles: tile configurations with measured waves.
     signaled: measured signaled plans differ from this plan only in groups and CTAs.
     """
 

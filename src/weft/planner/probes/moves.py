@@ -1,4 +1,4 @@
-"""Probes of transfers: collectives, copies, low-latency collectives, each alone and concurrent with a GEMM."""
+"""Probes of transfers: collectives, copies and low-latency collectives, each alone and concurrent with a GEMM."""
 
 from __future__ import annotations
 
