@@ -283,8 +283,9 @@ def of_8_bits(op: str, plan: str | Plan, *shapes: tuple[tuple[int, ...], int, in
 
 
 def reducing_on_two_streams(plan: str | Plan) -> Main:
-    """Make the calls of `two_streams` with a plan that has no all-gather and whose calls share only counters. No op
-    drains its stream, so that calls overlap as on a GPU."""
+    """Make the calls of `two_streams` with a plan that has no all-gather and whose calls share only counters. With
+    copies, all calls are reduce-scatters. No op drains its stream, so that calls overlap as on a GPU."""
+    has_all_reduce = plan != COPIES
 
     def main(world: World) -> None:
         world.backend.finish = lambda stream: None  # type: ignore[method-assign]
@@ -292,7 +293,7 @@ def reducing_on_two_streams(plan: str | Plan) -> Main:
         for i in range(6):
             name = ("first", "second")[i % 2]
             with on_stream(world, name):
-                callers[name].reduce(i, 96, 40, 40, plan, i // 2 % 2 == 0)
+                callers[name].reduce(i, 96, 40, 40, plan, has_all_reduce and i // 2 % 2 == 0)
         for caller in callers.values():
             caller.check()
 
