@@ -89,8 +89,8 @@ def world() -> Iterator[weft.World]:
 
 @pytest.mark.parametrize("kind", [*KINDS, *MIXTURES])
 def test_every_number_is_followed_or_refused_by_name(kind: str, world: weft.World) -> None:
-    """Numbers that the original model reads change one at a time. The others change together, except those that a
-    woven model refuses, and those that switch training on, which make its draws random: these change separately."""
+    """The test changes each number that the original model reads separately, and all other numbers together. Numbers
+    that a woven model refuses, and numbers that switch training on, which make its draws random, also change separately."""
     make = tiny_model if kind in KINDS else tiny_mixture
     plain, woven = (make(kind, **CHANGES.get(kind, {})) for _ in range(2))
     hf.weave(woven, world)

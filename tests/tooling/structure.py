@@ -200,7 +200,7 @@ def _imports(
 
 
 def layer_of(name: str, layers: Sequence[Sequence[str]]) -> tuple[int, str] | None:
-    """Return the number of a module's layer, counted from the bottom, and the layer's name that the module has."""
+    """Return the number of the layer that contains a module, counted from the bottom, and the layer's name."""
     matches = [(i, n) for i, names in enumerate(layers) for n in names if name == n or name.startswith(f"{n}.")]
     return max(matches, key=lambda match: len(match[1]), default=None)
 

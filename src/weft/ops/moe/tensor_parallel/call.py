@@ -1,9 +1,9 @@
 """The calls of both halves of a layer whose experts' columns are split over ranks: what they compute, their tensors,
 and the tables that the first half passes to the second.
 
-The routes of a call are one int32 tensor: the parts in `RouteParts`, each from a multiple of four words on. So the
-first half returns memory that belongs to the caller, and the second half may use it at any later time. If an operand
-requires a gradient, the tensor is float32 with the same bits.
+The routes of a call are one int32 tensor: the parts in `RouteParts`, each of which begins at a multiple of four words.
+The first half thus returns memory that belongs to the caller, and the second half may use it at any later time. If an
+operand requires a gradient, the tensor is float32 with the same bits.
 """
 
 from __future__ import annotations
