@@ -102,7 +102,8 @@ def prepare_forward(
     received_lse = lse_memory.local[: config.heads * n].view(config.heads, n)[:, n - m :]
 
     def pushing(memory: SymmetricTensor, dtype: torch.dtype, method: str, *args: int) -> Callable[[Tensor], None]:
-        """Return a function that pushes the blocks that this method of the split returns, given the rank and `args`."""
+        """Return a function that pushes blocks of a tensor. The split's method with this name returns the blocks for
+        the rank and `args`."""
         blocks = getattr(split, method)(rank, *args)
         launch = block_launch(world, plan.programs, (split, method, *args), blocks, dtype)
         return lambda t: launch(world.current_stream(), x=t, memory=memory.addresses)

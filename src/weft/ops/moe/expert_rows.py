@@ -100,8 +100,9 @@ def tables(world: World, layer: Split, ids: Tensor) -> dict[str, Tensor]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """Return [rows, N] for x [rows, K] in expert order, where each expert's rows begin at offsets [El + 1], by the
-    library's grouped GEMM if it supports these tensors. Values after the last expert's rows are undefined."""
+    """Return the products [rows, N] of x [rows, K], whose rows are in the order of the experts: those of expert e begin
+    at offsets[e] ([El + 1]). The fastest library's grouped GEMM computes them if it supports these tensors. Values
+    after the last expert's rows are undefined."""
     if takes_groups(x, *weight.shape[1:]):
         y = library_gemm.multiply_groups(x, weight, offsets.int())
     else:

@@ -34,8 +34,8 @@ from .place_rows import order_of, place_rows_launch
 
 
 class Gradients(NamedTuple):
-    """The gradients: x is dx [T, H]; weights, float32 [T, k]; the experts' gradients have the experts' shapes, and are
-    None if they are not wanted."""
+    """The gradients of a layer's operands. x is [T, H] and weights is float32 [T, k]. The experts' gradients have the
+    experts' shapes; a gradient that the caller does not need is None."""
 
     x: Tensor
     weights: Tensor

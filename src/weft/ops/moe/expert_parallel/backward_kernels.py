@@ -78,7 +78,7 @@ def gated_gradient(gate, up, ACT: tl.constexpr):
 
 @jit
 def route_of(route_rows, sources, row, K: tl.constexpr):
-    """Return int32 [rows]: the route of all ranks' routes that has the row; -1 for none."""
+    """Return int32 [rows]: each row's route, as a number among the routes of all ranks; -1 for a row without one."""
     source = tl.load(sources + row)
     route = source * 0 - 1
     for i in tl.static_range(K):
@@ -205,8 +205,8 @@ def grouped_wgrad(
     FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """Compute out_desc [EL, M, N], in blocks [1, BM, BN / 2], = a^T b over the rows of each expert: a_desc [rows, M] in
-    blocks [BK, BM], b_desc [rows, N] in blocks [BK, BN]. An expert's rows begin at offsets[e] and are a multiple of BK.
-    Sums are fp32 in the order of the rows."""
+    blocks [BK, BM], b_desc [rows, N] in blocks [BK, BN]. The rows of expert e begin at offsets[e], and their number is
+    a multiple of BK. Sums are fp32 in the order of the rows."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     per_expert = tiles_m * tiles_n

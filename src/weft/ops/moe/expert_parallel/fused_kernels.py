@@ -150,7 +150,7 @@ class LayerSizes(NamedTuple):
 
 @jit
 def add_time(memory, phase, start):
-    """Add the time since `start` to this program's time of a phase."""
+    """Add the ns since `start` to the time that this program has spent in a phase."""
     if memory.stamps is not None:
         word = memory.stamps + tl.program_id(0) * STAMPS + phase
         tl.store(word, tl.load(word) + globaltimer() - start)

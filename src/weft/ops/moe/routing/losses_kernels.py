@@ -34,8 +34,8 @@ def load_rows(logits, row, rows, E: tl.constexpr, P: tl.constexpr):
 
 @jit
 def softmax(x, E: tl.constexpr, P: tl.constexpr):
-    """Return the softmax of rows x [R, P] over E columns; 0 in the others, and in all columns if the row has no
-    softmax."""
+    """Return the softmax of each row of x [R, P] over its first E columns. The result is 0 in the other columns, and in
+    all columns of a row without a softmax."""
     p = tl.exp(x - tl.max(x, 1)[:, None])
     return tl.where(tl.arange(0, P)[None, :] < E, p / tl.sum(p, 1)[:, None], 0.0)
 

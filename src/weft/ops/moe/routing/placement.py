@@ -86,7 +86,7 @@ PLACEMENT = registered(PlacementOp())
 
 def expert_placement(ids: torch.Tensor, table: torch.Tensor, *, world: World) -> torch.Tensor:
     """Map logical experts to physical ones, for experts that move between ranks or have replicas (DeepSeek-V3, section
-    3.4). Of an expert with n replicas, token t of rank r takes replica (t + r) mod n.
+    3.4). Token t of rank r is sent to replica (t + r) mod n of an expert with n replicas.
 
     Args:
         ids: int32 [T, k], logical experts, -1 for none.

@@ -52,8 +52,8 @@ def key_of(x):
 
 @jit
 def take(key, N: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """Return int32 [R, P]: the round, of N, in which the column was the greatest of its row, or -1. Ties go to the
-    left."""
+    """Choose the greatest remaining column of each row in N rounds, the leftmost one of equal columns. Return int32
+    [R, P]: the round in which a column was chosen, or -1."""
     c = tl.arange(0, P)[None, :]
     order = tl.full((R, P), -1, tl.int32)
     for j in range(N):
@@ -67,8 +67,8 @@ def take(key, N: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
 def in_best_groups(
     selection, N: tl.constexpr, R: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr
 ):
-    """Return [R, GP * SP]: whether the column belongs to one of the row's N best groups, by the sum of the two best of
-    their S experts."""
+    """Return [R, GP * SP]: whether the column belongs to one of the row's N best groups. A group's score is the sum of
+    the two best scores of its S experts."""
     by_group = tl.reshape(selection, (R, GP, SP))
     score, best_index = tl.max(by_group, 2, return_indices=True, return_indices_tie_break_left=True)
     if S > 1:
@@ -180,7 +180,7 @@ def router_backward(
     R: tl.constexpr,
 ):
     """Compute dlogits [rows, E] = the gradient of the weights by the logits, times dweights float32 [rows, K], for the
-    ids [rows, K] that `choose` took or was given. P: E rounded up to a power of two."""
+    ids [rows, K] that `choose` chose or received. P: E rounded up to a power of two."""
     expert = tl.arange(0, P)
     is_expert = expert < E
     for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):

@@ -8,8 +8,8 @@ multiplies the gradient by the routing weights, and computes their gradients as 
     side stream  | push_shard |
     main stream  | place_rows      | grouped_gemm_out | activation_gradient | grouped_wgrad, row_sums
 
-In the first half, a row's dx is summed over its token's experts and ranks as the second half sums results, with weights
-of 1. x is sent again if neither x nor the input of the activation was saved.
+In the first half, the sum of a token's dx over its experts and ranks uses the second half's kernel for sums of results,
+with weights of 1. x is sent again if neither x nor the input of the activation was saved.
 
     side stream  | push_shard |                                               | combine_rows                |
     main stream  | place_rows      | grouped_gemm_out | activation_backward   | grouped_gemm_out, ..wgrad   | sum_ranks
