@@ -57,7 +57,7 @@ class Scaling:
 
     @property
     def promotes(self) -> bool:
-        """Return whether every step of K is added in float32."""
+        """Return whether a GEMM adds the partial product of each step along K to a float32 accumulator."""
         return self.by_block or not self.fast_accum
 
     def scales_in_row(self, k: int) -> int:

@@ -141,8 +141,8 @@ MESSAGE_PASSING = {
     ),
     # A weak store of the flag is not morally strong with any load.
     "weak flag": ("st [x], 1; bar; st [y], 1;", "until y ld.acquire.sys; ld r1, [x];", 2, "race"),
-    # Causality: observation order, then base causality order. The store that a relaxed load reads comes before what follows
-    # the load, but nothing before that store does.
+    # Causality: observation order, then base causality order. The store that a relaxed load reads is ordered before the
+    # operations after the load; operations before that store are not.
     "the observed store, then a weak store": (
         "st.relaxed.sys [x], 1;",
         "until x ld.relaxed.sys; st [x], 2;",

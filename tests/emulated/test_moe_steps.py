@@ -1,5 +1,5 @@
-"""The steps of an MoE layer on emulated ranks, with tables from the host, compared with torch; and their compiled
-kernels.
+"""The steps of an MoE layer run on emulated ranks, with tables that the host builds, and are compared with torch. Their
+kernels are also compiled.
 """
 
 from __future__ import annotations

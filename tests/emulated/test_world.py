@@ -1177,7 +1177,8 @@ def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPa
 
 
 def test_worlds_have_the_same_names_in_each_run() -> None:
-    """torch.compile caches by a World's name, on disk too; Worlds of one run have different names."""
+    """The keys of torch.compile's caches, also of those on disk, contain a World's name. So a World has the same name in
+    every run, and the Worlds of a run have different names."""
 
     def names(world: weft.World) -> tuple[str, str]:
         return world.name, world.split(0).name

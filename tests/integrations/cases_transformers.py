@@ -78,9 +78,9 @@ class Taking(TorchFunctionMode):
 
 
 def unexplained(router: Any, x: torch.Tensor, ids: torch.Tensor) -> tuple[float, int]:
-    """From float32 logits of x, return by how much the lowest chosen logit is below the best logit that was not chosen,
-    in units of what bf16 explains, as a maximum over all tokens; and the number of routes that are not among the best
-    k. Rounding explains a value of at most 1.
+    """Return how wrong the choice of experts is by the float32 logits of x: the maximum over all tokens of the difference
+    between the best logit that was not chosen and the lowest chosen one, divided by the difference that rounding to
+    bf16 can cause; and the number of routes that are not among the best k. Rounding explains a value of at most 1.
 
     Two models round each element of the router's input, and each logit, by at most 2^-9 of it, so that they differ by
     2^-8: the difference of two logits by 2^-8 (|x| . |w_a - w_b| + |a| + |b|), if all signs conspire. The computation

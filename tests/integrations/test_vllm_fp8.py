@@ -198,7 +198,7 @@ def test_sums_that_no_norm_reads() -> None:
 
 
 def test_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless it is requested, the model is served like any quantised one, with vLLM's own GEMMs."""
+    """Unless weft's FP8 is requested, the model is served like any quantised model, with vLLM's own GEMMs."""
     monkeypatch.delenv(fp8.WEFT_VLLM_FP8)
     expected = standin.run(lambda world: output(model(METHODS["row"]())))[0]
     plugin.register()

@@ -60,9 +60,8 @@ def cases() -> list[Case]:
         newest: dict[Any, str] = {}
         for line in (RESULTS / machine / "decoder.jsonl").read_text().splitlines():
             r = json.loads(line)
-            if r["plan"] is None or r["method"].endswith(
-                "cuBLAS"
-            ):  # leaves out mixes of requests, and limits on cuBLAS's SMs
+            # Mixes of requests and runs that limit cuBLAS's SMs are left out.
+            if r["plan"] is None or r["method"].endswith("cuBLAS"):
                 continue
             shape = r["N"], r["K"], r.get("heads", 64), r.get("kv_heads", 8), r.get("head_dim", 128), world
             key = r["name"], r["mode"], r["M"], sizes(*shape)

@@ -269,8 +269,8 @@ def test_the_table_names_the_plan_of_auto_and_faster_ones() -> None:
 
 
 def stored() -> dict[tuple[int, str], dict[str, float]]:
-    """Return the times of dense models by method, for each number of GPUs and each name, from the last run of all
-    methods."""
+    """Return the times by method of each dense model on each number of GPUs, from the latest run that timed every
+    method."""
     runs: dict[tuple[int, str, str], dict[str, float]] = {}
     for path in sorted(BENCH.glob("results/*/models.jsonl")):
         for r in map(json.loads, path.read_text().splitlines()):

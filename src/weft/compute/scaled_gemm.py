@@ -5,11 +5,11 @@
     BY_BLOCK    one for each row of x and 128 of K, one for each 128 x 128 of w (DeepSeek-V3, section 3.3.2)
 
 Scales by tensor and by row do not depend on K, so the epilogue multiplies by them. A scale by block multiplies the
-product of each 128 of K before that product is added. Hopper's tensor cores add 8-bit products in about 14 bits
-(DeepSeek-V3, section 3.3.2). With PROMOTE the ordinary cores add every K step in float32: always for BY_BLOCK, and for
-BY_ROW and BY_TENSOR with torch._scaled_mm's `use_fast_accum=False`. The kernel computes the upper and the lower rows of
-such a tile in turn, since a product needs accumulators of half a tile besides the sums. With two programs per SM the
-tensor cores compute one program's product while the other program adds.
+product of each 128 of K before that product is added. Hopper's tensor cores accumulate products of 8-bit operands
+with about 14 bits (DeepSeek-V3, section 3.3.2). With PROMOTE the ordinary cores add every K step in float32: always for
+BY_BLOCK, and for BY_ROW and BY_TENSOR with torch._scaled_mm's `use_fast_accum=False`. The kernel computes the upper and
+the lower rows of such a tile in turn, since a product needs accumulators of half a tile besides the sums. With two
+programs per SM the tensor cores compute one program's product while the other program adds.
 
     upper sums   | a0 b | wait, add |                   | ..
     lower sums   |                  | a1 b | wait, add  | ..

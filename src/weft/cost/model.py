@@ -192,7 +192,7 @@ class ShotCost(InARow[LowLatencyShot]):
 
 
 class WholeShotCost(ShotCost):
-    """The model of a low-latency all-reduce, for which a rank may have no rows."""
+    """The model of a low-latency all-reduce, which can run even if some ranks have no rows."""
 
     def takes(self, p: Parts, call: GemmCall) -> bool:
         return True

@@ -11,8 +11,8 @@ from typing import Protocol
 
 
 class Slowing(Protocol):
-    """The slow-down of a GEMM and of a transfer that run concurrently, each as the ratio to its time alone
-    (`planner.profile.Slowdown`)."""
+    """The slow-downs of a GEMM and of a transfer that run concurrently: for each, its time while both run, divided by
+    its time alone (`planner.profile.Slowdown`)."""
 
     @property
     def gemm(self) -> float: ...

@@ -132,8 +132,8 @@ class MoE(nn.Module):
     def route(
         self, x: torch.Tensor, ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids int32 [T, k] and weights float32 [T, k] of x's experts, and the logits [T, E] from which they are
-        computed. ids: the ids of an earlier pass, to use them again (routing replay); None: the router chooses the best
+        """Return the expert ids, int32 [T, k], and weights, float32 [T, k], of the tokens x, and the router's logits
+        [T, E]. ids: the expert ids of an earlier pass to reuse (routing replay); if None, the router chooses the best
         experts."""
         return self._top_k_router(x, world=self.world, ids=ids)
 

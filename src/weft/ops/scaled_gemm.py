@@ -84,7 +84,7 @@ def product(world: World, scaling: Scaling, name: str) -> library_gemm.ScaledPro
 
 
 def multiply(world: World, operands: ScaledOperands, stream: Stream, out: torch.Tensor) -> None:
-    """Compute out [M, N] with the fastest product, on `stream`. x and weight are contiguous."""
+    """Compute out [M, N] on `stream` with the fastest implementation of the product. x and weight are contiguous."""
     (x, x_scales, _), (weight, weight_scales, _), bias, _ = operands
     if not x.is_cuda:
         tensors = [t for t in (x, weight, bias, x_scales, weight_scales) if t is not None]

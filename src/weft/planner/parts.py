@@ -32,9 +32,9 @@ K_OF_EPILOGUE = 200  # the prologue and epilogue of a tile take as long as this 
 
 
 class Gemms:
-    """Times of library GEMMs of any size, from measured GEMMs of some sizes. The library picks one of many tile shapes:
-    the model's time is the cheapest tile shape's whole waves, or the memory traffic's time if that is longer, times a
-    smooth correction through the measured ratios."""
+    """Times of library GEMMs of any size, from measured GEMMs of some sizes. The library picks one of many tile
+    shapes. The modelled time is the longer of two times: that of the whole waves of the cheapest tile shape, and that
+    of the memory traffic. A smooth correction through the measured ratios multiplies it."""
 
     def __init__(self, rows: Sequence[Gemm], sms: int) -> None:
         if len(rows) < 4:

@@ -38,7 +38,8 @@ WORK = {
     "reduce": "#009e73",
     "call": "#8a8f98",
 }
-MEANING = {"local": "element-wise", "gather": "all-gather", "call": "library call"}  # legend text, if not the kind
+# The legend's text for a kind, if it is not the kind's name.
+MEANING = {"local": "element-wise", "gather": "all-gather", "call": "library call"}
 RANKS = ("#cc6677", "#88ccee", "#332288", "#ddcc77", "#117733", "#aa4499", "#999933", "#882255")
 INK, PALE, GROUND = "#222222", "#6b7078", "#f4f5f7"
 SAVED, LOST = "#00694c", "#a04000"

@@ -1,5 +1,5 @@
-"""The GEMM and the all-reduce of a row-parallel linear as one operator. It serves the linears with a sum that no norm
-computes (row_norm_column.py)."""
+"""The GEMM and the all-reduce of a row-parallel linear as one operator. It computes the linears whose sum
+is not computed together with a norm (row_norm_column.py)."""
 
 from __future__ import annotations
 

@@ -368,9 +368,8 @@ def woven_pass(
         raise WeftError(f"vLLM has no {', '.join(missing)}")
     opaque = option(config, "compilation_config.static_forward_context", {}).values()
     eager = dict(copies)
-    if (
-        world.backend.symmetric_unsupported is None
-    ):  # without symmetric memory the form is not a candidate, and the kernels may be missing
+    # Without symmetric memory the form is not a candidate, and the kernels may be missing.
+    if world.backend.symmetric_unsupported is None:
         eager.update(kernels(stack, {*copies, *map(id, opaque)}, world, classes, interface.get("custom_op")))
     stages = stages_of(with_copies(stack, eager))
     return WovenPass(stages, world, config, interface)

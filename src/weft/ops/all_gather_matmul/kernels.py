@@ -262,12 +262,13 @@ def all_gather_gemm(
 ):
     """Compute out_desc [M, N] = all_gather(x) [M, K] @ w_desc [N, K]^T + bias [N] (or None).
 
-    x [m_r, K] is this rank's shard, and x_desc is its descriptor. own_tiles is the number of the shard's row tiles if
-    these are whole tiles of the product, else 0. A half of the arena (`transport.memory.Halves`) has the gathered [M,
-    K]. arena_desc describes this rank's arena as [.., K], and flat_desc the arenas of all ranks as [granule, row, COLS]
-    in [1, ROWS, COLS] blocks. w_desc is [K, N] with TRANS_B, and out_desc is [M, about N / 2] with GATED (see
-    `store_tile`). A chunk has as many rows as a tile. scales is None, or the `Scales` of 8-bit operands, with the
-    scales of this rank's rows of x; scales by row and by block are gathered after the rows. how is a `Gathering`."""
+    x [m_r, K] is this rank's shard, and x_desc is its descriptor. own_tiles is the number of row tiles of the
+    shard; it is 0 if shards differ in length or are not whole tiles. A half of the arena (`transport.memory.Halves`)
+    holds the gathered [M, K]. arena_desc describes this rank's arena as [.., K], and flat_desc the arenas of all ranks
+    as [granule, row, COLS] in [1, ROWS, COLS] blocks. w_desc is [K, N] with TRANS_B, and out_desc is [M, about N / 2]
+    with GATED (see `store_tile`). A chunk has as many rows as a tile. scales is None, or the `Scales` of 8-bit
+    operands, with the scales of this rank's rows of x; scales by row and by block are gathered after the rows. how is
+    a `Gathering`."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)
     PULL_PROGRAMS: tl.constexpr = how.pull.PULL_PROGRAMS

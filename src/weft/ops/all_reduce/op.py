@@ -346,9 +346,9 @@ def all_reduce_rms_norm_quantized(
 ) -> tuple[ScaledTensor, torch.Tensor]:
     """Return `all_reduce_rms_norm` with 8-bit rows.
 
-    The same launches compute the normalised rows and their scales. recipe: as in `weft.quantize`. scale: float32 [1],
-    required by the recipe "tensor" and rejected by the others: the rows are divided by it and clamped to +-448. out:
-    the tensor for the values. The remaining arguments and the errors are as for `all_reduce_rms_norm`.
+    The launches that compute the normalised rows also compute their scales. recipe: as in `weft.quantize`. scale:
+    float32 [1], required by the recipe "tensor" and rejected by the others: the rows are divided by it and clamped to
+    +-448. out: the tensor for the values. The remaining arguments and the errors are as for `all_reduce_rms_norm`.
 
     Examples:
         >>> x, weight = torch.ones(4, 16).bfloat16(), torch.ones(16).bfloat16()

@@ -45,7 +45,7 @@ from ..recipes import ScaledFactors, block_rows, scales_of, scales_of_part
 from .call import ReduceCall
 from .kernels import Sums, gemm_reduce
 
-SUM_REGISTERS = 112  # the number of registers of a thread that sums on an SM with a GEMM of 8-bit operands
+SUM_REGISTERS = 112  # registers per thread of a program that sums tiles and shares its SM with a GEMM of 8-bit operands
 
 
 # -- the library's GEMM ------------------------------------------------------------------------------------------------
@@ -213,9 +213,8 @@ def _fused_launches(
     )
     small: dict[str, int] = dict(num_warps=4, num_stages=tile.stages, co_resident=True)
     options: dict[str, int] = dict(num_warps=tile.warps, num_stages=tile.stages)
-    if (
-        call.scaling is not None
-    ):  # without limits an epilogue with scales would use registers that the pull program on its SM needs
+    if call.scaling is not None:
+        # Without limits, an epilogue with scales would use registers that the pull program on its SM needs.
         small["maxnreg"] = SUM_REGISTERS
         options["maxnreg"] = min(255, (65536 // 32 - 4 * SUM_REGISTERS) // tile.warps // 8 * 8)
     pull = Launch(world, gemm_reduce, forward_programs + pull_programs, small, **fixed, COMPUTE=False)

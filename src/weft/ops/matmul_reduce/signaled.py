@@ -121,8 +121,8 @@ def launch_on(launch: Launch, operands: Factors | ScaledFactors, out: torch.Tens
 
 
 def prepare_signaled(world: World, call: ReduceCall, plan: Signaled) -> Run | OwnResult:
-    """Prepare the sum in ordinary order. If the caller accepts tiles, prepare it in tiles [2 x tiles x block_m, block_n
-    / 2] and with their layout as a further result, unless copies move the groups."""
+    """Prepare the sum. Its rows are in ordinary order if copies move the groups or the caller does not accept tiles.
+    Otherwise the sum is in tiles, [2 x tiles x block_m, block_n / 2], and their layout is a further result."""
     if plan.copies:
         return _scatter_by_copies(world, call, plan)
     in_order = call.everywhere and call.reorder and call.n % 8 == 0

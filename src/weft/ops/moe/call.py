@@ -136,8 +136,8 @@ class MoeCall(Call):
 
     @property
     def rows(self) -> int:
-        """Return the largest number of tokens of a rank. It is at least 1, because a rank without tokens does not know
-        the other ranks' numbers."""
+        """Return the largest number of tokens on any rank. It is at least 1, because a rank without tokens does not
+        know the other ranks' numbers."""
         return self.layer.max_tokens_per_rank
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:

@@ -28,8 +28,8 @@ MAX_LOCAL_EXPERTS = 512  # the most experts of one rank
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The state that calls of one max_tokens_per_rank and k share. halves: 1, or 2 if calls alternate between two
-    halves."""
+    """The state shared by calls with the same max_tokens_per_rank and k. halves: 2 if calls alternate between two
+    halves, else 1."""
 
     shared_ids: SymmetricTensor  # int32 [halves, W, max_tokens, k]
     shared_weights: SymmetricTensor  # float32 [halves, W, max_tokens, k]

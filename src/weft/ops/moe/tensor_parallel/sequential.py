@@ -1,5 +1,5 @@
 """Both halves by the library alone: all-gathers, an index, a grouped GEMM, and weighted sums that are reduce-scattered.
-The host reads nothing, except for float16, for which the library has no grouped GEMM.
+The host reads no result of the GPU, except in calls with float16 tensors, for which torch has no grouped GEMM.
 """
 
 from __future__ import annotations
