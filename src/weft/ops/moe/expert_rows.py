@@ -1,6 +1,7 @@
-"""Rows in the order of their experts, by torch operations alone: the common part of all layers' sequential plans.
+"""Functions that put rows in expert order with torch operations alone. The sequential plans of all MoE layers share
+them.
 
-Sorts and searches make the same routes as `place_routes`, so that the two halves of a layer may run by different plans.
+Sorting and searching produce the same routes as `place_routes`, so the two halves of a layer may use different plans.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .tensor_parallel.call import Split, route_parts
 
 
 def gathered(world: World, layer: Split, t: Tensor, fill_value: int) -> Tensor:
-    """Return t of all ranks, [W max_tokens, ..]; rows beyond a rank's tokens are `fill_value`."""
+    """All-gather t and return it as [W max_tokens, ..]. Rows beyond the tokens of a rank are set to `fill_value`."""
     stream, max_tokens_per_rank = world.current_stream(), layer.max_tokens_per_rank
     if t.shape[0] < max_tokens_per_rank:
         routes_per_source = world.empty((max_tokens_per_rank, *t.shape[1:]), t.dtype)
@@ -36,7 +37,7 @@ def gathered(world: World, layer: Split, t: Tensor, fill_value: int) -> Tensor:
 
 
 def all_to_all(world: World, sent: Tensor) -> Tensor:
-    """Return [W, ..], by source rank, the parts of all ranks' `sent` [W, ..] for this rank."""
+    """Return [W, ..]: for each source rank, the part of its `sent` [W, ..] that is meant for this rank."""
     if world.size == 1:
         return sent
     received = world.empty(sent.shape, sent.dtype)
@@ -45,8 +46,8 @@ def all_to_all(world: World, sent: Tensor) -> Tensor:
 
 
 def sum_over_ranks(world: World, sent: Tensor, weights: Tensor) -> Tensor:
-    """Return float32 of the shape of weights [T, k], the sum in rank order of all ranks' `sent` [W, max_tokens k] for
-    this rank's routes."""
+    """Return float32 [T, k], the shape of weights: for each route of this rank, the sum in rank order of the values
+    that all ranks hold for the route in `sent` [W, max_tokens k]."""
     received, total = all_to_all(world, sent), world.empty(weights.shape, torch.float32)
     own_routes = received[:, : weights.numel()]
     add = lambda: torch.sum(own_routes, 0, out=total.view(-1))  # noqa: E731
@@ -55,7 +56,7 @@ def sum_over_ranks(world: World, sent: Tensor, weights: Tensor) -> Tensor:
 
 
 def tables(world: World, layer: Split, ids: Tensor) -> dict[str, Tensor]:
-    """Return the parts of the routes without the weights (`route_tables.Tables`), int64. ids [W, max_tokens, k]."""
+    """Return the routes without the weights, as the int64 tensors of `route_tables.Tables`. ids [W, max_tokens, k]."""
     (size, max_tokens_per_rank, k), tile, device = ids.shape, layer.tile, ids.device
     me, rows, local_experts = world.rank, layer.rows(world), layer.local(world)
     source_step = torch.arange(size, device=device)
@@ -73,8 +74,8 @@ def tables(world: World, layer: Split, ids: Tensor) -> dict[str, Tensor]:
     row = torch.where(sorted_expert < local_experts, offsets[sorted_expert] + position - starts[sorted_expert], rows)
 
     def values_by_row(values: Tensor) -> Tensor:
-        """Return `values` by row, with -1 in rows without a route; the extra last row receives the routes without a
-        row."""
+        """Return `values` in row order, with -1 in rows without a route. An extra last row receives the values of
+        routes without a row."""
         return torch.full((rows + 1,), -1, device=device).index_copy(0, row, values)
 
     routes = max_tokens_per_rank * k
@@ -100,9 +101,9 @@ def tables(world: World, layer: Split, ids: Tensor) -> dict[str, Tensor]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """Return the products [rows, N] of x [rows, K], whose rows are in the order of the experts: those of expert e begin
-    at offsets[e] ([El + 1]). The fastest library's grouped GEMM computes them if it supports these tensors. Values
-    after the last expert's rows are undefined."""
+    """Return the products [rows, N] of the rows of x [rows, K] and their experts' matrices. The rows of x are in expert
+    order: the rows of expert e begin at offsets[e] ([El + 1]). The fastest library whose grouped GEMM supports these
+    tensors computes the products. Values after the last expert's rows are undefined."""
     if takes_groups(x, *weight.shape[1:]):
         y = library_gemm.multiply_groups(x, weight, offsets.int())
     else:
@@ -113,24 +114,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> T
 
 
 def takes_groups(x: Tensor, *sizes: int) -> bool:
-    """Return whether the library's grouped GEMM supports x [rows, ..] and matrices of these sizes."""
+    """Return whether torch's grouped GEMM supports x [rows, ..] and matrices of these sizes."""
     return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0 and not any(n % 8 for n in sizes)
 
 
 def expert_of_rows(rows: int, offsets: Tensor) -> Tensor:
-    """Return the expert of each row, [rows]; the last expert for rows after the last expert's rows."""
+    """Return the expert of each row, [rows]. Rows after the last expert's rows also count as rows of the last
+    expert."""
     row = torch.arange(rows, device=offsets.device)
     return torch.searchsorted(offsets[1:].long(), row, right=True).clamp(max=len(offsets) - 2)
 
 
 def sums(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Return float32 [El, N], the sums of each expert's rows; rows without a token are zero. An infinity affects only
-    its expert's sum; a product with zeros and ones would spread it to the others."""
+    """Return float32 [El, N], the sums of each expert's rows. Rows without a token must be zero. An infinite value
+    affects only the sum of its own expert, whereas a product with a matrix of zeros and ones would spread it to all
+    sums."""
     return torch.segment_reduce(rows.float(), "sum", offsets=offsets.long(), axis=0)
 
 
 def products(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Return [El, M, N], a^T b of each expert's rows; rows without a token are zero."""
+    """Return [El, M, N]: a^T b over the rows of each expert. Rows without a token must be zero."""
     if takes_groups(a, a.shape[1], b.shape[1]):
         by_expert = torch._grouped_mm(a.t(), b, offs=offsets[1:].int())
         return torch.where(offsets.diff()[:, None, None] > 0, by_expert, 0)
@@ -138,8 +141,8 @@ def products(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def sum_over_topk(rows: Tensor, route_rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return float32 [W max_tokens, H], the sum of rows, times the routes' weights unless None, over a token's routes
-    in their order. route_rows, weights: [W max_tokens, k]."""
+    """Return float32 [W max_tokens, H]: for each token, the sum of its routes' rows in the order of the routes. If
+    weights is not None, each row is multiplied by its route's weight. route_rows, weights: [W max_tokens, k]."""
     total = torch.zeros(len(route_rows), rows.shape[1], device=rows.device)
     for i, row in enumerate(route_rows.unbind(1)):
         part = rows[row.clamp(min=0).long()].float()
@@ -158,7 +161,7 @@ class RowOrder:
 
     @classmethod
     def from_routes(cls, world: World, layer: Split, routes: Tensor) -> RowOrder:
-        """Return the order in these routes."""
+        """Return the ExpertOrder that these routes contain."""
         all_weights, tables = route_parts(world, layer, routes)
         n = world.size * layer.max_tokens_per_rank * layer.k
         route_rows, weights = (t[:n].view(-1, layer.k) for t in (tables.route_rows, all_weights))
@@ -170,7 +173,7 @@ class RowOrder:
 
     @property
     def is_token(self) -> Tensor:
-        """Return whether each row is a token's, bool [rows, 1]."""
+        """Return bool [rows, 1]: whether each row holds a token."""
         return (self.sources >= 0)[:, None]
 
     def in_expert_order(self, tokens: Tensor) -> Tensor:
@@ -178,22 +181,22 @@ class RowOrder:
         return torch.where(self.is_token, tokens[self.sources.clamp(min=0).long()], 0)
 
     def row_weights(self) -> Tensor:
-        """Return the weights by row, float32 [rows, 1], with 0 for rows without a token."""
+        """Return float32 [rows, 1]: the weight of each row, which is 0 for rows without a token."""
         rows = len(self.sources)
         row = torch.where(self.route_rows >= 0, self.route_rows, rows).flatten().long()
         by_row = torch.zeros(rows + 1, device=self.route_rows.device)
         return by_row.index_copy(0, row, self.weights.flatten())[:rows, None] * self.is_token
 
     def store_gradients(self, gradients: list[Tensor], a: Tensor, b: Tensor) -> None:
-        """Fill the requested gradients: the matrices' with a^T b of each expert's rows, and the biases' with the sums
-        of a's rows. Rows of a without a token are zero."""
+        """Fill the requested gradients. The gradient of an expert's matrix is a^T b over the expert's rows; the
+        gradient of its bias is the sum of the rows of a. Rows of a without a token must be zero."""
         if gradients:
             gradients[0].copy_(products(a, torch.where(self.is_token, b, 0), self.offsets))
         if len(gradients) > 1:
             gradients[1].copy_(sums(a, self.offsets))
 
     def by_route(self, values: Tensor) -> Tensor:
-        """Return values [rows] by route, [W max_tokens k], with 0 for routes without a row."""
+        """Return values [rows] in route order, [W max_tokens k], with 0 for routes without a row."""
         return torch.where(self.route_rows >= 0, values[self.route_rows.clamp(min=0).long()], 0).flatten()
 
 

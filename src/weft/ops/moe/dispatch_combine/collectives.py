@@ -1,9 +1,10 @@
 """Dispatch and combine by NCCL's collectives, for ranks without symmetric memory.
 
-    dispatch   all-gathers of tokens, ids and weights; the rows of this rank's experts are picked from all tokens
-    combine    weighted sums of every rank's tokens over the experts here, all-to-all, and their sum in rank order
+    dispatch   all-gathers tokens, ids and weights; each rank then selects the rows of its experts from all tokens
+    combine    sums the weighted rows of every rank's tokens over the experts here; an all-to-all sends these sums to
+               the tokens' ranks, which add them in rank order
 
-Rows have the same order as with the kernels (op.py).
+The rows are in the same order as the rows that the kernels write (op.py).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from ..tensor_parallel.call import Split
 def gather_tokens(
     world: World, layer: Split, order: ExpertOrder, weights: Tensor, x: Tensor, ids: Tensor, own_weights: Tensor
 ) -> Tensor:
-    """Return the tokens of all ranks [W, max_tokens, H], flat, on the current stream; fill `order` and weights [W,
-    max_tokens, k]. Every expert's rows begin at a multiple of layer.tile."""
+    """Return the tokens of all ranks [W, max_tokens, H], flattened. Also fill `order` and weights [W, max_tokens, k].
+    All work is on the current stream. The first row of each expert is a multiple of layer.tile."""
     tokens, all_ids, all_weights = (
         gathered(world, layer, t, fill_value) for t, fill_value in ((x, 0), (ids, -1), (own_weights, 0))
     )
@@ -40,7 +41,8 @@ def gather_tokens(
 
 
 def pick_rows(world: World, tokens: Tensor, sources: Tensor, rows: Tensor) -> None:
-    """Fill rows [.., H], in expert order, with the tokens of `sources`, or with zeros in rows without a token."""
+    """Fill rows [.., H], in expert order, with the tokens that `sources` lists. Rows without a token are set to
+    zero."""
     flat, source = rows.view(-1, rows.shape[-1]), sources.flatten()
 
     def copy() -> None:
@@ -62,7 +64,8 @@ def combine(
         total = sum_over_topk(y.view(-1, layer.hidden), route_rows.view(-1, k), weights.view(-1, k))
         rank_sums.copy_(total.view(rank_sums.shape))
 
-    # The list of reads omits y: its rows without a token are undefined, and the host does not know their number.
+    # The list of reads omits y, because the rows of y without a token are undefined and the host does not know how many
+    # there are.
     world.call(add, [route_rows, weights], [rank_sums], stream)
     received = all_to_all(world, rank_sums)
 
@@ -76,8 +79,8 @@ def combine(
 
 
 def tell_sources(world: World, route_rows: Tensor) -> None:
-    """Send every rank the number of its tokens' rows that this rank left out, and count the rows of this rank's tokens
-    that other ranks left out. route_rows int32 [W max_tokens k]."""
+    """Send every rank the number of rows of that rank's tokens that this rank left out. Then count the rows of this
+    rank's tokens that other ranks left out. route_rows int32 [W max_tokens k]."""
     stream = world.current_stream()
     if world.size == 1:
         return

@@ -1,14 +1,15 @@
-"""Dispatch and combine by themselves, for callers with expert kernels of their own.
+"""Dispatch and combine as separate ops, for callers that have their own expert kernels.
 
-    dispatched   the steps of a layer (expert_parallel/dispatched.py), with `place_rows` in place of the grouped GEMMs;
-                 place_rows_kernels.py describes the order of the steps
-    sequential   NCCL's collectives (collectives.py), which need no symmetric memory
+    dispatched   runs the steps of an MoE layer (expert_parallel/dispatched.py), but `place_rows` replaces the grouped
+                 GEMMs; place_rows_kernels.py describes the order of the steps
+    sequential   uses NCCL's collectives (collectives.py), which need no symmetric memory
 
-Two dispatches may be pending, each in one of two buffers with memory and counters of its own. A dispatch has an id in
-host memory. Its combine has this id as an operand, so the two are connected in a compiled graph too.
+Two dispatches may be pending, each in one of two buffers. Each buffer has separate memory and counters. A dispatch
+returns an id in host memory, and its combine receives this id as an operand. The two ops are therefore connected in a
+compiled graph too.
 
-Backward: combine dispatches the gradient of its result, with the same tables; dispatch combines the rows' gradients,
-with all weights 1.
+In the backward pass, combine dispatches the gradient of its result with the same tables, and dispatch combines the
+gradients of the rows with all weights equal to 1.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Exchange:
-    """The fields that a dispatch and its combine share, the same on all ranks.
+    """The fields that a dispatch and its combine share. They are the same on all ranks.
 
-    tokens: the number of tokens of every rank. max_m: the rows of an expert in the layout "masked"; 0: the layout is
-    "contiguous", and experts begin at multiples of layer.tile.
+    tokens: the number of tokens of every rank. max_m: the number of rows that each expert has in the layout "masked"; 0
+    means the layout "contiguous", in which each expert's first row is a multiple of layer.tile.
     """
 
     tokens: tuple[int, ...]
@@ -65,8 +66,8 @@ class Exchange:
 
     @classmethod
     def from_options(cls, world: World, ids: torch.Tensor, like: torch.Tensor, options: CallOptions) -> Exchange:
-        """Return the exchange of these ids and of tokens or rows `like` these. options: rows of every rank or None,
-        experts, layout, alignment, max_m."""
+        """Return the Exchange for these ids. The tensor `like` defines the shape and dtype of the tokens or rows.
+        options: rows of every rank or None, experts, layout, alignment, max_m."""
         rows, experts, layout, alignment, max_m = options
         tokens = (ids.shape[0],) * world.size if rows is None else rows
         most, masked = max(1, *tokens), layout == "masked"
@@ -82,8 +83,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class ExchangeCall(Call):
-    """A checked call. buffer_index: the buffer that a dispatch must use, or None. dispatch_has_gradient: for a combine,
-    whether its dispatch has a gradient too."""
+    """A checked call. buffer_index: the buffer that a dispatch must use, or None for any free buffer.
+    dispatch_has_gradient: for a combine, whether its dispatch also computes a gradient."""
 
     exchange: Exchange
     buffer_index: int | None = None
@@ -96,8 +97,8 @@ class ExchangeCall(Call):
 
 
 class DispatchOperands(NamedTuple):
-    """The operands of `dispatch`. weights are detached, because `combine` computes their gradient. leaf: the weights
-    that require a gradient, for the handle, or None."""
+    """The operands of `dispatch`. The tensor `weights` is detached, because `combine` computes its gradient. leaf: the
+    weights before they were detached, for the handle, or None if they require no gradient."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -117,11 +118,12 @@ class CombineOperands(NamedTuple):
 
 @dataclass(eq=False)
 class ExchangeState:
-    """The state that calls of one kind and buffer share. order: the tables. row_order: the positions of rows, which
-    differ from the tables in the layout "masked". kernels: None if NCCL's collectives move the rows."""
+    """The state that all calls with one signature and buffer share. order: the tables. row_order: the positions of the
+    rows; in the layout "masked" they differ from the positions in the tables. kernels: the state of the kernels, or
+    None if NCCL's collectives move the rows."""
 
     exchange: Exchange
-    numbers: tuple[int, int]  # the calls' numbers of dispatch and of combine (`World.begin`)
+    numbers: tuple[int, int]  # how often dispatch and combine were called (`World.begin`)
     buffer_index: int
     order: ExpertOrder
     row_order: ExpertOrder
@@ -138,7 +140,7 @@ class KernelState(NamedTuple):
     tables: route_tables.Tables
     inbox: SymmetricTensor
     outbox: SymmetricTensor
-    zero_counters: torch.Tensor  # int32 [W], zeros: counters and targets of sums that wait for no tile
+    zero_counters: torch.Tensor  # int32 [W] of zeros: the counters and targets for sums that wait for no tile
 
     def space(self, y: torch.Tensor) -> LayerWorkspace:
         return LayerWorkspace(self.inbox, self.outbox, y, y)
@@ -146,8 +148,9 @@ class KernelState(NamedTuple):
 
 @dataclass(eq=False)
 class PendingDispatch:
-    """A dispatch that is not combined yet. is_held: returns whether a caller may still combine it. backward_of: for the
-    dispatch of a gradient, the number of the dispatch whose backward pass combines it."""
+    """A dispatch that has not been combined yet. is_held: a function that returns whether a caller may still combine
+    the dispatch. backward_of: for the dispatch of a gradient, the number of the earlier dispatch whose backward pass
+    combines this one."""
 
     state: ExchangeState
     is_held: Callable[[], bool]
@@ -156,17 +159,17 @@ class PendingDispatch:
 
 @dataclass(eq=False)
 class Handle:
-    """The result of `dispatch` that is passed to `combine`. Its tensors describe the El experts of this rank, in device
-    memory that is valid until `combine`.
+    """The result of `dispatch` that the caller passes to `combine`. The tensors describe the El experts of this rank.
+    They are in device memory that is valid until `combine`.
 
-    offsets: int32 [El + 1], the first row of every expert, and the end of the last one; in the layout "masked",
-    multiples of max_m. counts: int32 [El], the rows of every expert, without padding. sources: int32, of the shape of
-    rows without H: s max_tokens + t for token t of rank s, where max_tokens is the largest number of tokens of a rank;
-    -1 for rows without a token. buffer_index: the index of its buffer (not in a compiled graph). shape: the shape of
-    rows, and so of y.
+    offsets: int32 [El + 1], the first row of every expert, and the end of the last expert's rows; in the layout
+    "masked", all offsets are multiples of max_m. counts: int32 [El], the number of rows of every expert, without
+    padding. sources: int32, with one entry for each row: s max_tokens + t for token t of rank s, where max_tokens is
+    the largest number of tokens on any rank; -1 for rows without a token. buffer_index: the index of the buffer that
+    the dispatch uses (not in a compiled graph). shape: the shape of rows, which is also the shape of y.
 
-    The handle keeps ids and weights, because a backward pass sends dy with the same ids, which give the same rows
-    again. The next `dispatch` or `combine` cancels a handle to which no reference is left.
+    The handle keeps ids and weights: a backward pass sends dy with the same ids, so that every row has the same
+    position again. If a handle is no longer referenced, the next `dispatch` or `combine` cancels it.
     """
 
     world: World
@@ -195,8 +198,8 @@ class Handle:
         return self.number not in pending_dispatches(self.world)
 
     def cancel(self) -> None:
-        """Release the buffer without a result, for a dispatch whose rows are not needed. The call is collective, and
-        replaces `combine` in the order of calls. Raises WeftError as `combine` does."""
+        """Release the buffer without computing a result. Use it for a dispatch whose rows are not needed. The call is
+        collective, and replaces `combine` in the order of calls. Raises WeftError as `combine` does."""
         check_handle(self, None)
         self.world.check()
         cancel(self.world, self.number)
@@ -217,8 +220,8 @@ def dispatch(
     buffer_index: int | None = None,
     plan: str | Plan = "auto",
 ) -> tuple[torch.Tensor, Handle]:
-    """Send every token to the ranks of its experts, in rows sorted by expert (the interface of DeepEP's `dispatch`,
-    with counts that stay on the device).
+    """Send every token to the ranks that hold its experts, where the rows are sorted by expert. The interface is the
+    interface of DeepEP's `dispatch`, but the counts stay on the device.
 
     There are W ranks with El = experts / W experts each: rank d has experts d El to (d + 1) El - 1.
 
@@ -234,36 +237,39 @@ def dispatch(
             largest number of tokens of a rank. Padding between experts is zero; rows after the last expert are not
             written. "masked" returns rows [El, max_m, H]: only the first counts[e] rows of expert e are written.
         expert_alignment: 1, 16 or 128; for the layout "contiguous".
-        max_m: for the layout "masked", the most rows of an expert; None: W max_tokens. If an expert has more, its last
-            rows, by source rank (this one, then the one before it, ..), token and top-k slot, are left out: they add
-            nothing to the result. Once the device has counted them, the next call of an op or `World.synchronize`
-            raises Overflow; on the ranks of these rows' tokens it does so once `combine` has run.
-        rows: the numbers of tokens of all ranks, if they are not all equal. None: all ranks have as many as this one.
-        buffer_index: 0 or 1; None: the first that is free. A CUDA graph's replays use the buffers that its capture
-            used.
-        plan: "auto", "dispatched", "sequential" or such a Plan, which the combine uses too; the same on all ranks.
+        max_m: for the layout "masked", the largest number of rows of an expert; None means W max_tokens. If an expert
+            has more rows, its last ones, in the order by source rank (this rank, then the previous one, ..), token and
+            top-k slot, are left out: they add nothing to the result. The next call of an op or `World.synchronize`
+            raises Overflow after the device has counted these rows. The ranks of their tokens raise it too, but only
+            after `combine` has run.
+        rows: the numbers of tokens of all ranks, if they are not all equal. None: all ranks have as many tokens as this
+            one.
+        buffer_index: 0 or 1; None selects the first free buffer. The replays of a CUDA graph use the buffers that the
+            capture used.
+        plan: "auto", "dispatched", "sequential" or a Plan of one of these classes. It must be the same on all ranks,
+            and the combine uses it too.
 
     Returns:
-        rows, memory that belongs to the caller, and the Handle, which must be combined (or cancelled,
-            `handle.cancel()`) once, in the order of the dispatches. At most two handles may be pending, on any streams:
-            two microbatches. With contiguous rows, `torch._grouped_mm(rows, w, offs=handle.offsets[1:])` runs the
-            experts.
+        The rows, in memory that belongs to the caller, and the Handle. The caller must combine each handle once (or
+            cancel it, `handle.cancel()`), in the order of the dispatches. At most two handles may be pending at a time,
+            on any streams, so that two microbatches can overlap. With contiguous rows, `torch._grouped_mm(rows, w,
+            offs=handle.offsets[1:])` runs the experts.
 
-    An expert's rows are sorted by source rank (this one, then the one before it, ..), token and top-k slot, so the same
-    call makes the same rows. The host reads nothing. With "sequential", which is also used without symmetric memory,
-    NCCL's collectives move the rows, and every rank receives all tokens on the way. A buffer, which all calls share,
-    has 2 W max_tokens H elements and 8 W max_tokens k bytes of symmetric memory. In a graph of torch.compile the
-    handle's tensors are copies.
+    An expert's rows are sorted by source rank (this rank, then the previous one, ..), token and top-k slot, so equal
+    calls return equal rows. The host reads no data from the device. With "sequential", which is also used without
+    symmetric memory, NCCL's collectives move the rows, and every rank receives all tokens on the way. All calls share
+    the two buffers. Each buffer consists of 2 W max_tokens H elements and 8 W max_tokens k bytes of symmetric memory.
+    In a graph of torch.compile the handle's tensors are copies.
 
     The function is differentiable: combine's backward pass dispatches the gradient of the result, and dispatch's
-    backward pass combines the rows' gradients, with all weights 1. So both must be called, and ids and weights must not
-    change before the backward pass.
+    backward pass combines the rows' gradients, with all weights 1. The caller must therefore call both ops, and must
+    not change ids or weights before the backward pass.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
-        Mismatch: ranks do not make the same call.
+        Mismatch: the ranks make different calls.
         Overflow: earlier calls left rows out.
-        WeftError: no buffer is free, or the first call of its kind is inside a CUDA graph capture.
+        WeftError: no buffer is free, or the first call of this signature is inside a CUDA graph capture.
         Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
 
     Examples:
@@ -290,18 +296,19 @@ def combine(
     shared: torch.Tensor | None = None,
     world: World | None = None,
 ) -> torch.Tensor:
-    """Return out[t] = the sum over the token's routes of weight * its row of y, + shared[t]. It sums as `weft.moe.moe`
-    does, so that the same y gives the same bits.
+    """Return out[t] = the sum over the token's routes of weight * its row of y, + shared[t]. The sums are in the same
+    order as in `weft.moe.moe`, so equal y give equal bits.
 
-    Sums are accumulated in float32 and in a fixed order: each rank adds its experts' rows of a token by top-k slot and
-    rounds the sum to the dtype; the token's rank adds these sums in rank order.
+    Sums are accumulated in float32 and in a fixed order. Each rank adds a token's rows in the order of the top-k slots
+    and rounds the sum to the dtype. The token's rank adds these sums in rank order.
 
     Args:
-        y: of the shape, dtype and order of the rows that `dispatch` returned. Rows without a token are not read.
-        handle: the result of `dispatch`, not combined yet, and the older one if two are pending. Its `ids` are not read
-            again.
-        out: [T, H], contiguous: the tensor for the result. It may overlap y or shared; the result is then computed
-            elsewhere and copied.
+        y: the experts' results, with the shape, dtype and order of the rows that `dispatch` returned. Rows without a
+            token are not read.
+        handle: the result of a `dispatch` that has not been combined yet; if two are pending, the older one. The
+            handle's `ids` are not read again.
+        out: [T, H], contiguous: the tensor for the result. It may overlap y or shared; in this case the result is
+            computed in other memory and copied.
         shared: [T, H], added to the sum (the rows of a shared expert), or None.
         world: the ranks, to check that the handle belongs to them; or None.
 
@@ -310,7 +317,7 @@ def combine(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
         Overflow: earlier calls left rows out.
-        WeftError: the handle was combined already, is not the older one, or belongs to a different World.
+        WeftError: the handle has already been combined, is not the oldest pending one, or belongs to a different World.
         Timeout: as `dispatch`.
 
     Examples:
@@ -346,7 +353,7 @@ def check_handle(handle: Handle, world: World | None) -> None:
         raise TypeError(f"{COMBINE}: handle must be what weft.moe.dispatch returned, got {type(handle).__name__}")
     if world is not None and world is not handle.world:
         raise WeftError(f"{COMBINE}: the handle is of {handle.world}, not of {world}")
-    if torch.compiler.is_compiling():  # pending dispatches are known only when the graph runs
+    if torch.compiler.is_compiling():  # which dispatches are pending is known only when the graph runs
         return
     if handle.combined:
         raise WeftError(f"{COMBINE}: the handle of buffer {handle.buffer_index} was combined already")
@@ -363,16 +370,16 @@ def check_handle(handle: Handle, world: World | None) -> None:
 
 
 def pending_dispatches(world: World) -> dict[int, PendingDispatch]:
-    """Return the dispatches that are not combined yet, by number, the oldest first."""
+    """Return the pending dispatches by number, oldest first."""
     return world.cached(f"{DISPATCH}: pending", dict)
 
 
 def free_buffer(world: World, asked: int | None) -> int:
-    """Return the index of a free buffer, `asked` unless that is None. Raises WeftError if none is free."""
+    """Return the index of a free buffer, which is `asked` unless `asked` is None. Raises WeftError if none is free."""
     give_back(world)
     calls = pending_dispatches(world)
     unfinished = [number for number, call in calls.items() if call.backward_of is not None]
-    if len(calls) == BUFFERS and unfinished:  # left by a backward pass that ended at the experts
+    if len(calls) == BUFFERS and unfinished:  # a backward pass that stopped at the experts left this dispatch pending
         cancel(world, unfinished[0])
     taken = [call.state.buffer_index for call in calls.values()]
     free = [s for s in range(BUFFERS) if s not in taken and asked in (None, s)]
@@ -383,8 +390,8 @@ def free_buffer(world: World, asked: int | None) -> int:
 
 
 def give_back(world: World) -> None:
-    """Cancel the oldest dispatches, up to the first that is still referenced. All ranks cancel the same ones if they
-    drop the same handles."""
+    """Cancel the oldest dispatches, up to the first one whose handle is still referenced. All ranks cancel the same
+    dispatches if they drop the same handles."""
     calls = pending_dispatches(world)
     while calls:
         number, oldest = next(iter(calls.items()))
@@ -394,7 +401,7 @@ def give_back(world: World) -> None:
 
 
 def cancel(world: World, number: int) -> None:
-    """Combine a dispatch into memory that is never read."""
+    """Combine a dispatch, and write the result to memory that nothing reads."""
     call = pending_dispatches(world)[number]
     exchange = call.state.exchange
     shapes = exchange.shape(world), (exchange.tokens[world.rank], exchange.layer.hidden)
@@ -406,7 +413,7 @@ def cancel(world: World, number: int) -> None:
 
 
 def exchange_state(world: World, exchange: Exchange, plan: Plan, buffer_index: int) -> ExchangeState:
-    """Return the state of calls of this kind, plan and buffer. The call is collective the first time."""
+    """Return the state that calls with this signature, plan and buffer share. The first call is collective."""
     layer, max_m = exchange.layer, exchange.max_m
 
     def ints(*shape: int) -> torch.Tensor:
@@ -439,7 +446,7 @@ def exchange_state(world: World, exchange: Exchange, plan: Plan, buffer_index: i
 
 
 def kernel_state(world: World, layer: Split, plan: Dispatched, buffer_index: int) -> KernelState:
-    """Return the state of the kernels of a buffer. The call is collective."""
+    """Return the state of a buffer's kernels. The call is collective."""
     dispatch_name, combine_name = f"{DISPATCH} {buffer_index}", f"{COMBINE} {buffer_index}"
     names = f"{dispatch_name}, rows", f"{combine_name}, sums"
     left_out = route_tables.left_out_words(world, buffer_index)
@@ -451,8 +458,8 @@ def kernel_state(world: World, layer: Split, plan: Dispatched, buffer_index: int
 
 
 def load(world: World, state: ExchangeState, kernels: KernelState) -> None:
-    """Load all kernels except the tables' kernels, before a rank waits for another. The last one is loaded a second
-    time as a kernel that need not share an SM with any other launch."""
+    """Load all kernels except the kernels that build the tables, before any rank waits for another. The last kernel is
+    loaded a second time, as a kernel that need not share an SM with another launch."""
     layer = state.exchange.layer
     one_row = world.empty((1, layer.hidden), layer.dtype)
     space = kernels.space(one_row)
@@ -469,7 +476,7 @@ def load(world: World, state: ExchangeState, kernels: KernelState) -> None:
 
 
 def place_launch(world: World, state: ExchangeState, kernels: KernelState, rows: torch.Tensor) -> BoundLaunch:
-    """Return the launch of `place_rows`. It clears the padding that an alignment makes."""
+    """Return the launch of `place_rows`. With an alignment it also sets the padding rows to zero."""
     arrivals, is_padded = kernels.dispatched.dispatch_programs, state.exchange.layer.tile > 1
     return place_rows_launch(world, kernels.dispatched, kernels.inbox.local, rows, state.row_order, arrivals, is_padded)
 
@@ -511,8 +518,9 @@ def combine_launches(
 ) -> tuple[BoundLaunch, BoundLaunch]:
     """Return the launches of `combine_rows` and of the sum over ranks.
 
-    The sum reads the ids that `share` copied, so that the caller may overwrite the original ids. It has fewer and
-    smaller programs than in a layer, so that the waiting programs of two buffers leave room for the dispatch programs.
+    The sum reads the ids that `share` copied, so the caller may overwrite the original ids. Its launch has fewer and
+    smaller programs than in a whole layer, so that the waiting programs of two buffers leave room on the SMs for the
+    dispatch programs.
     """
     rows, space = RoutedRows(y, state.row_order.route_rows, state.weights), kernels.space(y)
     zeros = kernels.zero_counters
@@ -550,7 +558,7 @@ def launch_dispatch(
         mask_launch(world, state, is_backward)(stream)
     if kernels is not None:
         place_launch(world, state, kernels, rows).on(stream)
-        world.wait_event(stream, world.record(side))  # the caller may write x and ids again
+        world.wait_event(stream, world.record(side))  # from here on the caller may overwrite x and ids
     else:
         collectives.pick_rows(world, tokens, state.row_order.sources, rows)
 
@@ -558,7 +566,7 @@ def launch_dispatch(
 def run_dispatch(
     world: World, call: ExchangeCall, plan: Plan, operands: DispatchOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Fill `out` with the rows, on the current stream. Returns offsets, counts, sources and the handle's id."""
+    """Fill `out` with the rows, on the current stream. Return offsets, counts, sources and the handle's id."""
     state, number = exchange_state(world, call.exchange, plan, free_buffer(world, call.buffer_index)), next(_numbers)
     launch_dispatch(world, state, operands.x, operands.ids, operands.weights, out)
     handle_id = torch.tensor([number, state.buffer_index])
@@ -593,8 +601,8 @@ def launch_combine(world: World, number: int, y: torch.Tensor, shared: torch.Ten
 
 
 def versions(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Return the number of writes that torch counted for each tensor. Compiled graphs count nothing, and neither do
-    tensors made in inference mode, which have no gradient."""
+    """Return the number of writes that torch has counted for each tensor. Torch counts no writes in compiled graphs,
+    nor to tensors that were made in inference mode and therefore have no gradient."""
     if torch.compiler.is_compiling():
         return ()
     return tuple(0 if t.is_inference() else t._version for t in tensors)
@@ -604,7 +612,8 @@ def versions(*tensors: torch.Tensor) -> tuple[int, ...]:
 
 
 class ExchangeOp(Op[ExchangeCall]):
-    """The base of both operators. In `exchange_state` the ranks check that they agree, also on the buffer."""
+    """The base class of both operators. In `exchange_state` the ranks check that they make the same call with the same
+    buffer."""
 
     emulator_plan = Dispatched
     by_library = False
@@ -621,7 +630,7 @@ class ExchangeOp(Op[ExchangeCall]):
 
 class Dispatch(ExchangeOp):
     """The definition of `dispatch`. Options: rows of every rank or None, experts, layout, expert_alignment, max_m,
-    buffer_index. Results: rows; offsets, counts and sources, which are memory of the buffer; the handle's id."""
+    buffer_index. Results: rows; offsets, counts and sources, which are in memory of the buffer; the handle's id."""
 
     name, public = "moe_dispatch", DISPATCH
     signature = (
@@ -702,7 +711,8 @@ class Dispatch(ExchangeOp):
 
 class Combine(ExchangeOp):
     """The definition of `combine`. Options: the dispatch's options without the buffer, and whether the dispatch has a
-    gradient. Operands may have any of the dispatch's shapes: the handle's id alone identifies a pending dispatch."""
+    gradient. The operands may have the shapes of any pending dispatch, because the handle's id alone identifies the
+    dispatch."""
 
     name, public = "moe_combine", COMBINE
     signature = (
@@ -745,7 +755,7 @@ class Combine(ExchangeOp):
         pending_dispatches(world)[number] = PendingDispatch(state, is_held, int(handle_id[0]))
         dy, dots = route_gradients(world, state, drows, y)
         dweights = sum_over_ranks(world, dots, weights)
-        if not call.dispatch_has_gradient:  # otherwise the dispatch's backward pass combines it
+        if not call.dispatch_has_gradient:  # otherwise the backward pass of the dispatch combines it
             launch_combine(world, number, drows, None, world.empty(dout.shape, dout.dtype))
         return [dy, dweights, None, None, dout]
 
@@ -753,8 +763,9 @@ class Combine(ExchangeOp):
 def route_gradients(
     world: World, state: ExchangeState, rows: torch.Tensor, y: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient's rows times their routes' weights, zero for rows without a route; and float32 [W, max_tokens
-    k], for every rank's routes, the dot product of the gradient's row and the row of y."""
+    """Return the rows of the gradient times the weights of their routes, with zeros in rows without a route. Also
+    return float32 [W, max_tokens k]: for every rank's routes, the dot product of the gradient's row and the row of
+    y."""
     layer = state.exchange.layer
     dy = world.empty(rows.shape, rows.dtype)
     dots = world.empty((world.size, layer.max_tokens_per_rank * layer.k), torch.float32)

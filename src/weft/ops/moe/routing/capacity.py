@@ -1,5 +1,5 @@
-"""A capacity for every expert, applied to the router's choice before the experts run, in one launch. No rank waits for
-another.
+"""The op that limits every expert to a capacity. It drops routes from the router's choice before the experts run, in
+one launch. No rank waits for another.
 
 The host reads nothing, so a CUDA graph can capture the launch. Which routes are dropped depends on the ids and weights
 alone.
@@ -25,12 +25,13 @@ from .route_tables import power
 
 APPLY_CAPACITY = "apply_capacity"
 DROPS = ("position", "probability")
-LIST = 1024  # the most routes of a list that a program reads at a time
+LIST = 1024  # the largest number of listed routes that a program reads at a time
 
 
 @dataclass(frozen=True)
 class CapacityCall(RowsCall):
-    """A checked call: ids [m, k] of `experts` experts, and the capacity of an expert over an even share of routes."""
+    """A checked call: ids [m, k] of `experts` experts, and the capacity factor, which is an expert's capacity divided
+    by an even share of the routes."""
 
     k: int
     experts: int
@@ -124,17 +125,18 @@ def apply_capacity(
     al. 2021, "Switch Transformers", equation 3).
 
     Args:
-        ids: int32 [T, k], the experts of each token, -1 for none. An expert may have two routes of a token.
+        ids: int32 [T, k], the experts of each token, -1 for none. A token may have two routes to the same expert.
         weights: float32 [T, k].
         experts: E. Ids outside 0 to E - 1 are dropped and not counted.
-        capacity_factor: a number above 0. With 1 an expert receives at most as many routes as under even routing.
+        capacity_factor: a positive number. With a factor of 1, an expert receives at most as many routes as under even
+            routing.
         world: the World of the ids' device. No rank waits for another.
         drop: which routes are dropped. "position" drops the last tokens' routes; "probability" drops the routes with
             the smallest weights, and among equal weights the later tokens' routes. A NaN is greater than all numbers.
 
     Returns:
-        int32 [T, k], `ids` with -1 where a route was dropped; the weights of a token's other routes are not changed.
-            And int32 [E], the number of dropped routes of each expert.
+        Two tensors: int32 [T, k], which is `ids` with -1 in place of each dropped route, and int32 [E], the number of
+            dropped routes of each expert. The weights of a token's other routes are not changed.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message quotes them.

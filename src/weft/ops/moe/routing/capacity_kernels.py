@@ -1,18 +1,18 @@
-"""The kernel that gives every expert a capacity. No rank and no program waits for another.
+"""The kernel that limits every expert to a capacity. No rank and no program waits for another.
 
-A program handles one expert at a time, and the routes to no expert like those of one more expert. It reads the ids of
-all routes in order, so a route's position among those of its expert is a running count, and the result does not depend
-on how programs are scheduled.
+A program handles one expert at a time. Routes to no expert are treated as the routes of one additional expert. The
+program reads the ids of all routes in order and counts the expert's routes, so this count is a route's position among
+the routes of its expert, and the result does not depend on how programs are scheduled.
 
-    by position    one pass over the ids: a route at a position from the capacity on is dropped
-    by weight      the same pass keeps all routes and counts them; only if there are more than the capacity:
+    by position one pass over the ids drops each route whose position is not below the capacity by weight the same pass
+    keeps all routes and counts them; only if there are more than the capacity:
                        a second pass lists the expert's routes, each with a sort key of its weight
                        | all threads' stores are complete
                        four passes over the list find the smallest key that is kept, a byte at a time (radix selection)
                        the last pass drops smaller keys, and of equal ones the later routes
 
-Each program lists its routes after the routes of all lower experts, which it counts in the first pass. The lists
-therefore do not overlap, and together they have as many entries as there are routes.
+Each program also counts the routes of all lower experts in the first pass, and stores its own list after theirs. The
+lists therefore do not overlap, and together they have as many entries as there are routes.
 """
 
 import triton.language as tl
@@ -23,7 +23,8 @@ from .router_kernels import key_of
 
 @jit
 def load_own(ids, i, routes, expert, E: tl.constexpr):
-    """Return which of the routes i go to this expert, E standing for none, and which go to lower experts."""
+    """Return which of the routes i belong to this expert, and which belong to lower experts. Expert E represents routes
+    to no expert."""
     chosen = tl.load(ids + i, mask=i < routes, other=-1)
     chosen = tl.where((chosen >= 0) & (chosen < E), chosen, E)
     return (chosen == expert) & (i < routes), (chosen < expert) & (i < routes)
@@ -31,16 +32,16 @@ def load_own(ids, i, routes, expert, E: tl.constexpr):
 
 @jit
 def weight_key(weight):
-    """Return int32 bits that, taken as unsigned, have the order of the float32 weights; a NaN comes after all
-    numbers."""
+    """Return int32 bits that, compared as unsigned integers, are in the order of the float32 weights. A NaN comes after
+    all numbers."""
     key = tl.where(weight == weight, key_of(weight), 0x7FFFFFFF)
     return key ^ -(2**31)
 
 
 @jit
 def list_own(ids, weights, listed, routes, expert, start, E: tl.constexpr, BLOCK: tl.constexpr):
-    """List the expert's routes from entry `start` on: their keys in the first half of `listed`, their numbers in the
-    second."""
+    """List the expert's routes from entry `start` on. The first half of `listed` receives their keys, and the second
+    half their indices."""
     for lo in range(0, routes, BLOCK):
         i = lo + tl.arange(0, BLOCK)
         is_own, _ = load_own(ids, i, routes, expert, E)
@@ -53,8 +54,8 @@ def list_own(ids, weights, listed, routes, expert, start, E: tl.constexpr, BLOCK
 
 @jit
 def smallest_kept(keys, count, capacity, LIST: tl.constexpr):
-    """Return the smallest of `count` unsigned keys that is among the `capacity` greatest, and how many of the keys
-    equal to it are among these. With a capacity of 0, return the greatest possible key, and 0."""
+    """Return the smallest of the `capacity` greatest keys among `count` unsigned keys, and how many keys equal to it
+    are among the `capacity` greatest. With a capacity of 0, return the greatest possible key and 0."""
     prefix = tl.full((), 0, tl.uint32)
     kept = capacity
     byte = tl.arange(0, 256)
@@ -74,8 +75,8 @@ def smallest_kept(keys, count, capacity, LIST: tl.constexpr):
 
 @jit
 def drop_smallest(kept_ids, keys, listed_routes, count, capacity, LIST: tl.constexpr):
-    """Store -1 for all of the `count` listed routes but those of the `capacity` greatest keys, of equal ones the
-    first."""
+    """Store -1 for the listed routes, except the routes with the `capacity` greatest of the `count` keys. Among routes
+    with equal keys, the earlier ones are kept."""
     threshold, kept = smallest_kept(keys, count, capacity, LIST)
     equal_before = 0
     for lo in range(0, count, LIST):
@@ -103,9 +104,10 @@ def limit_experts(
     BLOCK: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    """Compute kept_ids [routes] = the ids, with -1 for those outside 0 to E - 1 and for routes beyond an expert's
-    capacity; and dropped [E] = the number of the latter. listed int32 [2, routes] is memory for the lists, used only
-    BY_WEIGHT. The kernel reads BLOCK routes of the ids, or LIST routes of a list, at a time."""
+    """Compute kept_ids [routes] = the ids, with -1 in place of ids outside 0 to E - 1 and of routes beyond an expert's
+    capacity. Also compute dropped [E] = the number of routes of each expert beyond its capacity. listed int32 [2,
+    routes] is memory for the lists, which is used only if BY_WEIGHT. The kernel reads BLOCK routes of the ids, or LIST
+    routes of a list, at a time."""
     for expert in range(tl.program_id(0), E + 1, tl.num_programs(0)):
         count, lower_count = 0, 0
         for lo in range(0, routes, BLOCK):
@@ -123,7 +125,8 @@ def limit_experts(
         if BY_WEIGHT:
             if (excess > 0) & (expert < E):
                 list_own(ids, weights, listed, routes, expert, lower_count, E, BLOCK)
-                # Other threads of this program stored the list, and the ids that are overwritten here.
+                # The barrier is needed because other threads of this program stored the list, and the ids that are
+                # overwritten here.
                 tl.debug_barrier()
                 own_list = listed + lower_count
                 drop_smallest(kept_ids, own_list, own_list + routes, count, capacity, LIST)

@@ -1,12 +1,12 @@
-"""The kernels of the router's losses and their gradients. No rank waits for another, and no program for another.
+"""The kernels of the router's losses and of the gradients of these losses. No rank and no program waits for another.
 
     every program    sums over its rows of logits -> its partial sums -> counts itself as arrived
     the last one     adds the partial sums in the order of the programs -> the loss; sets the count back to 0
 
-Memory order: a program's count releases its partial sums, and the count of the last one, which is the program that
-reads them, acquires all other sums. The rows of a program and the order of the sums are fixed, so a loss has the
-same bits whichever program is last. A later launch on the stream starts with a count of 0; calls on other streams are
-ordered by the host (`lock`).
+Memory order: each program releases its partial sums when it increments the count. The program that increments the count
+last acquires the sums of all other programs and reads them. Which rows a program sums and the order of the sums are
+fixed, so the bits of a loss do not depend on which program is last. A later launch on the same stream starts with a
+count of 0. The host orders calls on different streams (`lock`).
 """
 
 import triton.language as tl
@@ -17,7 +17,8 @@ from ....lang.jit import jit
 
 @jit
 def is_last_program(arrivals):
-    """Count this program as arrived, and return whether all others have; then their stores are visible to it."""
+    """Count this program as arrived, and return whether all other programs have arrived. If they have, their stores are
+    visible to this program."""
     flush_stores(False)
     is_last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
     tl.store(arrivals, 0, mask=is_last)
@@ -63,11 +64,11 @@ def balance_loss(
     P: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Compute loss = E times the sum of share x mean probability over the experts, and share [E], each expert's part of
-    all routes, for logits [rows, E] and ids [rows, K].
+    """Compute the balance loss and share [E] for logits [rows, E] and ids [rows, K]. share is the fraction of all
+    routes that each expert receives; loss = E times the sum over the experts of share x mean probability.
 
-    probabilities float32 and routes int32 [programs, P] are memory for partial sums. P: E rounded up to a power of two.
-    R: rows of a block.
+    probabilities (float32) and routes (int32), both [programs, P], are memory for partial sums. P: E rounded up to a
+    power of two. R: the number of rows in a block.
     """
     expert = tl.arange(0, P)
     is_expert = expert < E
@@ -107,7 +108,7 @@ def balance_backward(
     P: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Compute dlogits [rows, E] = the gradient of `balance_loss` by the logits, times dloss."""
+    """Compute dlogits [rows, E] = the gradient of `balance_loss` with respect to the logits, times dloss."""
     expert = tl.arange(0, P)[None, :]
     part = tl.load(share + expert, mask=expert < E, other=0.0)
     scale = tl.load(dloss) * E / rows.to(tl.float32)
@@ -146,7 +147,7 @@ def square_loss(
 
 @jit(do_not_specialize=("rows",))
 def square_backward(logits, dloss, dlogits, rows, E: tl.constexpr, P: tl.constexpr, R: tl.constexpr):
-    """Compute dlogits [rows, E] = the gradient of `square_loss` by the logits, times dloss."""
+    """Compute dlogits [rows, E] = the gradient of `square_loss` with respect to the logits, times dloss."""
     expert = tl.arange(0, P)[None, :]
     scale = 2.0 * tl.load(dloss) / rows.to(tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):

@@ -18,8 +18,9 @@ def place_experts(
     RP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute physical_ids [routes] = the experts that table [E, R] has for the logical experts `ids`, of which K are a
-    token's; -1 for none. RP: R rounded up to a power of two. rank: the address of this rank's number."""
+    """Compute physical_ids [routes] = the physical experts that table [E, R] lists for the logical experts `ids`, or -1
+    for none. Each token has K consecutive ids. RP: R rounded up to a power of two. rank: the address of this rank's
+    number."""
     me = tl.load(rank)
     replica = tl.arange(0, RP)[None, :]
     for lo in range(tl.program_id(0) * BLOCK, routes, tl.num_programs(0) * BLOCK):
