@@ -4,8 +4,8 @@ A program handles one expert at a time. Routes to no expert are treated as the r
 program reads the ids of all routes in order and counts the expert's routes, so this count is a route's position among
 the routes of its expert, and the result does not depend on how programs are scheduled.
 
-    by position one pass over the ids drops each route whose position is not below the capacity by weight the same pass
-    keeps all routes and counts them; only if there are more than the capacity:
+    by position    one pass over the ids drops each route whose position is not below the capacity
+    by weight      the same pass keeps all routes and counts them; only if there are more than the capacity:
                        a second pass lists the expert's routes, each with a sort key of its weight
                        | all threads' stores are complete
                        four passes over the list find the smallest key that is kept, a byte at a time (radix selection)
