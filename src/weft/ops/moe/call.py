@@ -15,7 +15,7 @@ from .activations import CLAMPED, GELU, SWIGLU
 from .routing.route_tables import rows_of
 
 NAME = "moe"
-MAX_TOPK = 16  # experts of a token at most
+MAX_TOPK = 16  # the largest number of experts per token
 KEEPS = ("nothing", "rows", "activation")  # the tensors saved for a backward pass
 ACTIVATIONS = {"swiglu": SWIGLU.value, "gelu": GELU.value, "gpt_oss": CLAMPED.value}
 
@@ -24,10 +24,10 @@ ACTIVATIONS = {"swiglu": SWIGLU.value, "gelu": GELU.value, "gpt_oss": CLAMPED.va
 class Layer:
     """The sizes and options of one MoE call, the same on all ranks.
 
-    max_tokens_per_rank: the most tokens that any rank has; shapes call it max_tokens. hidden, inner: H and I. k:
-    experts of a token. activation: "swiglu" is silu(gate) * up; "gelu" has no gate matrix; "gpt_oss" is (up + 1) * gate
-    * sigmoid(1.702 gate) with gate at most 7 and up clamped to [-7, 7]. max_rows: the number of rows of its experts for
-    which a rank has room; None means the worst case.
+    max_tokens_per_rank: the largest number of tokens on any rank, which is called max_tokens in shapes. hidden, inner:
+    H and I. k: the number of experts per token. activation: "swiglu" is silu(gate) * up; "gelu" has no gate matrix;
+    "gpt_oss" is (up + 1) * gate * sigmoid(1.702 gate) with gate at most 7 and up clamped to [-7, 7]. max_rows: the
+    number of rows for which a rank has room; None means room for the worst case.
     """
 
     max_tokens_per_rank: int
@@ -40,7 +40,7 @@ class Layer:
     max_rows: int | None = None
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:
-        """Return the sizes that ranks compare, besides their numbers of tokens and rows."""
+        """Return the sizes that the ranks compare in addition to their numbers of tokens and rows."""
         return dict(
             experts=self.experts,
             k=self.k,
@@ -52,7 +52,7 @@ class Layer:
 
 
 class RouterOptions(NamedTuple):
-    """The options of the router that a layer's launch includes, as in `weft.moe.gate`, besides k."""
+    """The options, except k, of the router that a layer's launch includes. They are the options of `weft.moe.gate`."""
 
     scoring: str
     renormalise: bool
@@ -62,16 +62,16 @@ class RouterOptions(NamedTuple):
 
     @property
     def renormalises(self) -> bool:
-        """Return whether the weights are divided by their sum; for other scorings the option has no meaning."""
+        """Return whether the weights are divided by their sum. With other scorings the option has no effect."""
         return self.renormalise and self.scoring in ("softmax", "sigmoid")
 
 
 class Weights(NamedTuple):
     """The matrices and biases of this rank's El experts.
 
-    w13 [El, N, H]: for "gelu" N = I. Otherwise blocks of `world.backend.scale.interleave` gate rows alternate with
-    blocks of as many up rows, and the last block is padded with zeros. w2 [El, H, I]. b13 [El, N] has the layout of
-    w13's rows; b2 [El, H].
+    w13 [El, N, H]: for "gelu" N = I. For other activations, blocks of `world.backend.scale.interleave` gate rows
+    alternate with up blocks of the same size, and the last block is padded with zeros. w2 [El, H, I]. b13 [El, N] has
+    the layout of w13's rows. b2 is [El, H].
     """
 
     w13: torch.Tensor
@@ -93,8 +93,9 @@ class Kept(NamedTuple):
 
 class MoeOperands(NamedTuple):
     """The operands of `weft.moe.moe`, with the first matrices and their biases flat: [El, N, H] and [El, N]. Eager
-    calls without a gradient write `received`; other calls return its values. router, router_bias, choice_bias: the
-    tensors of a router that the call includes (`TopKRouter`); such a call writes ids and weights."""
+    calls without a gradient write the tensor `received`; other calls return the numbers as a result. router,
+    router_bias, choice_bias: the tensors of a router that the call includes (`TopKRouter`); such a call writes ids and
+    weights."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -118,13 +119,13 @@ class MoeOperands(NamedTuple):
 class MoeCall(Call):
     """A checked call.
 
-    own_tokens: the number of this rank's tokens. tokens: the numbers of all ranks' tokens, or None if each is only
-    known to be at most max_tokens_per_rank. counted: whether the numbers of received rows are a result. keep: what is
-    saved for the backward pass; None means that no gradient is wanted. router: the router that the call includes, or
-    None if ids and weights are operands.
+    own_tokens: the number of this rank's tokens. tokens: every rank's number of tokens, or None if it is known only
+    that no number exceeds max_tokens_per_rank. counted: whether the call returns the numbers of received rows. keep:
+    which tensors are saved for the backward pass; None means that no gradient is wanted. router: the router that the
+    call includes, or None if ids and weights are operands.
 
-    Each rank chooses for itself whether there are biases; that, `own_tokens` and `counted` are not compared between
-    ranks.
+    Each rank decides for itself whether there are biases. The ranks compare neither this choice nor `own_tokens` nor
+    `counted`.
     """
 
     own_tokens: int
@@ -136,8 +137,8 @@ class MoeCall(Call):
 
     @property
     def rows(self) -> int:
-        """Return the largest number of tokens on any rank. It is at least 1, because a rank without tokens does not
-        know the other ranks' numbers."""
+        """Return the largest number of tokens on any rank. The result is at least 1, because a rank without tokens does
+        not know the other ranks' numbers."""
         return self.layer.max_tokens_per_rank
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:
@@ -152,7 +153,7 @@ class MoeCall(Call):
         return kept_shapes(world, self.layer, self.keep, layer_rows(world, self.layer, block_m))
 
     def received(self, world: World, operands: MoeOperands) -> torch.Tensor | None:
-        """Return the tensor for the numbers of received rows: the caller's, a new result, or None."""
+        """Return the tensor for the numbers of received rows: the caller's tensor, a new tensor, or None."""
         if operands.received is not None or not self.counted:
             return operands.received
         return world.empty((self.layer.experts // world.size,), torch.int32)
@@ -171,7 +172,7 @@ def layer_rows(world: World, layer: Layer, block_m: int) -> int:
 
 
 def first_columns(world: World, layer: Layer) -> int:
-    """Return N, the columns of an expert's first GEMM, which are the rows of its w13."""
+    """Return N, the number of columns that an expert's first GEMM computes, which is the number of rows of its w13."""
     block = world.backend.scale.interleave
     return layer.inner if layer.activation == "gelu" else 2 * -(-layer.inner // block) * block
 

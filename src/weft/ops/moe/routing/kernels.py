@@ -1,42 +1,43 @@
-"""Kernels that share the router's choice between ranks, and build the tables that place the rows of this rank's
-experts.
+"""Kernels that send the router's choice to all ranks, and build the tables that place the rows of this rank's experts.
 
     share           this rank's ids and weights -> ids_all, weights_all [W, max_tokens, K] on every rank | flag
     count_routes    | flag of source me | flag of source me - 1 | ..    for each block of routes: routes to each own
                     expert
     place_routes    for each block: the rows of its routes; for each expert: its tiles, ordered by last source step
 
-Routes are processed in source steps: step j has the routes of source (me - j) mod W, which is the order in which rows
-arrive. A block of routes lies within one source step, and blocks have the order of an expert's rows. The row of a route
-is therefore the first row of its expert, plus the counts of all earlier blocks, plus the earlier routes of its own
-block. All of this is integer arithmetic on the ids.
+Routes are processed in source steps: step j processes the routes of source (me - j) mod W, because rows arrive in this
+order. A block contains routes of one source step only, and the blocks are in the order of an expert's rows. The row of
+a route is therefore the first row of its expert, plus the counts of all earlier blocks, plus the earlier routes of its
+own block. All of this is integer arithmetic on the ids.
 
-Every program of `place_routes` sums the counts of all blocks by itself. For 128 experts the counts are at most 132 KiB
-and come from L2. Within a block, the routes of earlier sections and runs are counted by histograms, and those of the
-same run are found by comparing pairs of routes, whose cost does not depend on the number of experts.
+Every program of `place_routes` sums the counts of all blocks itself. For 128 experts the counts take up at most 132
+KiB, and programs read them from L2. Within a block, histograms count the routes of earlier sections and runs. Routes of
+the same run are counted by comparing pairs of routes, and the cost of these comparisons does not depend on the number
+of experts.
 
-Memory order. `count_routes` reads a source's ids after it has waited for that source's flag, and `place_routes` reads
-them because it runs later on the same stream. Only the programs of one source increment that source's flag, each once a
-call, so one counter per source is enough. `share` only increments flags; the epoch is read and advanced by
-`count_routes`, which waits for all W flags in every call. If HALVES is 1, nothing in this file keeps a source from
+Memory order. `count_routes` reads a source's ids after it has waited for that source's flag, and `place_routes` may
+read them because it runs later on the same stream. Only the programs of one source increment that source's flag, once
+per program and call, so one counter per source is enough. `share` only increments flags. `count_routes` reads and
+advances the epoch, and waits for all W flags in every call. If HALVES is 1, nothing in this file keeps a source from
 overwriting routes that this rank still reads: see `share_routes` in route_tables.py.
 
-If HALVES is 2, calls alternate between two halves of the shared memory, and `count_routes`, its only reader, copies the
-routes to local memory. A rank shares call n + 2 after its own `count_routes` of call n + 1, which waited for every
-rank's flag of call n + 1; and each rank set that flag after its reads of call n.
+If HALVES is 2, calls alternate between two halves of the shared memory. `count_routes` is the only kernel that reads
+this memory, and copies the routes to local memory. A rank shares call n + 2 after its own `count_routes` of call n + 1,
+which waited for every rank's flag of call n + 1; and each rank set that flag after its reads of call n.
 
-A rank reports rows for which it has no room to the ranks of their tokens. A rank has a word for every other rank
-(`LeftOut`), which is zero unless that rank left out rows of its tokens. `place_routes` (or `mask_rows`) adds to the
-words on other ranks before the rows are sent back, so the release of the rows covers the words, and a rank reads its
-words after it has waited for the rows (`take_left_out`). It clears the words before it shares the routes of its next
-call, and in that call every rank waits for these routes before it adds to the words.
+A rank that has no room for some rows reports them to the ranks of their tokens. For these reports every rank has one
+word for every other rank (`LeftOut`). A word is zero unless the other rank has left out rows of this rank's tokens.
+`place_routes` (or `mask_rows`) adds to the words on other ranks before the rows are sent back, so the release of the
+rows also covers the words. A rank reads its words after it has waited for the rows (`take_left_out`), and clears them
+before it shares the routes of its next call. In that call every rank waits for these routes before it adds to the
+words.
 
-A rank has columns of EL experts. TP_SIZE neighbouring ranks have columns of the same experts; with TP_SIZE 1 an expert
-belongs to one rank.
+A rank holds columns of EL experts. TP_SIZE neighbouring ranks hold columns of the same experts; if TP_SIZE is 1, an
+expert belongs to one rank.
 
 Symbols of shapes:
 
-    K          routes of a token: the experts that it chooses
+    K          the number of routes of a token, one for each expert that is chosen for it
     W, WP      ranks, and W rounded up to a power of two
     EL, ELP    experts of a rank, and EL rounded up to a power of two
 """
@@ -52,23 +53,24 @@ from ....lang.intrinsics import count_lost, flush_stores, same_call
 from ....lang.jit import jit
 from ....lang.primitives import channel_broadcast, channel_wait
 
-LEFT_OUT = tl.constexpr(-2)  # the row of a route to an own expert for which there is no room
+LEFT_OUT = tl.constexpr(-2)  # the row number of a route to an own expert if there is no room for its row
 
 
 class LeftOut(NamedTuple):
     """The words in which ranks report rows that they left out. words: int32 [W], the number of rows of this rank's
-    tokens that each rank has left out; addresses: int64 [W], the addresses of every rank's words."""
+    tokens that each rank has left out; addresses: int64 [W], the address of every rank's words."""
 
     words: torch.Tensor
     addresses: torch.Tensor
 
 
 class TableKernelSizes(NamedTuple):
-    """The sizes of `place_routes`.
+    """The sizes that `place_routes` needs.
 
-    W ranks; K routes a token; EL experts on this rank, whose columns TP_SIZE ranks share. WP, ELP: W and EL rounded up
-    to powers of two. BM: rows of a tile. A block has BLOCK routes and is placed in sections of SECTION routes, each of
-    RUNS runs. CHUNK: blocks whose counts are loaded at once. TILES: tiles listed at once; 0 lists none. CUMULATIVE:
+    There are W ranks, K routes per token, and EL experts on this rank; TP_SIZE ranks share the columns of an expert.
+    WP, ELP: W and EL rounded up to powers of two. BM: rows of a tile. A block consists of BLOCK routes, which are
+    placed in sections of SECTION routes; a section consists of RUNS runs. CHUNK: the number of blocks whose counts are
+    loaded at once. TILES: the number of tiles that are listed at once; 0 means that tiles are not listed. CUMULATIVE:
     whether `targets` accumulate over all calls.
     """
 
@@ -108,8 +110,9 @@ def push_routes(
     PROGRAMS,
     BLOCK: tl.constexpr,
 ):
-    """Store a program's part of the routes on every rank, at the sources from `half_start` on. The caller sets the flag
-    afterwards. program: this program's index among PROGRAMS."""
+    """Store a program's part of this rank's routes on every rank. `half_start` is the index of the first source in the
+    half that this call uses. The caller sets the flag afterwards. program: the index of this program among the PROGRAMS
+    programs."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
     for block in range(program, tl.cdiv(routes_per_source, BLOCK), PROGRAMS):
@@ -128,11 +131,12 @@ def share(
     ids, weights, all_ids, all_weights, ch, calls, number, num_routes, routes_per_source,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Store this rank's first `num_routes` routes on every rank (all_ids, all_weights: addresses by rank), followed by
-    ids of -1 and weights of 0 up to `routes_per_source`. The next rank comes first and this rank last.
+    """Store this rank's first `num_routes` routes on every rank, followed by ids of -1 and weights of 0 up to
+    `routes_per_source`. all_ids and all_weights contain one address for each rank. The kernel writes to the next rank
+    first and to this rank last.
 
-    Then one program waits until all ranks are in this call, because counters and memory of one max_tokens are shared by
-    all layers. `count_routes`, which comes next on the stream, waits for the routes themselves.
+    Then one program waits until all ranks are in this call, because all layers with the same max_tokens share counters
+    and memory. The next kernel on the stream, `count_routes`, waits for the routes.
     """
     half_start = half_start_of(ch, HALVES)
     push_routes(
@@ -155,15 +159,15 @@ def share(
 
 @jit
 def own_experts(ids, source, i, routes_per_source, first_expert, EL: tl.constexpr):
-    """Return which of this rank's EL experts the routes i of a source go to, counted from `first_expert`; -1 for
-    experts of other ranks and for none."""
+    """Return which of this rank's EL experts the routes i of a source select, counted from `first_expert`. The result
+    is -1 for an expert of another rank and for no expert."""
     e = tl.load(ids + source * routes_per_source + i, mask=i < routes_per_source, other=-1) - first_expert
     return tl.where((e >= 0) & (e < EL), e, -1)
 
 
 @jit
 def copy_routes(dst, routes, source, source_in_half, i, routes_per_source):
-    """Copy the routes i of a source from its place in a half of the shared memory to dst."""
+    """Copy the routes i of a source from the shared memory to dst."""
     tl.store(
         dst + source * routes_per_source + i,
         tl.load(routes + source_in_half * routes_per_source + i, mask=i < routes_per_source),
@@ -181,7 +185,7 @@ def clear_sources(sources, rows, program, PROGRAMS, BLOCK: tl.constexpr):
 
 @jit
 def count_block(ids, counts, source, block, i, routes_per_source, first_expert, EL: tl.constexpr, ELP: tl.constexpr):
-    """Store counts [.., ELP] of a block: how many of the routes i of a source go to each own expert."""
+    """Store counts [.., ELP] of a block: how many of the routes i of a source select each own expert."""
     e = own_experts(ids, source, i, routes_per_source, first_expert, EL)
     counts_per_expert = tl.histogram(tl.maximum(e, 0), ELP, mask=e >= 0)
     tl.store(counts + block * ELP + tl.arange(0, ELP), counts_per_expert)
@@ -193,8 +197,8 @@ def count_routes(
     EL: tl.constexpr, TP_SIZE: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute counts [W * blocks of a source, ELP] = the number of routes of each block to each of the EL own experts,
-    after a wait for every source's flag (`arrivals` arrivals).
+    """Wait for every source's flag (`arrivals` arrivals). Then compute counts [W * blocks of a source, ELP]: for each
+    block, the number of routes to each of the EL own experts.
 
     With two halves it also copies the routes of this call's half to ids and weights [W, routes_per_source]. It
     always sets sources [rows] to -1.
@@ -218,8 +222,8 @@ def count_routes(
 
 @jit
 def add_counts(counts, block, blocks_per_source, s):
-    """Return int32 [WP, ELP], the rows of every source step and expert; and int32 [ELP], the rows of blocks before
-    `block`."""
+    """Return two tensors: int32 [WP, ELP], the number of rows of every source step and expert, and int32 [ELP], the
+    number of rows of each expert in all blocks before `block`."""
     rows_per_step = tl.zeros((s.WP, s.ELP), tl.int32)
     before = tl.zeros((s.ELP,), tl.int32)
     source_step = tl.arange(0, s.WP)[:, None, None]
@@ -236,11 +240,11 @@ def add_counts(counts, block, blocks_per_source, s):
 
 @jit
 def place_block(ids, tables, block, blocks_per_source, first_row, me, routes_per_source, row_limit, s):
-    """Store the rows of a block's routes, section by section; rows from `row_limit` on become LEFT_OUT.
+    """Store the row of each of a block's routes, section by section. A row from `row_limit` on is replaced by LEFT_OUT.
 
-    first_row [ELP]: for every expert, the first row that no earlier block fills. A section consists of RUNS runs:
-    histograms count an expert's routes in earlier runs, and comparing pairs of routes counts those earlier in the same
-    run.
+    first_row [ELP]: for every expert, the first row that no earlier block fills. A section consists of RUNS runs.
+    Histograms count an expert's routes in earlier runs, and comparing pairs of routes counts the earlier routes in the
+    same run.
     """
     source = (me - block // blocks_per_source + s.W) % s.W
     RUN: tl.constexpr = s.SECTION // s.RUNS
@@ -270,20 +274,20 @@ def place_block(ids, tables, block, blocks_per_source, first_row, me, routes_per
 
 @jit
 def tiles_until(rows, total, BM: tl.constexpr):
-    """Return how many tiles of an expert with `total` rows contain only rows among its first `rows`."""
+    """Return how many tiles of an expert with `total` rows are complete once its first `rows` rows have arrived."""
     return tl.where(rows == total, tl.cdiv(total, BM), rows // BM)
 
 
 @jit
 def list_tiles(tiles, rows_per_step, expert, first_row, s):
     """Store the tiles of an expert whose first row is `first_row`, at their positions in the list of all tiles, which
-    is ordered by last source step, expert and row. TILES are stored at once. The source step of a row is the number of
-    source steps whose rows end before it."""
+    is ordered by last source step, expert and row. TILES entries are stored at once. The source step of a row is the
+    number of source steps whose rows end before this row."""
     source_step = tl.arange(0, s.WP)
     e = tl.arange(0, s.ELP)
     ends = tl.cumsum(rows_per_step, 0)
     total = tl.sum(rows_per_step, 0)[None, :]
-    tiles_before = tiles_until(ends - rows_per_step, total, s.BM)  # complete before this source step
+    tiles_before = tiles_until(ends - rows_per_step, total, s.BM)  # the tiles that are complete before this source step
     new_tiles = tiles_until(ends, total, s.BM) - tiles_before
     tiles_per_step = tl.sum(new_tiles, 1)
     list_start = tl.cumsum(tiles_per_step, 0) - tiles_per_step + tl.sum(tl.where(e[None, :] < expert, new_tiles, 0), 1)
@@ -306,9 +310,9 @@ def list_tiles(tiles, rows_per_step, expert, first_row, s):
 
 @jit
 def store_totals(tables, rows_per_step, starts, s):
-    """Store the values that exist once: rows and offsets of the experts, the number of tiles, and the targets of every
-    source step. A step's target is the number of tiles that have rows of it: the tiles that begin before the step's
-    rows end, without those that end before its rows begin."""
+    """Store the totals: the experts' numbers of rows and offsets, the number of tiles, and the target of every source
+    step. The target of a step is the number of tiles that contain rows of the step: the tiles that begin before the
+    step's rows end, without the tiles that end before these rows begin."""
     e = tl.arange(0, s.ELP)
     source_step = tl.arange(0, s.WP)
     rows = tl.sum(rows_per_step, 0)
@@ -329,7 +333,7 @@ def store_totals(tables, rows_per_step, starts, s):
 
 @jit
 def rows_with_room(rows_per_step, starts, rows):
-    """Return the part of `rows_per_step` that fits below row `rows`, for experts that begin at `starts`."""
+    """Return how many rows of `rows_per_step` are below row `rows`, for experts that begin at `starts`."""
     room = tl.maximum(rows - starts, 0)[None, :]
     ends = tl.cumsum(rows_per_step, 0)
     return tl.minimum(ends, room) - tl.minimum(ends - rows_per_step, room)
@@ -337,8 +341,8 @@ def rows_with_room(rows_per_step, starts, rows):
 
 @jit
 def tell_sources(left_out, me, ranks, rows):
-    """Add the numbers of rows that this rank left out to its words on the `ranks` of their tokens, which are distinct.
-    One program of a launch calls it. left_out: `LeftOut`."""
+    """Report the numbers of rows that this rank left out: add each number to this rank's word on the rank of the rows'
+    tokens. `ranks` are distinct. One program of a launch calls this function. left_out: `LeftOut`."""
     mask = (rows > 0) & (ranks != me)
     words = tl.load(left_out.addresses + ranks, mask=mask, other=0).to(tl.pointer_type(tl.int32)) + me
     tl.store(words, tl.load(words, mask=mask, other=0) + rows, mask=mask)
@@ -346,8 +350,7 @@ def tell_sources(left_out, me, ranks, rows):
 
 @jit
 def count_told(words, guard, W: tl.constexpr):
-    """Count the rows [W] that other ranks left out of this rank's tokens (`count_lost`). Return whether there are
-    any."""
+    """Count the rows of this rank's tokens that other ranks left out (`count_lost`). Return whether there are any."""
     ranks = tl.arange(0, triton.next_power_of_2(W))
     rows = tl.load(words + ranks, mask=ranks < W, other=0)
     any_lost = tl.max(rows, 0) > 0
@@ -372,9 +375,9 @@ def take_left_out(left_out, guard, W: tl.constexpr):
 def place_routes(ids, counts, tables, rank, guard, left_out, routes_per_source, rows, s):
     """Fill the tables (`Tables` in route_tables.py) of `rows` rows, which are whole tiles. s: `TableKernelSizes`.
 
-    A unit of work is one block of routes and one expert's tiles (none if TILES is 0); unit 0 also stores the totals.
-    If more rows arrive than there is room for, the last rows of the last experts are left out: their route row is
-    LEFT_OUT and they are in no tile. These rows are counted unless guard is None, and reported to their tokens' ranks
+    A unit of work is one block of routes and one expert's tiles (none if TILES is 0); unit 0 also stores the totals. If
+    more rows arrive than there is room for, the last rows of the last experts are left out: their route row is LEFT_OUT
+    and they are in no tile. These rows are counted unless guard is None, and are reported to the ranks of their tokens
     unless left_out is None.
     """
     place_units(ids, counts, tables, tl.load(rank), guard, left_out, routes_per_source, rows, s)

@@ -1,5 +1,5 @@
-"""The auxiliary losses that balance a router's choice and keep its logits small, each in one launch, with its gradient
-in another. No rank waits for another."""
+"""The auxiliary losses that balance a router's choice and keep its logits small. One launch computes a loss, and
+another its gradient. No rank waits for another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BALANCE, Z_LOSS = "load_balancing_loss", "z_loss"
 
 @dataclass(frozen=True)
 class LossCall(RowsCall):
-    """logits [m, e], and ids [m, k] if the loss has them."""
+    """A checked call: logits [m, e], and ids [m, k] if the loss depends on ids."""
 
     e: int
     k: int
@@ -38,7 +38,8 @@ class BalanceOperands(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Memory in which the programs of a loss leave their sums for the last of them; all calls share it."""
+    """Memory in which the programs of a loss store their partial sums for the last program. All calls share this
+    memory."""
 
     arrivals: torch.Tensor  # int32 [1], 0 between launches
     sums: torch.Tensor  # float32 [programs, columns]
@@ -46,7 +47,7 @@ class Partials(NamedTuple):
 
 
 def _partials(world: World, columns: int) -> Partials:
-    """Return the memory, after a wait of the current stream for earlier calls on other streams."""
+    """Return the memory. The current stream first waits for earlier calls on other streams."""
     world.order(lock(world, "partial sums of losses"), world.current_stream())
     shape = world.sm_count, columns
 
@@ -63,7 +64,7 @@ def _loss(world: World, kernel: JITFunction, call: LossCall) -> Launch:
     columns = power(call.e)
     rows = max(1, world.backend.scale.gate_block // columns)
     programs = min(-(-call.m // rows), world.sm_count)
-    sizes = dict(rows=call.m, E=call.e, P=columns, R=rows)  # columns rounded up, rows of a block
+    sizes = dict(rows=call.m, E=call.e, P=columns, R=rows)  # P: padded columns, R: rows in a block
     if kernel is balance_loss:
         sizes["K"] = call.k
     if kernel is square_loss:
@@ -72,7 +73,7 @@ def _loss(world: World, kernel: JITFunction, call: LossCall) -> Launch:
 
 
 def _gradient(world: World, kernel: JITFunction, logits: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the logits."""
+    """Return the gradient with respect to the logits."""
     logits, dlogits = logits.contiguous(), world.empty(logits.shape, logits.dtype)
     if len(logits):
         launch = _loss(world, kernel, LossCall(logits.shape[0], logits.shape[1], 0))
@@ -98,7 +99,7 @@ def run_balance(
 
 
 class Loss(Local[LossCall]):
-    """The base of both losses, which are 0 without tokens."""
+    """The base class of both losses. A loss is 0 if there are no tokens."""
 
     def without_rows(self, world: World, call: LossCall, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(world.zeros(shape, dtype) for shape, dtype in self.outputs(world, call))
@@ -178,12 +179,12 @@ def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor, *, world: World
 
     Args:
         logits: [T, E], of any floating dtype. The loss is differentiable in them.
-        ids: integer [T, k], the chosen experts; ids outside 0 to E - 1 are none. An expert that a token has twice
-            counts twice.
+        ids: integer [T, k], the chosen experts; ids outside 0 to E - 1 count as no expert. If a token has the same
+            expert twice, the expert counts twice.
         world: the World of the logits' device. No rank waits for another.
 
-    f_e is the fraction of all routes with expert e (for k = 1 the paper's fraction of tokens), and P_e the mean of the
-    softmax at e. The loss is 1 if both are even over the experts.
+    f_e is the fraction of all routes that select expert e (for k = 1, the paper's fraction of tokens). P_e is the mean
+    over the tokens of the softmax at e. The loss is 1 if f and P are both uniform over the experts.
 
     Returns:
         float32 [], 0 without tokens or routes.
@@ -196,7 +197,7 @@ def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor, *, world: World
 
 
 def z_loss(logits: torch.Tensor, *, world: World) -> torch.Tensor:
-    """Return the mean over this rank's tokens of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022,
+    """Return the mean over this rank's tokens of logsumexp(logits)^2, a loss that keeps logits small (Zoph et al. 2022,
     "ST-MoE", equation 5, without its coefficient).
 
     Args:

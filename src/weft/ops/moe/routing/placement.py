@@ -1,5 +1,5 @@
-"""The map from logical to physical experts, applied between the router and the experts, in one launch. No rank waits
-for another.
+"""The op that maps logical to physical experts, between the router and the experts, in one launch. No rank waits for
+another.
 
 The host reads nothing, so a CUDA graph can capture the launch.
 """
@@ -27,7 +27,7 @@ EXPERT_PLACEMENT = "expert_placement"
 
 @dataclass(frozen=True)
 class PlacementCall(RowsCall):
-    """A checked call: ids [m, k] of logical experts, each with at most `replicas` physical ones."""
+    """A checked call: ids [m, k] of logical experts, each of which has at most `replicas` physical experts."""
 
     k: int
     experts: int
@@ -86,12 +86,12 @@ PLACEMENT = registered(PlacementOp())
 
 def expert_placement(ids: torch.Tensor, table: torch.Tensor, *, world: World) -> torch.Tensor:
     """Map logical experts to physical ones, for experts that move between ranks or have replicas (DeepSeek-V3, section
-    3.4). Token t of rank r is sent to replica (t + r) mod n of an expert with n replicas.
+    3.4). If an expert has n replicas, token t of rank r is sent to replica (t + r) mod n.
 
     Args:
         ids: int32 [T, k], logical experts, -1 for none.
-        table: int32 [E] or [E, R], the physical experts of each logical one: up to R replicas, followed by -1. Physical
-            expert p is expert p mod El of rank p // El, as in `weft.moe.moe`.
+        table: int32 [E] or [E, R], the physical experts of each logical expert: up to R replicas, followed by -1.
+            Physical expert p is expert p mod El of rank p // El, as in `weft.moe.moe`.
         world: the ranks, none of which waits for another.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Routes of a mixture of experts: shared with all ranks, and turned into the tables that place the rows of every rank's
-experts.
+"""The routes of a mixture of experts: every rank shares its routes with all ranks and builds the tables that place the
+rows of its experts.
 
-There are W ranks with T <= max_tokens tokens each, where max_tokens is the same on all ranks, and k routes a token.
-Rank d holds experts d * El .. (d + 1) * El - 1. All data stay on the device: two launches follow the router's and
-`share`'s, the host reads no number, and a CUDA graph can capture the launches.
+There are W ranks with T <= max_tokens tokens each, where max_tokens is the same on all ranks. A token has k routes.
+Rank d holds experts d * El .. (d + 1) * El - 1. All data stay on the device: after the launches of the router and of
+`share`, two more launches build the tables. The host reads no number, so a CUDA graph can capture all of them.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from ....world import World
 from .kernels import LeftOut, TableKernelSizes, count_routes, place_routes, share
 
 SHARE, TABLES = "share", "tables"
-MAX_SHARE_PROGRAMS = 32  # the most programs of `share`, each of which sets a flag on every rank
-MAX_LOCAL_EXPERTS = 512  # the most experts of one rank
+MAX_SHARE_PROGRAMS = 32  # the largest number of programs of `share`; each of them sets a flag on every rank
+MAX_LOCAL_EXPERTS = 512  # the largest number of experts on one rank
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The state shared by calls with the same max_tokens_per_rank and k. halves: 2 if calls alternate between two
-    halves, else 1."""
+    """The state that calls with the same max_tokens_per_rank and k share. halves: 2 if calls alternate between two
+    halves of the memory, else 1."""
 
     shared_ids: SymmetricTensor  # int32 [halves, W, max_tokens, k]
     shared_weights: SymmetricTensor  # float32 [halves, W, max_tokens, k]
     halves: int
-    ids: torch.Tensor  # int32 [W, max_tokens, k], local: the only half, or the copy that `count_routes` makes
+    ids: torch.Tensor  # int32 [W, max_tokens, k], in local memory: the only half, or the copy that `count_routes` makes
     flags: BlockChannel  # one counter for each source
     calls: BlockChannel
-    left_out: LeftOut | None  # None if columns of experts are split
-    block: int  # routes that a program of `share` stores at once
+    left_out: LeftOut | None  # None if the ranks share the columns of experts
+    block: int  # the number of routes that a program of `share` stores at once
     programs: int
 
 
 class TableSizes(NamedTuple):
-    """The sizes of tables: El, max_tokens, rows of a tile, and the rows for which there is room at least (None: for all
-    that can arrive)."""
+    """The sizes that determine the tables: El, max_tokens, the number of rows in a tile, and the least number of rows
+    for which there is room (None: room for all rows that can arrive)."""
 
     local_experts: int
     max_tokens_per_rank: int
@@ -53,12 +53,12 @@ class TableSizes(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The positions of the routes to this rank's El experts. The tensors are int32, in device memory that the next call
-    overwrites.
+    """The positions of the routes to this rank's El experts. All tensors are int32 and in device memory. The next call
+    overwrites them.
 
-    A row is the position of a route in expert order: experts follow one another, each from a multiple of block_m on;
-    within an expert the order is by source step, token and top-k slot. Source step j has the routes of source (rank -
-    j) mod W. A tile is block_m rows of one expert.
+    A row is the position of a route in expert order: the experts follow one another, each starting at a multiple of
+    block_m. The rows of an expert are ordered by source step, token and top-k slot. Source step j contains the routes
+    of source (rank - j) mod W. A tile consists of block_m rows of one expert.
 
         route_rows        [W * max_tokens * k]: the row of route (s * max_tokens + t) * k + slot; -1 for routes to other
                           ranks' experts or none; -2 for routes that were left out
@@ -84,31 +84,31 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableBuilder:
-    """The launches that fill tables of one kind."""
+    """The launches that fill tables of one set of sizes."""
 
     routes: Routes
     rows: int  # of the tables
     sizes: TableKernelSizes
-    counts: torch.Tensor  # int32 [blocks, ELP]: the routes of each block to each own expert
+    counts: torch.Tensor  # int32 [blocks, ELP]: the number of each block's routes to each own expert
     count_launch: Launch
     place_launch: Launch
-    place_again_launch: Launch  # for a backward pass: the forward pass has counted the rows without room
+    place_again_launch: Launch  # for a backward pass, which counts no rows
 
 
 def share_routes(world: World, routes: Routes, ids: torch.Tensor, weights: torch.Tensor) -> None:
     """Store this rank's routes on every rank and set a flag there, on the current stream. The launch waits until all
-    ranks are in the same call; it does not wait for their routes, for which `run_builder` waits.
+    ranks are in the same call, but not for their routes: `run_builder` waits for these.
 
     Args:
         world: the ranks. All of them must make the same calls in the same order, each followed by `run_builder`.
-        ids: int32 [T, k], contiguous, the experts of each token among all ranks' experts, -1 for none; a token's ids
+        ids: int32 [T, k], contiguous: the experts of each token, numbered over all ranks; -1 for none. A token's ids
             are distinct. T is at most max_tokens_per_rank and may differ between ranks.
         weights: float32 [T, k], contiguous.
 
-    From row T of a source on, the shared ids are -1 and the shared weights 0. A rank may share again only after every
-    other rank has read the routes that it shared before. In a whole layer the rows that are sent back ensure this
-    order; otherwise the caller needs a barrier in between (`World.barrier`), or calls alternate. The caller orders
-    calls on two streams, even if calls alternate.
+    From row T of a source on, the shared ids are -1 and the shared weights are 0. A rank may share routes again only
+    after every other rank has read its previous routes. In a whole layer, the rows that are sent back ensure this
+    order. Otherwise the caller must insert a barrier (`World.barrier`), or calls must alternate between two halves. The
+    caller must order calls on two streams in any case.
     """
     launch, num_routes = share_launch(world, routes), ids.numel()
     launch(world.current_stream(), ids=ids, weights=weights, num_routes=num_routes, number=world.number)
@@ -137,13 +137,14 @@ def share_launch(world: World, routes: Routes) -> Launch:
 def run_builder(
     world: World, builder: TableBuilder, tables: Tables, weights: torch.Tensor, is_backward: bool = False
 ) -> None:
-    """Wait for all ranks' routes and fill `tables` from them, and with alternating halves also `weights`, on the
-    current stream. is_backward: the routes come from a forward pass, which has counted the rows that it left out.
+    """Wait for all ranks' routes and fill `tables` from them on the current stream. With alternating halves, `weights`
+    is filled too. is_backward: whether the routes come from a forward pass, which has already counted the rows that it
+    left out.
 
-    Routes to experts from W * El on have no row. An expert that occurs twice in one token's ids has two rows. Rows
-    beyond `rows_of` are left out, starting with the last experts, and counted: Overflow is raised at a later call or
-    `World.synchronize`, and on the ranks of their tokens once `take_left_out` has run. Such a call also raises Timeout,
-    naming a rank whose routes did not arrive.
+    Routes to experts from W * El on have no row. If an expert occurs twice in the ids of a token, the token has two
+    rows of this expert. Rows beyond `rows_of` are left out, starting with the last experts, and are counted: a later
+    call or `World.synchronize` raises Overflow. The ranks of their tokens raise it too, after `take_left_out` has run.
+    If routes did not arrive, such a call raises Timeout with the name of their rank.
     """
     stream = world.current_stream()
     builder.count_launch(stream, weights=weights, sources=tables.sources)
@@ -151,9 +152,10 @@ def run_builder(
 
 
 def builder_of(world: World, k: int, sizes: TableSizes, buffer_index: int | None = None) -> tuple[TableBuilder, Tables]:
-    """Return the builder and the tables of these sizes; all such calls share the tables. buffer_index: the buffer of a
-    `dispatch` by itself (dispatch_combine), which has memory of its own, and whose tiles are not listed; None: a
-    layer's memory. The first call of its kind is collective; a CUDA graph cannot capture it."""
+    """Return the builder and the tables of these sizes, which all calls with equal arguments share. buffer_index: the
+    buffer of a separate `dispatch` (dispatch_combine), which uses other memory than layers do and lists no tiles; None
+    selects the memory of layers. The first call with given arguments is collective, and a CUDA graph cannot capture
+    it."""
 
     def make() -> tuple[TableBuilder, Tables]:
         routes, list_tiles = routes_of(world, sizes.max_tokens_per_rank, k, buffer_index), buffer_index is None
@@ -166,8 +168,8 @@ def builder_of(world: World, k: int, sizes: TableSizes, buffer_index: int | None
 def rows_of(
     world: World, max_tokens_per_rank: int, k: int, local_experts: int, block_m: int, max_rows: int | None = None
 ) -> int:
-    """Return the number of rows in the tables, in whole tiles: for max_rows (None: as many as distinct experts can
-    receive), plus one partial tile for every expert."""
+    """Return the number of rows in the tables, in whole tiles. There is room for max_rows rows (None: as many as arrive
+    if each token's experts are distinct), plus one partial tile for every expert."""
     max_rows_needed = world.size * max_tokens_per_rank * min(k, local_experts)
     max_rows_needed = max_rows_needed if max_rows is None else min(max_rows_needed, max_rows)
     return -(-max_rows_needed // block_m) * block_m + local_experts * block_m
@@ -176,7 +178,7 @@ def rows_of(
 def routes_of(
     world: World, max_tokens_per_rank: int, k: int, buffer_index: int | None = None, alternating: bool = False
 ) -> Routes:
-    """Return the state of calls of one max_tokens_per_rank and k. The call is collective the first time."""
+    """Return the state that calls with one max_tokens_per_rank and k share. The first call is collective."""
 
     def make() -> Routes:
         shape = (world.size, max_tokens_per_rank, k)
@@ -198,8 +200,8 @@ def routes_of(
 
 
 def left_out_words(world: World, buffer_index: int | None = None) -> LeftOut:
-    """Return the words of `tell_sources`, of all layers or of a `dispatch` by itself. The call is collective the first
-    time."""
+    """Return the words that `tell_sources` increments: one set for all layers, and one for each buffer of a separate
+    `dispatch`. The first call is collective."""
     owner = "layers" if buffer_index is None else f"buffer {buffer_index}"
     channel = world.channel(f"rows left out, {owner}", world.size, None)
     return LeftOut(channel.counters, channel.peers)
@@ -238,9 +240,10 @@ def make_builder(
 ) -> TableBuilder:
     """Return the builder of tables for experts whose columns `tp_size` neighbouring ranks share.
 
-    list_tiles: whether tiles are listed. If they are not, a call of the other buffer may run at the same time, and the
-    waiting programs share the SMs with it. cumulative_targets: whether `targets` grow from call to call. A section has
-    128 routes, and a block as many sections as leave at most two blocks an SM.
+    list_tiles: whether tiles are listed. If tiles are not listed, a call that uses the other buffer may run at the same
+    time, and the waiting programs share the SMs with this call. cumulative_targets: whether `targets` grow from call to
+    call. A section consists of 128 routes. A block consists of so many sections that there are at most two blocks per
+    SM.
     """
     kernel_sizes = table_kernel_sizes(world, routes, sizes, list_tiles, tp_size, cumulative_targets)
     block, elp, k = kernel_sizes.BLOCK.value, kernel_sizes.ELP.value, routes.ids.shape[2]

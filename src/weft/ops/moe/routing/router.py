@@ -24,7 +24,7 @@ OP = "gate"
 SCORINGS = {"softmax": SOFTMAX, "softmax_after": SOFTMAX_AFTER, "sigmoid": SIGMOID, "llama4": LLAMA4}
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_EXPERTS, MAX_K = 512, 16  # the largest E and k
-GATE_WARPS = 4  # of a program of `choose`
+GATE_WARPS = 4  # the warps of a program of `choose`
 
 
 def gate(
@@ -40,31 +40,34 @@ def gate(
     scale: float = 1.0,
     ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the k best experts of every token and compute their weights. Differentiable in logits, also under
-    torch.compile.
+    """Choose the k best experts of every token and compute their weights. The function is differentiable in logits,
+    also under torch.compile.
 
     Args:
         logits: [T, E], bfloat16, float16 or float32; T may be 0, E at most 512.
-        k: experts a token, 1 to 16.
+        k: the number of experts per token, 1 to 16.
         world: the World of the logits' device. No rank waits for another.
         scoring: how a weight is computed before it is scaled:
             "softmax"        softmax over all experts (Mixtral, Qwen3, DeepSeek-V2)
             "softmax_after"  softmax over the chosen experts' logits (GPT-OSS)
             "sigmoid"        sigmoid of the logit (DeepSeek-V3)
-            "llama4"         the same, chosen by the logits and never divided by the sum
-        renormalise: divide by the sum of the chosen experts' weights ("softmax" and "sigmoid" only).
-        bias: [E], float32 or of the dtype of logits, added to the scores (to the logits if these decide) for the choice
-            alone, not to the weights (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing").
+            "llama4"         the sigmoid too, but experts are chosen by their logits, and weights are never divided
+        renormalise: whether the weights are divided by the sum of the chosen experts' weights ("softmax" and "sigmoid"
+            only).
+        bias: [E], float32 or the dtype of logits. It is added to the scores (or to the logits, if the logits decide the
+            choice) and affects only the choice, not the weights (Wang et al. 2024, "Auxiliary-Loss-Free Load
+            Balancing").
         groups, top_groups: the experts form `groups` groups of consecutive experts, and only those of the best
             top_groups can be chosen; a group's score is the sum of its two best biased scores (DeepSeek-V3, section
             2.1.2). 0: no groups.
         scale: a factor for the final weights.
-        ids: int32 [T, k], experts that were chosen before (routing replay; Zheng et al. 2025, "Group Sequence Policy
-            Optimization", section 5.3). A token's ids are distinct; -1 stands for no expert, and its weight is 0. For
-            the ids that `gate` itself chose, the weights have the same bits. None: the experts are chosen.
+        ids: int32 [T, k], experts that an earlier call chose (routing replay; Zheng et al. 2025, "Group Sequence Policy
+            Optimization", section 5.3). A token's ids are distinct; an id of -1 means no expert and has the weight 0.
+            For ids that `gate` itself chose, the weights have the same bits as in that call. None: `gate` chooses the
+            experts.
 
-    The computation is in float32. The greatest scores are chosen, and among equal scores the lower expert. A NaN
-    sorts after all numbers, so the ids of a token are distinct for any logits.
+    All computation is in float32. The experts with the greatest scores are chosen; among equal scores, the lower expert
+    is chosen. A NaN counts as greater than all numbers, so the ids of a token are distinct for any logits.
 
     Returns:
         ids int32 [T, k], the best first, and weights float32 [T, k].
@@ -74,20 +77,21 @@ def gate(
     """
     options = k, scoring, renormalise, groups, top_groups, float(scale)
     if isinstance(bias, torch.Tensor):
-        bias = bias.detach()  # the weights do not depend on it, so a trainable bias alone does not make a gradient
+        bias = bias.detach()  # the weights do not depend on it: a bias alone requires no gradient
     weights, ids = ROUTER(world, Sequential(), RouterOperands(logits, bias, ids), options)
     return ids, weights
 
 
 @dataclass(frozen=True, eq=False)
 class TopKRouter:
-    """A router: logits [T, E] = x [T, H] @ weight^T, + bias, from which `gate` chooses each token's k experts.
+    """A router: it computes logits [T, E] = x [T, H] @ weight^T + bias, and `gate` chooses each token's k experts from
+    them.
 
     Args:
         weight: [E, H], of the dtype of x.
         k, scoring, renormalise, groups, top_groups, scale: as in `gate`.
         bias: [E], of that dtype, or None.
-        choice_bias: [E], added for the choice alone (`bias` of `gate`), or None.
+        choice_bias: [E], a bias that affects only the choice (`bias` of `gate`), or None.
 
     Raises:
         ValueError: k is not from 1 to 16.
@@ -115,8 +119,8 @@ class TopKRouter:
     def __call__(
         self, x: torch.Tensor, *, world: World, ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids int32 [T, k] and weights float32 [T, k] of x's experts, and the logits [T, E]. ids: as in
-        `gate`."""
+        """Return ids int32 [T, k] and weights float32 [T, k] of the experts that are chosen for x, and the logits [T,
+        E]. ids: as in `gate`."""
         logits = torch.nn.functional.linear(x, self.weight, self.bias)
         ids, weights = gate(logits, self.k, world=world, bias=self.choice_bias, ids=ids, **self.options._asdict())
         return ids, weights, logits
@@ -131,7 +135,7 @@ class RouterOperands(NamedTuple):
 def run_gate(
     world: World, operands: RouterOperands, weights: torch.Tensor, k: int, options: RouterOptions
 ) -> torch.Tensor:
-    """Write the weights [T, k] and return the ids, which share no memory with the operands."""
+    """Write the weights [T, k]. Return the ids, in memory that no operand uses."""
     (logits, bias, given_ids), stream = operands, world.current_stream()
     (rows, e), ids = logits.shape, world.empty(weights.shape, torch.int32)
     if given_ids is not None:
@@ -155,7 +159,7 @@ def _choose(world: World, rows: int, experts: int, k: int, options: RouterOption
 def gate_sizes(
     experts: int, k: int, options: RouterOptions, ids_given: bool = False, warps: int = GATE_WARPS
 ) -> GateSizes:
-    """Return the sizes of `choose`, for programs of `warps` warps."""
+    """Return the sizes for `choose` in programs of `warps` warps."""
     g, top = (options.groups, options.top_groups) if options.top_groups else (1, 0)
     gp, sp = power(g), power(experts // g)
     return constants(
@@ -180,7 +184,7 @@ def rows_per_block(columns: int) -> int:
 
 @dataclass(frozen=True)
 class RouterCall(RowsCall):
-    """The number of tokens, of experts of a token, and the options of the router."""
+    """The number of tokens, the number of experts per token, and the options of the router."""
 
     k: int
     options: RouterOptions

@@ -1,9 +1,9 @@
-"""The router's kernels: from a row of logits to its best experts and their weights, and the gradient. No rank waits
-here.
+"""The router's kernels: they compute each row's best experts and their weights from a row of logits, and the gradient.
+No rank waits for another.
 
-A program processes a few rows at a time, each in one warp if there are enough rows. A column of the block is an expert;
-with groups, padded to powers of two, the columns are [group, expert of the group], so columns and experts have one
-order.
+A program processes a few rows at a time, and each row in one warp if there are enough rows. Each column of the block
+represents an expert. With groups, which are padded to powers of two, the columns are [group, expert of the group], so
+columns and experts are in the same order.
 
     scores -> sort keys (integers in the order of the numbers) -> [mask all but the best groups] -> K times: take the
         greatest key and mask its column
@@ -20,15 +20,15 @@ from ....lang.jit import jit
 
 # The values of SCORING.
 SOFTMAX, SOFTMAX_AFTER, SIGMOID, LLAMA4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-TAKEN = tl.constexpr(-(2**31))  # the key of a column that was taken, below all others
-NOT_A_NUMBER = tl.constexpr(-(2**31) + 1)  # below the key of any number, above TAKEN
+TAKEN = tl.constexpr(-(2**31))  # the key of a column that has been chosen; it is below all other keys
+NOT_A_NUMBER = tl.constexpr(-(2**31) + 1)  # a key below the key of any number and above TAKEN
 
 
 class GateSizes(NamedTuple):
     """The sizes and options of `choose`.
 
-    K of E experts are chosen. G groups are padded to GP of SP columns each; TOP: the number of groups from which
-    experts are chosen, 0 for all. IDS_GIVEN: the ids are inputs. R: rows of a block.
+    K of E experts are chosen. The G groups are padded to GP groups of SP columns each. TOP: the number of groups from
+    which experts are chosen, 0 for all groups. IDS_GIVEN: the ids are inputs. R: rows of a block.
     """
 
     K: tl.constexpr
@@ -45,15 +45,15 @@ class GateSizes(NamedTuple):
 
 @jit
 def key_of(x):
-    """Return int32 sort keys in the order of the float32 numbers; both zeros have one key."""
+    """Return int32 sort keys in the order of the float32 numbers. Positive and negative zero have the same key."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), NOT_A_NUMBER)
 
 
 @jit
 def take(key, N: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """Choose the greatest remaining column of each row in N rounds, the leftmost one of equal columns. Return int32
-    [R, P]: the round in which a column was chosen, or -1."""
+    """Choose the greatest remaining column of each row in each of N rounds. Among equal columns, the leftmost one is
+    chosen. Return int32 [R, P]: the round in which a column was chosen, or -1."""
     c = tl.arange(0, P)[None, :]
     order = tl.full((R, P), -1, tl.int32)
     for j in range(N):
@@ -94,7 +94,7 @@ def scores_of(x, SCORING: tl.constexpr):
 
 @jit
 def order_of_ids(ids, row, mask, expert, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """Return for given ids [rows, K] what `take` returns for chosen ones."""
+    """Return the result that `take` would return if it had chosen the given ids [rows, K]."""
     order = tl.full((R, P), -1, tl.int32)
     for j in range(K):
         order = tl.where(tl.load(ids + row * K + j, mask=mask, other=-1) == expert[None, :], j, order)
@@ -103,8 +103,8 @@ def order_of_ids(ids, row, mask, expert, K: tl.constexpr, R: tl.constexpr, P: tl
 
 @jit
 def among_chosen(w, x, chosen, SCORING: tl.constexpr, RENORMALISE: tl.constexpr):
-    """Return [R, P], the scores w of logits x before normalisation, and [R], the sum by which the scores are divided,
-    which is 1 if they are not divided."""
+    """Return the scores w [R, P] of logits x before normalisation. Also return [R], the sum by which each row's scores
+    are divided; it is 1 if they are not divided."""
     if SCORING == SOFTMAX_AFTER:
         best = tl.max(tl.where(chosen, x, float("-inf")), 1)
         w = tl.exp(x - tl.where(best == float("-inf"), 0.0, best)[:, None])
@@ -128,7 +128,7 @@ def choose_rows(logits, bias, ids, weights, rows, scale, s):
         x = tl.load(logits + row * s.E + expert[None, :], mask=mask & is_expert[None, :], other=0.0).to(tl.float32)
         x = tl.where(is_expert[None, :], x, float("-inf"))
         w = scores_of(x, s.SCORING)
-        selection = x  # the order of the scores, without ties that their rounding could make
+        selection = x  # the logits have the order of the scores, without the ties that rounding the scores could cause
         if (s.SCORING == SOFTMAX or s.SCORING == SIGMOID) and (bias is not None or s.TOP > 0):
             selection = tl.where(is_expert[None, :], w, float("-inf"))
         if bias is not None:
@@ -145,9 +145,10 @@ def choose_rows(logits, bias, ids, weights, rows, scale, s):
         w, total = among_chosen(w, x, chosen, s.SCORING, s.RENORMALISE)
         if s.SCORING == SOFTMAX_AFTER or s.RENORMALISE:
             w = w / total[:, None]
-        # The hint is for the layout alone: each element has a mask of its own, so no store is wider. Without it the
-        # stores' layout spreads a row over all warps, and Triton computes the weights a second time in that layout
-        # (39 registers for 16 experts, 23 with the hint); sums in that layout have another order in 8 warps than in 4.
+        # The hint affects only the layout: each element has its own mask, so no store becomes wider. Without the hint,
+        # the layout of the stores spreads a row over all warps, and Triton computes the weights a second time in this
+        # layout (39 registers for 16 experts, 23 with the hint). Sums in this layout are also in a different order with
+        # 8 warps than with 4.
         offsets = tl.max_contiguous(row * s.K + order, (1, 2))
         if not s.IDS_GIVEN:
             tl.store(ids + offsets, tl.broadcast_to(expert[None, :], (s.R, P)), mask=mask & chosen)
@@ -159,7 +160,7 @@ def choose(logits, bias, ids, weights, rows, scale, s):
     """Store ids int32 and weights float32 [rows, K]: the K best of E experts for every row of logits [rows, E], and
     their weights.
 
-    bias [E], or None, is added for the choice alone. s: `GateSizes`.
+    bias [E] affects only the choice; it may be None. s: `GateSizes`.
     """
     choose_rows(logits, bias, ids, weights, rows, scale, s)
 
@@ -179,8 +180,8 @@ def router_backward(
     RENORMALISE: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Compute dlogits [rows, E] = the gradient of the weights by the logits, times dweights float32 [rows, K], for the
-    ids [rows, K] that `choose` chose or received. P: E rounded up to a power of two."""
+    """Compute dlogits [rows, E] = the gradient of the weights with respect to the logits, times dweights float32 [rows,
+    K]. ids [rows, K] are the experts that `choose` chose or received. P: E rounded up to a power of two."""
     expert = tl.arange(0, P)
     is_expert = expert < E
     for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
