@@ -1,11 +1,12 @@
-"""The launches of an MoE layer's experts (kernels.py): the arguments, stream and waits of each.
+"""The launches that run an MoE layer's experts (kernels.py): their arguments, streams and waits.
 
     side stream  start -> dispatch |                         | combine (with GEMM 2)  |
     main stream  share, tables     | GEMM 1 (with dispatch)  | GEMM 2                 | sum
 
-Programs of the side stream share the SMs with a GEMM's programs, and one of the two kinds waits for the other. So one
-side program and the GEMM's `per_sm` programs must fit on an SM at the same time, whichever are launched first. The
-first call of a kind checks this and loads all kernels before it launches one.
+Programs of the side stream share the SMs with a GEMM's programs, and either the former wait for the latter or the
+latter for the former. One side-stream program and the GEMM's `per_sm` programs must therefore fit on an SM at the same
+time, in any order of launching. The first call of a layer and plan checks this and loads all kernels before it launches
+one.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ from .kernels import (
     sum_ranks,
 )
 
-# Registers of a thread of the side stream's programs. The GEMM on the same SM has the other registers.
+# The number of registers per thread in a side-stream program. The GEMM on the same SM uses the remaining registers.
 DISPATCH_REGISTERS, COMBINE_REGISTERS = 96, 128
-ELEMENTS_PER_THREAD = 32  # elements that such a thread holds in registers at once
+ELEMENTS_PER_THREAD = 32  # the number of elements that such a thread holds in registers at once
 SM_MEMORY = 225 << 10  # bytes of shared memory for the tiles of a GEMM's and a side program, without the reserved part
-WGMMA_ROWS = 64  # tiles of fewer rows use mma.sync with operands in registers: one buffer less than stages
+WGMMA_ROWS = 64  # smaller tiles use mma.sync with operands in registers, which needs one buffer less
 RESERVED_MEMORY = 1 << 10  # bytes of shared memory that CUDA reserves for each program
 FINAL_SUM_WARPS, FINAL_SUM_PER_SM = 4, 4  # warps of a program of `sum_ranks`, and its programs on an SM
 SHARED_SUM_PER_SM = 2  # its programs on an SM that they share with other kernels' programs
@@ -58,12 +59,12 @@ SHARED_SUM_PER_SM = 2  # its programs on an SM that they share with other kernel
 
 @dataclass(eq=False)
 class DispatchedState:
-    """The state that calls of one layer and plan share. All layers share its memory."""
+    """The state that all calls of one layer and plan share. All layers share the memory."""
 
     layer: Layer
     plan: DispatchedGemms
-    local_experts: int  # experts on every rank
-    rows: int  # the most rows in expert order
+    local_experts: int  # the number of experts on each rank
+    rows: int  # the largest number of rows in expert order
     dispatch_programs: int
     combine_programs: int
     dispatch_flags: BlockChannel  # counters of arrived rows, by source step
@@ -89,12 +90,12 @@ class DispatchedState:
         return self.send_block * power(self.layer.hidden) if isinstance(self.plan, Dispatched) else self.push_block
 
     def gemm(self, side_registers: int, columns: int, with_dispatch: bool) -> dict[str, int]:
-        """Return the launch options of a GEMM with `per_sm` programs on an SM, which they share with a side-stream
-        program of `side_registers` registers per thread.
+        """Return the launch options of a GEMM with `per_sm` programs on each SM. The programs share the SM with a
+        side-stream program that uses `side_registers` registers per thread.
 
-        The GEMM has the plan's number of stages, or as many as fit in the SM's shared memory: its epilogue stores
-        `columns` columns at once, and if dispatch runs at the same time (with_dispatch), the dispatch programs have
-        blocks of rows in flight.
+        The number of stages is the plan's, or as many as fit in the SM's shared memory. The epilogue of the GEMM needs
+        shared memory to store `columns` columns at once. If dispatch runs at the same time (with_dispatch), the
+        dispatch programs need shared memory for the blocks of rows that they have in flight.
         """
         plan, tile, item = self.plan, self.plan.tile, self.layer.dtype.itemsize
         threads = 32 * tile.warps * plan.per_sm
@@ -117,7 +118,7 @@ class DispatchedState:
 
     def side_launch(self, world: World, kernel: JITFunction, is_dispatch: bool, **sizes: int) -> Launch:
         """Return the launch of a side-stream kernel that moves rows of H elements. is_dispatch: whether the rows are
-        tokens; otherwise they are sums."""
+        tokens; if not, they are sums."""
         layer, programs, registers, ch = self.layer, self.combine_programs, COMBINE_REGISTERS, self.combine_flags
         if is_dispatch:
             programs, registers, ch = self.dispatch_programs, DISPATCH_REGISTERS, self.dispatch_flags
@@ -128,10 +129,10 @@ class DispatchedState:
 
 @dataclass(eq=False)
 class LayerWorkspace:
-    """The memory of a call.
+    """The memory that a call uses.
 
-    epoch, half_size: if calls alternate between two halves of inbox or outbox, the word whose parity selects the half,
-    and the elements from the first half to the second.
+    If calls alternate between two halves of inbox or outbox, the parity of the word `epoch` selects the half, and
+    half_size is the distance in elements from the first half to the second.
     """
 
     inbox: SymmetricTensor
@@ -158,8 +159,8 @@ def unsupported(world: World, layer: Layer, plan: DispatchedGemms | FusedMoe | L
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of a rank. symmetric: inbox, outbox, and all ranks' ids and weights; tables: route rows, sources and tiles;
-    scratch: hidden and y."""
+    """The bytes that a rank allocates. symmetric: for inbox, outbox, and all ranks' ids and weights. tables: for route
+    rows, sources and tiles. scratch: for hidden and y."""
 
     symmetric: int
     tables: int
@@ -167,7 +168,7 @@ class LayerBytes(NamedTuple):
 
 
 def memory(world: World, layer: Layer, block_m: int) -> LayerBytes:
-    """Return the number of bytes that calls of a layer use; all layers share this memory."""
+    """Return the bytes that calls of a layer use. All layers share this memory."""
     c, h, size, rows = layer.max_tokens_per_rank, layer.hidden, layer.dtype.itemsize, layer_rows(world, layer, block_m)
     routes = world.size * c * layer.k
     tables = 4 * (routes + rows + 4 * rows // block_m)
@@ -185,9 +186,9 @@ def make_state(
     left_out: LeftOut | None = None,
     calls: str = NAME,
 ) -> DispatchedState:
-    """Return the state of a layer and plan. The call is collective. `sends` and `sums` name the data that the programs
-    of the side stream send and sum: states with equal names and numbers of programs share channels. calls: the channel
-    that counts the calls."""
+    """Return the state of a layer and plan. The call is collective. The names `sends` and `sums` identify the data that
+    the side-stream programs send and sum: states with equal names and equal numbers of programs share channels. calls:
+    the channel that counts the calls."""
     n, m = min(plan.dispatch_programs, world.sm_count), min(plan.combine_programs, world.sm_count)
     dispatch_flags = world.channel(f"{sends} by {n} programs", world.size, None, n)
     combine_flags = world.channel(f"{sums} by {m} programs", world.size, None, m)
@@ -196,8 +197,8 @@ def make_state(
 
 
 def plan_state(world: World, layer: Layer, plan: Dispatched) -> DispatchedState:
-    """Return the state of this layer and plan. The call is collective the first time. Layers with equal numbers of
-    programs share channels."""
+    """Return the state of this layer and plan. The first call is collective. Layers with equal numbers of programs
+    share channels."""
 
     def make() -> DispatchedState:
         rows = layer_rows(world, layer, plan.tile.block_m)
@@ -221,15 +222,15 @@ def make_workspace(world: World, layer: Layer, rows: int, inbox: str = "inbox") 
 
 
 def token_memory(world: World, layer: Layer, name: str) -> SymmetricTensor:
-    """Return [W, max_tokens, H] of the symmetric memory of that name. The call is collective when the memory has to
+    """Return [W, max_tokens, H] in the symmetric memory with this name. The call is collective when the memory has to
     grow."""
     shape = world.size, layer.max_tokens_per_rank, layer.hidden
     return world.buffer(name, math.prod(shape) * layer.dtype.itemsize).view(0, shape, layer.dtype)
 
 
 def scratch(world: World, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return [rows, cols] of this rank's memory of that name. The memory at least doubles when it grows; the earlier
-    memory is kept, since CUDA graphs may still use it."""
+    """Return [rows, cols] in this rank's memory with this name. Whenever the memory grows, its size at least doubles.
+    The previous memory is kept, because CUDA graphs may still use it."""
     allocations: list[torch.Tensor] = world.cached((NAME, name, dtype), list)
     if not allocations or allocations[-1].numel() < rows * cols:
         world._no_capture(name)
@@ -268,8 +269,8 @@ def first_gemm(
     workspace: LayerWorkspace,
     preactivation: torch.Tensor | None = None,
 ) -> BoundLaunch:
-    """Return the launch of `grouped_gemm_in`. preactivation: the tensor for the saved input of the activation, or
-    None."""
+    """Return the launch of `grouped_gemm_in`. preactivation: the tensor in which the launch saves the input of the
+    activation, or None."""
     moving: dict[str, Moved] = dict(
         inbox=workspace.inbox.local,
         sources=tables.sources,
@@ -326,7 +327,7 @@ def _first_gemm(
 
 
 class GroupedProduct(NamedTuple):
-    """Rows [rows, K], the matrices of their experts, and biases [El, N] or None."""
+    """The operands of a grouped GEMM: rows [rows, K], the experts' matrices, and biases [El, N] or None."""
 
     a: torch.Tensor
     w: torch.Tensor
@@ -343,8 +344,9 @@ def grouped_gemm(
     kn_weight: bool = False,
     with_dispatch: bool = False,
 ) -> BoundLaunch:
-    """Return the launch of out [rows, N] = a @ w + bias, which counts tiles by source step. w is [El, N, K],
-    transposed in the product, or with kn_weight [El, K, N]. with_dispatch: dispatch programs run on the same SMs."""
+    """Return the launch that computes out [rows, N] = a @ w + bias and counts tiles by source step. w is [El, N, K] and
+    is transposed in the GEMM, or, with kn_weight, [El, K, N]. with_dispatch: whether dispatch programs run on the same
+    SMs."""
     a, w, bias = product
     moving: dict[str, Moved] = dict(
         hidden_desc=a,
@@ -418,9 +420,9 @@ def final_sum_launch(
     counters: torch.Tensor | None = None,
     co_resident: bool | None = None,
 ) -> BoundLaunch:
-    """Return the launch of `sum_ranks`. counters: GEMM 2's counters if they must be cleared. co_resident: None if its
-    programs do not share the SMs; otherwise whether programs of the kernel that is loaded next must fit on an SM with
-    one of them."""
+    """Return the launch of `sum_ranks`. counters: the counters of GEMM 2 if this launch must clear them. co_resident:
+    None if the programs do not share the SMs; otherwise, whether programs of the kernel that is loaded next must fit on
+    an SM together with one of these programs."""
     moving: dict[str, Moved] = dict(
         routed=rows,
         outbox=workspace.outbox.local,
@@ -470,15 +472,15 @@ def _final_sum_launch(world: World, state: DispatchedState, half_size: int, co_r
 
 
 def persistent_options(plan: FusedMoe | LowLatency) -> dict[str, int]:
-    """Return the options of a launch that has the GPU to itself, with per_sm programs on every SM."""
+    """Return the options of a launch that runs alone on the GPU, with per_sm programs on every SM."""
     tile = plan.tile
     registers = min(255, 65536 // (32 * tile.warps * plan.per_sm) // 8 * 8)
     return dict(num_warps=tile.warps, num_stages=tile.stages, maxnreg=registers, per_sm=plan.per_sm)
 
 
 def layer_sizes(world: World, layer: Layer, tile: TileShape, **blocks: int) -> LayerSizes:
-    """Return the sizes of a layer for kernels that run all of it. blocks: GROUP_M, and the sizes of blocks that are
-    sent and summed."""
+    """Return a layer's sizes, for kernels that run the whole layer. blocks: GROUP_M, and the sizes of the blocks that
+    are sent and summed."""
     h, act = layer.hidden, ACTIVATIONS[layer.activation]
     return constants(
         LayerSizes,
@@ -502,10 +504,11 @@ def layer_sizes(world: World, layer: Layer, tile: TileShape, **blocks: int) -> L
 
 
 def side_stream(world: World) -> Any:
-    """Return the stream on which rows travel under the GEMMs.
+    """Return the side stream, on which rows are transferred during the GEMMs.
 
-    A single rank sends nothing and uses the current stream: next to an op of the World from which `World.alone` was
-    made, a GEMM and its dispatch programs, which wait for each other, might not find room on one SM.
+    A single rank sends nothing and uses the current stream. On a side stream, a GEMM and the dispatch programs for
+    which it waits might not fit on an SM together with programs of another op, which belongs to the World from which
+    `World.alone` was made.
     """
     return world.side_stream(NAME) if world.size > 1 else world.current_stream()
 
@@ -514,19 +517,18 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
     """Prepare calls of a layer: out [T, H] = the sum over a token's routes of weight * expert(x) + shared, on the
     current stream. A run returns the numbers of received rows, or None, and the saved tensors.
 
-    The operands of a run are contiguous, on world.device; T is at most the layer's max_tokens_per_rank and may differ
-    between ranks. `out` may be x or shared. Layer and plan are the same on all ranks, and `unsupported` returns None
-    for them.
+    The operands of a run are contiguous and on world.device. T is at most the layer's max_tokens_per_rank and may
+    differ between ranks. `out` may be x or shared. Layer and plan must be the same on all ranks, and `unsupported` must
+    return None for them.
 
     Sums are accumulated in float32; an expert's result, and a rank's sum of a token, are rounded to the layer's dtype.
-    All layers share one memory: 2 W max_tokens H elements of symmetric memory, and H + I elements of ordinary memory
-    for each of `layer_rows` rows. The first call of its kind allocates it and cannot be captured in a CUDA graph.
+    All layers share their memory: 2 W max_tokens H elements of symmetric memory, and H + I elements of ordinary memory
+    for each of `layer_rows` rows. The first call of a layer and plan allocates the memory and cannot be captured in a
+    CUDA graph.
 
-    A run raises:
-        Unsupported: the plan's programs do not fit on an SM together.
-        Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
-        Overflow: at such a call too, on a rank whose experts received more rows than `layer_rows`, and on their tokens'
-        ranks.
+    A run raises: Unsupported: the plan's programs do not fit on an SM together. Timeout: at a later call or
+        `World.synchronize`, naming the rank that did not arrive. Overflow: also at such a call, on a rank whose experts
+        received more than `layer_rows` rows, and on the ranks of these rows' tokens.
     """
     layer, state, block_m = call.layer, plan_state(world, call.layer, plan), plan.tile.block_m
     space = make_workspace(world, layer, state.rows)
@@ -539,7 +541,7 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
     rows = RoutedRows(space.y, tables.route_rows, weights_all)
     combine, combined = combine_launch(world, state, rows, tables.targets, counters, space)
     final_sum = _final_sum_launch(world, state, 0, None)
-    pairs = send, gemm_in, combine, gemm_out, final_sum  # whose programs share an SM
+    pairs = send, gemm_in, combine, gemm_out, final_sum  # the launches whose programs share an SM
     side_of_many = world.side_stream(NAME) if world.size > 1 else None  # `side_stream`
 
     listed: dict[str, Moved] = dict(tiles=tables.tiles, tile_count=tables.tile_count)
@@ -570,14 +572,14 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
         gemm_in(stream, **in_moving)
         if kept:
             world.copy(kept[0], space.inbox.local, stream)
-        # Sums may start only after the first GEMM: earlier they would occupy room on SMs, and announce to other ranks
-        # too early that this rank has read its inbox.
+        # Combine may start only after the first GEMM. Earlier, its programs would occupy room on the SMs, and would
+        # tell other ranks too early that this rank has read its inbox.
         first_gemm_done = world.record(stream)
         gemm_out(stream, **out_moving)
         world.wait_event(side, first_gemm_done)
         combine(side, **combined)
-        # Otherwise the sum's programs could keep this rank's combine programs, for which other ranks wait, from an SM;
-        # and memory that the combine programs read may be overwritten after this call.
+        # Without this wait, the programs of the sum could keep this rank's combine programs off the SMs while other
+        # ranks wait for them. Moreover, a later call may overwrite memory that the combine programs read.
         world.wait_event(stream, world.record(side))
         final_sum(stream, **sum_moving)
         if received is not None:
@@ -589,8 +591,8 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
 
 @prepared
 def tables_of(world: World, layer: Layer, block_m: int) -> tuple[route_tables.TableBuilder, Tables, torch.Tensor]:
-    """Return the builder of a layer's tables in tiles of block_m rows, the tables, and the counters that grow with
-    their `targets`. The call is collective the first time."""
+    """Return the builder of a layer's tables with tiles of block_m rows, the tables, and the counters to which the
+    `targets` of the tables refer. The first call is collective."""
     local_experts = layer.experts // world.size
     sizes = route_tables.TableSizes(local_experts, layer.max_tokens_per_rank, block_m, layer.max_rows)
     builder, tables = route_tables.builder_of(world, layer.k, sizes)

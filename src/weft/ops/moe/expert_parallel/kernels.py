@@ -1,36 +1,38 @@
-"""Kernels of expert parallelism: rows are sent to the ranks of their experts, two grouped GEMMs run there, and weighted
-sums are sent back.
+"""Kernels of expert parallelism. Ranks send rows to the ranks that hold their experts, two grouped GEMMs run there, and
+weighted sums are sent back.
 
-    dispatch_rows     stores each token once in the inbox of every rank that has one of its experts: this rank first,
-                      then me + 1, ..
-    grouped_gemm_in   rows of the inbox, gathered by the table of sources, @ w13, and the activation. Tiles have the
-                      order in which their rows arrive, and each waits for the ranks whose rows it needs
-    grouped_gemm_out  @ w2, tiles in the reverse order, so that the tiles for which other ranks wait are done first. It
-                      counts finished tiles by source step
-    combine_rows      sums the weighted rows of another rank's token into the outbox of that rank, the farthest rank
-                      first, once their tiles are done
-    sum_ranks         the token's rank sums its own rows, and the sums that the other ranks sent
+    dispatch_rows     stores each token once in the inbox of every rank that holds one of its experts, beginning with
+                      this rank, then me + 1, ..
+    grouped_gemm_in   gathers rows of the inbox by the table of sources, multiplies them by w13, and applies the
+                      activation. Tiles are computed in the order in which their rows arrive, and each tile waits for
+                      the ranks whose rows it needs
+    grouped_gemm_out  multiplies by w2, with the tiles in reverse order, so that the tiles for which other ranks wait
+                      are finished first. It counts finished tiles by source step
+    combine_rows      sums the weighted rows of another rank's tokens into the outbox of that rank once their tiles are
+                      finished, beginning with the farthest rank
+    sum_ranks         on the token's rank, adds this rank's own rows and the sums that the other ranks sent
 
     side stream   | dispatch_rows                     |         | combine_rows                   |
     main stream   | tables        | grouped_gemm_in   | grouped_gemm_out           |               | sum_ranks
 
-Source step j has the rows from rank me - j. A rank sends to me + j as its j-th destination, so the rows arrive roughly
+Source step j contains the rows from rank me - j. The j-th destination of a rank is me + j, so the rows arrive roughly
 in the order of the source steps. The table of tiles (int32 [.., 4]: first row, expert, first and last source step) is
 sorted by last source step.
 
-Memory order. A rank begins a call after every rank has finished its sums of the previous call (`sum_ranks`, at the end
-of the stream's work, waits for all). A rank announces its sums after its first GEMM, the only reader of its inbox. So
-no rank reads rows that `dispatch_rows` overwrites. Ranks write to a rank's outbox only for rows that it has sent in
-this call, after it has read the sums of the previous call. So inbox and outbox need no second half. One rank alone
-increments each counter that crosses ranks.
+Memory order. A rank begins a call after every rank has sent its sums of the previous call, because `sum_ranks`, the
+last kernel of a call, waits for all ranks. A rank announces its sums after its first GEMM, the only reader of its
+inbox. So no rank still reads rows that `dispatch_rows` overwrites. Other ranks write to a rank's outbox only for rows
+that this rank has sent in the current call, and by then it has read the sums of the previous call. So inbox and outbox
+need no second half. Each counter that another rank increments is incremented by one rank only.
 
 Symbols of shapes:
 
-    T, H       tokens of this rank, and columns of a token
-    K, KP      routes of a token, and K rounded up to a power of two; in a GEMM K is the columns of its input
-    N          columns of a GEMM's result
-    P          H rounded up to a power of two; in a GEMM the number of programs
-    W, EL      ranks, and experts of a rank
+    T, H       the number of tokens on this rank, and the number of columns of a token
+    K, KP      the number of routes of a token, and K rounded up to a power of two; in a GEMM, K is the number of
+               columns of the input
+    N          the number of columns of a GEMM's result
+    P          H rounded up to a power of two; in a GEMM, the number of programs
+    W, EL      the number of ranks, and the number of experts on a rank
 """
 
 from typing import NamedTuple
@@ -47,17 +49,17 @@ from ....lang.primitives import channel_notify
 from ..activations import CLAMPED, GELU
 from ..routing.kernels import take_left_out
 
-# The total that a row of tiles adds to a counter for any number of columns, so that waits do not depend on the width of
-# a layer.
+# The total that a row of tiles adds to a counter. It does not depend on the number of columns, so that waits do not
+# depend on the width of a layer.
 ROW_OF_TILES = tl.constexpr(4096)
 
 
 class GatheredSizes(NamedTuple):
     """The sizes of `grouped_gemm_in`.
 
-    ARRIVALS: arrivals at the counter of a source step in a call. OTHER_PROGRAMS: programs of a second launch that
-    advance `epoch` together with these. EVEN_K as in `gathered_tile`; ACT, GATE_BLOCK as in `store_activated`. FLATTEN:
-    whether the loop over tiles is flattened.
+    ARRIVALS: the number of arrivals at the counter of a source step in each call. OTHER_PROGRAMS: the number of
+    programs in a second launch that also advance `epoch`. EVEN_K as in `gathered_tile`; ACT, GATE_BLOCK as in
+    `store_activated`. FLATTEN: whether the loop over tiles is flattened.
     """
 
     ARRIVALS: tl.constexpr
@@ -73,8 +75,8 @@ class GatheredSizes(NamedTuple):
 
 
 class RoutedRows(NamedTuple):
-    """The rows y [rows, H] of all tokens' routes; and for each route [W, max_tokens, K], its row of y (int32; -1 for
-    none, -2 for one that was left out) and its float32 weight."""
+    """The rows y [rows, H] of all tokens' routes. For each route [W, max_tokens, K] there are also the int32 index of
+    its row of y (-1 for none, -2 for a row that was left out) and its float32 weight."""
 
     y: torch.Tensor
     route_rows: torch.Tensor
@@ -82,8 +84,8 @@ class RoutedRows(NamedTuple):
 
 
 class RankSumSizes(NamedTuple):
-    """The sizes of `sum_ranks`: H columns, K routes a token, EL experts on a rank, whose columns TP_SIZE neighbours
-    share; blocks have COLS columns of ROWS tokens."""
+    """The sizes that `sum_ranks` needs: H columns, K routes per token, and EL experts on each rank, whose columns
+    TP_SIZE neighbouring ranks share. A block consists of COLS columns of ROWS tokens."""
 
     H: tl.constexpr
     K: tl.constexpr
@@ -96,15 +98,15 @@ class RankSumSizes(NamedTuple):
 @jit
 def half_offset(epoch, half_size):
     """Return the first element of the half that this call uses; the second half begins after `half_size` elements.
-    epoch: the word whose parity selects the half, or None if there is only one half."""
+    epoch: the word whose parity selects the half, or None if there is no second half."""
     # The parity remains right after the word has wrapped past 2^31.
     return 0 if epoch is None else (tl.load(epoch) & 1).to(tl.int64) * half_size
 
 
 @jit
 def has_expert_on(ids, t, valid, rank, K: tl.constexpr, KP: tl.constexpr, EL: tl.constexpr):
-    """Return which of the tokens `t`, where `valid`, have one of their K experts on `rank`, which has EL experts. ids
-    [.., K]; -1 is none."""
+    """Return which of the tokens `t`, where `valid`, have one of their K experts on `rank`. Each rank has EL experts.
+    An id of -1 in ids [.., K] means no expert."""
     topk_slot = tl.arange(0, KP)[None, :]
     expert = tl.load(ids + t[:, None] * K + topk_slot, mask=valid[:, None] & (topk_slot < K), other=-1)
     return tl.max(((expert >= 0) & (expert // EL == rank)).to(tl.int32), axis=1) > 0
@@ -127,8 +129,8 @@ def send_rows(
     STAGES: tl.constexpr,
     PROGRAMS,
 ):
-    """Copy the tokens of x [T, H] that have an expert on `rank` to the same rows of dst. The program copies the part of
-    program `program` of PROGRAMS; all further arguments are as in `dispatch_rows`."""
+    """Copy the tokens of x [T, H] that have an expert on `rank` to the same rows of dst. PROGRAMS programs share the
+    work; this one copies the part with the index `program`. All further arguments are as in `dispatch_rows`."""
     cols = tl.arange(0, P)[None, :]
     for block in tl.range(program, tl.cdiv(T, ROWS), PROGRAMS, num_stages=STAGES):
         t = block * ROWS + tl.arange(0, ROWS)
@@ -143,11 +145,11 @@ def dispatch_rows(
     DTYPE: tl.constexpr, H: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EL: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Send every token of x [T, H] to the ranks of its experts, ids int32 [T, K].
+    """Send every token of x [T, H] to the ranks that hold its experts, ids int32 [T, K].
 
-    inboxes: the addresses, by rank, of [W, max_tokens, H]. P, KP: H and K rounded up to powers of two. A block has ROWS
-    rows, and STAGES blocks are in flight. Counter j of rank me + j belongs to its source step j; it gets PROGRAMS
-    arrivals from this rank.
+    inboxes: the address of every rank's inbox [W, max_tokens, H]. P, KP: H and K rounded up to powers of two. A block
+    consists of ROWS rows, and STAGES blocks are in flight. Counter j of rank me + j belongs to source step j of that
+    rank. This rank increments it PROGRAMS times.
     """
     W: tl.constexpr = ch.world
     me = rank_of(ch)
@@ -155,7 +157,7 @@ def dispatch_rows(
         rank = (me + j) % W
         dst = address_of(inboxes, rank, DTYPE) + (me * max_tokens).to(tl.int64) * H
         send_rows(x, ids, dst, rank, T, tl.program_id(0), H, P, K, KP, EL, ROWS, STAGES, PROGRAMS)
-        channel_notify(ch, j, rank, False)  # notify even without rows, because waits count calls
+        channel_notify(ch, j, rank, False)  # also notifies ranks to which it sent no rows, because waits count calls
 
 
 @jit
@@ -183,8 +185,8 @@ def gated(gate, up, ACT: tl.constexpr):
 def store_activated(
     out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATE_BLOCK: tl.constexpr
 ):
-    """Store a tile's activation by TMA. For GELU, out_desc has [BM, BN / 2] blocks; otherwise [BM, GATE_BLOCK] blocks,
-    and gate and up columns have the order of `store_halves`."""
+    """Store a tile's activation by TMA. For GELU, out_desc has blocks [BM, BN / 2]. Otherwise it has blocks [BM,
+    GATE_BLOCK], and the gate and up columns are in the order of `store_halves`."""
     HALF: tl.constexpr = BN // 2
     left, right = column_halves(acc, BM, BN)
     if ACT == GELU:
@@ -212,8 +214,8 @@ def add_bias(acc, bias, expert, col, N, BN: tl.constexpr):
 def gathered_tile(
     row_pointers, valid, w_desc, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr
 ):
-    """Return fp32 [BM, BN]: rows of K elements at the pointers `row_pointers` [BM, 1], which are zeros except where
-    `valid`, times the rows of w_desc from `col` on. EVEN_K: K is a multiple of BK."""
+    """Return fp32 [BM, BN]: the rows of K elements at the pointers `row_pointers` [BM, 1], times the rows of w_desc
+    from `col` on. Rows that are not `valid` count as zeros. EVEN_K: K is a multiple of BK."""
     c = tl.arange(0, BK)[None, :]
     pointers = row_pointers + c
     acc = tl.zeros((BM, BN), tl.float32)
@@ -231,22 +233,24 @@ def store_plain(out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr):
     out_desc.store([row, col + BN // 2], right.to(out_desc.dtype))
 
 
-# This kernel needs no guarded loads, like `all_gather_gemm`: a tile waits before its own K loop. The guard makes ptxas
-# spill 16 bytes for GELU at 1,032 x 520 with the registers that concurrent kernels leave (sm_90a, Triton 3.6).
+# This kernel needs no guarded loads, because a tile waits before its own K loop, as in `all_gather_gemm`. With guarded
+# loads, and with the registers that concurrent kernels leave, ptxas would spill 16 bytes for GELU at 1,032 x 520
+# (sm_90a, Triton 3.6).
 @jit(guard_loads=False)
 def grouped_gemm_in(
     inbox, sources, w_desc, hidden_desc, preactivation_desc, bias, tiles, tile_count, ch, epoch, half_size, N, K, s
 ):  # fmt: skip
-    """Compute hidden_desc [rows, I] = the activation of (rows of the inbox @ w_desc + bias), tile by tile as they
+    """Compute hidden_desc [rows, I] = the activation of (rows of the inbox @ w_desc + bias), tile by tile as the rows
     arrive.
 
-    inbox [.., K]; sources int32 [rows]: the inbox row of each row, or -1; w_desc [experts N, K]; hidden_desc as in
-    `store_activated`; preactivation_desc [rows, N] in blocks [BM, BN / 2], the input of the activation, or None; bias
-    [experts, N] or None; tiles int32 [.., 4], tile_count int32 [1]. epoch, half_size: as in `half_offset`; the last of
-    these programs and of OTHER_PROGRAMS advances the epoch. s: `GatheredSizes`.
+    inbox [.., K]; sources int32 [rows]: the inbox row of each row, or -1. w_desc is [experts N, K]. hidden_desc: as in
+    `store_activated`. preactivation_desc [rows, N] in blocks [BM, BN / 2]: the input of the activation, or None. bias
+    is [experts, N] or None. tiles is int32 [.., 4], and tile_count int32 [1]. epoch, half_size: as in `half_offset`;
+    the last program of this launch and of the OTHER_PROGRAMS programs advances the epoch. s: `GatheredSizes`.
 
-    A tile waits for its source steps up to the last, except those for which the program's previous tile has waited.
-    Rows are loaded by ordinary loads, as they were stored, so no proxy fence is needed; no kernel writes w.
+    A tile waits for all source steps up to its last one, except for the steps for which the program's previous tile has
+    waited. Rows are stored and loaded by ordinary instructions, so no proxy fence is needed for them. No kernel writes
+    w.
     """
     K = K // 8 * 8  # rows are whole 16-byte words
     P = tl.num_programs(0)
@@ -277,8 +281,8 @@ def grouped_gemm_in(
 
 @jit
 def step_increments(first_step, last_step, tn, tiles_n, W: tl.constexpr):
-    """Return int32, by source step: what a tile in column tn, with rows of source steps `first_step` to `last_step`,
-    adds to the counter of each."""
+    """Return int32 by source step: the value that a tile in column tn adds to the counter of each step. The tile has
+    rows of source steps `first_step` to `last_step`."""
     source_step = tl.arange(0, triton.next_power_of_2(W))
     increment = tl.where(tn == tiles_n - 1, ROW_OF_TILES - tiles_n + 1, 1)
     return tl.where((source_step >= first_step) & (source_step <= last_step), increment, 0)
@@ -286,8 +290,8 @@ def step_increments(first_step, last_step, tn, tiles_n, W: tl.constexpr):
 
 @jit
 def count_tiles(counters, increments, W: tl.constexpr):
-    """Release the stores of finished tiles to the waiters of their source steps. increments: the increments of all
-    these tiles (`step_increments`)."""
+    """Release the stores of finished tiles to the programs that wait for their source steps. increments: the sum of
+    these tiles' increments (`step_increments`)."""
     flush_stores(True)
     source_step = tl.arange(0, triton.next_power_of_2(W))
     tl.atomic_add(
@@ -301,17 +305,18 @@ def grouped_gemm_out(
     W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     KN_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Compute y_desc [rows, N] = hidden_desc [rows, K] @ w_desc (+ bias), with tiles in reverse order, counted by
-    source step.
+    """Compute y_desc [rows, N] = hidden_desc [rows, K] @ w_desc (+ bias), with the tiles in reverse order. Finished
+    tiles are counted by source step.
 
-    w_desc: [experts N, K], or with KN_WEIGHT [experts K, N]. y_desc has blocks [BM, BN / 2]. bias, tiles and tile_count
-    are as in `grouped_gemm_in`. counters int32 [W], by source step, are local to this GPU: a row of tiles adds
-    ROW_OF_TILES to each of its source steps.
+    w_desc is [experts N, K], or, with KN_WEIGHT, [experts K, N]. y_desc has blocks [BM, BN / 2]. bias, tiles and
+    tile_count are as in `grouped_gemm_in`. counters int32 [W] are local to this GPU, one for each source step: a row of
+    tiles adds ROW_OF_TILES to the counter of each of its source steps.
 
-    One loop runs over the K steps of all tiles. A program counts its tiles of one last source step together, FLUSHED K
-    steps into the first tile of a later step (compute/gemm.py), or at its end: a waiter for a source step waits for all
-    of its tiles, and each release waits for a fence. Uncounted tiles took 6% less time than tiles counted one by one
-    (Qwen3-30B, 1 H200, 2026-11).
+    One loop runs over the K steps of all tiles. A program counts all of its tiles with the same last source step
+    together, FLUSHED K steps into the first tile of a later step (compute/gemm.py), or at its end. Counting them
+    together delays no reader, because a reader of a source step waits for all tiles of the step, and it saves fences,
+    because each release waits for one. Without counting, the kernel took 6% less time than with tiles counted one by
+    one (Qwen3-30B, 1 H200, 2026-11).
     """
     tiles_m = tl.load(tile_count)
     tiles_n = tl.cdiv(N, BN)
@@ -365,10 +370,11 @@ def weighted_sum(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Return fp32 [ROWS, COLS], the weighted sum over a token's routes that have a row of y; and int32 [ROWS], the
-    number of routes that have a row here or were left out: the token's rank expects a sum for these too.
+    """Return two tensors: fp32 [ROWS, COLS], the weighted sum over each token's routes that have a row of y; and int32
+    [ROWS], the number of its routes that have a row here or were left out, because the token's rank expects a sum for
+    both.
 
-    cols: the columns. The K routes of the tokens, where `valid`, begin at `route`. All further arguments are as in
+    cols: the columns. The K routes of each token, where `valid`, begin at `route`. All further arguments are as in
     `combine_rows`.
     """
     acc = tl.zeros((ROWS, COLS), tl.float32)
@@ -399,8 +405,9 @@ def send_sums(
     ROWS: tl.constexpr,
     PROGRAMS,
 ):
-    """Store the weighted sums of the tokens of `rank` that have rows here, to the same rows of dst. The program stores
-    the part of program `program` of PROGRAMS. All further arguments are as in `combine_rows`."""
+    """Store the weighted sums of the tokens of `rank` that have rows here, to the same rows of dst. PROGRAMS programs
+    share the work; this one stores the part with the index `program`. All further arguments are as in
+    `combine_rows`."""
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
     for block in range(program, tl.cdiv(max_tokens, ROWS) * PARTS, PROGRAMS):
         t = block // PARTS * ROWS + tl.arange(0, ROWS)
@@ -419,10 +426,11 @@ def combine_rows(
 ):  # fmt: skip
     """Send the weighted sums of all other ranks' tokens to their outboxes. `sum_ranks` sums this rank's own tokens.
 
-    routed: `RoutedRows`. targets int32 [W]: rows of tiles of each source step, in all calls that `counters` has
-    counted; counters: as in `grouped_gemm_out`. outboxes: the addresses, by rank, of [W, max_tokens, H]; epoch and
-    half_size as in `half_offset`. A block has COLS columns of ROWS tokens. Counter r of a rank: rank r has combined its
-    tokens, PROGRAMS arrivals; a rank's own counter carries no meaning.
+    routed: `RoutedRows`. targets int32 [W]: for each source step, the number of rows of tiles in all calls that
+    `counters` has counted. counters: as in `grouped_gemm_out`. outboxes: the address of every rank's outbox [W,
+    max_tokens, H]. epoch, half_size: as in `half_offset`. A block consists of COLS columns of ROWS tokens. When rank r
+    has combined a rank's tokens, counter r of that rank has received PROGRAMS arrivals. A rank's own counter has no
+    meaning.
     """
     W: tl.constexpr = ch.world
     me = rank_of(ch)
@@ -450,7 +458,7 @@ def combine_rows(
             ROWS,
             PROGRAMS,
         )
-        channel_notify(ch, me, rank, False)  # even without rows, to announce that this rank has read its inbox
+        channel_notify(ch, me, rank, False)  # also without rows, to announce that this rank has read its inbox
 
 
 @jit
@@ -472,9 +480,9 @@ def sum_of_ranks(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Return fp32 [ROWS, COLS]: columns `cols` of the tokens t below T, summed in the order of the ranks over those
-    that have an expert of the token. The term of rank `me` is own_sum, float32, rounded like sums that are sent;
-    the other ranks' terms are in outbox [W, max_tokens, H]. All further arguments are as in `sum_ranks`."""
+    """Return fp32 [ROWS, COLS]: columns `cols` of the tokens t below T, summed in rank order over the ranks that hold
+    an expert of the token. The term of rank `me` is own_sum, which is float32 and is rounded like the sums that ranks
+    send. The other ranks' terms are in outbox [W, max_tokens, H]. All further arguments are as in `sum_ranks`."""
     own_sum = own_sum.to(outbox.dtype.element_ty).to(tl.float32)
     acc = tl.zeros((ROWS, COLS), tl.float32)
     offsets = t.to(tl.int64)[:, None] * H + cols
@@ -487,7 +495,7 @@ def sum_of_ranks(
 
 @jit
 def store_sums(acc, shared, out, t, T, cols, H: tl.constexpr):
-    """Store acc, plus rows of shared unless it is None, in rows t below T of out; both are [T, H]."""
+    """Store acc in rows t below T of out. Unless shared is None, its rows are added. out and shared are [T, H]."""
     offsets = t.to(tl.int64)[:, None] * H + cols
     mask = (t < T)[:, None] & (cols < H)
     if shared is not None:
@@ -500,16 +508,16 @@ def sum_ranks(
     routed, outbox, ids, shared, out, counters, ch, calls, left_out, number, epoch, half_size, T, max_tokens,
     ARRIVALS: tl.constexpr, s,
 ):  # fmt: skip
-    """Compute out [T, H] = the sum, in the order of the ranks and in fp32, over the ranks that have (columns of) an
-    expert of the token, + shared [T, H] or None.
+    """Compute out [T, H] = the sum over the ranks that hold an expert of the token, or columns of one, in rank order
+    and in fp32. shared [T, H], unless None, is added.
 
     The other ranks' sums are in outbox [W, max_tokens, H] (epoch and half_size as in `half_offset`); this rank sums its
     own weighted rows, `RoutedRows`, which are complete by stream order. ids int32 [T, K]; s: `RankSumSizes`. The kernel
-    waits for all other ranks, and takes the words of left_out (`LeftOut`) unless it is None.
+    waits for all other ranks. Unless left_out (`LeftOut`) is None, it also reads and clears the words of left_out.
 
-    It clears `counters`, which `grouped_gemm_out` has written, unless None. That kernel has ended by stream order. This
-    rank's `combine_rows`, which reads them, must also have ended: the wait here does not imply this, because
-    `combine_rows` notifies its own rank at its start.
+    Unless `counters` is None, the kernel clears the counters. `grouped_gemm_out`, which writes them, has ended by
+    stream order. This rank's `combine_rows`, which reads them, must also have ended. The wait in this kernel does not
+    ensure that, because `combine_rows` notifies its own rank at its start.
     """
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (s.H + s.COLS - 1) // s.COLS

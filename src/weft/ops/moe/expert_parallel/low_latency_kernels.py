@@ -1,19 +1,19 @@
-"""An MoE layer's experts for few tokens, in three launches on one stream, without tables.
+"""The kernels that run an MoE layer's experts for few tokens, in three launches on one stream, without tables.
 
-    low_latency_gemm, FIRST_GEMM  routes and tokens to the other ranks, flags | GEMM 1 of every expert with rows,
+    low_latency_gemm, FIRST_GEMM  send routes and tokens to the other ranks, flags | GEMM 1 of every expert with rows,
                                   activation
     low_latency_gemm              GEMM 2
-    low_latency_sums              weighted sums to the other ranks, flags | the sums of own tokens
+    low_latency_sums              send weighted sums to the other ranks, flags | sum own tokens
 
-Route (s * max_tokens + t) * K + i has a fixed position in all tensors: its id, its weight, its row of hidden and of y.
-So no rank counts or announces rows. Every program finds the routes of an expert by a scan over all routes, which is
-cheap for few tokens; most of the time is spent on reading each expert's weights once. A program computes some columns
-of an expert for all its rows, so that repeated reads of weights come from L2.
+Route (s * max_tokens + t) * K + i has the same fixed position in the ids, the weights, hidden and y, so no rank has to
+count or announce rows. Every program finds the routes of an expert by scanning all routes. For few tokens the scan is
+cheap, and most of the time is spent on reading each expert's weights once. A program computes some columns of an expert
+for all of the expert's rows, so that repeated reads of the weights come from L2.
 
-Memory order. In a call a rank receives flags twice from every other rank: with its tokens, and with its sums. A rank
-that has sent its sums has ended its first GEMM, the only reader of the inbox, and its second, which reads the ids, and
-has read the weights of the receiving rank. From then on the receiving rank may send the tokens of its next call, as in
-kernels.py, which uses the same inbox and outbox.
+Memory order. In each call a rank receives two flags from every other rank: one with that rank's tokens and one with its
+sums. A rank that has sent its sums has finished its first GEMM, the only reader of the inbox, and its second GEMM,
+which reads the ids. It has also read the weights of the rank that receives the sums. The receiving rank may therefore
+send the tokens of its next call. The same order holds in kernels.py, which uses the same inbox and outbox.
 """
 
 from typing import NamedTuple
@@ -32,12 +32,13 @@ from .kernels import add_bias, gated, gathered_tile, gelu
 
 
 class LowLatencyMemory(NamedTuple):
-    """The memory of one kind of call, as in kernels.py.
+    """The memory that all calls of one layer and plan use. The tensors correspond to the ones in kernels.py.
 
-    ids int32, weights float32 [W, max_tokens, K], of all ranks, and their addresses by rank; route_rows int32 [W,
-    max_tokens, K]: the index of a route to this rank's experts, or -1; hidden [W max_tokens K, I], y [W max_tokens K,
-    H]; received int32 [EL]: the rows of every own expert, for the caller, or None. calls: the channel of `same_call`.
-    SCAN_BLOCK: the number of routes that are scanned at once.
+    ids int32 and weights float32 [W, max_tokens, K] hold the routes of all ranks; each rank has the address of every
+    rank's tensors. route_rows int32 [W, max_tokens, K]: the index of each route to this rank's experts, -1 for other
+    routes. hidden is [W max_tokens K, I], and y is [W max_tokens K, H]. received int32 [EL]: the number of rows of
+    every own expert, for the caller, or None. calls: the channel of `same_call`. SCAN_BLOCK: the number of routes that
+    are scanned at once.
     """
 
     inbox: torch.Tensor
@@ -59,8 +60,8 @@ class LowLatencyMemory(NamedTuple):
 
 @jit
 def own_expert_of(ids, memory, r, me, T, max_tokens, s, W: tl.constexpr):
-    """Return int32: which of this rank's experts the routes r go to; -1 for experts of other ranks and for none. This
-    rank's own ids are read from `ids`."""
+    """Return int32: which of this rank's experts the routes r select; -1 for an expert of another rank and for no
+    expert. The ids of this rank's own tokens are read from `ids`."""
     own_route = r - me * max_tokens * s.K
     is_own = (own_route >= 0) & (own_route < max_tokens * s.K)
     id_addresses = tl.where(is_own, ids + own_route, memory.ids + r)
@@ -81,8 +82,8 @@ def rows_of_experts(ids, memory, me, T, max_tokens, s, W: tl.constexpr, ELP: tl.
 
 @jit
 def routes_of_expert(ids, memory, expert, first_row, me, T, max_tokens, s, W: tl.constexpr, SCAN_BLOCK: tl.constexpr):
-    """Return int32 [BM]: an expert's routes from its row `first_row` on, by source, token and top-k slot; -1 after the
-    last route."""
+    """Return int32 [BM]: the routes of an expert, beginning with its row `first_row`, in the order of source, token and
+    top-k slot; -1 after the last route."""
     j = first_row + tl.arange(0, s.BM)
     routes = tl.full((s.BM,), -1, tl.int32)
     rows_before = 0
@@ -97,7 +98,7 @@ def routes_of_expert(ids, memory, expert, first_row, me, T, max_tokens, s, W: tl
 
 @jit
 def store_rows(dst, values, routes, col, N, BN: tl.constexpr):
-    """Store values [.., BN] in columns `col` on of the rows, of N elements each, that belong to the routes."""
+    """Store values [.., BN] in the routes' rows, beginning at column `col`. A row has N elements."""
     c = col + tl.arange(0, BN)[None, :]
     addresses = dst + routes.to(tl.int64)[:, None] * N + c
     tl.store(addresses, values.to(dst.dtype.element_ty), mask=(routes >= 0)[:, None] & (c < N))
@@ -105,8 +106,7 @@ def store_rows(dst, values, routes, col, N, BN: tl.constexpr):
 
 @jit
 def store_hidden(dst, acc, routes, tn, s):
-    """Store a tile's activation in hidden [.., I], as `store_activated` does, with BN = 2 GATE_BLOCK if there is a
-    gate."""
+    """Store a tile's activation in hidden [.., I], as `store_activated` does. If there is a gate, BN = 2 GATE_BLOCK."""
     if s.ACT == GELU:
         store_rows(dst, gelu(acc), routes, tn * s.BN, s.INNER, s.BN)
     else:
@@ -145,13 +145,14 @@ def low_latency_gemm(
 ):
     """Compute one of the two grouped GEMMs. w_desc [experts N, K], bias [experts, N] or None.
 
-    FIRST_GEMM: from rows of tokens, through the activation, to hidden [.., INNER]; otherwise from hidden to y [.., N].
-    A task is BN columns of an expert that has rows; tasks are distributed over the programs in turn.
+    With FIRST_GEMM, the kernel multiplies rows of tokens and stores the activation in hidden [.., INNER]. Otherwise it
+    multiplies hidden and stores y [.., N]. A task computes BN columns of an expert that has rows; the tasks are
+    distributed over the programs in turn.
     """
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     me = rank_of(ch)
-    K = K // 8 * 8  # rows are whole 16-byte words
+    K = K // 8 * 8  # the length of a row is a multiple of 16 bytes
     if FIRST_GEMM:
         if pid < memory.copy_programs:
             push_routes(
@@ -168,7 +169,7 @@ def low_latency_gemm(
                 128,
             )
             send_tokens(x, ids, memory, ch, T, max_tokens, s)
-        if pid == tl.num_programs(0) - 1:  # because all layers share counters and memory
+        if pid == tl.num_programs(0) - 1:  # all layers share counters and memory
             same_call(memory.calls, number)
         for j in range(1, W):
             wait_until(ch.counters + j - 1, calls_of(ch) * memory.copy_programs, ch.guard, -1, (me - j + W) % W, "sys")
@@ -201,8 +202,7 @@ def low_latency_gemm(
 
 @jit(do_not_specialize=("T", "max_tokens"))
 def low_latency_sums(ids, shared, out, memory, ch, T, max_tokens, s):
-    """Compute out [T, H] = the sums of `sum_ranks`, after the weighted sums of other ranks' tokens have been sent to
-    them."""
+    """Send the weighted sums of other ranks' tokens to these ranks. Then compute out [T, H] as `sum_ranks` does."""
     if tl.program_id(0) < memory.copy_programs:
         for j in range(1, ch.world):
             send_step_sums(memory, ch, j, max_tokens, s)

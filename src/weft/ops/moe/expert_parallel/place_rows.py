@@ -1,4 +1,4 @@
-"""The launch that places arrived rows in the order of their experts (place_rows_kernels.py)."""
+"""The launch that stores arrived rows in expert order (place_rows_kernels.py)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from ..routing.route_tables import Tables, power
 from .dispatched import DispatchedState
 from .place_rows_kernels import ExpertOrder, place_rows
 
-# Warps of a program of `place_rows`, and registers of a thread: two of them and a dispatch program share an SM.
+# The warps of a `place_rows` program and the registers of a thread. Two such programs and a dispatch program fit on one
+# SM.
 PLACE_WARPS, PLACE_REGISTERS = 8, 96
 
 
 def order_of(tables: Tables, ids: torch.Tensor) -> ExpertOrder:
-    """Return the tables by which rows are placed. ids: int32 [W, max_tokens, k]."""
+    """Return the tables that define the position of each row. ids: int32 [W, max_tokens, k]."""
     return ExpertOrder(ids, tables.route_rows, tables.sources, tables.offsets, tables.received)
 
 
@@ -30,9 +31,9 @@ def place_rows_launch(
     epoch: torch.Tensor | None = None,
     half_size: int = 0,
 ) -> BoundLaunch:
-    """Return the launch that places inbox [W, max_tokens, H] in rows [.., H], in the positions of `order`, after
-    `arrivals` arrivals from every rank. clear_padding: rows without a token become zero. epoch, half_size: as in
-    `LayerWorkspace`, for calls that alternate between halves."""
+    """Return the launch that copies the tokens of inbox [W, max_tokens, H] to the positions in rows [.., H] that
+    `order` defines. It waits for `arrivals` arrivals from every rank. clear_padding: whether rows without a token are
+    set to zero. epoch, half_size: as in `LayerWorkspace`."""
     launch = _place_rows(world, state, arrivals, clear_padding, half_size)
     return BoundLaunch(launch, dict(inbox=inbox, rows=rows, order=order, epoch=epoch))
 

@@ -1,12 +1,12 @@
-"""The router as the first work of an MoE layer's one launch (fused_kernels.py), which all programs share.
+"""The router as the first work in the single launch of an MoE layer (fused_kernels.py). All programs share this work.
 
     all programs   tiles of logits = x @ router^T + bias | grid barrier | experts of some rows | grid barrier
     the first                                                                  .. | compare calls
 
-The logits, rounded to the dtype of x as a GEMM of its own rounds them, are in local memory between the two grid
-barriers. A row's experts are chosen by the device function of the router's own kernel (routing/router_kernels.py), so
-equal logits give equal ids and weights. Logits of one call are written only after all programs of the previous launch
-have ended.
+Between the two grid barriers the logits are in local memory. They are rounded to the dtype of x, as a separate GEMM
+would round them. The device function that chooses a row's experts is the one that the separate router kernel calls
+(routing/router_kernels.py), so equal logits give equal ids and weights. A call writes its logits only after all
+programs of the previous launch have ended.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,8 @@ from ..routing.router_kernels import GateSizes, choose_rows
 
 
 class RouterTensors(NamedTuple):
-    """The caller's router: weight [E, H], bias [E], and choice_bias [E], which is added for the choice alone. Each of
-    the last two may be None."""
+    """The caller's router: weight [E, H], bias [E], and choice_bias [E], which affects only the choice. Either bias may
+    be None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -29,8 +29,8 @@ class RouterTensors(NamedTuple):
 
 
 class RouterSizes(NamedTuple):
-    """The sizes of the router. A tile of logits has ROWS tokens and COLS experts, and a K step BK elements. EVEN_K: H
-    is a multiple of BK. SCALE is a factor of the weights."""
+    """The sizes of the router. A tile of logits covers ROWS tokens and COLS experts; a K step covers BK elements.
+    EVEN_K: H is a multiple of BK. SCALE: the factor by which the weights are multiplied."""
 
     ROWS: tl.constexpr
     COLS: tl.constexpr
@@ -42,11 +42,12 @@ class RouterSizes(NamedTuple):
 
 @jit
 def compare_calls_once(calls, number):
-    """Compare the ranks' calls, by the first program of the launch. number: int32 [1], the number of this call.
+    """Compare the ranks' calls. Only the first program of the launch does so. number: int32 [1], the number of this
+    call.
 
-    The last program would do as well, but `end_call` compares with its index too: kept in a register for the whole
-    kernel, the index spills (4 bytes on sm_90a). Another value spills if calls are compared before the logits are
-    computed (GELU, tiles of 128 x 256)."""
+    The last program could do it instead, but `end_call` also compares with the index of the last program: the compiler
+    would keep this index in a register for the whole kernel and spill it (4 bytes on sm_90a). If calls were compared
+    before the logits are computed, another value would spill (GELU, tiles of 128 x 256)."""
     if tl.program_id(0) == 0:
         same_call(calls, tl.load(number))
 
@@ -70,8 +71,8 @@ def logits_tile(x, weight, t, e, T, H: tl.constexpr, s):
 
 @jit
 def compute_logits(x, router, logits, T, H: tl.constexpr, s):
-    """Store this program's tiles of logits [T, E] = x [T, H] @ weight^T, + bias. H is a constant here, which leaves
-    registers free: 254 -> 249 for Qwen3-30B's layer on sm_90a."""
+    """Compute and store this program's tiles of logits [T, E] = x [T, H] @ weight^T + bias. H is a constant here, which
+    saves registers: 249 instead of 254 for Qwen3-30B's layer on sm_90a."""
     tiles_n: tl.constexpr = (s.gate.E + s.COLS - 1) // s.COLS
     for tile in range(tl.program_id(0), tl.cdiv(T, s.ROWS) * tiles_n, tl.num_programs(0)):
         t = tile // tiles_n * s.ROWS + tl.arange(0, s.ROWS)
