@@ -1,10 +1,10 @@
-"""The launches of an MoE layer's backward pass; backward_kernels.py describes their order.
+"""The launches of an MoE layer's backward pass. backward_kernels.py describes their order.
 
     side stream  | dispatch x, dy                         |                  | combine                       |
     main stream  | share, tables | x rows @ w13 | dy rows | @ w2, activation | @ w13 | sums over rows: dw13, .. | sum
 
-Rows have the order of the forward pass, because the tables are built again from the same ids. Tensors that the forward
-pass saved (`call.Kept`) are neither sent nor computed again.
+The rows are in the same order as in the forward pass, because the tables are built again from the same ids. Tensors
+that the forward pass saved (`call.Kept`) are neither sent nor computed again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .place_rows import order_of, place_rows_launch
 
 
 class Gradients(NamedTuple):
-    """The gradients of a layer's operands. x is [T, H] and weights is float32 [T, k]. The experts' gradients have the
-    experts' shapes; a gradient that the caller does not need is None."""
+    """The gradients of a layer's operands. x is [T, H], and weights is float32 [T, k]. The experts' gradients have the
+    shapes of the experts' tensors. A gradient that the caller does not need is None."""
 
     x: Tensor
     weights: Tensor
@@ -47,11 +47,11 @@ class Gradients(NamedTuple):
 
 @dataclass(eq=False)
 class BackwardMemory:
-    """The memory of a backward pass.
+    """The memory that a backward pass uses.
 
     x, dy: rows [rows, H]. preactivation, dpreactivation: the input of the activation and its gradient [rows, N].
     row_weights: float32 [rows], the weight of each row. workspace: as in the forward pass, with hidden [rows, I] and y
-    [rows, H]. x_inbox: a second inbox, for x that is sent again. dweights_inbox: float32 [max_tokens, k], the gradients
+    [rows, H]. x_inbox: a second inbox, to which x is sent again. dweights_inbox: float32 [max_tokens, k], the gradients
     of this rank's routing weights, which other ranks write.
     """
 
@@ -66,7 +66,7 @@ class BackwardMemory:
 
 
 def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMemory:
-    """Return the memory of a backward pass, which all layers share except for the parts that depend on
+    """Return the memory of a backward pass. All layers share it, except for the parts that depend on
     max_tokens_per_rank and k. The call is collective when the memory has to grow."""
     layer, rows = state.layer, state.rows
     shape, name = (layer.max_tokens_per_rank, layer.k), f"{NAME} gradients of weights"
@@ -120,8 +120,8 @@ def activation_gradient_launch(
 
 
 def gradient_sizes(world: World, state: DispatchedState, activation: int, ranks: int) -> GradientSizes:
-    """Return the sizes of the gradients' kernels. ranks: the number of ranks that receive gradients of routing weights,
-    0 for this rank alone."""
+    """Return the sizes of the gradient kernels. ranks: the number of ranks that receive gradients of routing weights, 0
+    for this rank alone."""
     rows, cols = world.backend.scale.gradient_block
     return constants(
         GradientSizes,
@@ -136,7 +136,8 @@ def gradient_sizes(world: World, state: DispatchedState, activation: int, ranks:
 
 
 def between_gemms(world: World) -> tuple[int, dict[str, int]]:
-    """Return the number of programs of a launch between two GEMMs, as many as fit on the GPU, and its options."""
+    """Return the number of programs and the options of a launch that runs between two GEMMs. It has as many programs as
+    fit on the GPU."""
     return world.sm_count * world.backend.scale.programs_between_gemms, dict(num_warps=4, maxnreg=96, co_resident=True)
 
 
@@ -205,9 +206,10 @@ def expert_gradient_launches(
     matrix: tuple[Tensor, Tensor, Tensor | None],
     bias: tuple[Tensor | None, Tensor | None],
 ) -> tuple[list[BoundLaunch], list[BoundLaunch]]:
-    """Return the launches of a bias's gradient [El, M], the sums of each expert's rows of a times their weights if any,
-    and of a matrix's gradient [El, M, N], a^T b over each expert's rows. matrix: a [rows, M], b [rows, N] and the
-    gradient; bias: the rows' weights and the gradient. A gradient that is not wanted is None."""
+    """Return two launches. One computes a bias's gradient [El, M], the sums of each expert's rows of a, times their
+    weights if there are any. The other computes a matrix's gradient [El, M, N], a^T b over each expert's rows. matrix:
+    a [rows, M], b [rows, N] and the gradient; bias: the rows' weights and the gradient. A gradient that is not wanted
+    is None."""
     (a, b, dw), (row_weights, db), offsets = matrix, bias, tables.offsets
     bias_gradients, matrix_gradients = [], []
     if db is not None:
@@ -232,20 +234,20 @@ def backward(
     kept: Kept,
     experts: bool,
 ) -> Gradients:
-    """Return the gradients of `dispatched.prepare_dispatched` for these operands, on the current stream.
+    """Return the gradients of the operands of `dispatched.prepare_dispatched`, on the current stream.
 
     Args:
         world: the ranks.
         layer, plan: as in the forward call.
         dy: [T, H], the gradient of out.
         operands: as in the forward call.
-        kept: the tensors that the forward call saved, of the same fields on all ranks.
+        kept: the tensors that the forward call saved; the same fields on all ranks.
         experts: whether the experts' gradients are wanted; the same on all ranks.
 
-    Rounded to layer.dtype are: the rows of dy @ w2, the gradient before the activation, the activation (times the
-    route's weight, for w2's gradient), a row's dx, and a rank's sum of these. All sums are in float32 and in a fixed
-    order. Memory besides that of the forward pass, shared by all layers: a second inbox, and 2 (H + N) elements a row.
-    Raises what the forward pass raises.
+    The following values are rounded to layer.dtype: the rows of dy @ w2, the gradient before the activation, the
+    activation (times the route's weight, for w2's gradient), the dx of each row, and each rank's sum of dx. All sums
+    are in float32 and in a fixed order. In addition to the memory of the forward pass, all layers share a second inbox
+    and 2 (H + N) elements for each row. The function raises the errors of the forward pass.
     """
     (x, ids, weights, *_), w = operands, operands.experts
     stream, side = world.current_stream(), dispatched.side_stream(world)
@@ -283,7 +285,7 @@ def backward(
 
 
 class PassLaunches(NamedTuple):
-    """The launches of a pass, in the order of the picture above. recompute: the first GEMM of the forward pass."""
+    """The launches of a pass, in the order of the diagram above. recompute: the first GEMM of the forward pass."""
 
     send_x: BoundLaunch
     send_dy: BoundLaunch
@@ -301,7 +303,8 @@ class PassLaunches(NamedTuple):
 
     @property
     def in_loading_order(self) -> Iterator[BoundLaunch]:
-        """Yield the launches so that each kernel that shares an SM with a GEMM comes right before it."""
+        """Yield the launches in such an order that each kernel that shares SMs with a GEMM immediately precedes this
+        GEMM."""
         yield from (self.place_x, self.place_dy, self.activation, *self.bias_gradients, self.send_dy, self.recompute)
         for step in (self.gemm_x, self.gemm_hidden, *self.matrix_gradients):
             yield from (self.combine, step)

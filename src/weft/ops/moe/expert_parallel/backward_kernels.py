@@ -1,21 +1,21 @@
-"""The kernels that an MoE layer's backward pass needs besides its forward pass's kernels (kernels.py,
-place_rows_kernels.py).
+"""The kernels that only the backward pass of an MoE layer needs. It also uses the kernels of the forward pass
+(kernels.py, place_rows_kernels.py).
 
-    activation_gradient  from a row's dy @ w2: the gradient before the activation, the activation times the route's
-                         weight, and the gradient of that weight, which is stored at the token's rank
-    grouped_wgrad        a^T b over the rows of each expert: the gradients of w13 and w2
-    row_sums             sums of each expert's rows: the gradients of the biases
+    activation_gradient  computes, from a row's dy @ w2, the gradient before the activation, the activation times the
+                         route's weight, and the gradient of that weight, which it stores on the token's rank
+    grouped_wgrad        computes a^T b over the rows of each expert: the gradients of w13 and w2
+    row_sums             sums each expert's rows: the gradients of the biases
     take_gradients       copies the arrived gradients of the routing weights
 
     side stream  | dispatch_rows       |                                | combine_rows             |
     main stream  | tables | place_rows | grouped_gemm_out, its activation | grouped_gemm_out, ..wgrad | sum_ranks
 
-Memory order. Inbox and outbox are used as in the forward pass: `combine_rows` announces its sums after the last read of
-the inbox, by `place_rows`. `activation_gradient` stores gradients of routing weights at their tokens' rank after
-`place_rows` has waited for that rank's rows, which that rank sends after its `take_gradients` of the previous call.
-`combine_rows`, later on the stream, announces these gradients, and `sum_ranks` waits for it before `take_gradients`. A
-route belongs to one expert, so one rank writes each word. No rank writes words of routes without a row:
-`take_gradients` has left zeros there.
+Memory order. Inbox and outbox are used as in the forward pass: `combine_rows` announces its sums after `place_rows`,
+the last reader of the inbox. `activation_gradient` stores gradients of routing weights on the ranks of their tokens. By
+then `place_rows` has waited for the rows of such a rank, which sends them after its `take_gradients` of the previous
+call. `combine_rows`, later on the stream, announces these gradients, and `sum_ranks` waits for it before
+`take_gradients`. A route belongs to one expert, so only one rank writes its word. No rank writes the word of a route
+without a row, in which `take_gradients` has left a zero.
 """
 
 from typing import NamedTuple
@@ -27,13 +27,13 @@ from ....lang.channel import address_of
 from ....lang.jit import jit
 from ..activations import CLAMPED, GELU
 
-IDENTITY = tl.constexpr(3)  # the identity as an activation
+IDENTITY = tl.constexpr(3)  # the identity, used as an activation
 
 
 class GradientSizes(NamedTuple):
-    """The sizes of the gradients' kernels for a layer and plan. They process ROWS rows of COLS elements at once; BM,
-    the rows of a tile, is a multiple of ROWS. W = 0: gradients of routing weights stay on this rank. GATE_BLOCK = 0:
-    the activation has no gate."""
+    """The sizes of the gradient kernels for a layer and plan. They process ROWS rows of COLS elements at once; BM, the
+    rows of a tile, is a multiple of ROWS. W = 0 means that gradients of routing weights stay on this rank. GATE_BLOCK =
+    0 means that the activation has no gate."""
 
     W: tl.constexpr
     K: tl.constexpr
@@ -49,8 +49,8 @@ class GradientSizes(NamedTuple):
 
 @jit
 def gelu_gradient(x):
-    """Return gelu(x), and its derivative: the cumulative normal distribution at x (as `gelu` computes it) + x times its
-    density."""
+    """Return gelu(x) and its derivative, which is the cumulative normal distribution at x (as `gelu` computes it) plus
+    x times the normal density at x."""
     t = 1.0 / (1.0 + 0.2316418837 * tl.abs(x))
     tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
     density = tl.exp(-0.5 * x * x)
@@ -60,7 +60,7 @@ def gelu_gradient(x):
 
 @jit
 def gated_gradient(gate, up, ACT: tl.constexpr):
-    """Return the activation, and its derivatives by gate and by up."""
+    """Return the activation, and its derivatives with respect to gate and to up."""
     if ACT == CLAMPED:
         gate_in_range = gate <= 7.0
         up_in_range = (up >= -7.0) & (up <= 7.0)
@@ -78,7 +78,8 @@ def gated_gradient(gate, up, ACT: tl.constexpr):
 
 @jit
 def route_of(route_rows, sources, row, K: tl.constexpr):
-    """Return int32 [rows]: each row's route, as a number among the routes of all ranks; -1 for a row without one."""
+    """Return int32 [rows]: the index of each row's route among the routes of all ranks; -1 for a row without a
+    route."""
     source = tl.load(sources + row)
     route = source * 0 - 1
     for i in tl.static_range(K):
@@ -120,7 +121,7 @@ def gradient_of_rows(
             y, dgate, dup = gated_gradient(gate, up, ACT)
             tl.store(out + offsets, (dx * dgate).to(out.dtype.element_ty), mask=c < columns)
             tl.store(out + offsets + GATE_BLOCK, (dx * dup).to(out.dtype.element_ty), mask=c < columns)
-        y = y.to(hidden.dtype.element_ty).to(tl.float32)  # rounded as the input of the second GEMM was
+        y = y.to(hidden.dtype.element_ty).to(tl.float32)  # rounded like the input of the second GEMM
         dots += tl.sum(y * dy, 1)
         tl.store(hidden_pointers, (y * weight[:, None]).to(hidden.dtype.element_ty), mask=c < inner)
     return dots
@@ -146,13 +147,13 @@ def activation_gradient(
 ):
     """Compute the gradient of the activation, and the outputs that depend on it.
 
-    preactivation [rows, N]: the input of the activation, with bias. hidden [rows, inner]: dy @ w2, replaced by the
-    activation times the route's weight. out [rows, N]: the gradient of preactivation. dy [rows, H], bias [experts, H]:
-    b2's part in the gradients of the routing weights. row_weights float32 [rows]: an output, the rows' routing weights
-    for the gradient of b2. tables: route_rows, sources, tiles, tile_count (`Tables` in route_tables.py). weights
-    float32 [W, max_tokens, K]. dweights_inbox: the addresses, by rank, of float32 [max_tokens, K], where a route's
-    gradient is stored, or with W = 0 a local float32 [W, max_tokens, K]. N: as in `grouped_gemm_in`; s:
-    `GradientSizes`.
+    preactivation [rows, N]: the input of the activation, with bias. hidden [rows, inner]: at first dy @ w2; the kernel
+    replaces it by the activation times the route's weight. out [rows, N]: the gradient of preactivation. dy [rows, H]
+    and bias [experts, H]: with them the kernel computes b2's part of the routing weights' gradients. row_weights
+    float32 [rows]: an output, the routing weight of each row, for the gradient of b2. tables: route_rows, sources,
+    tiles, tile_count (`Tables` in route_tables.py). weights float32 [W, max_tokens, K]. dweights_inbox: the address of
+    every rank's float32 [max_tokens, K], where the gradients of its routes are stored; with W = 0, a local float32 [W,
+    max_tokens, K]. N: as in `grouped_gemm_in`; s: `GradientSizes`.
     """
     W: tl.constexpr = s.W
     K: tl.constexpr = s.K
@@ -185,8 +186,8 @@ def activation_gradient(
 
 @jit(do_not_specialize=("num_routes",))
 def take_gradients(dweights_inbox, ids, out, num_routes, experts, BLOCK: tl.constexpr):
-    """Compute out = dweights_inbox, both float32, for the first `num_routes` routes if they have an expert, and 0
-    for the others. The kernel clears dweights_inbox for the next call."""
+    """Compute out = dweights_inbox for those of the first `num_routes` routes that have an expert, and 0 for the other
+    routes. Both tensors are float32. The kernel clears dweights_inbox for the next call."""
     for lo in range(tl.program_id(0) * BLOCK, num_routes, tl.num_programs(0) * BLOCK):
         i = lo + tl.arange(0, BLOCK)
         e = tl.load(ids + i, mask=i < num_routes, other=-1)
@@ -204,9 +205,9 @@ def grouped_wgrad(
     EL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute out_desc [EL, M, N], in blocks [1, BM, BN / 2], = a^T b over the rows of each expert: a_desc [rows, M] in
-    blocks [BK, BM], b_desc [rows, N] in blocks [BK, BN]. The rows of expert e begin at offsets[e], and their number is
-    a multiple of BK. Sums are fp32 in the order of the rows."""
+    """Compute out_desc [EL, M, N] = a^T b over the rows of each expert. out_desc has blocks [1, BM, BN / 2], a_desc
+    [rows, M] blocks [BK, BM], and b_desc [rows, N] blocks [BK, BN]. The rows of expert e begin at offsets[e], and their
+    number is a multiple of BK. Sums are fp32 in the order of the rows."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     per_expert = tiles_m * tiles_n
@@ -227,8 +228,8 @@ def grouped_wgrad(
 def row_sums(
     rows, row_weights, offsets, out, N, EL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, WEIGHTED: tl.constexpr
 ):
-    """Compute out [EL, N] = the sums of each expert's rows [.., N], with WEIGHTED multiplied by row_weights, in fp32
-    and in row order."""
+    """Compute out [EL, N] = the sums of each expert's rows [.., N], in fp32 and in row order. With WEIGHTED, each row
+    is multiplied by its row_weights value."""
     parts = tl.cdiv(N, COLS)
     for unit in range(tl.program_id(0), EL * parts, tl.num_programs(0)):
         expert = unit // parts

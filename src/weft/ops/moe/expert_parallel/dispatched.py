@@ -50,7 +50,7 @@ from .kernels import (
 # The number of registers per thread in a side-stream program. The GEMM on the same SM uses the remaining registers.
 DISPATCH_REGISTERS, COMBINE_REGISTERS = 96, 128
 ELEMENTS_PER_THREAD = 32  # the number of elements that such a thread holds in registers at once
-SM_MEMORY = 225 << 10  # bytes of shared memory for the tiles of a GEMM's and a side program, without the reserved part
+SM_MEMORY = 225 << 10  # bytes of shared memory for the tiles of all programs on an SM, without the reserved part
 WGMMA_ROWS = 64  # smaller tiles use mma.sync with operands in registers, which needs one buffer less
 RESERVED_MEMORY = 1 << 10  # bytes of shared memory that CUDA reserves for each program
 FINAL_SUM_WARPS, FINAL_SUM_PER_SM = 4, 4  # warps of a program of `sum_ranks`, and its programs on an SM

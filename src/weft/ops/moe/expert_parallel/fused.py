@@ -1,5 +1,5 @@
-"""The plan that runs all of an MoE layer's experts in one launch (fused_kernels.py), on the current stream; with the
-router in the same launch if the plan has `route` (route_kernels.py)."""
+"""The plan that runs all of an MoE layer's experts in one launch on the current stream (fused_kernels.py). If the
+plan's field `route` is set, the same launch runs the router (route_kernels.py)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def unsupported(world: World, layer: Layer, plan: FusedMoe) -> str | None:
 
 
 def layer_sizes_of(world: World, call: MoeCall, plan: FusedMoe) -> LayerSizes:
-    """Return the kernel's sizes, with those of the router if the call includes it."""
+    """Return the kernel's sizes, including the router's sizes if the call includes the router."""
     layer, tile, options = call.layer, plan.tile, call.router
     elements, p = 32 * tile.warps * ELEMENTS_PER_THREAD, power(layer.hidden)
     cols = min(p, elements // 2)
@@ -101,7 +101,7 @@ def layer_memory(
     )
     if number is None:
         return memory
-    if layer.max_rows is None:  # a router's experts are distinct, so that there is room for all rows
+    if layer.max_rows is None:  # a router chooses distinct experts, so there is room for all rows
         memory = memory._replace(left_out=None)
     logits = scratch(world, "logits", layer.max_tokens_per_rank, layer.experts, layer.dtype)
     # The kernel loads the number, because Triton would compile a separate kernel for some values.
@@ -112,8 +112,8 @@ def layer_memory(
 def layer_launch(
     world: World, call: MoeCall, plan: FusedMoe, workspace: LayerWorkspace, timed: bool, number: int | None
 ) -> Launch:
-    """Return the launch of the layer. timed: whether `stamped` was called. number: the call's number if this launch
-    includes the router, otherwise None."""
+    """Return the launch of the layer. timed: whether `stamped` was called. number: the number of the call if this
+    launch includes the router, otherwise None."""
     layer, h, i, n = call.layer, call.layer.hidden, call.layer.inner, first_columns(world, call.layer)
     bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
     sizes, local_experts, copies = layer_sizes_of(world, call, plan), layer.experts // world.size, plan.copy_programs
@@ -141,11 +141,11 @@ def layer_launch(
 
 
 def stamped(world: World, programs: int) -> torch.Tensor:
-    """Return int64 [programs, 6], which is zero the first time.
+    """Return int64 [programs, 6], the times of the programs, which are zero after the first call.
 
-    From then on, launches of `programs` programs add to it the ns that each program spent, without waits, in sending
-    tokens, GEMM 1, GEMM 2, sums for others and sums of own tokens, and its whole run time. Such launches compile to a
-    separate kernel.
+    After this call, launches of `programs` programs measure in ns how long each program spends, without waits, in
+    sending tokens, GEMM 1, GEMM 2, sums for other ranks and sums of own tokens, and how long it runs in all. They add
+    these times to the tensor. Such launches use a separately compiled kernel.
     """
     key = (NAME, "stamps", programs)
     if key not in world.decided:
@@ -155,22 +155,23 @@ def stamped(world: World, programs: int) -> torch.Tensor:
 
 
 def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Run:
-    """Prepare calls that compute what plan Dispatched does, with the same bits and in the same memory except for the
-    inbox. `out` may be shared, not x. First a small launch compares the ranks' calls, in some us, as a barrier does.
+    """Prepare calls with the same results, bit by bit, as the plan Dispatched. They use the same memory except for the
+    inbox. `out` may be shared, but not x. Before the layer, a small launch compares the ranks' calls; like a barrier,
+    it needs a few us.
 
-    If the call has a router, the launch writes the operands ids and weights, and compares the calls itself. A run
-    raises Unsupported if the plan's programs are not all resident at once.
+    If the call has a router, the layer's launch writes the operands ids and weights, and itself compares the calls. A
+    run raises Unsupported if the plan's programs are not all resident at once.
     """
     has_router, holder, ahead = call.router is not None, lock(world, NAME), Ahead()
-    if not has_router:  # counters of its own, since only launches with a router count all barriers
+    if not has_router:  # separate counters, because only launches with a router count all barriers
         plan = replace(plan, route=False)
     layer, block_m = call.layer, plan.tile.block_m
     workspace = make_workspace(world, layer, layer_rows(world, layer, block_m), "inbox of one launch")
     _, tables, _ = tables_of(world, layer, block_m)
     launch_of = made_once(layer_launch, world, call, plan, workspace)
     stamps = (NAME, "stamps", world.sm_count * plan.per_sm)
-    # A launch of its own, because inside the layer's kernel the comparison would need registers that are not free (8
-    # bytes of spills on sm_90a).
+    # The comparison is a separate launch. Inside the layer's kernel it would need more registers than are free (8 bytes
+    # of spills on sm_90a).
     compare_calls = Launch(world, compare, 1, dict(num_warps=1), calls=world.calls(NAME))
 
     def run(operands: MoeOperands, out: torch.Tensor) -> tuple[torch.Tensor | None]:

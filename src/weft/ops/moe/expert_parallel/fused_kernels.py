@@ -5,36 +5,38 @@
 
     queue          GEMM 1 of step 0 | GEMM 1 of 1 | GEMM 2 of 1 | GEMM 1 of 2 | GEMM 2 of 2 | .. | GEMM 2 of step 0
 
-"Step" is a source step (kernels.py explains it, the table of tiles, and the functions that are put together here).
-Tiles have the order of the table, by the last source step of their rows. GEMM 2 of a source step follows its GEMM 1
-immediately, so that its sums travel under the GEMMs of the next step. GEMM 2 of step 0, which has this rank's own
-tokens and sends nothing, comes last, where it overlaps the sums of the last step. Own tokens are read from x and not
-from the inbox; the last work of a program is to sum own tokens over all ranks.
+"Step" means a source step. kernels.py explains source steps, the table of tiles, and the functions that this file
+combines. Tiles are in the order of the table, by the last source step of their rows. GEMM 2 of a source step
+immediately follows GEMM 1 of the step, so that the sums of the step are sent during the GEMMs of the next step. GEMM 2
+of step 0 computes this rank's own tokens and sends nothing. It comes last, where it overlaps the sums of the last step.
+Own tokens are read from x and not from the inbox. At its end, each program sums own tokens over all ranks.
 
-Before all tickets, every rank's routes go to every rank, and all programs of a rank build its tables together
-(routing/kernels.py): each counts some blocks of routes, a grid barrier follows, each places some blocks, and another
-grid barrier follows.
+Before all tickets, every rank sends its routes to every rank, and all programs of a rank together build its tables
+(routing/kernels.py). Each program counts some blocks of routes, a grid barrier follows, each program places some
+blocks, and another grid barrier follows.
 
 The router is a separate launch before this one, or, with `memory.logits`, the first work of this launch
-(route_kernels.py): all programs compute tiles of logits, a grid barrier follows, each chooses the experts of some rows,
-and another grid barrier follows.
+(route_kernels.py). In the latter case all programs compute tiles of logits, a grid barrier follows, each program
+chooses the experts of some rows, and another grid barrier follows.
 
-Who waits for whom. A choice waits for all programs' tiles of logits, and a copy program shares routes after a wait for
-all programs' choices. These are waits for programs of the same launch, all of them resident, which wait for nothing
-before, except that one of them, after its choices, waits until every other rank's launch has reached the same point.
-So all experts of a rank's tokens are chosen before any rank counts them. A tile of GEMM 1 waits for the rows of its
-source steps, which the copy programs of another rank send before they draw a ticket. A tile of GEMM 2 waits for its row
-of tiles of GEMM 1, which has earlier tickets. A copy program sends the sums of a source step once it has drawn a ticket
-that follows all tiles with rows of the step. So a ticket waits for earlier tickets of this rank, or for work that other
-ranks' copy programs did before all tickets; the sums of a copy program wait for tickets before its current one; and the
-end waits only for tickets and for other ranks' copy programs. Programs draw tickets in rising order, so with all of
-them resident some program can always proceed. There is no barrier between the phases.
+Who waits for whom. Before a program chooses experts, it waits for the tiles of logits of all programs. Before a copy
+program shares routes, it waits for the choices of all programs. Both are waits for programs of the same launch. All of
+these are resident, and until then they wait for nothing else, with one exception: after its choices, one program waits
+until every other rank's launch has reached the same point. So all experts of a rank's tokens are chosen before any rank
+counts them. A tile of GEMM 1 waits for the rows of its source steps, which copy programs of other ranks send before
+they draw a ticket. A tile of GEMM 2 waits for its row of tiles of GEMM 1, whose tickets are earlier. A copy program
+sends the sums of a source step once it has drawn a ticket that follows all tiles with rows of the step. So a ticket
+waits only for earlier tickets of this rank, or for work that other ranks' copy programs do before all tickets. The sums
+that a copy program sends wait only for tickets before its current ticket. The end of a program waits only for tickets
+and for other ranks' copy programs. Programs draw tickets in rising order and are all resident, so some program can
+always proceed. There is no barrier between the phases.
 
-Memory order, from call to call, is as in kernels.py, except for the inbox, which is separate. A rank that has sent the
-sums of a source step may still read rows of other steps, and if the next call has a different size, one rank's section
-may overlap another rank's previous section. So rows are written to this inbox only after the tables are built, for
-which a rank waits for the ids of all others, and these come after the end of their previous call. `done`, which counts
-finished tiles of GEMM 1 by row of tiles, has two halves: a call fills one and clears the other.
+Memory order. The order from call to call is the order in kernels.py, except for the inbox, which is separate. A rank
+that has sent the sums of a source step may still read rows of other steps. If the next call has a different size, one
+rank's section of the inbox may overlap another rank's previous section. So rows are written to this inbox only after
+the tables are built. For the tables a rank waits for the ids of all other ranks, which send their ids after the end of
+their previous call. `done`, which counts finished tiles of GEMM 1 for each row of tiles, has two halves: a call
+increments one half and clears the other.
 """
 
 from typing import NamedTuple
@@ -64,7 +66,8 @@ from .kernels import (
 )
 from .route_kernels import RouterSizes, RouterTensors, choose_experts, compare_calls_once, compute_logits
 
-# The phases whose time without waits a program measures, and its whole run time: indices into its row of stamps.
+# The phases whose time (without waits) a program measures, and the whole run time of the program. The values are
+# indices into the program's row of stamps.
 DISPATCH_TIME, FIRST_GEMM_TIME, SECOND_GEMM_TIME, COMBINE_TIME, FINAL_SUM_TIME, TOTAL_TIME = (
     tl.constexpr(i) for i in range(6)
 )
@@ -72,14 +75,15 @@ STAMPS = tl.constexpr(6)
 
 
 class LayerMemory(NamedTuple):
-    """The memory of one kind of call, as in kernels.py.
+    """The memory that all calls of one layer and plan use. The tensors correspond to the ones in kernels.py.
 
-    ids, weights: of all ranks [W, max_tokens, K], and their addresses by rank. tables: the tables, which have
-    `rows` rows, and to which route_rows belongs; counts: as in `count_routes`; barrier_arrivals: int32 [2], arrivals at
-    each grid barrier in all calls. done: int32 [2, rows_of_tiles], and counters: int32 [W], are local to this GPU.
-    stamps: int64 [programs, STAMPS], or None: the ns that each program has spent in each phase, over all calls.
-    logits [max_tokens, E], calls, and number int32 [1]: of a launch that includes the router, for its logits and for
-    `compare_calls_once`; `barrier_arrivals` has four words then. None if a separate launch chose ids and weights.
+    ids, weights: the routes of all ranks [W, max_tokens, K]; each rank also has the address of every rank's tensors.
+    tables: the tables, which have `rows` rows and contain route_rows. counts: as in `count_routes`. barrier_arrivals:
+    int32 [2], the number of arrivals at each grid barrier in all calls. done: int32 [2, rows_of_tiles], and counters:
+    int32 [W], are local to this GPU. stamps: int64 [programs, STAMPS], or None: the ns that each program has spent in
+    each phase in all calls. logits [max_tokens, E], calls, and number int32 [1] are for a launch that includes the
+    router: it stores its logits there and calls `compare_calls_once`, and `barrier_arrivals` has four words. They are
+    None if a separate launch chose ids and weights.
     """
 
     inbox: torch.Tensor
@@ -123,10 +127,10 @@ class LayerOperands(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """The sizes of a layer and plan. P, KP: H and K rounded up to powers of two; INNER: the inner size. EVEN_K: as in
-    `gathered_tile`; GATE_BLOCK, ACT: as in `store_activated`. A block that is sent has SEND_ROWS rows of P elements,
-    and STAGES blocks are in flight; a block that is summed has SUM_ROWS rows of COLS elements. router: the sizes of a
-    router that the launch includes."""
+    """The sizes that depend on the layer and the plan. P, KP: H and K rounded up to powers of two. INNER: the inner
+    size. EVEN_K: as in `gathered_tile`; GATE_BLOCK, ACT: as in `store_activated`. A block that is sent consists of
+    SEND_ROWS rows of P elements, and STAGES blocks are in flight. A block that is summed consists of SUM_ROWS rows of
+    COLS elements. router: the sizes of the router if the launch includes one."""
 
     H: tl.constexpr
     INNER: tl.constexpr
@@ -164,8 +168,8 @@ def clock(memory):
 
 @jit
 def send_tokens(x, ids, memory, ch, T, max_tokens, s):
-    """Send a copy program's part of the tokens, to rank me + 1 first. Counter j - 1 of rank me + j belongs to its
-    source step j and gets `copy_programs` arrivals."""
+    """Send a copy program's part of the tokens, beginning with the tokens for rank me + 1. Counter j - 1 of rank me + j
+    belongs to source step j of that rank and receives `copy_programs` arrivals."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
     for j in range(1, W):
@@ -192,8 +196,8 @@ def send_tokens(x, ids, memory, ch, T, max_tokens, s):
 
 @jit
 def share_routes(ids, weights, memory, ch, T, max_tokens, s):
-    """Share a copy program's part of this rank's routes with all ranks. Counter 2 W - 2 + r of a rank: rank r has
-    shared its routes, `copy_programs` arrivals."""
+    """Send a copy program's part of this rank's routes to all ranks. When rank r has shared its routes, counter 2 W - 2
+    + r of every rank has received `copy_programs` arrivals."""
     W: tl.constexpr = ch.world
     push_routes(
         ids,
@@ -213,8 +217,8 @@ def share_routes(ids, weights, memory, ch, T, max_tokens, s):
 
 @jit
 def grid_barrier(memory, ch, barrier: tl.constexpr):
-    """Wait until all programs of this launch have arrived here. Afterwards each program sees all their earlier
-    stores."""
+    """Wait until all programs of this launch have arrived here. Afterwards each program sees all earlier stores of all
+    programs."""
     flush_stores(False)
     tl.atomic_add(memory.barrier_arrivals + barrier, 1, sem="release", scope="gpu")
     wait_until(
@@ -229,7 +233,7 @@ def grid_barrier(memory, ch, barrier: tl.constexpr):
 
 @jit
 def make_tables(memory, ch, max_tokens, s, table_sizes):
-    """Build the tables as `count_routes` and `place_routes` do, by all programs together. table_sizes:
+    """Build the tables as `count_routes` and `place_routes` do. All programs share the work. table_sizes:
     `TableKernelSizes`."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
@@ -272,7 +276,7 @@ def make_tables(memory, ch, max_tokens, s, table_sizes):
 
 @jit
 def tiles_done(memory, i):
-    """Return the address of this call's counter of finished tiles of GEMM 1 in row of tiles i."""
+    """Return the address of the counter that counts this call's finished tiles of GEMM 1 in row of tiles i."""
     return memory.done + (tl.load(memory.epoch) & 1) * memory.rows_of_tiles + i
 
 
@@ -287,8 +291,8 @@ def clear_tiles(memory):
 
 @jit
 def token_rows(x, inbox, source, me, max_tokens, K):
-    """Return pointers to the rows of tokens s * max_tokens + t: this rank's tokens are in x, the others in the
-    inbox."""
+    """Return pointers to the rows of tokens s * max_tokens + t. This rank's tokens are in x, and the other ranks'
+    tokens are in the inbox."""
     is_own = source // max_tokens == me
     return tl.where(is_own, x + (source - me * max_tokens).to(tl.int64) * K, inbox + source.to(tl.int64) * K)
 
@@ -296,7 +300,7 @@ def token_rows(x, inbox, source, me, max_tokens, K):
 @jit
 def first_gemm_tile(operands, memory, w_desc, hidden_desc, ch, i, tn, N, K, max_tokens, s):
     """Compute one tile of GEMM 1 and the activation. The tile's rows have arrived."""
-    K = K // 8 * 8  # rows are whole 16-byte words
+    K = K // 8 * 8  # the length of a row is a multiple of 16 bytes
     me = rank_of(ch)
     row = tl.load(memory.tables.tiles + 4 * i)
     expert = tl.load(memory.tables.tiles + 4 * i + 1)
@@ -352,8 +356,8 @@ def wait_for_step(memory, ch, source_step):
 
 @jit
 def send_step_sums(memory, ch, source_step, max_tokens, s):
-    """Send a copy program's part of the sums of one source step to its rank. Counter W - 1 + j - 1 of a rank: rank me +
-    j has summed this rank's tokens, `copy_programs` arrivals."""
+    """Send a copy program's part of the sums of one source step to the source rank. When rank me + j has summed this
+    rank's tokens, counter W - 1 + j - 1 of this rank has received `copy_programs` arrivals."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
     rank = (me - source_step + W) % W
@@ -373,7 +377,7 @@ def send_step_sums(memory, ch, source_step, max_tokens, s):
         s.SUM_ROWS,
         memory.copy_programs,
     )
-    # Notify even without rows, to announce that this rank has read its inbox.
+    # Also without rows, this rank notifies the other, to announce that it has read its inbox.
     channel_notify(ch, W + source_step - 2, rank, False)
 
 
@@ -388,8 +392,8 @@ def wait_for_sums(ch, memory):
 
 @jit
 def sum_own_tokens(ids, shared, out, memory, ch, T, max_tokens, s):
-    """Sum a program's part of this rank's tokens: this rank's sums over its experts, rounded like sums that are sent,
-    plus the other ranks' sums."""
+    """Sum a program's part of this rank's tokens over all ranks. This rank's sums over its own experts are rounded like
+    sums that are sent; then the other ranks' sums are added."""
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (s.H + s.COLS - 1) // s.COLS
     me = rank_of(ch)
@@ -431,7 +435,7 @@ def sum_own_tokens(ids, shared, out, memory, ch, T, max_tokens, s):
 
 @jit
 def route(operands, memory, ch, T, s):
-    """Choose the experts of all of this rank's tokens, by all programs together."""
+    """Choose the experts of all of this rank's tokens. All programs share the work."""
     compute_logits(operands.x, operands.router, memory.logits, T, s.H, s.router)
     grid_barrier(memory, ch, 2)
     choose_experts(operands.router, memory.logits, operands.ids, operands.weights, T, s.router)
@@ -447,9 +451,9 @@ def moe_layer(
     `TableKernelSizes`.
 
     w13_desc [experts N, H], w2_desc [experts H, K] with K the inner size. hidden [rows, K] has one descriptor for
-    stores (`store_activated`) and one for loads, [BM, BK]; y_desc [rows, H] has blocks [BM, BN / 2]. N, H, K are also
-    integers, for the loops. The counters of `ch` are W - 1 of arrived rows, by source step from 1 on; W - 1 of arrived
-    sums, from rank me + 1 on; and W of arrived routes, by rank.
+    stores (`store_activated`) and one for loads, [BM, BK]; y_desc [rows, H] has blocks [BM, BN / 2]. The loops need N,
+    H and K as integers too. `ch` has three groups of counters: W - 1 for arrived rows, by source step from 1 on; W - 1
+    for arrived sums, from rank me + 1 on; and W for arrived routes, by rank.
     """
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)

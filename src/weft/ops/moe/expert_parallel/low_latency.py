@@ -21,7 +21,7 @@ from .dispatched import ELEMENTS_PER_THREAD, layer_sizes, make_workspace, persis
 from .dispatched import unsupported as dispatched_unsupported
 from .low_latency_kernels import LowLatencyMemory, low_latency_gemm, low_latency_sums
 
-MAX_ROUTES = 8192  # the most routes that every program scans
+MAX_ROUTES = 8192  # the largest number of routes that every program scans
 SCAN_ELEMENTS = 8192  # pairs of a route and a row that are compared at once
 
 
@@ -38,7 +38,7 @@ def unsupported(world: World, layer: Layer, plan: LowLatency) -> str | None:
 
 
 class LayerLaunches(NamedTuple):
-    """The launches of one layer and plan. gemms: both GEMMs, by whether each call passes `memory` with a tensor for the
+    """The launches of one layer and plan. gemms: both GEMMs; the key says whether `memory` contains a tensor for the
     numbers of received rows."""
 
     memory: LowLatencyMemory
@@ -51,7 +51,7 @@ def layer_launches(world: World, layer: Layer, plan: LowLatency) -> LayerLaunche
     """Return the launches of this layer and plan. The call is collective when memory has to grow."""
     tile, h, programs = plan.tile, layer.hidden, world.sm_count * plan.per_sm
     copy_programs, local_experts = min(plan.copy_programs, programs), layer.experts // world.size
-    other_ranks = world.size - 1  # a single rank signals no rank
+    other_ranks = world.size - 1  # a single rank has no other rank to notify
     name = f"{NAME}, low-latency rows and sums by {copy_programs} programs"
     ch = world.channel(name, 2 * other_ranks or 1, None, copy_programs if other_ranks else None)
     # A block that is sent or summed is one row or a part of it, so that many programs have work.
@@ -84,9 +84,9 @@ def layer_launches(world: World, layer: Layer, plan: LowLatency) -> LayerLaunche
 def layer_memory(world: World, layer: Layer, plan: LowLatency, copy_programs: int) -> LowLatencyMemory:
     """Return the memory of the kernels. The call is collective when it has to grow.
 
-    All layers share the inbox and outbox. Only layers with one max_tokens_per_rank and k share ids and weights, so that
-    the part of one rank does not overlap another rank's part in the next call, which some ranks begin while others
-    still sum.
+    All layers share the inbox and outbox. Only layers with the same max_tokens_per_rank and k share ids and weights.
+    Some ranks begin the next call while others still compute sums; with equal sizes, the part of one rank never
+    overlaps another rank's part.
     """
     shape = (world.size, layer.max_tokens_per_rank, layer.k)
     name, dtypes, routes = f"{NAME}, low-latency routes", (torch.int32, torch.float32), math.prod(shape)
@@ -112,8 +112,8 @@ def layer_memory(world: World, layer: Layer, plan: LowLatency, copy_programs: in
 
 
 def prepare_low_latency(world: World, call: MoeCall, plan: LowLatency) -> Run:
-    """Prepare calls that compute what plan Dispatched does, in the same memory, but without tables. `out` may be
-    shared, not x.
+    """Prepare calls that compute the same result as the plan Dispatched in the same memory, but without tables. `out`
+    may be shared, but not x.
 
     A run raises Unsupported if the plan's programs are not all resident at once.
     """

@@ -176,7 +176,7 @@ def low_latency_gemm(
         store_route_rows(ids, memory, ch, T, max_tokens, s, memory.SCAN_BLOCK)
     rows_per_expert = rows_of_experts(ids, memory, me, T, max_tokens, s, W, ELP, memory.SCAN_BLOCK)
     e = tl.arange(0, ELP)
-    if FIRST_GEMM and memory.received is not None:  # after this rank's sums the ids may be overwritten by the next call
+    if FIRST_GEMM and memory.received is not None:  # the next call may overwrite the ids once sums are sent
         if pid == 0:
             tl.store(memory.received + e, rows_per_expert, mask=e < s.EL)
     order = tl.cumsum((rows_per_expert > 0).to(tl.int32), 0)

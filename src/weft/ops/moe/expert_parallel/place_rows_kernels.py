@@ -1,26 +1,28 @@
-"""The kernels of `weft.moe.dispatch` and `weft.moe.combine` beyond a whole layer's kernels. They store arrived rows in
-the order of their experts, for the caller's own expert kernels.
+"""The kernels that only `weft.moe.dispatch` and `weft.moe.combine` need, in addition to the kernels of a whole layer.
+They store arrived rows in expert order, for the caller's own expert kernels.
 
     side stream  | dispatch_rows            |
     main stream  | share | tables | place_rows | the caller's experts .. | combine_rows | sum_ranks
 
-`dispatch_rows` sends tokens to the inbox of the ranks that have their experts. `share` exchanges the routes, and the
-tables list the rows of each expert. `place_rows` reads the tokens of one source rank after another as they arrive, this
-rank's first, and stores each in all rows that it has here, so it reads the inbox once. In the layout in which every
-expert has the same number of rows, `mask_rows` follows the tables and converts them. The experts' result is complete by
-stream order when `combine_rows` starts, which therefore waits for nothing: its counters and their targets are zero. It
-stores weighted sums in the outboxes of the tokens' ranks, and `sum_ranks` sums these.
+`dispatch_rows` sends tokens to the inboxes of the ranks that hold their experts. `share` exchanges the routes, and the
+tables list the rows of each expert. `place_rows` reads the tokens of one source rank after another as they arrive,
+beginning with this rank. It stores each token in all of the token's rows on this rank, so it reads the inbox once. In
+the layout in which every expert has the same number of rows, `mask_rows` follows the tables and converts them. By
+stream order, the experts' result is complete when `combine_rows` starts. `combine_rows` therefore waits for nothing:
+its counters and their targets are zero. It stores weighted sums in the outboxes of the tokens' ranks, and `sum_ranks`
+adds these sums.
 
-Order of accesses. A call uses one of two buffers, from its dispatch to its combine. A buffer has its own copy of all
-memory that ranks write on each other: routes, inbox, outbox, and their counters. So no order is needed between buffers,
-and the calls of one buffer follow one another on a rank (`World.order`): with two microbatches, call n + 2 begins in
-the buffer of call n after this rank's `sum_ranks` of call n. That kernel has waited for every rank's `combine_rows` of
-call n, each program of which notifies a rank after its last read of that rank's routes and tokens; `place_rows` and the
-tables came before it on the stream. So no rank still reads the routes and the inbox that call n + 2 overwrites. A
-rank's outbox is written by programs that run after `place_rows`. That kernel waits for each source rank's dispatch of
-call n + 2, with or without rows, and a source rank dispatches after its `sum_ranks` of call n, the last reader of its
-outbox. Dispatches are combined in their own order, so a rank waits only for launches that come earlier in an order
-which all ranks share; and programs that wait here leave room on their SM for those that do not wait.
+Order of accesses. A call uses one of two buffers, from its dispatch to its combine. Each buffer has a separate copy of
+all memory that other ranks write: routes, inbox, outbox, and their counters. So no order is needed between buffers, and
+the calls of one buffer follow one another on a rank (`World.order`): with two microbatches, call n + 2 begins in the
+buffer of call n after this rank's `sum_ranks` of call n. `sum_ranks` has waited for every rank's `combine_rows` of call
+n. Each program of `combine_rows` notifies a rank after its last read of that rank's routes and tokens, and the tables
+and `place_rows` come before it on the stream. So no rank still reads the routes and the inbox that call n + 2
+overwrites. Programs that write to another rank's outbox run after `place_rows`. `place_rows` waits for each source
+rank's dispatch of call n + 2, with or without rows, and a source rank dispatches after its `sum_ranks` of call n, which
+is the last reader of its outbox. Combines run in the order of their dispatches, so a rank waits only for launches that
+come earlier in an order which is the same on all ranks. Programs that wait leave room on their SM for programs that do
+not wait.
 """
 
 from typing import NamedTuple
@@ -35,11 +37,11 @@ from ....lang.jit import jit
 from ..expert_parallel.kernels import half_offset
 from ..routing.kernels import LEFT_OUT, count_told, tell_sources
 
-RANK_BINS = tl.constexpr(32)  # the most ranks, and bins of a histogram by rank
+RANK_BINS = tl.constexpr(32)  # the largest number of ranks, and the number of bins in a histogram by rank
 
 
 class ExpertOrder(NamedTuple):
-    """The tables of rows in the order of this rank's EL experts (`route_tables.Tables`), all int32."""
+    """The tables of rows in the order of this rank's EL experts (`route_tables.Tables`). All of them are int32."""
 
     ids: torch.Tensor  # [W, max_tokens, K], of every rank
     route_rows: torch.Tensor  # [W * max_tokens * K]: the row of each route; -1: none, -2: left out
@@ -49,7 +51,8 @@ class ExpertOrder(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """The tables of the masked layout, in which every expert has MAX_M rows and uses the first `counts` of them."""
+    """The tables of the masked layout, in which every expert has MAX_M rows. `counts` holds how many of them each
+    expert uses."""
 
     route_rows: torch.Tensor
     sources: torch.Tensor  # [EL, MAX_M]
@@ -71,7 +74,8 @@ def clear_padding(rows, order, expert, H: tl.constexpr, COLS: tl.constexpr, ROWS
 
 @jit
 def list_masked(order, masked, expert, MAX_M, BLOCK: tl.constexpr):
-    """Store the number of rows that an expert has, at most MAX_M, and the sources of its MAX_M rows, -1 for none."""
+    """Store the number of rows of an expert, which is limited to MAX_M, and the sources of its MAX_M rows, -1 for
+    none."""
     count = tl.minimum(tl.load(order.received + expert), MAX_M)
     tl.store(masked.counts + expert, count)
     first_row = tl.load(order.offsets + expert)
@@ -83,7 +87,7 @@ def list_masked(order, masked, expert, MAX_M, BLOCK: tl.constexpr):
 
 @jit
 def rows_by_source(order, max_tokens, MAX_M, EL: tl.constexpr, BLOCK: tl.constexpr):
-    """Return int32 [RANK_BINS]: how many rows beyond MAX_M of an expert have tokens of each rank."""
+    """Return int32 [RANK_BINS]: for each rank, how many of an expert's rows beyond MAX_M hold tokens of this rank."""
     rows = tl.zeros((RANK_BINS,), tl.int32)
     for expert in range(0, EL):
         first_row = tl.load(order.offsets + expert)
@@ -109,9 +113,9 @@ def mask_rows(
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Convert the tables of rows in expert order to tables of the masked layout. Rows beyond MAX_M of an expert are
-    dropped; they are counted unless guard is None, and reported to their tokens' ranks unless left_out is None. rank:
-    int32 [1], this rank. routes: the number of routes of all ranks."""
+    """Convert the tables of rows in expert order to tables of the masked layout. If an expert has more than MAX_M rows,
+    the last ones are dropped. They are counted unless guard is None, and are reported to the ranks of their tokens
+    unless left_out is None. rank: int32 [1], this rank. routes: the number of all ranks' routes."""
     for expert in range(tl.program_id(0), EL, PROGRAMS):
         list_masked(order, masked, expert, MAX_M, BLOCK)
     if guard is not None:
@@ -170,10 +174,11 @@ def place_rows(
 ):
     """Copy inbox [W, max_tokens, H] to rows [.., H] in expert order.
 
-    PADDED: rows between an expert's last row and the next expert's first become zeros. A block has COLS columns of ROWS
-    tokens. Counter j of `ch` belongs to source step j, with ARRIVALS arrivals; with ARRIVALS = 0 all rows have arrived,
-    and the kernel does not end a call. epoch, half_size: as in `grouped_gemm_in`, None and 0 if calls do not alternate
-    between halves; if they do, ARRIVALS dispatch programs advance the epoch together with these.
+    PADDED: whether rows between an expert's last row and the next expert's first row are set to zero. A block consists
+    of COLS columns of ROWS tokens. Counter j of `ch` belongs to source step j and receives ARRIVALS arrivals. ARRIVALS
+    = 0 means that all rows have already arrived, and that the kernel does not end a call. epoch, half_size: as in
+    `grouped_gemm_in`; None and 0 if calls do not alternate between halves. If they alternate, the ARRIVALS dispatch
+    programs advance the epoch together with the programs of this kernel.
     """
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
