@@ -3,10 +3,10 @@
     main stream  barrier | gradients of local keys | gradients of remote keys .. | all-to-all of dk, dv | sums
     copy stream           | push | push | push
 
-The library's backward pass recomputes the probabilities as exp(score - lse). Given the lse and the output over all
-keys, it is exact for any range of keys, so that dq is a sum over calls, and a call returns dk and dv of its own keys.
-The gradients of remote keys are sent back to their rank, which sums them in float32 in rank order; each gradient was
-rounded once before.
+The library's backward pass recomputes the probabilities as exp(score - lse). If it receives the lse and the output over
+all keys, its results are exact for any range of keys. So each call returns dk and dv of its own keys, and dq is the sum
+over all calls. The gradients of remote keys are sent back to their rank, which sums them in float32 in rank order. Each
+gradient is rounded once before it is sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def backward(
     operands: BackwardOperands,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Return dq, dk and dv, with None for one that is not needed. k and v are those of this rank."""
+    """Return dq, dk and dv of this rank's q, k and v. A gradient that is not needed is None."""
     # cuDNN reads aligned 16-byte words, and a gradient may begin at any address.
     operands = BackwardOperands(*map(dense, operands))
     q, k, v, *_ = operands
@@ -60,7 +60,7 @@ def backward(
             group_dkv = world.zeros((group.rows, *kv_shape), config.dtype)
         rows = [key_range.hi - key_range.lo for key_range in group.ranges]
         for key_range, range_dkv in zip(group.ranges, group_dkv.split(rows), strict=True):
-            if key_range.source == world.rank:  # in packed sequences local and remote keys are in one run
+            if key_range.source == world.rank:  # in packed sequences, local and remote keys form one run
                 add(world, [local_dkv[key_range.lo : key_range.hi]], [range_dkv])
             else:
                 dkv_by_rank[key_range.source] = range_dkv
@@ -78,7 +78,7 @@ def backward(
 def gradients(
     world: World, config: AttentionConfig, operands: BackwardOperands, mask: bool | Packed
 ) -> Sequence[Tensor]:
-    """Return dq, dk and dv of these keys and values."""
+    """Return the dq, dk and dv that these keys and values contribute."""
     q, k, v, *_ = operands
     use, sizes = "packed_backward" if isinstance(mask, Packed) else "backward", (len(q), len(k), mask is True)
     outputs = [(t.shape, config.dtype) for t in (q, k, v)]
@@ -111,11 +111,11 @@ def stack_dkv(world: World, dkv: list[Tensor]) -> Tensor:
 
 
 def sum_dq(world: World, dqs: Sequence[tuple[int, Tensor]], q: Tensor) -> Tensor:
-    """Return dq in the dtype of q, summed in float32 and rounded once. Each of `dqs` is the first query of a term and
-    the term; terms of all queries come first."""
+    """Return dq in the dtype of q, summed in float32 and rounded once. `dqs` contains pairs of a term's first query and
+    the term. Terms that cover all queries come first."""
     if len(dqs) == 2 and dqs[0][0] == 0:
         (_, total), (first_query, term) = dqs
-        add(world, [total[first_query:]], [term])  # torch adds two 16-bit tensors in float32
+        add(world, [total[first_query:]], [term])  # torch adds two 16-bit tensors in float32 and rounds once
         return total
     total = world.zeros(q.shape, torch.float32)
     for first_query, term in dqs:
@@ -164,7 +164,8 @@ def sum_over_ranks(
 
 
 def sinks_gradient(world: World, sinks: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
-    """Return the gradient of `sinks` [heads]: a sink is a key with the weight exp(sink - lse) and the value 0."""
+    """Return the gradient of `sinks` [heads]. A sink acts like a key with the weight exp(sink - lse) and the value
+    0."""
     assert sinks is not None
     dsinks, logits = world.empty(sinks.shape, sinks.dtype), sinks
 

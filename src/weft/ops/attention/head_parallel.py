@@ -1,15 +1,16 @@
-"""Head-parallel attention (DeepSpeed-Ulysses): every rank computes some of the heads over the whole sequence.
+"""Head-parallel attention (DeepSpeed-Ulysses): every rank computes attention for some of the heads over the whole
+sequence.
 
     push q, k, v | barrier | attention of 1 / W of the heads over the whole sequence | push out, lse | barrier | copy
 
-A push stores each block of a matrix where its reader needs it: the first push turns rows of all heads into whole
-sequences of some heads, and the push of the results turns them back. A causal mask is then one causal block, so that
+A push stores each block of a matrix where its reader needs the block. The first push converts rows of all heads into
+whole sequences of some heads, and the push of the results reverses this. A causal mask then covers one causal block, so
 all ranks have equal work in any layout, and no partial results are merged.
 
-The order by barriers: after the first one, all rows have arrived, and no rank still reads the results of the previous
-call. After the second one, all results have arrived, and no rank still reads queries or keys. Each tensor has its own
-buffer, because one rank may still copy results while a faster rank pushes the queries of the next call, which may have
-different sizes.
+The barriers ensure the order of accesses. After the first barrier, all rows have arrived, and no rank still reads the
+results of the previous call. After the second barrier, all results have arrived, and no rank still reads queries or
+keys. Each tensor has a separate buffer, because one rank may still copy results while a faster rank pushes the queries
+of the next call, whose sizes may differ.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ MEMORY = "attention heads"
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """The split of heads and rows over the ranks. `chunks` has, for each rank, (first row in its shard, first row in
-    the sequence, rows) of every run of rows that is contiguous in both."""
+    """The split of heads and rows over the ranks. For each rank, `chunks` lists (first row in its shard, first row in
+    the sequence, number of rows) of every run of rows that is contiguous in both."""
 
     config: AttentionConfig
     chunks: tuple[tuple[tuple[int, int, int], ...], ...]
@@ -49,13 +50,13 @@ class HeadSplit:
 
     @property
     def rank_config(self) -> AttentionConfig:
-        """Return the attention that one rank computes: some heads over the whole sequence."""
+        """Return the sizes of the attention that one rank computes: some heads over the whole sequence."""
         config, size = self.config, len(self.config.shards)
         heads, kv_heads = config.heads // size, config.kv_heads // size
         return replace(config, shards=(sum(config.shards),), heads=heads, kv_heads=kv_heads)
 
     def dispatch_blocks(self, rank: int, heads: int) -> list[PushBlock]:
-        """Return the blocks that move rows [n, W heads, D] of `rank` to the [S, heads, D] of every reader."""
+        """Return the blocks that move rows [n, W heads, D] of `rank` to every reader's tensor [S, heads, D]."""
         size, width = len(self.chunks), heads * self.config.dim
         return [
             PushBlock(reader, rows, width, in_sequence * width, width, (in_shard * size + reader) * width, size * width)
@@ -64,7 +65,8 @@ class HeadSplit:
         ]
 
     def combine_blocks(self, rank: int) -> list[PushBlock]:
-        """Return the blocks that move results [S, heads of `rank`, D] back to the [n, heads, D] of the rows' ranks."""
+        """Return the blocks that move results [S, heads of `rank`, D] back to the tensors [n, heads, D] on the ranks of
+        the rows."""
         size, width = len(self.chunks), self.rank_config.heads * self.config.dim
         return [
             PushBlock(reader, rows, width, (in_shard * size + rank) * width, size * width, in_sequence * width, width)
@@ -73,7 +75,8 @@ class HeadSplit:
         ]
 
     def lse_blocks(self, rank: int) -> list[PushBlock]:
-        """Return the blocks that move lse [heads of `rank`, S] back to the [heads, n] of the rows' ranks."""
+        """Return the blocks that move lse [heads of `rank`, S] back to the tensors [heads, n] on the ranks of the
+        rows."""
         heads, total, shards = self.rank_config.heads, sum(self.config.shards), self.config.shards
         return [
             PushBlock(reader, heads, rows, rank * heads * shards[reader] + in_shard, shards[reader], in_sequence, total)
@@ -102,8 +105,8 @@ def prepare_forward(
     received_lse = lse_memory.local[: config.heads * n].view(config.heads, n)[:, n - m :]
 
     def pushing(memory: SymmetricTensor, dtype: torch.dtype, method: str, *args: int) -> Callable[[Tensor], None]:
-        """Return a function that pushes blocks of a tensor. The split's method with this name returns the blocks for
-        the rank and `args`."""
+        """Return a function that pushes blocks of a tensor. `name` is the method of the split that returns the blocks
+        for a rank and `args`."""
         blocks = getattr(split, method)(rank, *args)
         launch = block_launch(world, plan.programs, (split, method, *args), blocks, dtype)
         return lambda t: launch(world.current_stream(), x=t, memory=memory.addresses)
@@ -117,7 +120,7 @@ def prepare_forward(
     def forward(q: Tensor, local_kv: KeyValues, sinks: Tensor | None, out: Tensor) -> Tensor:
         stream = world.current_stream()
         world.order(holder, stream)
-        if m < n:  # the other ranks read as many queries as keys
+        if m < n:  # the number of queries on the other ranks does not matter here, so it is set to the number of keys
             padded = world.zeros((n, config.heads, config.dim), config.dtype)
             world.copy(padded[n - m :], q, stream)
             q = padded

@@ -1,13 +1,13 @@
-"""The merge of a library's partial attention results.
+"""The kernel that merges partial attention results of a library.
 
 A partial result is out_i, the softmax over some of the keys, and lse_i, the natural logarithm of its sum of
 exponentials. Over all keys, lse = log sum exp(lse_i) and out = sum exp(lse_i - lse) out_i. The kernel computes in
-float32 and reads each partial result once; partial results have been rounded to 16 bits once.
+float32 and reads each partial result once. Each partial result has been rounded to 16 bits once.
 
 Symbols of shapes:
 
-    M          rows of the merged result
-    D          elements of a head
+    M          the number of rows in the merged result
+    D          the number of elements in a head
 """
 
 import triton.language as tl
@@ -31,10 +31,11 @@ def merge(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Merge partial results, tuples `outs` and `lses`, into out [M, HEADS, D] and lse float32 [HEADS, M].
+    """Merge the partial results in the tuples `outs` and `lses` into out [M, HEADS, D] and lse float32 [HEADS, M].
 
-    The first FULL results have all M rows, the others the rows from `first_query` on. sinks [HEADS] are logits that are
-    part of every sum and have no value. A block is ROWS rows of one head; COLS is D, or the power of two above it.
+    The first FULL results contain all M rows; the other results contain the rows from `first_query` on. sinks [HEADS]
+    are logits that are terms of every sum of exponentials and have no value. A block consists of ROWS rows of one head.
+    COLS is D rounded up to a power of two.
     """
     i, d = tl.arange(0, ROWS), tl.arange(0, COLS)
     blocks = tl.cdiv(M, ROWS)

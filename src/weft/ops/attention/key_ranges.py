@@ -33,7 +33,7 @@ from .libraries import Packed
 
 
 class KeyRange(NamedTuple):
-    """Keys lo to hi of the shard of rank `source`."""
+    """Keys lo to hi in the shard of rank `source`."""
 
     source: int
     lo: int
@@ -41,8 +41,8 @@ class KeyRange(NamedTuple):
 
 
 class CausalBlock(NamedTuple):
-    """Local keys lo to hi, against all local queries. With `causal` the block lies on the diagonal of the causal mask;
-    otherwise every query sees all of its keys."""
+    """A block of local keys lo to hi and all local queries. If `causal` is set, the block is on the diagonal of the
+    causal mask; otherwise every query sees all keys of the block."""
 
     lo: int
     hi: int
@@ -50,7 +50,8 @@ class CausalBlock(NamedTuple):
 
 
 class KeyGroup(NamedTuple):
-    """Key ranges for one library call. The queries from `first_query` on see all of these keys, the others none."""
+    """Key ranges for one library call. The queries from `first_query` on see all of these keys; earlier queries see
+    none of them."""
 
     first_query: int
     ranges: tuple[KeyRange, ...]
@@ -76,7 +77,8 @@ def first_chunk(rows: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def causal_key_ranges(rank: int, shards: tuple[int, ...], queries: int, causal: bool, zigzag: bool) -> KeyRanges:
-    """Return the keys that the last `queries` rows of `rank` see. The key ranges do not depend on `queries`."""
+    """Return the keys that the queries in the last `queries` rows of `rank` see. The key ranges do not depend on
+    `queries`."""
     size, n = len(shards), shards[rank]
     order = [(rank - step) % size for step in range(1, size)]
     whole = {source: KeyRange(source, 0, shards[source]) for source in order}
@@ -108,8 +110,8 @@ def _nonempty_groups(*groups: tuple[int, Sequence[KeyRange]]) -> tuple[KeyGroup,
 def packed_key_ranges(
     rank: int, shards: tuple[int, ...], queries: int, cu_seqlens: tuple[int, ...], causal: bool, window: int
 ) -> KeyRanges:
-    """Return the keys that the last `queries` rows of `rank` see in packed sequences: one run of consecutive local and
-    remote keys."""
+    """Return the keys that the queries in the last `queries` rows of `rank` see in packed sequences. They are one run
+    of consecutive local and remote keys."""
     shard_starts = [0, *accumulate(shards)]
     query_start, query_stop = shard_starts[rank + 1] - queries, shard_starts[rank + 1]
     cu_queries, cu_keys, start = [0], [0], query_stop
@@ -147,7 +149,7 @@ def split_groups(groups: tuple[KeyGroup, ...], calls: int) -> tuple[KeyGroup, ..
 
 @functools.lru_cache(maxsize=1024)
 def buffer_rows(groups: tuple[KeyGroup, ...]) -> tuple[tuple[KeyRange, int], ...]:
-    """Return each range with its first row in the reader's buffer, where the ranges follow one another."""
+    """Return each range together with its first row in the reader's buffer, in which the ranges follow one another."""
     ranges = [key_range for group in groups for key_range in group.ranges]
     starts = accumulate((key_range.hi - key_range.lo for key_range in ranges), initial=0)
     return tuple(zip(ranges, starts, strict=False))
@@ -162,7 +164,7 @@ def _chunks(length: int, size: int) -> list[tuple[range, range]]:
 
 
 def zigzag_rows(length: int, size: int) -> tuple[int, ...]:
-    """Return the number of rows that each of `size` ranks holds of a sequence of `length` in the zigzag layout."""
+    """Return how many rows of a sequence of `length` each of `size` ranks holds in the zigzag layout."""
     return tuple(len(early) + len(late) for early, late in _chunks(length, size))
 
 
@@ -183,7 +185,8 @@ def zigzag_positions(length: int, world: World) -> torch.Tensor:
 
 
 def zigzag_split(x: torch.Tensor, world: World) -> torch.Tensor:
-    """Return this rank's rows of x [S, ..], which every rank has whole: chunks r and 2 W - 1 - r of 2 W.
+    """Return this rank's rows of x [S, ..]: chunks r and 2 W - 1 - r of 2 W chunks. Every rank must pass the whole
+    sequence.
 
     Chunks differ by at most one row. If 2 W does not divide S, ranks have different numbers of rows; attention then
     needs `rows=weft.zigzag_rows(S, world.size)`.
@@ -193,9 +196,10 @@ def zigzag_split(x: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def zigzag_restore(x: torch.Tensor, world: World, length: int | None = None) -> torch.Tensor:
-    """Return the sequence [S, ..] in its own order, on every rank, from each rank's zigzag rows x [n_r, ..].
+    """Return the whole sequence [S, ..] in its original order on every rank. Each rank passes its zigzag rows x [n_r,
+    ..].
 
-    This is a collective without a gradient. `length` is S; None means that all ranks have as many rows as this one.
+    This is a collective without a gradient. `length` is S; None means that all ranks have as many rows as this rank.
     Raises ValueError if x does not have this rank's number of rows for `length`.
     """
     length = x.shape[0] * world.size if length is None else length

@@ -1,17 +1,19 @@
-"""Attention that a library computes, with the log-sum-exp for merging partial results.
+"""Attention by a library (cuDNN, FlashAttention or torch), which also returns the log-sum-exp for merging partial
+results.
 
-    cudnn    aten._scaled_dot_product_cudnn_attention, the fastest on Hopper
-    flash    aten._scaled_dot_product_flash_attention, which is FlashAttention 2, in every CUDA build of torch
-    plain    float32 arithmetic of torch with all scores in memory at once, used on CPUs
+    cudnn    calls aten._scaled_dot_product_cudnn_attention, the fastest on Hopper
+    flash    calls aten._scaled_dot_product_flash_attention, FlashAttention 2, which every CUDA build of torch contains
+    plain    uses torch's float32 arithmetic with all scores in memory at once, for CPUs
 
-The first two are private functions of torch. So each process compares them with `plain` once for every GPU, dtype and
-numbers of heads, forward and backward separately, and uses the first one with correct results. All of them return the
-natural logarithm, and the backward pass of each accepts the forward results of any other.
+The first two are private functions of torch. So each process compares their results with the results of `plain`, once
+for every GPU, dtype and numbers of heads, and separately for forward and backward passes. It uses the first library
+with correct results. All libraries return natural logarithms, and each library's backward pass accepts the forward
+results of any other library.
 
-Shapes are q [m, heads, D], k and v [n, kv heads, D], out [m, heads, D] and lse float32 [heads, m]; heads is a multiple
-of kv heads, D is contiguous, and rows may be strided. A causal call has m = n, and query i sees keys 0 to i. Packed
-sequences and windows use flash, with a causal mask that aligns the last query with the last key, so that a sequence may
-have fewer queries than keys.
+The shapes are q [m, heads, D], k and v [n, kv heads, D], out [m, heads, D] and lse float32 [heads, m]. The number of
+heads is a multiple of the number of kv heads, D is contiguous, and rows may be strided. In a causal call m = n, and
+query i sees keys 0 to i. Packed sequences and windows use flash. Their causal mask aligns the last query with the last
+key, so that a sequence may have fewer queries than keys.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from ...tensor_checks import dense
 
 MAX_HEAD_DIM = 256
 _aten = torch.ops.aten
-_TOLERANCE = 2e-2  # relative error: rounding to 16 bits gives 3e-3, a wrong convention more than 0.3
+_TOLERANCE = 2e-2  # relative error: rounding to 16 bits causes 3e-3, a wrong convention more than 0.3
 
 
 class Packed(NamedTuple):
-    """Packed sequences. cu_queries and cu_keys are the offsets at which each sequence begins, followed by the end. A
-    causal query sees the keys up to its own position, or the last `window` of these keys (0: no window). The last query
-    has the position of the last key."""
+    """Packed sequences. cu_queries and cu_keys contain the offset at which each sequence begins, followed by the end. A
+    causal query sees all keys up to its own position, or with a window only the last `window` of them (0 means no
+    window). The last query has the position of the last key."""
 
     cu_queries: tuple[int, ...]
     cu_keys: tuple[int, ...]
@@ -55,7 +57,7 @@ class BackwardOperands(NamedTuple):
     dout: Tensor
 
     def part(self, first_query: int, k: Tensor, v: Tensor) -> BackwardOperands:
-        """Return the operands of the queries from `first_query` on and these keys and values."""
+        """Return the operands for the queries from `first_query` on, with these keys and values."""
         q, _, _, out, lse, dout = self
         return BackwardOperands(q[first_query:], k, v, out[first_query:], lse[:, first_query:], dout[first_query:])
 
@@ -63,16 +65,16 @@ class BackwardOperands(NamedTuple):
 SequenceOffsets = tuple[Tensor, Tensor]  # Packed.cu_queries and cu_keys as int32 tensors on the device
 Result = tuple[Tensor, Tensor]  # out, lse
 QkvGradients = tuple[Tensor, Tensor, Tensor]  # the gradients of q, k and v
-ForwardFunction = Callable[..., Result]  # of q, k, v, mask, offsets, scale
-BackwardFunction = Callable[..., QkvGradients]  # of operands, mask, offsets, scale
+ForwardFunction = Callable[..., Result]  # a function of q, k, v, mask, offsets, scale
+BackwardFunction = Callable[..., QkvGradients]  # a function of operands, mask, offsets, scale
 
 
 @dataclass(frozen=True)
 class AttentionLibrary:
-    """A library's attention: forward(q, k, v, causal, None, scale) returns out and lse, and backward(operands, causal,
-    None, scale) returns dq, dk and dv for the keys of `operands`, whose out and lse may cover more keys. The arguments
-    of packed and packed_backward have packed sequences and their offsets in place of `causal` and None. The library is
-    not called with fewer than `min_rows` queries or keys."""
+    """The attention functions of a library. forward(q, k, v, causal, None, scale) returns out and lse.
+    backward(operands, causal, None, scale) returns dq, dk and dv for the keys in `operands`; the out and lse in
+    `operands` may cover more keys. packed and packed_backward receive packed sequences and their offsets in place of
+    `causal` and None. weft does not call the library with fewer than `min_rows` queries or keys."""
 
     name: str
     forward: ForwardFunction
@@ -82,7 +84,7 @@ class AttentionLibrary:
     min_rows: int = 1
 
     def function(self, use: str) -> Callable[..., tuple[Tensor, ...]]:
-        """Return the function for `use`, one of USES, which this library has."""
+        """Return this library's function for `use`, which is one of USES and must be available."""
         function: Callable[..., tuple[Tensor, ...]] = getattr(self, use)
         return function
 
@@ -113,7 +115,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, offsets: None, scale: 
 
 def _cudnn_backward(operands: BackwardOperands, causal: bool, offsets: None, scale: float) -> QkvGradients:
     q, k, v, out, lse, dout = operands
-    seed = torch.zeros(1, dtype=torch.int64, device=q.device)  # the dropout's seed; its probability is 0
+    seed = torch.zeros(1, dtype=torch.int64, device=q.device)  # the seed for dropout, whose probability is 0
     tensors = *map(_by_head, (dout, q, k, v, out)), dense(lse)[None, ..., None]
     args = *tensors, seed, seed, None, None, None, len(q), len(k), 0.0, causal
     return _gradients(_aten._scaled_dot_product_cudnn_attention_backward(*args, scale=scale))
@@ -149,7 +151,7 @@ def _flash_packed_backward(
 
 
 def _max_lengths(packed: Packed) -> tuple[int, int]:
-    """Return the largest numbers of queries and of keys of a sequence."""
+    """Return the largest number of queries and the largest number of keys in a sequence."""
     queries, keys = (max(hi - lo for lo, hi in pairwise(cu)) for cu in (packed.cu_queries, packed.cu_keys))
     return queries, keys
 
@@ -219,7 +221,7 @@ def _plain_packed_backward(
     return dq, dk, dv
 
 
-CUDNN = AttentionLibrary("cudnn", _cudnn, _cudnn_backward, min_rows=64)  # torch rejects cuDNN for one row
+CUDNN = AttentionLibrary("cudnn", _cudnn, _cudnn_backward, min_rows=64)  # torch does not use cuDNN for a single row
 FLASH = AttentionLibrary("flash", _flash, _flash_backward, _flash_packed, _flash_packed_backward)
 REFERENCE = AttentionLibrary("plain", _plain, _plain_backward, _plain_packed, _plain_packed_backward)
 USES = ("forward", "backward", "packed", "packed_backward")
@@ -244,8 +246,9 @@ def right(
 def library_errors(
     use: str, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int
 ) -> dict[AttentionLibrary, str]:
-    """Return for each library the error of its results, or the error that it raised; "" if the results are correct."""
-    generator = torch.Generator(device).manual_seed(0)  # the state of the user's generator does not change
+    """Return for each library a description of the error: wrong results, or the exception that it raised. The
+    description is "" if the results are correct."""
+    generator = torch.Generator(device).manual_seed(0)  # so that the state of the user's generator does not change
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype, generator=generator)

@@ -1,11 +1,12 @@
 """Attention of this rank's queries over the keys and values of all ranks (TileLink, section 5: AG-KV attention).
 
-    segmented      attends to local keys while remote keys arrive, then to remote keys in a few calls, and merges the
-                   partial results (segmented.py)
+    segmented      computes attention over local keys while remote keys arrive, then over remote keys in a few calls,
+                   and merges the partial results (segmented.py)
     head_parallel  exchanges queries, keys and values for whole sequences of some heads (head_parallel.py)
     sequential     all-gathers keys and values with NCCL, then computes attention
 
-All plans compute attention with a library (libraries.py). No tile waits inside a library call: whole calls overlap.
+All plans compute attention with a library (libraries.py). No tile waits inside a library call: only whole calls overlap
+with transfers.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ LAYOUTS = ("contiguous", "zigzag")
 
 @dataclass(frozen=True)
 class AttentionCall(Call):
-    """`queries` is this rank's number of queries. Ranks compare neither it, nor whether there are sinks, nor the
-    offsets of packed sequences, which change from call to call, because no collective depends on these."""
+    """A checked call. `queries` is this rank's number of queries. The ranks compare neither this number, nor whether
+    there are sinks, nor the offsets of packed sequences, which change from call to call, because no collective depends
+    on them."""
 
     config: AttentionConfig
     queries: int
@@ -76,8 +78,8 @@ class AttentionOperands(NamedTuple):
 
 
 def key_ranges_for_plan(world: World, call: AttentionCall, plan: Plan) -> KeyRanges:
-    """Return the keys that this rank's queries see. Without a mask, a sequential plan attends to the keys of all ranks
-    in one library call, since the all-gather leaves them contiguous."""
+    """Return the keys that this rank's queries see. Without a mask, a sequential plan processes the keys of all ranks
+    in one library call, because they are contiguous after the all-gather."""
     unmasked = not (call.causal or call.cu_seqlens) and world.size > 1
     if isinstance(plan, Sequential) and unmasked:
         ranges = tuple(KeyRange(source, 0, n) for source, n in enumerate(call.config.shards) if n)
@@ -214,9 +216,9 @@ class GatheredAttention(Op[AttentionCall]):
         return world.backend.symmetric_unsupported
 
     def candidates(self, world: World, call: AttentionCall) -> Sequence[Plan]:
-        """Return the plans worth a trial. With two ranks there is a single remote key range, so that Segmented(calls=1)
-        equals Segmented(). Head-parallel is tried only for a causal mask in the contiguous layout, where ranks are
-        unbalanced."""
+        """Return the plans that autotuning times. With two ranks there is only one remote key range, so
+        Segmented(calls=1) equals Segmented(). Head-parallel plans are timed only for a causal mask in the contiguous
+        layout, in which the ranks have unequal work."""
         unbalanced = call.causal and not call.zigzag
 
         def differs(plan: Plan) -> bool:
@@ -267,7 +269,7 @@ def batch_to_heads(t: torch.Tensor) -> torch.Tensor:
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The keywords of `gathered_attention` without return_lse."""
+    """The keyword arguments of `gathered_attention` except return_lse."""
 
     world: Required[World]
     plan: str | Plan
@@ -311,15 +313,15 @@ def gathered_attention(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return softmax(scale q K^T) V over the keys K and values V of all ranks: attention over a sequence that is split
-    across the ranks (TileLink, section 5).
+    """Return softmax(scale q K^T) V over the keys K and values V of all ranks. This is attention over a sequence that
+    is split across the ranks (TileLink, section 5).
 
-    Every rank holds some rows of the sequence and returns the output of its own queries.
+    Every rank holds some rows of the sequence and returns the output for its own queries.
 
     Args:
         q: [m_r, heads, D], this rank's queries. There may be fewer queries than keys, or none. D is a multiple of 8, at
             most 256. q, k and v may also have a leading batch dimension: [batch, m_r, heads, D].
-        k, v: [n_r, kv heads, D]. Query head h reads key head h * kv heads // heads.
+        k, v: [n_r, kv heads, D]. Query head h uses key head h * kv heads // heads.
         causal: a query sees the keys up to its own position in the sequence. The queries belong to the last m_r of this
             rank's n_r rows; the layout "zigzag" needs m_r = n_r.
         scale: the factor of the scores. None: D ** -0.5.
@@ -327,37 +329,39 @@ def gathered_attention(
         cu_seqlens: the offsets at which packed sequences begin, from 0, followed by the end, over the rows of all
             ranks: integers on the host, the same on every rank (which is not checked). A query sees only keys of its
             own sequence, and the queries belong to the last m_r of this rank's n_r rows. weft keeps the tensors that it
-            prepares for each list of offsets, since a CUDA graph may read them.
-        sinks: [heads], logits that take part in every sum of the softmax and have no value (GPT-OSS), or None; float32
-            or the dtype of q.
-        rows: the number of keys of each rank. None: all ranks have as many as this one.
-        layout: the rows of each rank under a causal mask. "contiguous": the ranks' rows follow one another, so that
-            the last rank has the most work. "zigzag": each rank has the rows that `weft.zigzag_split` returns, so that
-            all ranks have equal work; `rows` are then `weft.zigzag_rows`.
+            prepares for each list of offsets, because a CUDA graph may read them.
+        sinks: [heads], logits that are terms of every softmax sum and have no value (GPT-OSS), or None; float32 or the
+            dtype of q.
+        rows: the number of keys of each rank. None: all ranks have as many keys as this one.
+        layout: which rows each rank holds under a causal mask. "contiguous": the ranks' rows follow one another, so
+            that the last rank has the most work. "zigzag": each rank has the rows that `weft.zigzag_split` returns, so
+            that all ranks have equal work; `rows` are then `weft.zigzag_rows`.
         return_lse: also return the logarithm of the softmax's sums, which has no gradient.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", "sequential", "segmented", "head_parallel" or such a Plan; the same on all ranks.
-        out: [m_r, heads, D], contiguous: the tensor for the result, which may share memory with an operand. It is not
-            differentiable. With a batch dimension the batch must be 1.
+        plan: "auto", "sequential", "segmented", "head_parallel" or a Plan of one of these classes; the same on all
+            ranks.
+        out: [m_r, heads, D], contiguous: the tensor for the result, which may share memory with an operand. A call with
+            `out` is not differentiable. With a batch dimension the batch size must be 1.
 
-    All tensors but sinks are bfloat16, or all are float16, on `world.device`. Where partial results are merged, each
-    was rounded to the dtype once, which adds at most the error of rounding the result itself.
+    All tensors but sinks are bfloat16, or all are float16, on `world.device`. Partial results are rounded to the dtype
+    before they are merged. This adds at most the error of rounding the result itself.
 
     Returns:
-        [m_r, heads, D]; with `return_lse` also float32 [heads, m_r], natural logarithms. With a batch dimension both
-        have it too, and for a batch above 1 the rows of the result are not contiguous.
+        [m_r, heads, D]; with `return_lse` also float32 [heads, m_r], natural logarithms. With a batch dimension, both
+        results have this dimension too, and for a batch size above 1 the rows of the result are not contiguous.
 
     Backward: keys and values are fetched again. An all-to-all returns their gradients to their ranks, which sum them in
     float32 in rank order. The gradient of sinks covers this rank's queries only. With a window or packed sequences,
     every rank must have as many queries as keys.
 
-    Memory: one partial result per library call, and the keys and values of all ranks, which segmented plans keep in
-    symmetric memory. head_parallel keeps symmetric memory for the queries, keys, values and results of a rank.
+    Memory: a call needs one partial result per library call, and the keys and values of all ranks, which segmented
+    plans keep in symmetric memory. head_parallel plans keep the queries, keys, values and results of one rank in
+    symmetric memory.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
-        Unsupported: no library of this machine computes such attention (the message quotes their errors); a window or
-            packed sequences in the zigzag layout; `out` with a batch above 1.
+        Unsupported: no library on this machine supports such attention (the message quotes the errors of all
+            libraries); a window or packed sequences in the zigzag layout; `out` with a batch size above 1.
         Mismatch, Timeout: as for `all_gather_matmul`.
         WeftError: the first call of a shape is inside a CUDA graph capture.
 

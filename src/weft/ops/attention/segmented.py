@@ -1,10 +1,11 @@
-"""Segmented attention: ranks push key ranges to each other while a library attends to ranges that have arrived.
+"""Segmented attention: ranks push key ranges to each other while a library computes attention over ranges that have
+arrived.
 
     main stream  barrier | attention over local keys | attention over remote keys .. | merge
     copy stream           | push | push | push
 
 Every rank pushes its keys and values into the buffers of the ranks that read them, and notifies the reader after each
-range (`copy_engine.prepare_exchange`). Readers wait for those notifications between two calls of the library.
+range (`copy_engine.prepare_exchange`). Readers wait for these notifications between two calls of the attention library.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from .kernels import merge
 from .key_ranges import KeyGroup, KeyRanges, buffer_rows, split_groups
 from .libraries import AttentionLibrary, Packed, SequenceOffsets
 
-GroupsByRank = Sequence[Sequence[KeyGroup]]  # the remote keys of each rank if it has as many queries as keys
+GroupsByRank = Sequence[Sequence[KeyGroup]]  # the remote keys that each rank reads if it has as many queries as keys
 
-KEYS = "attention keys"  # the buffer of remote keys and values, and its barrier
+KEYS = "attention keys"  # the buffer for remote keys and values, and the barrier that protects it
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """The sizes that all library calls of one operator call share. `shards` are the numbers of keys of the ranks, `dim`
-    is the head dimension, `scale` multiplies q K^T."""
+    """The sizes that all library calls of one operator call share. `shards` contains every rank's number of keys, `dim`
+    is the head dimension, and `scale` multiplies q K^T."""
 
     shards: tuple[int, ...]
     heads: int
@@ -51,8 +52,9 @@ class AttentionConfig:
     def library(
         self, world: World, use: str, sizes: tuple[int, int, bool], run: Callable[[AttentionLibrary], object]
     ) -> AttentionLibrary:
-        """Return the fastest attention library for `run`, which computes with the library passed to it. `sizes` are
-        queries, keys, and whether the mask is causal; libraries are timed at the first call of these sizes."""
+        """Return the attention library with which the function `run` is fastest. `run` computes attention with the
+        library that it receives. `sizes` are the numbers of queries and of keys, and whether the mask is causal. The
+        libraries are timed at the first call of these sizes."""
         key = use, sizes, self.dtype, self.heads, self.kv_heads, self.dim
         library: AttentionLibrary | None = world.decided.get(key)
         if library is not None:
@@ -70,16 +72,16 @@ class AttentionConfig:
         return library
 
     def usable(self, world: World, use: str, rows: int) -> Sequence[AttentionLibrary]:
-        """Return the libraries that compute correctly for a call of at least `rows` queries and keys, the library
-        expected to be the fastest first."""
+        """Return the libraries with correct results for a call of at least `rows` queries and keys. The library that is
+        expected to be the fastest comes first."""
         kind = use, world.device, self.dtype, self.heads, self.kv_heads, self.dim
         correct = world.cached(("attention libraries", *kind), lambda: libraries.right(*kind))
         return [library for library in correct if library.min_rows <= rows] or correct[-1:]
 
 
 class KeyValues(NamedTuple):
-    """k and v [n, kv heads, D]. `wait` makes the current stream wait until they have arrived; None if they have already
-    arrived."""
+    """Keys and values k and v [n, kv heads, D]. `wait` is a function that makes the current stream wait until they have
+    arrived, or None if they have already arrived."""
 
     k: Tensor
     v: Tensor
@@ -87,16 +89,16 @@ class KeyValues(NamedTuple):
 
 
 class FetchedKeyValues(NamedTuple):
-    """The remote keys and values of each library call, with their key ranges in the order of the rows. The main stream
-    waits for `end` before the operator returns."""
+    """The remote keys and values for each library call, with their key ranges in the order of the rows. The main stream
+    waits for the event `end` before the operator returns."""
 
     remote: list[tuple[KeyGroup, KeyValues]]
     end: Event | None = None
 
 
 class Partial(NamedTuple):
-    """Attention over some of the keys: out [m - first_query, heads, D] and lse [heads, m - first_query] of the queries
-    from `first_query` on."""
+    """A partial result, attention over some of the keys: out [m - first_query, heads, D] and lse [heads, m -
+    first_query] for the queries from `first_query` on."""
 
     first_query: int
     out: Tensor
@@ -107,8 +109,8 @@ class Partial(NamedTuple):
 def prepare_fetch(
     world: World, config: AttentionConfig, plan: Plan, key_ranges: KeyRanges, groups_by_rank: GroupsByRank
 ) -> Callable[[KeyValues], FetchedKeyValues]:
-    """Return a function of the local keys and values that fetches the remote ones of this rank's key ranges, for one
-    call of the library if sequences are packed."""
+    """Return a function that receives the local keys and values and fetches the remote keys and values in this rank's
+    key ranges. If sequences are packed, all of them are for one library call."""
     if world.size == 1:
         return lambda local_kv: FetchedKeyValues([])
     if isinstance(plan, Segmented):
@@ -120,8 +122,8 @@ def prepare_fetch(
 def all_gather_key_values(
     world: World, config: AttentionConfig, local_kv: KeyValues, groups: Sequence[KeyGroup]
 ) -> list[tuple[KeyGroup, KeyValues]]:
-    """All-gather K and V with NCCL, and copy a group's ranges into one tensor where they are not contiguous. Return
-    each group with its keys and values."""
+    """All-gather K and V with NCCL. If the ranges of a group are not contiguous, copy them into one tensor. Return each
+    group with its keys and values."""
     stream, columns = world.current_stream(), config.kv_heads * config.dim
     gathered = [gather(t.reshape(-1, columns), world, config.shards, stream) for t in (local_kv.k, local_kv.v)]
     starts = [sum(config.shards[:r]) for r in range(world.size)]
@@ -140,7 +142,7 @@ def all_gather_key_values(
 
 
 def concatenate(world: World, parts: list[Tensor]) -> Tensor:
-    """Return the rows of these matrices as one matrix."""
+    """Concatenate the rows of these matrices and return them as one matrix."""
     out = world.empty((sum(map(len, parts)), parts[0].shape[1]), parts[0].dtype)
     world.call(lambda: torch.cat(parts, out=out), parts, [out], world.current_stream())
     return out
@@ -152,13 +154,14 @@ def _prepare_push(
     """Return a function that pushes local keys and values into the buffers of the ranks that read them, and returns the
     keys and values that the other ranks push into this rank's buffer.
 
-    Copy engines push. 16 programs took 1.02 to 1.10 times as long for 8,192 to 65,536 tokens (2 H200, 2026-11).
+    Copy engines push. Pushing with 16 programs on SMs took 1.02 to 1.10 times as long for 8,192 to 65,536 tokens (2
+    H200, 2026-11).
     """
     me, total = world.rank, sum(config.shards)
     memory = workspace(world, KEYS, (2, total, config.kv_heads, config.dim), config.dtype)
     sends = [
         Send(reader, row, slice(key_range.lo, key_range.hi))
-        for reader in (*world.other_ranks, me)  # in packed sequences local and remote keys are in one run
+        for reader in (*world.other_ranks, me)  # in packed sequences, local and remote keys form one run
         for key_range, row in buffer_rows(groups_by_rank[reader])
         if key_range.source == me
     ]
@@ -210,7 +213,8 @@ def prepare_forward(
 def attend(
     world: World, config: AttentionConfig, first_query: int, q: Tensor, kv: KeyValues, mask: bool | Packed
 ) -> Partial:
-    """Compute attention of q over `kv` with a library. `mask` is a Packed, or whether the mask is causal."""
+    """Compute attention of q over `kv` with a library. `mask` is either a Packed or a bool, whether the mask is
+    causal."""
     use, sizes = "packed" if isinstance(mask, Packed) else "forward", (len(q), len(kv.k), mask is True)
     outputs = ((q.shape, q.dtype), ((config.heads, len(q)), torch.float32))
     offsets = sequence_offsets(world, mask)
@@ -226,8 +230,8 @@ def attend(
 
 
 def sequence_offsets(world: World, mask: bool | Packed) -> SequenceOffsets | None:
-    """Return the offsets of packed sequences as tensors. They are kept, since a CUDA graph reads them at every
-    replay."""
+    """Return the offsets of packed sequences as tensors. The World keeps these tensors, because a CUDA graph reads them
+    at every replay."""
     if isinstance(mask, bool):
         return None
     queries, keys = mask.cu_queries, mask.cu_keys
@@ -238,7 +242,8 @@ def sequence_offsets(world: World, mask: bool | Packed) -> SequenceOffsets | Non
 
 
 def merge_partials(world: World, partials: Sequence[Partial], sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """Merge partial results into `out` and `lse`. Each result begins at query 0 or at one common later query."""
+    """Merge partial results into `out` and `lse`. Each partial result begins either at query 0 or at one later query,
+    which is the same for all of them."""
     m, heads, d = out.shape
     if not m:
         return
@@ -257,7 +262,8 @@ def merge_partials(world: World, partials: Sequence[Partial], sinks: Tensor | No
 
 @prepared
 def _merge(world: World, m: int, heads: int, d: int, first_query: int, full: int, sinks: bool) -> Launch:
-    """Prepare the merge of `full` partial results of all queries and any number that begin with `first_query`."""
+    """Prepare the merge of `full` partial results that cover all queries and of further results that begin at
+    `first_query`."""
     cols = 1 << (d - 1).bit_length()
     rows = max(world.backend.scale.block // cols, 1)
     sizes = dict(M=m, first_query=first_query, HEADS=heads, D=d, FULL=full, SINKS=sinks, ROWS=rows, COLS=cols)

@@ -30,7 +30,7 @@ from .dispatched import unsupported as dispatched_unsupported
 from .fused_kernels import STAMPS, LayerMemory, LayerOperands, LayerSizes, moe_layer
 from .route_kernels import RouterSizes, RouterTensors
 
-LOGITS_ROWS, LOGITS_COLS = 64, 64  # of a tile of logits at most, small so that few tokens occupy many programs
+LOGITS_ROWS, LOGITS_COLS = 64, 64  # limits of a tile of logits, so that few tokens occupy many programs
 
 
 def unsupported(world: World, layer: Layer, plan: FusedMoe) -> str | None:

@@ -191,7 +191,7 @@ def send_tokens(x, ids, memory, ch, T, max_tokens, s):
             s.STAGES,
             memory.copy_programs,
         )
-        channel_notify(ch, j - 1, rank, False)  # notify even without rows, because waits count calls
+        channel_notify(ch, j - 1, rank, False)  # also without rows, because waits count calls
 
 
 @jit

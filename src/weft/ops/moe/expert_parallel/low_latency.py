@@ -38,8 +38,8 @@ def unsupported(world: World, layer: Layer, plan: LowLatency) -> str | None:
 
 
 class LayerLaunches(NamedTuple):
-    """The launches of one layer and plan. gemms: both GEMMs; the key says whether `memory` contains a tensor for the
-    numbers of received rows."""
+    """The launches of one layer and plan. gemms: both GEMMs, with (True) and without (False) a tensor for the numbers
+    of received rows in `memory`."""
 
     memory: LowLatencyMemory
     gemms: dict[bool, list[Launch]]

@@ -1,20 +1,21 @@
-"""An MoE layer whose experts are split over the ranks: tokens go to the ranks of their experts, and weighted sums come
-back.
+"""An MoE layer whose experts are split over the ranks. Tokens are sent to the ranks that hold their experts, and
+weighted sums are sent back.
 
-    fused        one launch that includes the tables; all programs fetch their work from one queue (fused.py,
+    fused        uses one launch, which also builds the tables; all programs fetch their work from one queue (fused.py,
                  fused_kernels.py; FlashMoE)
-    dispatched   four launches and two for the tables, all on the device (dispatched.py, kernels.py): tokens travel
-                 under the first grouped GEMM, sums under the second
-    low_latency  three launches for few tokens, without tables (low_latency.py, low_latency_kernels.py)
-    sequential   NCCL's all-to-all, a grouped GEMM, and all-to-all back. The host reads the number of rows for each
-                 rank, so a CUDA graph cannot capture it
+    dispatched   uses four launches and two more for the tables, all without the host (dispatched.py, kernels.py):
+                 tokens are sent during the first grouped GEMM, sums during the second
+    low_latency  uses three launches without tables, for few tokens (low_latency.py, low_latency_kernels.py)
+    sequential   uses NCCL's all-to-all, grouped GEMMs, and an all-to-all back. The host reads the number of rows for
+                 each rank, so a CUDA graph cannot capture such a call
 
-The plans dispatched and sequential have gradients. backward.py dispatches dy as the tokens were, and combines the
-gradients of the rows; sequential uses NCCL's all-to-all for x and dy, autograd of its grouped GEMMs, and all-to-all
-back.
+Only the plans dispatched and sequential support gradients. backward.py dispatches dy like the tokens, and combines the
+gradients of the rows. The sequential plan uses NCCL's all-to-all for x and dy, autograd for the grouped GEMMs, and an
+all-to-all back.
 
-The routing is an input: ids and weights of every token's experts, from `weft.moe.gate` or elsewhere; or the caller
-passes a router, which `FusedMoe(route=True)` runs in the layer's launch (`MoeWithRouter`), and other plans before it.
+The routing is an input: the caller passes the ids and weights of every token's experts, which `weft.moe.gate` or
+another router has computed. The caller may pass a router instead. `FusedMoe(route=True)` runs it in the layer's launch
+(`MoeWithRouter`); other plans run it before the layer.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ from .fused import prepare_fused
 from .low_latency import prepare_low_latency
 from .sequential import run_sequential
 
-LOW_LATENCY_MAX_ROWS = 8  # average rows of an expert up to which the low-latency plan is expected to be the fastest
+LOW_LATENCY_MAX_ROWS = 8  # the low-latency plan is expected to be the fastest up to this average number of rows
 
 
 class RowRange(NamedTuple):
-    """The average numbers of rows of an expert for which a plan is considered.
+    """The range of average numbers of rows per expert for which a plan is considered.
 
-    expected_to: the largest number for which the plan is expected to be the fastest, unless an earlier plan is; 0: it
-    is never expected to be. timed_from, timed_to: the range in which the plan is timed, with up to `most_routes` routes
-    of all ranks.
+    expected_to: the largest number for which the plan is expected to be the fastest, unless an earlier plan in the list
+    is expected to be; 0 means never. timed_from, timed_to: the range in which the plan is timed, with up to
+    `most_routes` routes of all ranks.
     """
 
     plan: Plan
@@ -62,22 +63,22 @@ class RowRange(NamedTuple):
     most_routes: float = inf
 
 
-# With few rows per expert the weights' bytes decide, and K steps of 128, which read 256 contiguous bytes of a row, took
-# 1% to 5% less time than steps of 64 (3% in the mean, 1 H100, 2026-11). The block of rows to send leaves NARROW_64 only
-# one stage if H is above 8,192, so no range has that plan alone.
+# With few rows per expert, reading the weights determines the time. K steps of 128, which read 256 contiguous bytes of
+# a row, took 1% to 5% less time than K steps of 64 (3% on average, 1 H100, 2026-11). If H is above 8,192, the block of
+# rows to send leaves NARROW_64 only one stage, so no range contains this plan alone.
 NARROW_64 = Dispatched(GemmTile(block_m=64, block_n=128, block_k=128, warps=4, stages=2, group_m=4), 2, flatten=False)
 NARROW_32 = replace(NARROW_64, tile=replace(NARROW_64.tile, block_m=32, stages=3))
 LOW_LATENCY_32 = LowLatency(replace(LowLatency.tile, block_m=32))
 BY_ROWS = (
     RowRange(LowLatency(), LOW_LATENCY_MAX_ROWS, 0, 16, low_latency.MAX_ROUTES),
-    RowRange(LOW_LATENCY_32, 0, 6, 32, 1024),  # every program scans all routes for each tile
+    RowRange(LOW_LATENCY_32, 0, 6, 32, 1024),  # because every program scans all routes for each tile
     RowRange(NARROW_32, 16, 4, 48),
     RowRange(NARROW_64, 48, 12, 96),
     RowRange(Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16)), 0, 48, 192),
     RowRange(Dispatched(), inf, 48, inf),
 )
 
-# By plan class, the function that returns why the plan cannot serve a layer, or None.
+# For each plan class, the function that returns the reason why the plan cannot serve a layer, or None.
 UNSUPPORTED: Mapping[type[Plan], Callable[..., str | None]] = {
     Dispatched: dispatched.unsupported,
     FusedMoe: fused.unsupported,
@@ -106,63 +107,65 @@ def moe(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return out[t] = the sum over the token's routes of weight * expert(x[t]), + shared[t] (the layer of FlashMoE,
-    section 3; not its kernel).
+    """Return out[t] = the sum over the token's routes of weight * expert(x[t]), + shared[t]. This is the layer of
+    FlashMoE, section 3, but not FlashMoE's kernel.
 
     There are W ranks and E experts, El = E / W on each rank: rank d has experts d El to (d + 1) El - 1. For expert
-    parallelism within groups of ranks, each of which has all experts, `world` is one group: with 4 ranks,
+    parallelism within groups of ranks, where each group holds all experts, `world` is one group: with 4 ranks,
     `everyone.split(rank // 2)` makes two groups of 2.
 
     Args:
         x: [T, H], this rank's tokens. T may be 0.
         ids: int32 [T, k], the experts of each token, -1 for none; k is at most 16. Ids outside 0 to E - 1 are not sent.
-            An expert that occurs twice in a token's ids counts twice, with both weights, and as two rows of `max_rows`.
+            If an expert occurs twice in a token's ids, it counts twice, with both weights, and as two of the `max_rows`
+            rows.
         weights: float32 [T, k].
-        w13: this rank's first matrices: [El, I, H] for "gelu", otherwise [El, blocks, 2, rows of a block, H], the
-            layout that `weft.moe.pack` makes from a checkpoint's matrices; N rows in all.
+        w13: this rank's first matrices: [El, I, H] for "gelu". For other activations [El, blocks, 2, rows of a block,
+            H], the layout to which `weft.moe.pack` converts a checkpoint's matrices. An expert has N rows in all.
         w2: [El, H, I].
-        router: chooses ids and weights, which must then be None. `FusedMoe(route=True)` runs it in the layer's launch;
-            other plans, and torch.compile, run it before the layer.
+        router: the router that chooses ids and weights, which must then be None. `FusedMoe(route=True)` runs it in the
+            layer's launch; other plans, and torch.compile, run it before the layer.
         b13, b2: biases, b13 in the layout of w13 without H, and b2 [El, H]; or None.
         shared: [T, H], added to the sum (the rows of a shared expert), or None.
         activation: "swiglu" is silu(gate) * up; "gelu" has no gate matrix; "gpt_oss" is (up + 1) * gate * sigmoid(1.702
             gate), with gate at most 7 and up clamped to [-7, 7].
-        rows: the numbers of tokens of all ranks, in rank order, if they are not all equal. None: all ranks have as many
-            tokens as this one or, with max_tokens, each rank has any number up to it, which the other ranks need not
-            know.
-        max_tokens: the most tokens that any rank may have in this call or in later ones. Calls with the same max_tokens
-            share tables, memory and agreements, whatever their T. None: with rows, the most tokens of a rank in this
-            call; without rows, min(8 E, 8192) / (W k) if T is at most that, so that ranks may decode different batches,
-            otherwise T.
-        max_rows: the least number of rows of its experts for which a rank has room (a row is one token for one expert).
-            Rows without room are left out of the sums, starting with the last experts, and raise Overflow, in eager
-            calls and in CUDA graphs. None: the worst case, W max_tokens min(k, El), whose bytes the first call logs.
-            The sequential plan has room for all rows.
-        received: int32 [El], contiguous: the tensor for the number of rows that each of this rank's experts received
-            and had room for; or None. Each rank chooses for itself.
-        keep: what a call whose operands require a gradient saves for its backward pass, for each layer, besides its
-            operands: "nothing" sends x again; "rows" saves the tokens as they arrived, W max_tokens H elements;
-            "activation" also saves N elements for each row for which there is room, and so avoids a GEMM. The
-            sequential plan saves nothing.
+        rows: the numbers of tokens of all ranks, in rank order, if they are not all equal. None without max_tokens: all
+            ranks have as many tokens as this one. None with max_tokens: each rank has any number of tokens up to
+            max_tokens, and the other ranks need not know it.
+        max_tokens: the largest number of tokens that any rank may have in this call or in later calls. Calls with the
+            same max_tokens share tables, memory and agreements, whatever their T. None with rows: the largest of these
+            numbers. None without rows: min(8 E, 8192) / (W k) if T is not larger, so that ranks may decode batches of
+            different sizes, otherwise T.
+        max_rows: the number of rows for which each rank has room at least (a row is one token for one expert). Further
+            rows are left out of the sums, starting with the last experts, and cause Overflow, in eager calls and in
+            CUDA graphs. None: room for the worst case, W max_tokens min(k, El) rows; the first call logs how many bytes
+            this needs. The sequential plan has room for all rows.
+        received: int32 [El], contiguous: the tensor to which the call writes, for each of this rank's experts, the
+            number of received rows for which there was room; or None. Each rank decides for itself whether it passes
+            the tensor.
+        keep: the tensors that a call whose operands require a gradient saves for its backward pass, in addition to its
+            operands. With "nothing", the backward pass sends x again. "rows" saves the tokens as they arrived, W
+            max_tokens H elements. "activation" also saves N elements for each row for which there is room, which saves
+            the backward pass a GEMM. The sequential plan saves nothing.
         world: the ranks. All of them must make the same calls in the same order.
-        plan: "auto", "sequential", "dispatched", "fused", "low_latency" (few tokens) or such a Plan; the same on all
-            ranks.
+        plan: "auto", "sequential", "dispatched", "fused", "low_latency" (few tokens) or a Plan of one of these classes;
+            the same on all ranks.
         out: [T, H], contiguous: the tensor for the result; it may be x or shared.
 
     x, experts, biases and shared are all bfloat16 or all float16, on `world.device`. Sums are accumulated in float32
-    and in a fixed order, so the same call gives the same bits. An expert's result is rounded to the dtype, and so is a
-    rank's sum of a token's experts before the ranks' sums are added: one more rounding per rank than if one rank added
-    all results of a token.
+    and in a fixed order, so equal calls give equal bits. An expert's result is rounded to the dtype. Each rank's sum
+    over a token's experts is also rounded before the ranks' sums are added: this is one more rounding per rank than if
+    one rank added all results of a token.
 
-    No token is dropped, except by `weft.moe.apply_capacity` before the call or by max_rows. All layers of the World
-    share 2 W max_tokens H elements and 8 W max_tokens k bytes of symmetric memory, and H + I elements of ordinary
-    memory for each of max_rows + 128 El rows.
+    No token is dropped, unless `weft.moe.apply_capacity` dropped it before the call or max_rows leaves no room for it.
+    All layers of the World share 2 W max_tokens H elements and 8 W max_tokens k bytes of symmetric memory, and H + I
+    elements of ordinary memory for each of max_rows + 128 El rows.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
         Mismatch, Timeout: as for `all_gather_matmul`.
         Overflow: at a later call of an op or `World.synchronize`, on a rank that left rows out and on the ranks of
-            their tokens; the message has the number of rows.
+            their tokens. The message contains the number of rows.
         WeftError: a sequential call, or the first call of a shape, is inside a CUDA graph capture.
 
     Examples:
@@ -194,7 +197,8 @@ class Moe(Op[MoeCall]):
 
     Operands: x, ids, weights, w13, w2, b13, b2, shared, and in direct calls received. Options: rows of every rank or
     None, activation, max_tokens, max_rows, keep, whether the numbers of received rows are wanted, and whether a
-    gradient is wanted. Results: out; int32 [El] received rows, or None. A run saves the tensors of `call.Kept`.
+    gradient is wanted. Results: out; int32 [El], the numbers of received rows, or None. A run saves the tensors in
+    `call.Kept`.
     """
 
     name = NAME
@@ -289,13 +293,13 @@ class Moe(Op[MoeCall]):
         return call.layer.max_tokens_per_rank, call.layer.inner, call.layer.hidden
 
     def multiply_adds(self, call: MoeCall) -> int:
-        """Return the multiply-adds of the gate, up and down matrix for balanced routes."""
+        """Return the number of multiply-adds with the gate, up and down matrices for balanced routes."""
         layer = call.layer
         return 3 * layer.max_tokens_per_rank * layer.k * layer.inner * layer.hidden
 
     def expected(self, world: World, call: MoeCall, mode: str) -> Plan:
-        """Choose by the average number of rows of an expert, which decides which plan's tiles are full. Only one of
-        these plans supports a call with a gradient."""
+        """Choose a plan by the average number of rows per expert, because this number decides which plan's tiles are
+        full. Only one of these plans supports a call with a gradient."""
         if call.keep is not None:
             return Dispatched()
         rows = self._rows(world, call)
@@ -305,8 +309,8 @@ class Moe(Op[MoeCall]):
         return plans[0]
 
     def candidates(self, world: World, call: MoeCall) -> Sequence[Plan]:
-        """Return the plans whose range of rows of an expert includes this call. Timing any other plan would compile a
-        kernel and allocate memory for no use."""
+        """Return the plans whose range includes this call's average number of rows per expert. Timing any other plan
+        would compile a kernel and allocate memory to no purpose."""
         rows = self._rows(world, call)
         plans = [
             r.plan
@@ -322,13 +326,14 @@ class Moe(Op[MoeCall]):
         return call.layer.max_tokens_per_rank * world.size * call.layer.k / call.layer.experts
 
     def trial_key(self, call: MoeCall) -> Hashable:
-        """Return `keep`, and the layer with its number of tokens rounded up to a power of two. The key has no router: a
-        call with one is a call of the op `MoeWithRouter`, whose decisions have their own name and no trial."""
+        """Return `keep`, and the layer with its number of tokens rounded up to a power of two. The key contains no
+        router, because a call with a router is a call of the op `MoeWithRouter`. Decisions for that op have a separate
+        name, and no plan of it is timed."""
         return call.keep, replace(call.layer, max_tokens_per_rank=bucket(call.layer.max_tokens_per_rank, 1))
 
     def balanced(self, world: World, call: MoeCall, operands: MoeOperands) -> tuple[MoeCall, MoeOperands]:
         """Return a call with as many tokens as a rank may have, whose experts are drawn at random. The first call
-        itself may have few tokens, or a warm-up's tokens, which all have the same experts."""
+        itself may have few tokens, or the tokens of a warm-up, which all select the same experts."""
         layer, device = call.layer, operands.x.device
         k, max_rows = layer.k, layer.max_rows
         tokens_that_fit = (
@@ -337,8 +342,9 @@ class Moe(Op[MoeCall]):
         tokens = min(layer.max_tokens_per_rank, tokens_that_fit)
         local_experts = -(-layer.experts // world.size)
         if max_rows is None or world.size * tokens * min(k, local_experts) + local_experts <= max_rows:
-            # Even routes would fill the tiles of every expert alike: with 16 rows each, every expert would need one
-            # tile of 16 rows, while real routing needs two for half of them, and reads their weights twice.
+            # Even routes would fill the tiles of all experts equally. With 16 rows per expert, every expert would need
+            # one tile of 16 rows, whereas under real routing half of the experts need two tiles and their weights are
+            # read twice.
             generator = torch.Generator(device).manual_seed(world.rank)
             ids = torch.rand(tokens, layer.experts, device=device, generator=generator).topk(k).indices.int()
         else:  # there might be no room for random routes
@@ -358,7 +364,7 @@ class Moe(Op[MoeCall]):
         )
 
     def dense_operands(self, plan: Plan, operands: MoeOperands) -> MoeOperands:
-        """Make all operands contiguous but `received`, which is written and must stay where it is."""
+        """Make all operands contiguous except `received`, because the call writes the caller's tensor."""
         read = MoeOperands._make(bulk(operands._replace(received=None)))
         return read._replace(received=operands.received)
 
@@ -397,10 +403,10 @@ def run_sequential_with_router(
 
 
 class MoeWithRouter(Moe):
-    """The definition of `weft.moe.moe` for a router that the plan includes. It has no gradient, and torch.compile does
-    not see it.
+    """The definition of `weft.moe.moe` for plans whose launch includes the router. It has no gradient, and
+    torch.compile does not use it.
 
-    Operands: the operands of `Moe` and the router's tensors. Options: the options of `Moe`, and `RouterOptions`.
+    Operands: the operands of `Moe`, then the router's tensors. Options: the options of `Moe`, then `RouterOptions`.
     """
 
     name, public, signature, num_saved = "moe_with_router", NAME, "", 0
@@ -418,7 +424,7 @@ class MoeWithRouter(Moe):
         return replace(call, router=router)
 
     def multiply_adds(self, call: MoeCall) -> int:
-        """Return the multiply-adds of the layer's matrices and of the router."""
+        """Return the number of multiply-adds with the layer's matrices and in the router."""
         layer = call.layer
         return super().multiply_adds(call) + layer.max_tokens_per_rank * layer.experts * layer.hidden
 
@@ -426,13 +432,14 @@ class MoeWithRouter(Moe):
         return "a plan that includes the router does not have"
 
 
-MOE_WITH_ROUTER = MoeWithRouter()  # not among the ops that the planner and torch.compile look up
+MOE_WITH_ROUTER = MoeWithRouter()  # not registered among the ops that the planner and torch.compile look up
 
 
 def max_decode_tokens(world: World, experts: int, k: int) -> int:
-    """Return the number of tokens of a rank up to which calls without `rows` and `max_tokens` have one size. In decode,
-    the ranks of a data-parallel server have different numbers of tokens in every step. It is the most tokens that the
-    low-latency plan serves: that plan scans the routes of as many tokens in any case."""
+    """Return the number of tokens per rank up to which all calls without `rows` and `max_tokens` have the same size. In
+    decode, the ranks of a data-parallel server have different numbers of tokens in every step. The result is the
+    largest number of tokens that the low-latency plan serves, because this plan scans the routes of so many tokens in
+    any case."""
     return min(LOW_LATENCY_MAX_ROWS * experts, low_latency.MAX_ROUTES) // (world.size * k)
 
 
@@ -467,10 +474,10 @@ MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, "torch.Tensor | None")
 
 
 def packed(op: str, name: str, t: MaybeTensor, dim: int, activation: str) -> MaybeTensor:
-    """Return the result of `pack`, which has `dim` dimensions, as [El, N, ..]; tensors of "gelu" are returned
-    unchanged. Raises ValueError for a tensor that is not packed: the shapes of a checkpoint's matrices could fit while
-    every result would be wrong."""
-    if activation == "gelu" or not isinstance(t, torch.Tensor):  # `check` refuses other types
+    """Return a tensor that `pack` has returned, which has `dim` dimensions, as [El, N, ..]. Tensors for "gelu" are
+    returned unchanged. Raises ValueError for a tensor that is not packed, because the shapes of a checkpoint's matrices
+    could be valid while every result would be wrong."""
+    if activation == "gelu" or not isinstance(t, torch.Tensor):  # `check` raises for other types
         return t
     if t.dim() != dim or t.shape[2] != 2:
         raise ValueError(f"{op}: {name} {dims(t)} is not what weft.moe.pack makes of a gate and an up matrix")
@@ -478,9 +485,9 @@ def packed(op: str, name: str, t: MaybeTensor, dim: int, activation: str) -> May
 
 
 def pack(w13: torch.Tensor, *, world: World, layout: str = "blocked") -> torch.Tensor:
-    """Interleave gate and up rows of the first matrices (or biases) in the blocks that the kernels read: [El, blocks,
-    2, rows of a block, ..], where blocks of `world.backend.scale.interleave` gate rows alternate with blocks of as many
-    up rows, and the last block is padded with zeros.
+    """Interleave gate and up rows of the first matrices (or biases) in the blocks that the kernels read. The result is
+    [El, blocks, 2, rows of a block, ..]: blocks of `world.backend.scale.interleave` gate rows alternate with up blocks
+    of the same size, and the last block is padded with zeros.
 
     Args:
         w13: [El, 2 I, ..]. With layout "blocked", I gate rows are followed by I up rows (Mixtral's w1 and w3, or Qwen's

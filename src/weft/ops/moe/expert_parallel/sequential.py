@@ -1,6 +1,7 @@
-"""An MoE layer by the library alone: rows sorted by expert, all-to-all, grouped GEMMs, all-to-all back, weighted sums.
+"""An MoE layer with operations of torch and NCCL alone: it sorts rows by expert, sends them by an all-to-all, runs
+grouped GEMMs, sends the results back by an all-to-all, and computes weighted sums.
 
-Every route is a row of its own, so a token travels once for each of its experts. The host reads the numbers of rows.
+Every route has a separate row, so a token is sent once for each of its experts. The host reads the numbers of rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .backward import Gradients
 
 
 def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperands, out: Tensor) -> tuple[Tensor | None]:
-    """Run a call as plan Dispatched does. The run saves nothing for any `keep`: the backward pass sends x again."""
+    """Run a call with the same result as the plan Dispatched. Whatever `keep` is, the run saves nothing, and the
+    backward pass sends x again."""
     x, ids, weights, shared, layer = operands.x, operands.ids, operands.weights, operands.shared, call.layer
     w, stream, (tokens, h) = operands.experts, world.current_stream(), x.shape
     received, routes = call.received(world, operands), SortedRoutes.of_ids(world, layer, ids)
@@ -38,7 +40,7 @@ def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperand
     def add() -> None:
         by_route = torch.zeros(tokens * layer.k, h, dtype=torch.float32, device=x.device)
         by_route.index_copy_(0, routes.sent_routes, returned_rows.float())
-        valid = (ids >= 0) & (ids < layer.experts)  # the weights of routes to no expert are undefined
+        valid = (ids >= 0) & (ids < layer.experts)  # the weights of routes to no expert may be undefined
         total = (by_route.view(tokens, layer.k, h) * torch.where(valid, weights, 0.0)[:, :, None]).sum(1)
         out.copy_(total if shared is None else total + shared.float())
 
@@ -50,7 +52,8 @@ def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperand
 
 
 def backward(world: World, layer: Layer, dy: Tensor, operands: MoeOperands, experts: bool) -> Gradients:
-    """Return the gradients, those of the experts only if `experts`, for `run_sequential` of these operands."""
+    """Return the gradients of the operands of `run_sequential`. The gradients of the experts are computed only if
+    `experts` is set."""
     x, ids, weights, *_ = operands
     w, stream, (tokens, h), k = operands.experts, world.current_stream(), x.shape, layer.k
     routes = SortedRoutes.of_ids(world, layer, ids)
@@ -94,11 +97,12 @@ def backward(world: World, layer: Layer, dy: Tensor, operands: MoeOperands, expe
 
 @dataclass(frozen=True)
 class SortedRoutes:
-    """The routes of a call, sorted by expert, those without one last.
+    """The routes of a call, sorted by expert. Routes without an expert come last.
 
-    order: int64 [T k]. send_counts, recv_counts: rows to and from every rank. counts: rows of every expert of this
-    rank. expert_order: int64, the positions, among the rows as they are received by source, of the rows by expert.
-    offsets: int32 [El + 1], the first row of every expert, and the end of the last one.
+    order: int64 [T k]. send_counts, recv_counts: the numbers of rows sent to and received from every rank. counts: the
+    number of rows of every expert on this rank. expert_order: int64, for each row in expert order, its position among
+    the received rows, which are in source order. offsets: int32 [El + 1], the first row of every expert, and the end of
+    the last expert's rows.
     """
 
     world: World
@@ -111,7 +115,7 @@ class SortedRoutes:
 
     @classmethod
     def of_ids(cls, world: World, layer: Layer, ids: Tensor) -> SortedRoutes:
-        """Return the routes of these ids. The call waits for the stream. Raises WeftError inside a CUDA graph
+        """Return the routes of these ids. The host waits for the stream. Raises WeftError inside a CUDA graph
         capture."""
         if world.backend.capturing():
             raise WeftError(f"{NAME}: a sequential call reads counts on the host, which a CUDA graph cannot hold")
@@ -146,23 +150,24 @@ class SortedRoutes:
 
     @property
     def by_expert(self) -> list[Tensor]:
-        """Return the tensors that a function of the rows by expert reads."""
+        """Return the tensors that are read by a function of the rows in expert order."""
         return [self.expert_order, self.offsets]
 
     def sent(self, t: Tensor, k: int) -> Tensor:
-        """Return the rows that this rank's experts receive when every rank sends row r // k of its t for route r."""
+        """Return the rows that this rank's experts receive, in expert order. For route r, every rank sends row r // k
+        of its tensor t."""
         rows, world = self.world.empty((sum(self.send_counts), t.shape[1]), t.dtype), self.world
         pick = lambda: torch.index_select(t, 0, self.sent_routes // k, out=rows)  # noqa: E731
         world.call(pick, [t, self.order], [rows], world.current_stream())
         return exchanged(self.world, rows, self.send_counts, self.recv_counts)
 
     def returned(self, rows: Tensor) -> Tensor:
-        """Return the rows that come back for this rank's routes when every rank returns `rows` to their sources."""
+        """Send `rows` back to their sources. Return the rows that this rank receives for its own routes."""
         return exchanged(self.world, rows, self.recv_counts, self.send_counts)
 
 
 def exchanged(world: World, rows: Tensor, send_counts: list[int], recv_counts: list[int]) -> Tensor:
-    """Return the rows received in an all-to-all that sends and receives these numbers of rows by rank."""
+    """Return the rows that an all-to-all with these numbers of sent and received rows per rank delivers."""
     if world.size == 1:
         return rows
     received_rows = world.empty((sum(recv_counts), rows.shape[1]), rows.dtype)

@@ -1,7 +1,7 @@
-"""The launches of the backward passes of both halves of a layer whose experts' columns are split over ranks
-(backward_kernels.py describes the data flow and its order).
+"""The launches that run the backward passes of both halves of a layer whose experts are split by columns over the
+ranks. backward_kernels.py describes the data flow and its order.
 
-Rows have the order of the forward pass, whose saved routes hold the position of each row.
+The rows are in the same order as in the forward pass, because the saved routes contain the position of each row.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def gather_rows(world: World, state: DispatchedState, x: Tensor, tables: Tables,
     world.wait_event(side, world.record(stream))
     send.on(side)
     place_step.on(stream)
-    world.wait_event(stream, world.record(side))  # the caller may overwrite x
+    world.wait_event(stream, world.record(side))  # from here on the caller may overwrite x
 
 
 def second_half(
     world: World, layer: Split, plan: DispatchedColumns, dy: Tensor, operands: ScatterOperands, experts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of hidden, of routes (of their weights alone), and (if `experts`) of w2 and b2, for
-    `dispatched.run_scatter` of these operands, on the current stream.
+    """Return the gradients of the operands of `dispatched.run_scatter` on the current stream: of hidden, of routes
+    (only of their weights), and, if `experts` is set, of w2 and b2.
 
-    Rounded to layer.dtype are the rows of dy @ w2, and the activation times the route's weight, for w2's gradient; all
+    The rows of dy @ w2, and for w2's gradient the activation times the route's weight, are rounded to layer.dtype. All
     sums are in float32 and in a fixed order.
     """
     hidden, routes, _, w2, b2, _ = operands
@@ -84,10 +84,10 @@ def second_half(
     row_weights = scratch(world, "weights of rows", state.rows, 1, torch.float32)
     dhidden, droutes = world.empty(hidden.shape, hidden.dtype), world.zeros(routes.shape, torch.float32)
     dw2, db2 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w2, b2))
-    gather_rows(world, state, dy, tables, dy_rows)  # the first use of scratch memory, after its lock
+    gather_rows(world, state, dy, tables, dy_rows)  # the first use of scratch memory after acquiring its lock
     gemm = grouped_gemm(world, state, tables, GroupedProduct(dy_rows, w2), g, unused_counters(world), True, True)
-    # From g = dy @ w2: g times the routing weights, the weights' gradients, and, in place of g, hidden times the
-    # weights. With a b2 also the weights by row.
+    # From g = dy @ w2 this launch computes g times the routing weights, the gradients of these weights, and, in place
+    # of g, hidden times the weights. If there is a b2, it also stores the weight of each row.
     moving: dict[str, Moved] = dict(
         preactivation=hidden,
         hidden=g,
@@ -119,12 +119,12 @@ def first_half(
     wants_x: bool,
     experts: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of x (if `wants_x`) and (if `experts`) of w13 and b13, for `dispatched.run_gather` of these
-    operands, on the current stream. kept: what that call saved. wants_x, experts and the saved tensors are the same on
-    all ranks.
+    """Return the gradients of the operands of `dispatched.run_gather` on the current stream: of x if `wants_x` is set,
+    and of w13 and b13 if `experts` is set. kept: the tensors that the forward call saved. All ranks must pass equal
+    wants_x and experts, and must have saved the same tensors.
 
-    Rounded to layer.dtype are the gradient before the activation, a row's dx, and another rank's sum of these; all sums
-    are in float32 and in a fixed order.
+    The gradient before the activation, the dx of each row, and the sums of dx that ranks send are rounded to
+    layer.dtype. All sums are in float32 and in a fixed order.
     """
     x, ids, _, w13, b13 = operands
     state, (_, tables) = plan_state(world, layer, plan), route_parts(world, layer, routes)
@@ -150,7 +150,8 @@ def first_half(
     listed = dict(sources=tables.sources, tiles=tables.tiles, tile_count=tables.tile_count)
     activation = BoundLaunch(_activation_backward(world, state, n), moving | listed)
     bias_gradients, wgrad = expert_gradient_launches(world, state, tables, (dpreactivation, x_rows, dw13), (None, db13))
-    # A kernel that shares SMs is checked against the kernel loaded next: the GEMM against the weights' kernel.
+    # A kernel that shares SMs is checked against the kernel that is loaded next. Here this checks the GEMM against the
+    # weight-gradient kernel.
     loaded = (*place, *bias_gradients, activation, *gemm, *wgrad)
     state.ahead((dhidden, w13, b13, *kept, dw13, db13), lambda: loaded, "first half")
     for step in (*place, *gemm, activation, *bias_gradients):
@@ -165,7 +166,7 @@ def first_half(
 
 
 def reduce_dweights(world: World, layer: Split, droutes: Tensor | None, weights: Tensor) -> Tensor:
-    """Return float32 [T, k], the gradients of the weights of this rank's routes, summed over the ranks in their
+    """Return float32 [T, k], the gradients of the weights of this rank's routes, summed over the ranks in rank
     order."""
     if droutes is None:
         droutes = world.zeros((sum(section_words(world, layer)),), torch.float32)

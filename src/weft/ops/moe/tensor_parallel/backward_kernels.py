@@ -1,21 +1,24 @@
-"""The kernel that the backward passes of both halves of a layer whose experts' columns are split over ranks need
-besides the kernels of its forward pass (kernels.py) and of a layer of whole experts (expert_parallel).
+"""The only additional kernel for the backward passes of both halves of a layer whose experts are split by columns over
+the ranks. All other kernels are the kernels of the forward pass (kernels.py) and of a layer of whole experts
+(expert_parallel).
 
-In the second half, dy [T, H] has the role that x has in the first: every rank pushes its dy to all ranks, `place_rows`
-puts the rows in expert order, and dy @ w2 is the gradient of the activation here. `activation_gradient` (IDENTITY)
-multiplies the gradient by the routing weights, and computes their gradients as far as they come from the columns here.
+In the second half, dy [T, H] has the role of x in the first half: every rank pushes its dy to all ranks, `place_rows`
+stores the rows in expert order, and dy @ w2 is the gradient of this rank's part of the activation.
+`activation_gradient` (IDENTITY) multiplies this gradient by the routing weights. It also computes the part of the
+routing weights' gradients that this rank's columns contribute.
 
     side stream  | push_shard |
     main stream  | place_rows      | grouped_gemm_out | activation_gradient | grouped_wgrad, row_sums
 
-In the first half, the sum of a token's dx over its experts and ranks uses the second half's kernel for sums of results,
-with weights of 1. x is sent again if neither x nor the input of the activation was saved.
+In the first half, the second half's kernel for sums of results sums a token's dx over its experts and ranks, with all
+weights equal to 1. x is sent again if neither x nor the input of the activation was saved.
 
     side stream  | push_shard |                                               | combine_rows                |
     main stream  | place_rows      | grouped_gemm_out | activation_backward   | grouped_gemm_out, ..wgrad   | sum_ranks
 
-Memory order. Each of the two transfers is a call of the arena, like those of the forward pass. In it, every rank has
-notified the last kernel of this rank: `place_rows` of its rows, `sum_ranks` of its sums.
+Memory order. Each of the two transfers is a call that uses the arena, like the calls of the forward pass. Before the
+last kernel of such a call ends, every rank has notified it: `place_rows` has waited for all ranks' rows, and
+`sum_ranks` for all ranks' sums.
 """
 
 import triton.language as tl
@@ -27,8 +30,8 @@ from ..expert_parallel.backward_kernels import gated_gradient, gelu_gradient
 
 @jit
 def activation_backward(preactivation, dy, out, sources, tiles, tile_count, N, inner, s):
-    """Compute out [rows, N] = the gradient of preactivation [rows, N], for dy [rows, inner], the gradient of the
-    activation; zeros in rows without a token. sources, tiles, tile_count: `Tables` in route_tables.py; s:
+    """Compute out [rows, N] = the gradient of preactivation [rows, N] from dy [rows, inner], the gradient of the
+    activation. Rows without a token become zeros. sources, tiles, tile_count: `Tables` in route_tables.py; s:
     `GradientSizes`."""
     ROWS: tl.constexpr = s.ROWS
     COLS: tl.constexpr = s.COLS

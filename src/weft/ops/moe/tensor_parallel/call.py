@@ -1,9 +1,9 @@
-"""The calls of both halves of a layer whose experts' columns are split over ranks: what they compute, their tensors,
-and the tables that the first half passes to the second.
+"""The calls of both halves of a layer whose experts are split by columns over the ranks: their sizes and options, their
+tensors, and the tables that the first half passes to the second.
 
-The routes of a call are one int32 tensor: the parts in `RouteParts`, each of which begins at a multiple of four words.
-The first half thus returns memory that belongs to the caller, and the second half may use it at any later time. If an
-operand requires a gradient, the tensor is float32 with the same bits.
+The routes of a call are one int32 tensor. It consists of the parts in `RouteParts`, each of which begins at a multiple
+of four words. Because this memory belongs to the caller, the second half may run at any later time. If an operand
+requires a gradient, the tensor is float32 with the same bits.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ..routing.route_tables import Tables, rows_of
 
 @dataclass(frozen=True)
 class Split(Layer):
-    """A layer whose experts' columns are split: a rank has `inner` columns of each of its experts, and `tp_size`
-    neighbouring ranks have columns of the same experts. tile: rows of a tile; each expert's rows begin at a multiple of
-    it."""
+    """A layer whose experts are split by columns: a rank holds `inner` columns of each of its experts, and `tp_size`
+    neighbouring ranks hold columns of the same experts. tile: the number of rows in a tile; the first row of each
+    expert is a multiple of this number."""
 
     tp_size: int = 1
     tile: int = 128
 
     def local(self, world: World) -> int:
-        """Return the number of experts of which a rank has columns."""
+        """Return the number of experts of which a rank holds columns."""
         return self.experts * self.tp_size // world.size
 
     def rows(self, world: World) -> int:
-        """Return the most rows that expert order can have, in whole tiles."""
+        """Return the largest possible number of rows in expert order, in whole tiles."""
         return rows_of(world, self.max_tokens_per_rank, self.k, self.local(world), self.tile)
 
 
@@ -62,8 +62,8 @@ class ScatterOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupedCall(Call):
-    """A checked call. tokens: of every rank. Each rank chooses for itself whether there are biases; that is not
-    compared between ranks."""
+    """A checked call. tokens: the number of tokens of every rank. Each rank decides for itself whether there are
+    biases, and the ranks do not compare this choice."""
 
     tokens: tuple[int, ...]
     layer: Split
@@ -78,8 +78,8 @@ class GroupedCall(Call):
 
 @dataclass(frozen=True)
 class FirstHalfCall(GroupedCall):
-    """A checked call of the first half. keep: what is saved for the backward pass; None means that no gradient is asked
-    for."""
+    """A checked call of the first half. keep: which tensors are saved for the backward pass; None means that no
+    gradient is wanted."""
 
     keep: str | None = None
 
@@ -98,7 +98,7 @@ class FirstHalfCall(GroupedCall):
         return kept_shapes(world, self.layer, self.keep, self.layer.rows(world))
 
     def routes(self, world: World) -> torch.Tensor:
-        """Return memory for the routes."""
+        """Allocate memory for the routes and return it."""
         return world.empty(*world.cached(("routes", self), lambda: self.outputs(world)[1]))
 
 

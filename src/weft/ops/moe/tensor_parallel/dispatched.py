@@ -1,4 +1,4 @@
-"""The launches of both halves of a layer whose experts' columns are split over ranks (kernels.py)."""
+"""The launches that run both halves of a layer whose experts are split by columns over the ranks (kernels.py)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def unsupported(world: World, layer: Split, plan: DispatchedColumns) -> str | No
 
 
 def plan_state(world: World, layer: Split, plan: DispatchedColumns) -> DispatchedState:
-    """Return the state of the launches that both halves share. The call is collective the first time. Layers with equal
-    numbers of programs share channels."""
+    """Return the state that the launches of both halves share. The first call is collective. Layers with equal numbers
+    of programs share channels."""
 
     def make() -> DispatchedState:
         names = f"{NAME}, shards", f"{NAME}, parts"
@@ -48,7 +48,7 @@ def plan_state(world: World, layer: Split, plan: DispatchedColumns) -> Dispatche
 
 
 def table_builder(world: World, layer: Split) -> route_tables.TableBuilder:
-    """Return the builder of the tables, which the first half runs. The call is collective the first time."""
+    """Return the builder of the tables, which the first half runs. The first call is collective."""
 
     def make() -> route_tables.TableBuilder:
         routes = route_tables.routes_of(world, layer.max_tokens_per_rank, layer.k, alternating=True)
@@ -59,8 +59,9 @@ def table_builder(world: World, layer: Split) -> route_tables.TableBuilder:
 
 
 def acquire_arena(world: World, layer: Split) -> Arena:
-    """Return the arena, whose two halves are inbox or outbox of alternate calls. The uses of the arena, of the routes
-    and of scratch memory are serialised across streams. The call is collective when the arena has to grow."""
+    """Return the arena. Its two halves are used in turn as the inbox or outbox of successive calls. Calls on different
+    streams use the arena, the routes and the scratch memory one after another. The call is collective when the arena
+    has to grow."""
     arena = world.arena(world.size * layer.max_tokens_per_rank * layer.hidden * layer.dtype.itemsize)
     stream = world.current_stream()
     world.order(arena, stream)
@@ -81,7 +82,7 @@ def arena_workspace(arena: Arena, dtype: torch.dtype, hidden: torch.Tensor, y: t
 def push_shard_launch(
     world: World, state: DispatchedState, x: torch.Tensor, workspace: LayerWorkspace, other_programs: int
 ) -> BoundLaunch:
-    """Return the launch of `push_shard`. other_programs: the programs of the launch that reads the rows."""
+    """Return the launch of `push_shard`. other_programs: the number of programs in the launch that reads the rows."""
     return BoundLaunch(
         _push_shard(world, state, workspace.half_size, other_programs),
         dict(T=x.shape[0], x=x, inboxes=workspace.inbox.addresses, epoch=workspace.epoch),
@@ -97,7 +98,7 @@ def _push_shard(world: World, state: DispatchedState, half_size: int, other_prog
 
 @prepared
 def _keep_shards(world: World, state: DispatchedState, half_size: int) -> Launch:
-    """Return the launch of kept rows [W, max_tokens, H] = the inbox of the call that ended last."""
+    """Return the launch that copies the inbox of the call that ended last to kept rows [W, max_tokens, H]."""
     layer, block = state.layer, min(32 * 4 * ELEMENTS_PER_THREAD, world.backend.scale.norm_block)
     cols = min(power(layer.hidden), block)
     sizes = dict(
@@ -112,7 +113,7 @@ def _keep_shards(world: World, state: DispatchedState, half_size: int) -> Launch
 def run_gather(
     world: World, call: FirstHalfCall, plan: DispatchedColumns, operands: GatherOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """Compute out [rows, I] = the activation of all ranks' x times w13, in expert order, on the current stream. Returns
+    """Compute out [rows, I] = the activation of all ranks' x times w13, in expert order, on the current stream. Return
     the routes and the saved tensors."""
     (x, ids, weights, w13, b13), layer = operands, call.layer
     routes = call.routes(world)
@@ -134,7 +135,7 @@ def run_gather(
     push.on(side)
     route_tables.run_builder(world, builder, tables, all_weights)
     gemm.on(stream)
-    world.wait_event(stream, world.record(side))  # the caller may write x again
+    world.wait_event(stream, world.record(side))  # from here on the caller may overwrite x
     for step in keep_steps:
         step.on(stream)
     return routes, *(t for t in kept if t is not None)
@@ -143,8 +144,8 @@ def run_gather(
 def run_scatter(
     world: World, call: GroupedCall, plan: DispatchedColumns, operands: ScatterOperands, out: torch.Tensor
 ) -> None:
-    """Compute out [T, H] = the sum over a token's routes of weight * (hidden row @ w2), over the ranks that share the
-    experts, + shared, on the current stream."""
+    """Compute out [T, H] = the sum of weight * (hidden row @ w2) over a token's routes and over the ranks that share
+    the experts, + shared, on the current stream."""
     hidden, routes, ids, w2, b2, shared = operands
     state, (weights, tables) = plan_state(world, call.layer, plan), route_parts(world, call.layer, routes)
     reduce_rows(world, state, tables, weights, GroupedProduct(hidden, w2, b2), ids, shared, out)
@@ -161,9 +162,9 @@ def reduce_rows(
     out: torch.Tensor,
     concurrent: Sequence[BoundLaunch] | None = None,
 ) -> None:
-    """Compute out [T, H] = the weighted sum of a token's rows over the ranks, + shared, on the current stream. The rows
-    belong to the product. concurrent: None in a forward pass; in a backward pass, which multiplies by the transposed w,
-    the launches that run at the same time as the transfer."""
+    """Compute out [T, H] = the weighted sum of a token's rows over the ranks, + shared, on the current stream. The
+    grouped GEMM computes these rows. concurrent: None in a forward pass. In a backward pass, which multiplies by the
+    transposed w, these are the launches that run at the same time as the transfer."""
     layer, is_backward = state.layer, concurrent is not None
     assert isinstance(layer, Split)
     arena, stream, side = acquire_arena(world, layer), world.current_stream(), world.side_stream(NAME)
@@ -183,7 +184,8 @@ def reduce_rows(
     combine.on(side)
     for step in further:
         step.on(stream)
-    # As in `expert_parallel.dispatched.prepare_dispatched`. Besides, `final_sum` clears the counters, which `combine`
-    # may still read: a rank notifies itself at the start of `combine`.
+    # The reasons for this wait are the ones in `expert_parallel.dispatched.prepare_dispatched`. There is one more:
+    # `final_sum` clears the counters, which `combine` may still read, because a rank notifies itself at the start of
+    # `combine`.
     world.wait_event(stream, world.record(side))
     final_sum.on(stream)

@@ -1,27 +1,27 @@
-"""Kernels of both halves of a layer whose experts' columns are split over ranks. Every rank has some columns of every
-expert, so every token is sent to every rank, and every rank sends a part of every token's sum.
+"""Kernels of both halves of a layer whose experts are split by columns over the ranks. Every rank holds some columns of
+every expert. So every token is sent to every rank, and every rank sends a part of every token's sum.
 
-    push_shard        stores this rank's rows in the inbox of every rank: this rank first, then me + 1, ..
-    grouped_gemm_in   (expert_parallel/kernels.py) as in a layer of whole experts: tiles in the order in which rows
-                      arrive
+    push_shard        stores this rank's rows in the inbox of every rank, beginning with this rank, then me + 1, ..
+    grouped_gemm_in   (expert_parallel/kernels.py) works as in a layer of whole experts: it computes tiles in the order
+                      in which rows arrive
 
     grouped_gemm_out, combine_rows, sum_ranks  (expert_parallel/kernels.py) likewise
 
     side stream   | push_shard                        |         | combine_rows                   |
     main stream   | tables        | grouped_gemm_in   |         | grouped_gemm_out               | sum_ranks
 
-The tables, which the device builds in every call (`place_routes`), give each tile its rows, its expert, and the range
-of channels for which it waits: its source steps.
+In every call the device builds the tables (`place_routes`). For each tile they contain its rows, its expert, and its
+source steps, which are the range of counters for which the tile waits.
 
 Memory order. Inbox and outbox are the arena's two halves, and all calls alternate between them. Before a rank ends a
-call of either kind, every rank has notified it in this call: of its routes in the layer's first half, at whose start a
-rank shares them, and of its sums in the second half. So every rank has ended its previous call, and no rank reads the
-half that a call writes.
+call, every other rank has notified it in this call. In the layer's first half, the ranks notify each other of their
+routes, which they share at the start; in the second half, of their sums. So every rank has ended its previous call, and
+no rank still reads the half that the next call writes.
 
 Symbols of shapes:
 
-    T, H       tokens of this rank, and columns of a token
-    K          routes of a token: the experts that it chooses
+    T, H       the number of tokens on this rank, and the number of columns of a token
+    K          the number of routes of a token, one for each expert that is chosen for it
     W          ranks
 """
 
@@ -52,11 +52,11 @@ def push_shard(
 ):
     """Store x [T, H] in the inboxes of all ranks.
 
-    inboxes: the addresses, by rank, of two halves of [W, max_tokens, H], `half_size` elements apart; epoch as in
-    `grouped_gemm_in`. OTHER_PROGRAMS: programs of the launch that reads the rows, `grouped_gemm_in` or, in a backward
-    pass, `place_rows`, which advance the epoch together with these programs. BLOCK elements are stored at once, and
-    STAGES blocks are in flight. Counter j of rank me + j belongs to its source step j and gets PROGRAMS arrivals from
-    this rank.
+    inboxes: the address of every rank's inbox, which has two halves [W, max_tokens, H], `half_size` elements apart.
+    epoch: as in `grouped_gemm_in`. OTHER_PROGRAMS: the number of programs in the launch that reads the rows,
+    `grouped_gemm_in` or, in a backward pass, `place_rows`. They advance the epoch together with the programs of this
+    kernel. BLOCK elements are stored at once, and STAGES blocks are in flight. Counter j of rank me + j belongs to
+    source step j of that rank and receives PROGRAMS arrivals from this rank.
     """
     W: tl.constexpr = ch.world
     me = rank_of(ch)
@@ -68,7 +68,7 @@ def push_shard(
         for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), PROGRAMS, num_stages=STAGES):
             i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
             tl.store(dst + i, tl.load(x + i, mask=i < count, other=0.0), mask=i < count)
-        channel_notify(ch, j, rank, False)  # notify even without rows, because waits count calls
+        channel_notify(ch, j, rank, False)  # also notifies ranks to which it sent no rows, because waits count calls
     end_call(ch, epoch, PROGRAMS + OTHER_PROGRAMS)
 
 
@@ -77,10 +77,10 @@ def keep_shards(
     inbox, kept_rows, route_rows, epoch, half_size, tokens,
     H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute kept_rows [tokens, H] = the half of inbox that was used last, for the tokens that have rows here. An
+    """Copy the half of inbox that was used last to kept_rows [tokens, H], for the tokens that have rows here. An
     earlier kernel has waited for these rows.
 
-    route_rows as in `ExpertOrder`. A block has COLS columns of ROWS tokens.
+    route_rows: as in `ExpertOrder`. A block consists of COLS columns of ROWS tokens.
     """
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
     last_half = inbox + half_size - half_offset(epoch, half_size)

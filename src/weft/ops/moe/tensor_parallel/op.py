@@ -1,16 +1,20 @@
-"""Both halves of a layer of experts whose columns are split over the ranks (TileLink, section 7.2): all-gather +
-grouped GEMM, and grouped GEMM + weighted sum over a token's experts + reduce-scatter.
+"""Both halves of an MoE layer whose experts are split by columns over the ranks (TileLink, section 7.2). The first half
+is an all-gather and a grouped GEMM. The second half is a grouped GEMM, the weighted sum over a token's experts, and a
+reduce-scatter.
 
-    dispatched   rows travel under the first half's GEMM, sums under the second half's GEMM (dispatched.py)
-    sequential   NCCL's collectives and the library's grouped GEMM (sequential.py); saves nothing
+    dispatched   sends rows during the first half's GEMM, and sums during the second half's GEMM (dispatched.py)
+    sequential   uses NCCL's collectives and torch's grouped GEMM (sequential.py); it saves nothing for the backward
+                 pass
 
-Every rank has the rows of all ranks' tokens in expert order, in tiles of 128; the routes hold the position of each row.
+Every rank holds the rows of all ranks' tokens in expert order, in tiles of 128 rows. The routes contain the position of
+each row.
 
-Gradients: dy is sent to all ranks as x was, and the rows' dx are summed as results are (backward.py), or by NCCL
-(sequential.py). The second half computes the gradient of the routing weights for the columns of this rank. The first
-half, which has the weights as an operand, sums this gradient over the ranks. The gradient passes between the halves as
-the gradient of the routes, which are therefore float32 with the same bits if a gradient is requested; only the words of
-the weights are defined.
+Gradients: dy is sent to all ranks like x, and the dx of the rows are summed like results (backward.py) or by NCCL
+(sequential.py). The backward pass of the second half computes this rank's part of the gradient of the routing weights.
+The weights are an operand of the first half, so the backward pass of the first half sums the parts over the ranks.
+Between the halves, these parts are passed as the gradient of the routes. For this reason the routes are float32 with
+the same bits if a gradient is requested. In the gradient of the routes, only the words that belong to the weights are
+defined.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from . import backward, dispatched, sequential
 from .call import FirstHalfCall, GatherOperands, GroupedCall, ScatterOperands, Split, section_words
 
 GATHER_NAME, SCATTER_NAME = "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter"
-DIFFERENTIABLE_ROUTES = torch.float32  # the dtype of routes that have a gradient
+DIFFERENTIABLE_ROUTES = torch.float32  # the dtype of routes that require a gradient
 
 
 def all_gather_grouped_matmul(
@@ -54,38 +58,41 @@ def all_gather_grouped_matmul(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the activation of all ranks' tokens times this rank's columns of the experts: the first half of a layer of
-    experts whose columns are split over ranks (TileLink, section 7.2). A token has a row for each of its experts.
+    """Return the activation of all ranks' tokens times this rank's columns of the experts. This is the first half of an
+    MoE layer whose experts are split by columns over the ranks (TileLink, section 7.2). A token has one row for each of
+    its experts.
 
-    There are W ranks and E experts. Each rank has El = E tp_size / W experts, and I of the columns of each.
+    There are W ranks and E experts. Each rank holds I columns of each of its El = E tp_size / W experts.
 
     Args:
         x: [T, H], this rank's tokens. T may be 0.
         ids, weights: int32 and float32 [T, k], as in `weft.moe.moe`.
         w13, b13: this rank's columns of the first matrices, and their biases or None, as in `weft.moe.moe`.
         activation: as in `weft.moe.moe`.
-        inner: I, if w13's last block is padded. None: all columns of w13.
+        inner: I, which must be passed if w13's last block is padded. None: all columns of w13.
         rows: the numbers of tokens of all ranks, if they are not all equal.
         tp_size: the number of neighbouring ranks that share the columns of an expert, a divisor of W. None: all ranks.
             Ranks r and r + tp_size have different experts, in rank order.
-        keep: what a call whose operands require a gradient saves for its backward pass besides its operands and
-            results: "nothing" sends x again; "rows" saves the tokens as they arrived, W max_tokens H elements;
-            "activation" also saves R N elements, and so avoids a GEMM. The sequential plan saves nothing.
+        keep: the tensors that a call whose operands require a gradient saves for its backward pass, in addition to its
+            operands and results. With "nothing", the backward pass sends x again. "rows" saves the tokens as they
+            arrived, W max_tokens H elements. "activation" also saves R N elements, which saves the backward pass a
+            GEMM. The sequential plan saves nothing.
         world, plan: as in `weft.moe.moe`.
         out: [R, I], contiguous: the tensor for hidden.
 
     Returns:
         hidden [R, I] and routes, for `grouped_matmul_reduce_scatter`. In hidden the experts follow one another, each
-            starting at a multiple of 128, and an expert's rows are sorted by source rank (this one first, then the one
-            before, ..), token and top-k slot. R = W max_tokens min(k, El) in whole tiles + 128 El, where max_tokens is
-            the largest number of tokens of a rank; values between the experts and after the last one are undefined.
-            routes: int32 words, which only the second half can read. If an operand requires a gradient, the routes are
-            float32 with the same bits, and the second half returns the gradient of the weights as their gradient.
+            starting at a multiple of 128. An expert's rows are sorted by source rank (this rank first, then the
+            previous one, ..), token and top-k slot. R = W max_tokens min(k, El) in whole tiles + 128 El, where
+            max_tokens is the largest number of tokens on any rank. Values between the experts and after the last expert
+            are undefined. routes: int32 words, which only the second half can read. If an operand requires a gradient,
+            the routes are float32 with the same bits, and the second half returns the gradient of the weights as their
+            gradient.
 
     No token is dropped. The op shares 2 W max_tokens H elements of symmetric memory with other ops of the World. The
     backward passes of all layers share H + 2 N elements for each row.
 
-    Raises what `weft.moe.moe` raises; a sequential call in bfloat16 can be captured.
+    Raises the errors of `weft.moe.moe`, except that a CUDA graph can capture a sequential call in bfloat16.
 
     Examples:
         >>> x, w13, w2 = torch.ones(4, 16).bfloat16(), torch.ones(2, 8, 16).bfloat16(), torch.ones(2, 16, 8).bfloat16()
@@ -116,27 +123,28 @@ def grouped_matmul_reduce_scatter(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return each token's weighted sum of hidden @ w2, + shared: the second half of a layer of experts whose columns
-    are split over ranks (TileLink, section 7.2). In full, out[t] = the sum over the token's routes, and over the ranks
-    that share the expert's columns, of weight * (the route's row of hidden @ w2), + shared[t].
+    """Return each token's weighted sum of hidden @ w2, + shared. This is the second half of an MoE layer whose experts
+    are split by columns over the ranks (TileLink, section 7.2). In full, out[t] = the sum of weight * (the route's row
+    of hidden @ w2) over the token's routes and over the ranks that share the expert's columns, + shared[t].
 
     Args:
         hidden, routes: the results of `all_gather_grouped_matmul` with the same rows and tp_size. They are not changed.
-        ids: int32 [T, k], as passed there.
+        ids: int32 [T, k], as passed to `all_gather_grouped_matmul`.
         w2: [El, H, I], this rank's columns of the second matrices.
-        b2: [El, H] or None. Every rank that passes b2 adds it, so only one of the ranks that share an expert should.
+        b2: [El, H] or None. Every rank that passes b2 adds it, so only one of the ranks that share an expert should
+            pass it.
         shared: [T, H], added to the sum (the rows of a shared expert), or None.
-        rows, tp_size, world, plan: as there.
+        rows, tp_size, world, plan: as in `all_gather_grouped_matmul`.
         out: [T, H], contiguous: the tensor for the result, which may be the tensor `shared`.
 
-    Sums are accumulated in float32 and in a fixed order, over the top-k slots, then over the ranks, so the same call
-    gives the same bits. A row of hidden @ w2 is rounded to the dtype, and so is each sum that a remote rank sends.
+    Sums are accumulated in float32 and in a fixed order: first over the top-k slots, then over the ranks. So equal
+    calls give equal bits. A row of hidden @ w2 is rounded to the dtype, and so is each sum that a remote rank sends.
 
-    The function is differentiable in hidden, w2, b2, shared, and through the routes in the weights. The op uses the
-    symmetric memory of `all_gather_grouped_matmul`, H elements of ordinary memory for each row of hidden, and H + I
-    elements a row for its backward pass.
+    The function is differentiable in hidden, w2, b2 and shared, and, through the routes, in the weights. The op uses
+    the symmetric memory of `all_gather_grouped_matmul`. It also uses ordinary memory: H elements for each row of
+    hidden, and H + I elements for each row in the backward pass.
 
-    Raises what `weft.moe.moe` raises; a sequential call in bfloat16 can be captured.
+    Raises the errors of `weft.moe.moe`, except that a CUDA graph can capture a sequential call in bfloat16.
 
     Examples:
         >>> x, w13, w2 = torch.ones(4, 16).bfloat16(), torch.ones(2, 8, 16).bfloat16(), torch.ones(2, 16, 8).bfloat16()
@@ -157,7 +165,7 @@ G = TypeVar("G", bound=GroupedCall)
 
 
 class Half(Op[G]):
-    """The base of both halves."""
+    """The base class of both halves' operators."""
 
     emulator_plan = DispatchedColumns
 
@@ -197,8 +205,8 @@ class Half(Op[G]):
         return (x.shape[0],) * world.size if rows is None else check_rows(self.title, world, rows, x, whole=False)
 
     def check_sizes(self, **operands: tuple[torch.Tensor, int]) -> None:
-        """Raise ValueError for an operand without this number of sizes, or with an empty one besides its rows, and
-        TypeError for an unsupported dtype of the first operand."""
+        """Raise ValueError for an operand that does not have this number of dimensions, or in which a dimension other
+        than the rows is empty. Raise TypeError if the first operand has an unsupported dtype."""
         for name, (t, dim) in operands.items():
             if t.dim() != dim or 0 in t.shape[1:]:
                 every = ", ".join(f"{operand} {dims(tensor)}" for operand, (tensor, _) in operands.items())
@@ -212,7 +220,7 @@ class AllGatherGroupedMatmul(Half[FirstHalfCall]):
     """The definition of the first half.
 
     Operands: x, ids, weights, w13, b13. Options: rows of every rank or None, activation, inner or 0, tp_size, keep, and
-    whether a gradient is wanted. Results: hidden, routes. A run saves the tensors of `call.Kept`.
+    whether a gradient is wanted. Results: hidden, routes. A run saves the tensors in `call.Kept`.
     """
 
     name = GATHER_NAME
@@ -316,7 +324,7 @@ class GroupedMatmulReduceScatter(Half[GroupedCall]):
             "shared": (shared, (ids.shape[0], h), dtype),
         }
         check_operands(self.title, world, wanted)
-        # The activation is arbitrary, because it precedes hidden.
+        # This half does not use the activation, so any value will do.
         return GroupedCall(tokens, replace(layer, activation="gelu"))
 
     def outputs(self, world: World, call: GroupedCall) -> Shapes:
@@ -342,7 +350,7 @@ class GroupedMatmulReduceScatter(Half[GroupedCall]):
 
 
 def zero_gradients(ctx: Backward, count: int) -> list[torch.Tensor | None]:
-    """Return zeros for the gradients of the first `count` operands, which were saved first."""
+    """Return zeros for the gradients of the first `count` operands, which are the first saved tensors."""
     wanted = zip(ctx.saved[:count], ctx.needs, strict=False)
     return [torch.zeros_like(t) if need and t is not None else None for t, need in wanted]
 

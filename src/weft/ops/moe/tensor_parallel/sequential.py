@@ -1,5 +1,6 @@
-"""Both halves by the library alone: all-gathers, an index, a grouped GEMM, and weighted sums that are reduce-scattered.
-The host reads no result of the GPU, except in calls with float16 tensors, for which torch has no grouped GEMM.
+"""Both halves with operations of torch and NCCL alone: all-gathers, indexing, a grouped GEMM, and a reduce-scatter of
+weighted sums. The host reads no results from the GPU, except in calls with float16 tensors, for which torch has no
+grouped GEMM.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .call import FirstHalfCall, GatherOperands, GroupedCall, ScatterOperands, S
 
 
 def run_gather(world: World, call: FirstHalfCall, plan: Plan, operands: GatherOperands, out: Tensor) -> tuple[Tensor]:
-    """Run a call as `dispatched.run_gather` does. The run saves nothing for any `keep`: the backward pass sends x
-    again."""
+    """Run a call with the same result as `dispatched.run_gather`. Whatever `keep` is, the run saves nothing, and the
+    backward pass sends x again."""
     (x, ids, weights, w13, b13), layer = operands, call.layer
     check_capture(world, layer)
     routes = call.routes(world)
@@ -48,7 +49,7 @@ def run_gather(world: World, call: FirstHalfCall, plan: Plan, operands: GatherOp
 
 
 def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOperands, out: Tensor) -> None:
-    """Run a call as `dispatched.run_scatter` does, except that the library adds the ranks' sums."""
+    """Run a call as `dispatched.run_scatter` does, except that NCCL adds the ranks' sums."""
     (hidden, routes, _, w2, b2, shared), layer = operands, call.layer
     check_capture(world, layer)
     order, stream = RowOrder.from_routes(world, layer, routes), world.current_stream()
@@ -57,8 +58,8 @@ def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOp
     def weighted_sum() -> None:
         rank_sums.copy_(sum_over_topk(linear(hidden, w2, b2, order.offsets), order.route_rows, order.weights))
 
-    # The list of reads omits hidden: no kernel writes its rows after the last expert's rows, and the host does not know
-    # their number.
+    # The list of reads omits hidden, because no kernel writes the rows of hidden after the last expert's rows, and the
+    # host does not know how many rows these are.
     world.call(weighted_sum, [*order.read, w2, *([] if b2 is None else [b2])], [rank_sums], stream)
     own_rows = scattered(world, rank_sums)
 
@@ -72,7 +73,7 @@ def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOp
 def gather_gradients(
     world: World, layer: Split, dhidden: Tensor, operands: GatherOperands, routes: Tensor, wants_x: bool, experts: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients that `backward.first_half` returns; x is sent again."""
+    """Return the same gradients as `backward.first_half`. x is sent again."""
     check_capture(world, layer)
     x, _, _, w13, b13 = operands
     rows, stream = gathered(world, layer, x, 0), world.current_stream()
@@ -102,7 +103,7 @@ def gather_gradients(
 def scatter_gradients(
     world: World, layer: Split, dy: Tensor, operands: ScatterOperands, experts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients that `backward.second_half` returns."""
+    """Return the same gradients as `backward.second_half`."""
     check_capture(world, layer)
     hidden, routes, _, w2, b2, _ = operands
     rows, stream = gathered(world, layer, dy, 0), world.current_stream()
