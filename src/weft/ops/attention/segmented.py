@@ -66,7 +66,7 @@ class AttentionConfig:
             kind = world.device, self.dtype, self.heads, self.kv_heads, self.dim
             choice_key = use, stepped(queries), stepped(keys), causal, *kind
             library = Chooser.alone.choose(Choice(choice_key, lambda mode: usable[0], lambda: usable, run))
-            decided = choice_key in Chooser.alone.trials  # a capture cannot time, so a later call decides
+            decided = choice_key in Chooser.alone.trials  # a capture cannot time libraries, so a later call decides
         if decided:
             world.decided[key] = library
         return library

@@ -1,4 +1,5 @@
-"""Models of GEMM + all-to-all: signaled plans, and cuBLAS, a sort of rows by destination, and NCCL."""
+"""Models of GEMM + all-to-all: a model of signaled plans, and a model of the sequential plan, which uses cuBLAS, sorts
+rows by destination and uses NCCL."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class SortedCost(SequentialCost):
 
 
 class SignaledExchange(SignaledCost):
-    """When every rank has computed a group, copy engines pull it, or NCCL's all-to-all moves it."""
+    """When every rank has computed a group of tiles, copy engines pull the group, or NCCL's all-to-all sends it."""
 
     def in_place(self, n: int) -> bool:
         return True

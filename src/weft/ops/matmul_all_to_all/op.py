@@ -1,13 +1,14 @@
-"""x @ weight.T, where each row is sent to a rank: a GEMM + all-to-all, as after the experts of an MoE layer.
+"""x @ weight.T, followed by sending each row to a rank: a GEMM + all-to-all, as after the experts of an MoE layer.
 
-    Routing      the destinations of all ranks' rows, known to every rank, so that each rank computes without
-                 communication where any rank stores its rows and how many rows each collective delivers
-    sequential   the library's GEMM, rows sorted by destination, one all-to-all
-    signaled     signaled_gemm stores the rows of a group (whole rows of tiles) sorted by destination. One all-to-all of
-                 the library sends each group with the group's counts, or copy engines pull it. A rank receives rows in
-                 the order in which they were computed, so that they need no reordering.
+    Routing      holds the destinations of all ranks' rows on every rank. So each rank can compute without communication
+                 where any rank stores its rows and how many rows each collective delivers
+    sequential   runs cuBLAS's GEMM, sorts the rows by destination, and sends them by one all-to-all
+    signaled     signaled_gemm stores the rows of a group (whole rows of tiles) sorted by destination. Each group is
+                 sent by one all-to-all of NCCL with the group's counts, or copy engines pull it. A rank receives rows
+                 in the order in which they were computed, so the rows need no reordering.
 
-A rank whose GEMM has fewer groups than another rank's GEMM joins the last collectives with nothing to send.
+If a rank's GEMM has fewer groups than another rank's GEMM, the rank takes part in the last collectives without sending
+rows.
 """
 
 from __future__ import annotations
@@ -44,23 +45,24 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The destinations of every rank's rows. `weft.route` makes it for one World. It holds the tables that ops prepare
-    for it on the device: keep it as long as calls reuse the routing, and at least as long as a CUDA graph that uses
-    it.
+    """The destinations of every rank's rows. `weft.route` creates a Routing for one World. The Routing holds the tables
+    that ops prepare for it on the device. The caller must keep it as long as calls reuse the routing, and at least as
+    long as a CUDA graph that uses it.
 
-    `counts[s][d]`: the number of rows that rank s sends to rank d. A rank receives rows sorted by source rank, and the
-    rows of one source rank in that rank's order. `key` identifies the destinations of all ranks and is therefore the
-    same on every rank; `prepared` holds the tables.
+    `counts[s][d]` is the number of rows that rank s sends to rank d. A rank receives the rows sorted by source rank.
+    The rows of one source rank keep the order that they have there. `key` identifies the destinations of all ranks and
+    is therefore the same on every rank. `prepared` holds the tables.
     """
 
     counts: tuple[tuple[int, ...], ...]
-    destinations: tuple[np.ndarray, ...] = field(repr=False)  # int64 [rows], by rank
+    destinations: tuple[np.ndarray, ...] = field(repr=False)  # one int64 [rows] for each rank
     key: str
     world: weakref.ref[World] = field(repr=False)
     prepared: Memo = field(default_factory=dict, repr=False)
 
     def keep(self, world: World, key: Hashable, make: Callable[[], R]) -> R:
-        """Return what `make` prepares for this routing. `make` is called at the first use of the key."""
+        """Return the result of `make` for this routing. The first call with a key calls `make`; later calls return the
+        same result."""
         if key not in self.prepared:
             world._no_capture(_OP)
             with world.persistent_allocation():
@@ -123,23 +125,25 @@ def matmul_all_to_all(
     destinations[i] (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer).
 
     Args:
-        x: [m_s, K], this rank's rows, as many as there are destinations. m_s may be 0 and may differ by rank.
+        x: [m_s, K], this rank's rows, one for each destination. m_s may be 0 and may differ from rank to rank.
         weight: [N, K], this rank's weight, laid out as in `nn.Linear`. N and K are the same on all ranks.
         bias: [N], this rank's bias.
-        destinations: a rank for each row, in any order and balance; or a Routing of `weft.route`, to reuse it. Without
-            a Routing the hosts exchange the destinations in every call, which a CUDA graph cannot capture.
+        destinations: the destination rank of each row, in any order and any distribution; or a Routing from
+            `weft.route`, which many calls can use. Without a Routing the hosts exchange the destinations in every call,
+            which a CUDA graph cannot capture.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", "sequential", "signaled", over nodes "two_level", or such a Plan; the same on all ranks.
+        plan: "auto", "sequential", "signaled", "two_level" (on several nodes), or a Plan of one of these classes; the
+            same on all ranks.
         out: [r, N], contiguous: the tensor for the result, which may share memory with an operand.
 
     Returns: [r, N]: first the rows from rank 0 in that rank's order, then the rows from rank 1, and so on. The numbers
         of rows from each rank are `[counts[world.rank] for counts in routing.counts]`.
 
-    Dtypes, devices and errors are as for `all_gather_matmul`; a wrong destination on one rank raises ValueError or
-    TypeError on all. There is no gradient. Signaled plans need an N that is a multiple of 8; otherwise the op runs
-    sequentially, and logs that once. Memory during the call: [m_s, N] (signaled), or two times [m_s, N] (sequential).
-    If copy engines move the groups, the op uses [m, N] of symmetric memory instead of [m_s, N], where m is the largest
-    m_s of all ranks.
+    Dtypes, devices and errors are as for `all_gather_matmul`. A wrong destination on one rank raises ValueError or
+    TypeError on all ranks. There is no gradient. Signaled plans need an N that is a multiple of 8. For other N the op
+    uses the sequential plan, and logs this once. During the call, a signaled plan needs memory for [m_s, N] elements,
+    and the sequential plan for twice as many. If copy engines move the groups, the op uses [m, N] of symmetric memory
+    instead of [m_s, N], where m is the largest m_s of all ranks.
 
     Examples:
         >>> x, w = torch.ones(3, 16).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -158,8 +162,8 @@ def matmul_all_to_all(
 
 @dataclass(frozen=True)
 class RoutedCall(MatmulCall):
-    """A checked call. Each rank chooses for itself whether it has a bias, so `bias` is always False. sent: the number
-    of this rank's rows. kept: whether the caller passed a Routing, and so may pass it again."""
+    """A checked call. Each rank decides for itself whether it has a bias, so `bias` is always False here. sent: the
+    number of this rank's rows. kept: whether the caller passed a Routing, which it may therefore pass again."""
 
     routing: Routing = field(kw_only=True)
     kept: bool = field(kw_only=True)
@@ -167,7 +171,7 @@ class RoutedCall(MatmulCall):
 
     @property
     def rows(self) -> int:
-        """Return the largest number of rows of a rank."""
+        """Return the largest number of rows on any rank."""
         return max(self.shards)
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:
@@ -178,7 +182,7 @@ def run_sequential(world: World, call: RoutedCall, plan: Plan, operands: Factors
     """Run the plan: one GEMM, then one all-to-all."""
     stream, me, routing = world.current_stream(), world.rank, call.routing
     y, pool = (world.empty((call.sent, call.n), call.dtype) for _ in range(2))
-    # The GEMM runs without rows too, because ranks that share a GPU enter it together.
+    # The GEMM is launched even without rows, because ranks that share a GPU enter it together.
     world.backend.linear(*operands, stream, y)
     order = routing.by_destination(world)
     if call.sent:
@@ -190,9 +194,9 @@ def run_sequential(world: World, call: RoutedCall, plan: Plan, operands: Factors
 
 @dataclass
 class GroupTables:
-    """The tables of one routing, N and plan. By group and rank: sent, the rows of this rank's `pool` for that rank;
-    received, the rows of `out` from that rank; pulled, the same rows in that rank's pool. row_map: the row_map of
-    signaled_gemm."""
+    """The tables for one routing, N and plan. The first three have an entry for each group and rank. sent: the rows of
+    this rank's `pool` that are sent to the rank. received: the rows of `out` that come from the rank. pulled: the
+    position of the received rows in that rank's pool. row_map: the row_map of signaled_gemm."""
 
     signals: Signals
     row_map: torch.Tensor
@@ -205,13 +209,13 @@ class GroupTables:
 def group_tables(world: World, routing: Routing, n: int, plan: Signaled) -> GroupTables:
     me, size, bm = world.rank, world.size, plan.tile.block_m
     tiles_n, programs = -(-n // plan.tile.block_n), world.sm_count - plan.ctas
-    group_m = max(1, min(plan.tile.group_m, programs // tiles_n))  # group_m rows of tiles fit in a wave
+    group_m = max(1, min(plan.tile.group_m, programs // tiles_n))  # the number of rows of tiles that fit in a wave
     longest = max(len(d) for d in routing.destinations)
     bounds = schedule(-(-longest // bm) * tiles_n, programs, plan.groups, 1, group_m * tiles_n).bounds
     ends = np.array([-(-b // tiles_n) * bm for b in bounds[1:]])
 
     def cells(destinations: np.ndarray) -> np.ndarray:
-        """Return group * size + destination of each row."""
+        """Return group * size + destination for each row."""
         return np.searchsorted(ends, np.arange(len(destinations)), side="right") * size + destinations
 
     def starts(counts: np.ndarray) -> np.ndarray:
@@ -223,8 +227,8 @@ def group_tables(world: World, routing: Routing, n: int, plan: Signaled) -> Grou
         stops = (starts + counts).tolist()
         return [list(map(slice, *ends)) for ends in zip(starts.tolist(), stops, strict=True)]
 
-    # By sender, group and receiver: the number of rows, their offset in the sender's pool, and their offset in the
-    # receiver's out.
+    # These tables have an entry for each sender, group and receiver: the number of rows, their offset in the sender's
+    # pool, and their offset in the receiver's out.
     shape = size, len(ends), size
     counts = np.stack([np.bincount(cells(d), minlength=len(ends) * size) for d in routing.destinations])
     send_counts, send_offsets = counts.reshape(shape), np.stack([starts(c) for c in counts]).reshape(shape)
@@ -258,7 +262,7 @@ def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Facto
     stream = world.current_stream()
     world.order(groups.signals, stream)
     pools = None
-    if plan.copies:  # after the barrier no rank pulls from this rank's pool any more
+    if plan.copies:  # after the barrier no rank still pulls from this rank's pool
         longest = max(len(d) for d in routing.destinations)
         pools = workspace(world, "pool", (longest, n), call.dtype)
         world.order(lock(world, COPIES), stream)
@@ -283,8 +287,8 @@ def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Facto
 
 
 class MatmulAllToAll(MatmulOp[RoutedCall]):
-    """The op matmul_all_to_all. The options are a Routing, and whether the caller passed it. The Routing keeps the
-    decisions."""
+    """The op matmul_all_to_all. The options are a Routing, and whether the caller passed it. The Routing stores the
+    plan decisions."""
 
     name = _OP
     collective = "all_to_all"
@@ -336,7 +340,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         return call.kept and super().may_capture(world, call)
 
     def warm_up_capture(self, prepared: Prepared[RoutedCall], operands: Factors, out: torch.Tensor | None) -> None:
-        """Make the call with and without a bias, because this rank may pass one later."""
+        """Warm up calls with and without a bias, because this rank may pass a bias later."""
         x, weight, _ = operands
         for bias in (None, prepared.world.zeros((prepared.call.n,), prepared.call.dtype)):
             prepared(Factors(x, weight, bias), None)

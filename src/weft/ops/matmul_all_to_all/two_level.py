@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Factors, out: torch.Tensor) -> None:
-    """Run GEMM + all-to-all. Each row is sent to the rank of its destination node with this rank's local rank, and the
-    ranks of that node pull it from there. `pool` holds the rows that a rank has received, by source node, and for each
-    node in the order of their destinations."""
+    """Run GEMM + all-to-all. Each row is sent to the rank of its destination node that has the same local rank as this
+    rank, and the destination rank pulls the row from there. `pool` holds the rows that a rank has received. They are
+    ordered by source node, and for each node by destination."""
     (x, weight, bias), routing, node = operands, call.routing, world.levels.node
     stream, between = world.current_stream(), world.side_stream(BETWEEN)
     order, ordered = routing.by_destination(world), world.empty((call.sent, call.k), call.dtype)
@@ -40,7 +40,7 @@ def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Facto
         start = sum(routing.counts[world.rank][: target * node.size])
         world.backend.linear(ordered[start : start + y.shape[0]], weight, bias, stream, y)
 
-    sent, arrived = [], []  # `sent` is kept until this stream has waited for the transfers, as in `run_scatter`
+    sent, arrived = [], []  # `sent` must stay alive until this stream has waited for the transfers, as in `run_scatter`
     for target, source in node_pairs(world):
         y = world.empty((sum(local_slice(world, target, routing.counts[world.rank])), call.n), call.dtype)
         sent.append(y)
@@ -57,7 +57,7 @@ def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Facto
 
 
 def _pool_rows(world: World, routing: Routing, rank: int) -> list[int]:
-    """Return, for a rank's pool, the offset of the rows from each node, and the end."""
+    """Return the offset of each node's rows in a rank's pool, and the end of the last node's rows."""
     node_size = world.levels.node.size
     node, local_rank = divmod(rank, node_size)
     sources = range(local_rank, world.size, node_size)
@@ -67,8 +67,8 @@ def _pool_rows(world: World, routing: Routing, rank: int) -> list[int]:
 def _pull_routed(
     world: World, routing: Routing, pool: SymmetricTensor, source: int, out: torch.Tensor, stream: Stream
 ) -> None:
-    """Pull the rows for this rank that come from node `source` and have arrived on this node: each rank of that node
-    has sent its rows to the same local rank of this node."""
+    """Pull this rank's rows from node `source` that have arrived on this node. Each rank of `source` has sent its rows
+    to the rank of this node with the same local rank."""
     node, me = world.levels.node, world.rank
     node.barrier(stream)
     for p in (node.rank, *node.other_ranks):

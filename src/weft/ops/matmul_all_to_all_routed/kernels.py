@@ -1,33 +1,36 @@
-"""GEMM + all-to-all with a routing that only the device knows, and the return of the gradient.
+"""GEMM + all-to-all with a routing that only the device knows, and the kernel that sends the gradient back.
 
-    number_rows      numbers the rows of each destination in their order here; pushes to each rank their number
-    gemm_to_ranks    persistent GEMM whose epilogue stores each row of a tile in the inbox of its destination rank;
-                     a program that has run out of tiles notifies all ranks
-    receive_rows     waits for one source after another, and copies its rows to the output, with zeros after them
+    number_rows      numbers the rows for each destination in the order that they have here, and stores the count on
+                     each destination rank
+    gemm_to_ranks    runs a persistent GEMM whose epilogue stores each row of a tile in the inbox of the row's
+                     destination rank. A program that has no tiles left notifies all ranks
+    receive_rows     waits for one source after another, and copies the rows of each source to the output, followed by
+                     zeros
 
     stream   | number_rows | gemm_to_ranks: tiles, and their rows to all inboxes | receive_rows: wait, copy |
 
-    return_rows      in the backward pass: pushes the gradient of received rows to the ranks that they came from,
-                     notifies these, waits for all ranks, and puts the rows that came back in the order of the forward
-                     pass
+    return_rows      runs in the backward pass: it pushes the gradients of received rows to their source ranks, notifies
+                     these ranks, waits for all ranks, and stores the gradients that came back in the order of the
+                     forward pass
 
-A GEMM program stores rows for other ranks in the same way as rows for its own, so nothing remains to be sent when the
-GEMM ends, and the host needs no counts: an inbox has room for all m rows of every source, at row source * m + number.
+A GEMM program stores rows for other ranks in the same way as rows for its own rank, so nothing remains to be sent when
+the GEMM ends. The host needs no counts, because an inbox has room for all m rows of every source: a row is stored at
+source * m + its number.
 
-Who waits for whom. Counter s of a rank counts the notifies of source s, one from each program for any routing, so the
-number of arrivals in a call is always the same, and one rank alone notifies a counter. The notify is a release at scope
-sys of the program's stores to the inboxes, and of the counts that `number_rows` stored before it on the stream. GEMM
-programs do not wait. `return_rows` first sends all rows, then waits, and its programs are all resident, so every wait
-ends.
+Who waits for whom. Counter s of a rank counts the notifications from source s. For any routing every program sends one,
+so the number of arrivals in a call is always the same, and only one rank increments a counter. A notification releases,
+at scope sys, the program's stores to the inboxes, and the counts that `number_rows` has stored earlier on the stream.
+GEMM programs do not wait. `return_rows` first sends all rows, then waits, and its programs are all resident, so every
+wait ends.
 
-Why memory may be written again. Calls alternate between two halves of the arena. A rank that writes a half in call
-n + 2 has ended its call n + 1, in which it acquired from every rank: by stream order that rank's notify came after it
-had read the half in call n. The tables of a call are read by later launches of the same stream only.
+Why memory may be written again. Calls alternate between two halves of the arena. A rank that writes a half in call n +
+2 has ended its call n + 1, in which it acquired a notification from every rank. By stream order, each rank sent this
+notification after it had read the half in call n. Only later launches of the same stream read the tables of a call.
 
 Symbols of shapes:
 
-    m          rows of x on this rank, each of which has one destination rank
-    N, K       columns of the result and of x
+    m          the number of rows of x on this rank, each of which has one destination rank
+    N, K       the numbers of columns of the result and of x
     W          ranks
 """
 
@@ -48,16 +51,16 @@ ELEMENT_BYTES = tl.constexpr(2)
 
 
 class Inbox(NamedTuple):
-    """An arena for these kernels: two halves in the memory of every rank, with W m rows of N elements of 16 bits, and
-    after them int32 [W], the number of rows from each source."""
+    """An arena for these kernels. The memory of every rank has two halves. A half contains W m rows of N 16-bit
+    elements, followed by int32 [W], the number of rows from each source."""
 
-    addresses: torch.Tensor  # int64 [W], of every rank's memory
+    addresses: torch.Tensor  # int64 [W], the address of every rank's memory
     epoch: torch.Tensor  # int32 [1], whose parity selects the half
     half: int  # bytes from the first half to the second
 
 
 class BlockShape(NamedTuple):
-    """The block of a matrix that a program copies at once, and how many such blocks it has in flight."""
+    """The block of a matrix that a program copies at once, and the number of such blocks in flight."""
 
     ROWS: tl.constexpr
     COLS: tl.constexpr
@@ -66,7 +69,7 @@ class BlockShape(NamedTuple):
 
 @jit
 def half_address(inbox, rank):
-    """Return the address of this call's half in the memory of `rank`, or of a block of ranks."""
+    """Return the address of this call's half in the memory of `rank`, which may be a block of ranks."""
     return tl.load(inbox.addresses + rank) + (tl.load(inbox.epoch) & 1).to(tl.int64) * inbox.half
 
 
@@ -84,8 +87,8 @@ def inbox_counts(inbox, rank, m, N, W: tl.constexpr):
 
 @jit
 def rows_by_rank(destinations, i, m, WP: tl.constexpr, W: tl.constexpr):
-    """Return the destinations of the rows i, and int32 [.., WP]: 1 at the destination of each row, all 0 for a row that
-    is not sent."""
+    """Return the destinations of the rows i, and int32 [.., WP], which is 1 at the destination of each row and 0
+    elsewhere. For a row that is not sent, all elements are 0."""
     rank = tl.load(destinations + i, mask=i < m, other=-1)
     r = tl.arange(0, WP)[None, :]
     return rank, ((rank[:, None] == r) & (r < W)).to(tl.int32)
@@ -93,11 +96,12 @@ def rows_by_rank(destinations, i, m, WP: tl.constexpr, W: tl.constexpr):
 
 @jit(do_not_specialize=("m",))
 def number_rows(destinations, target_rows, row_addresses, inbox, ch, m, N, BLOCK: tl.constexpr):
-    """target_rows int32 [m] = destination * m + the number of earlier rows with that destination; -1 for a row that
-    is not sent, as its destination, int32, is no rank. row_addresses int64 [m] = the row's address in its destination's
-    inbox, or 0. The program of the last block stores in each inbox the number of rows that this rank sends to it.
+    """Compute target_rows int32 [m] = destination * m + the number of earlier rows with the same destination, or -1 for
+    a row whose destination (int32) is not a rank and which is therefore not sent. Compute row_addresses int64 [m] = the
+    row's address in the inbox of its destination, or 0. The program of the last block stores in each inbox the number
+    of rows that this rank sends to it.
 
-    Each program counts the rows before its blocks itself, so that no program waits for another: for 65,536 rows it
+    Each program itself counts the rows before its blocks, so that no program waits for another. For 65,536 rows it
     reads at most 256 KiB, from L2.
     """
     W: tl.constexpr = ch.world
@@ -124,7 +128,7 @@ def number_rows(destinations, target_rows, row_addresses, inbox, ch, m, N, BLOCK
 
 @jit
 def store_rows(address, acc, bias, col, N, DTYPE: tl.constexpr, tile):
-    """Store a tile + bias, each row at its address; rows with address 0 are not stored."""
+    """Add the bias to a tile, and store each row at its address. Rows with address 0 are not stored."""
     COLS: tl.constexpr = tile.BN // 2
     if bias is not None:
         c = col + tl.arange(0, tile.BN)
@@ -139,17 +143,17 @@ def store_rows(address, acc, bias, col, N, DTYPE: tl.constexpr, tile):
 
 @jit(do_not_specialize=("m",))
 def gemm_to_ranks(x_desc, w_desc, bias, row_addresses, ch, m, N, K, DTYPE: tl.constexpr, tile):
-    """Store the rows of x_desc [m, K] @ w_desc [N, K]^T + bias [N], or None, at row_addresses, and add one arrival of
-    this program to counter `me` of every rank. N is a multiple of 8.
+    """Compute x_desc [m, K] @ w_desc [N, K]^T + bias [N] (or None), and store the rows at row_addresses. Each program
+    adds one arrival to counter `me` of every rank. N is a multiple of 8.
 
-    Ranks begin at different rows, a W-th of all rows apart: if rows are sorted by destination, the ranks do not all
-    store to one rank at the same time.
+    The ranks begin at different rows, which are a W-th of all rows apart. So even if rows are sorted by destination,
+    the ranks do not all store to the same rank at the same time.
     """
     x_desc, w_desc = tiles_of(x_desc), tiles_of(w_desc)
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN
     BK: tl.constexpr = tile.BK
-    N = N // 8 * 8  # rows are whole 16-byte words; a compiler that does not know makes narrow stores
+    N = N // 8 * 8  # rows are whole 16-byte words; without this hint the compiler generates narrow stores
     PROGRAMS = tl.num_programs(0)
     me = rank_of(ch)
     tiles_m = tl.cdiv(m, BM)
@@ -177,8 +181,8 @@ def gemm_to_ranks(x_desc, w_desc, bias, row_addresses, ch, m, N, K, DTYPE: tl.co
 
 @jit
 def copy_rows(dst, src, count, end, N, program, PROGRAMS, shape):
-    """Copy program `program`'s part of the first `count` rows of src [.., N] to dst, with zeros after them up to row
-    `end`."""
+    """Copy the part of program `program` of the first `count` rows of src [.., N] to dst, and store zeros in its part
+    of the rows up to row `end`."""
     parts = tl.cdiv(N, shape.COLS)
     for block in tl.range(program, tl.cdiv(end, shape.ROWS) * parts, PROGRAMS, num_stages=shape.STAGES):
         r = (block // parts * shape.ROWS + tl.arange(0, shape.ROWS))[:, None]
@@ -190,8 +194,9 @@ def copy_rows(dst, src, count, end, N, program, PROGRAMS, shape):
 
 @jit(do_not_specialize=("m",))
 def receive_rows(out, counts, inbox, ch, m, N, ARRIVALS: tl.constexpr, shape):
-    """Compute out [W, m, N] = the rows from each rank, then zeros; counts int32 [W] = the number of these rows. The
-    rank's own rows are copied while other ranks' rows may still be in flight. ARRIVALS: notifies of a source in a call.
+    """Compute out [W, m, N] = the rows from each rank, followed by zeros, and counts int32 [W] = the number of rows
+    from each rank. The rank's own rows are copied first, while other ranks' rows may still be in flight. ARRIVALS: the
+    number of notifications from a source in each call.
     """
     W: tl.constexpr = ch.world
     N = N // 8 * 8
@@ -210,9 +215,9 @@ def receive_rows(out, counts, inbox, ch, m, N, ARRIVALS: tl.constexpr, shape):
 
 @jit(do_not_specialize=("m",))
 def return_rows(dout, counts, target_rows, returned, inbox, ch, m, N, ARRIVALS: tl.constexpr, shape):
-    """Compute returned [m, N] = the gradients of the rows that this rank sent, zero for rows that were not sent: row i
-    is row target_rows[i] of the inbox, where its destination has stored it. dout [W, m, N]: the gradients of the
-    received rows, counts int32 [W] from each rank; gradient rows after these are not read.
+    """Compute returned [m, N] = the gradients of the rows that this rank sent, with zeros for rows that were not sent.
+    Row i comes from row target_rows[i] of the inbox, where its destination has stored it. dout [W, m, N]: the gradients
+    of the received rows. Only the first counts[s] gradient rows of each source s are read; counts is int32 [W].
     """
     W: tl.constexpr = ch.world
     N = N // 8 * 8

@@ -1,12 +1,12 @@
-"""x @ weight.T, where each row is sent to a rank that only the device knows: static shapes for CUDA graphs and
-torch.compile, and a gradient (FlashOverlap, section 4.2, without an exchange of the routing among hosts).
+"""x @ weight.T, followed by sending each row to a rank that only the device knows. The op has static shapes, for CUDA
+graphs and torch.compile, and a gradient (FlashOverlap, section 4.2, but the hosts do not exchange the routing).
 
-    fused        three launches: one numbers the rows of each destination, a GEMM stores its rows on their destination
-                 ranks, and one copies the received rows to the result (kernels.py)
-    sequential   the library's GEMM, rows sorted into one block for each rank, and the library's all-to-all of these
-                 blocks
+    fused        uses three launches: the first numbers the rows of each destination, the second is a GEMM that stores
+                 its rows on their destination ranks, and the third copies the received rows to the result (kernels.py)
+    sequential   runs cuBLAS's GEMM, sorts the rows into one block for each rank, and sends the blocks by NCCL's
+                 all-to-all
 
-The backward pass returns the gradients of received rows the same way; the library's GEMMs compute dx and dweight.
+The backward pass sends the gradients of received rows back in the same way. cuBLAS's GEMMs compute dx and dweight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..recipes import validate
 from . import runs
 from .runs import GEMM_ALL_TO_ALL_ROUTED, RoutedFactors, StaticCall
 
-MAX_RANKS = 32  # the most counters that one notify of all ranks increments and one wait polls
+MAX_RANKS = 32  # the largest number of counters that a program can increment or poll at once
 
 
 def matmul_all_to_all_routed(
@@ -40,37 +40,41 @@ def matmul_all_to_all_routed(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows that come to this rank when every rank sends row i of its x @ weight.T + bias to rank
-    destinations[i] (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer). No host reads these.
+    destinations[i] (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer). No host reads the
+    destinations.
 
     W is the number of ranks, at most 32 for "fused".
 
     Args:
         x: [m, K], this rank's rows. Every rank has the same m, which may be 0; any number of rows may have no
             destination.
-        weight: [N, K], this rank's own, laid out as in `nn.Linear`. N and K are the same on all ranks.
-        bias: [N], this rank's own, or None.
-        destinations: int32 [m] on this rank's device, the destination rank of each row, in any order and balance. A row
-            is not sent if its destination is -1 or any number that is not a rank. A CUDA graph may be replayed with
-            different values.
+        weight: [N, K], this rank's weight, laid out as in `nn.Linear`. N and K are the same on all ranks.
+        bias: [N], this rank's bias, or None.
+        destinations: int32 [m] on this rank's device, the destination rank of each row, in any order and any
+            distribution. A row is not sent if its destination is -1 or another number that is not a rank. The values
+            may differ between replays of a CUDA graph.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", "sequential", "fused" or such a Plan; the same on all ranks. "auto" is "fused" where that can
-            serve the call, otherwise "sequential": the planner has no model of either.
+        plan: "auto", "sequential", "fused" or a Plan of one of these classes; the same on all ranks. "auto" means
+            "fused" if this plan supports the call, otherwise "sequential", because the planner has no model of these
+            plans.
         out: [W, m, N], contiguous: the tensor for the result, which may share memory with an operand. It is not
             differentiable.
 
     Returns:
-        out [W, m, N] and counts int32 [W]: the first counts[s] rows of out[s] came from rank s, in that rank's order;
-            the rows after them are zero.
+        out [W, m, N] and counts int32 [W]. The first counts[s] rows of out[s] came from rank s, in the order that they
+            have there; the rows after them are zero.
 
-    x, weight and bias are all bfloat16 or all float16. "fused" needs N and K that are multiples of 8, and symmetric
-    memory; otherwise the op runs sequentially, and logs that once. The errors are as for `all_gather_matmul`.
+    x, weight and bias are all bfloat16 or all float16. "fused" needs symmetric memory, and N and K must be multiples of
+    8. If this is not so, the op uses the sequential plan, and logs this once. The errors are as for
+    `all_gather_matmul`.
 
     Backward: the gradient of each received row is sent back to the source rank of the row; gradient rows after the
     first counts[s] are not read. dx is 0 for a row that was not sent. The gradients of weight and bias cover this
     rank's rows only. Every backward pass communicates, so a gradient must be needed on all ranks or on none.
 
-    Memory in addition to the result: symmetric, shared by all ops of the World, 2 W m N elements (fused); during the
-    call (W + 1) m N elements (sequential). The sequential all-to-all sends all W m rows, including empty ones.
+    Memory in addition to the result: "fused" uses 2 W m N elements of symmetric memory, which all ops of the World
+    share; "sequential" uses (W + 1) m N elements during the call. The sequential all-to-all sends all W m rows,
+    including empty ones.
 
     Examples:
         >>> x, w = torch.ones(3, 16).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -88,7 +92,7 @@ def matmul_all_to_all_routed(
 
 class MatmulAllToAllRouted(MatmulOp[StaticCall]):
     """The definition of `matmul_all_to_all_routed`. Option: whether a gradient is wanted. Results: out, counts. A run
-    saves int32 [m], the place of each row at its destination (`kernels.number_rows`)."""
+    saves int32 [m], the position of each row on its destination rank (`kernels.number_rows`)."""
 
     name = GEMM_ALL_TO_ALL_ROUTED
     signature = "Tensor x, Tensor weight, Tensor? bias, Tensor destinations, bool gradient"
@@ -129,7 +133,8 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
         return x if needs[1] else None, weight if needs[0] else None, counts, target_rows
 
     def backward(self, world: World, context: Backward) -> Sequence[torch.Tensor | None]:
-        """Return dx, dweight and dbias of a linear layer, from the gradients that the destinations returned."""
+        """Return dx, dweight and dbias of a linear layer. They are computed from the gradients that the destination
+        ranks have sent back."""
         (x, weight, counts, target_rows), needs, call = context.saved, context.needs, context.call
         dout = context.gradients[0]
         assert dout is not None and counts is not None and target_rows is not None

@@ -12,9 +12,9 @@ GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER = "matmul_all_reduce", "matmul_reduce_scatt
 
 @dataclass(frozen=True)
 class ReduceCall(MatmulCall):
-    """A checked call. `m` is the number of rows of x. With `everywhere` all ranks get the whole sum (all-reduce),
-    otherwise each rank gets its shard (reduce-scatter). If `reorder` is false, the result may be the tiles of a
-    signaled plan, and the call also returns a Remap, which is None for rows in ordinary order."""
+    """A checked call. `m` is the number of rows of x. With `everywhere`, all ranks receive the whole sum (all-reduce);
+    otherwise each rank receives its shard (reduce-scatter). If `reorder` is false, the result may consist of the tiles
+    of a signaled plan, and the call also returns a Remap, which is None for rows in ordinary order."""
 
     m: int
     everywhere: bool

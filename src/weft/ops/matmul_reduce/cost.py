@@ -1,5 +1,5 @@
-"""Models of GEMM + reduce-scatter and GEMM + all-reduce: chunks of decomposed plans, fused plans, signaled plans with
-groups that copy engines move, and two levels of nodes."""
+"""Models of GEMM + reduce-scatter and GEMM + all-reduce: decomposed plans, which work in chunks, fused plans, signaled
+plans, and plans with two levels on several nodes."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class ReduceChunks(DecomposedCost):
 
 
 class ReducedTiles(FusedCost[ReducePlan]):
-    """The model of plans that pull tiles, at one rate under the GEMM and at another after it. A row crosses the links
-    `passes` times."""
+    """The model of plans that pull tiles, at one rate during the GEMM and at another rate after it. A row crosses the
+    links `passes` times."""
 
     def __init__(self, plan: type[ReducePlan], passes: int) -> None:
         super().__init__(plan)
@@ -99,7 +99,7 @@ class ReducedTiles(FusedCost[ReducePlan]):
         rows, bm = -(-m // p.world), plan.tile.block_m
         columns = -(-n // plan.tile.block_n)
         chunks, programs = -(-rows // bm), p.sms  # programs that pull and forward share the GEMM's SMs
-        # After the first wave, all tiles but those of the last wave can be pulled under the GEMM.
+        # After the first wave, all tiles except the tiles of the last wave can be pulled during the GEMM.
         tiles = p.world * chunks * columns
         gemm = p.tiles(Occupancy(plan.tile), programs, tiles, m, n, k) * fit.slow
         waves = max(1, -(-tiles // programs))
@@ -110,8 +110,9 @@ class ReducedTiles(FusedCost[ReducePlan]):
 
 
 class SignaledScatter(SignaledCost):
-    """The model of signaled plans with copy engines. A group has tiles of every owner. A copy engine pushes a group
-    after the group's waves, with this rank's rows last; one kernel sums all groups at the end."""
+    """The model of signaled plans with copy engines. A group contains tiles of every owner. A copy engine pushes a
+    group after the waves that compute the group; this rank's own rows come last. One kernel sums all groups at the
+    end."""
 
     def owners(self, world: int) -> int:
         return world
@@ -144,7 +145,7 @@ class SignaledReduce(SignaledCost):
 
 
 class ScatterTwoLevel(TwoLevelCost):
-    """The model of plans in which transfers between nodes follow the op on the transferred rows."""
+    """The model of plans in which the op on a node runs first, and its rows are then transferred between nodes."""
 
     def node_steps(self, p: OverNodes, call: GemmCall, plan: TwoLevel) -> list[Step]:
         rows, piece_count = call.m // p.nodes, plan.pieces
@@ -164,8 +165,8 @@ class ScatterTwoLevel(TwoLevelCost):
 
 
 class ReduceTwoLevel(TwoLevelCost):
-    """The model of plans with a GEMM + reduce-scatter of each piece in the node, an all-reduce between nodes, and an
-    all-gather in the node."""
+    """The model of plans that process each piece by a GEMM + reduce-scatter in the node, an all-reduce between nodes,
+    and an all-gather in the node."""
 
     def node_steps(self, p: OverNodes, call: GemmCall, plan: TwoLevel) -> list[Step]:
         rows, scatter, steps = call.m // plan.pieces, call._replace(collective="reduce_scatter"), []

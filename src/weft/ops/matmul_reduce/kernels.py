@@ -1,13 +1,13 @@
-"""GEMM + reduce-scatter and GEMM + all-reduce, in which the owners of tiles pull the partial tiles.
+"""GEMM + reduce-scatter and GEMM + all-reduce, in which the owner of a tile pulls the partial tiles of all ranks.
 
-    GEMM programs      compute a persistent GEMM whose tile order interleaves the owners: all ranks compute tile
-                       (lm, tn) of every owner at about the same time. A tile is stored in this rank's half of the
-                       arena, and counted a few K steps into the program's next tile (compute/gemm.py).
-    forward programs   notify all owners when tile (lm, tn) of every owner is stored. The release of a GEMM program
-                       reaches only this GPU, because one that reaches the peers waits for busy links.
-    pull programs      draw own tiles in the order in which they become complete, wait until all ranks have notified
-                       this one, read the tile from every rank through a deep asynchronous pipeline, sum in float32 in
-                       the order of the ranks, and store the sum
+    GEMM programs      compute a persistent GEMM whose tile order interleaves the owners: all ranks compute tile (lm,
+                       tn) of every owner at about the same time. A program stores a tile in this rank's half of the
+                       arena, and counts it a few K steps into its next tile (compute/gemm.py).
+    forward programs   notify all owners when tile (lm, tn) of every owner has been stored. GEMM programs release their
+                       stores only to this GPU, because a release to the peers would wait for busy links.
+    pull programs      draw this rank's own tiles in the order in which they become complete. For each tile, a program
+                       waits until all ranks have notified this one, reads the tile from every rank through a deep
+                       asynchronous pipeline, adds the parts in float32 in rank order, and stores the sum
 
                        t -->
     GEMM programs      | tile 0 of r+1, r+2, .. | tile 1 of r+1, .. | ...
@@ -16,27 +16,28 @@
 The forward and pull programs form a separate kernel. The kernel is so small (48 KiB of shared memory, four warps) that
 its programs fit on the SMs together with the GEMM's programs, which occupy every SM.
 
-For all-reduce the owner stores the sum over its own partial tile, which no other rank reads, and notifies every rank.
-Every second ticket pulls the other owners' sums of the tile that was summed LAG tickets earlier. A ticket waits only
-for GEMM tiles, which wait for nothing, and for sums with smaller ticket numbers, so that some program can always
+For all-reduce the owner overwrites its own partial tile, which no other rank reads, with the sum, and notifies every
+rank. Every second ticket pulls the other owners' sums of the tile that was summed LAG tickets earlier. A ticket waits
+only for GEMM tiles, which wait for nothing, and for sums with smaller ticket numbers. So some program can always
 proceed.
 
-Order of accesses. A rank writes an arena half again two calls later. The rank starts that call only after every peer
-has notified it in the call in between, and each peer started the call in between after it had ended this call.
+Order of accesses. A rank writes the same half of the arena again in call n + 2. It starts call n + 2 only after every
+peer has notified it in call n + 1, and each peer started call n + 1 after it had ended call n.
 
-All ranks add to the same channel, and a fast rank may add for its tile of the next call before a slow rank's add of
-this call has arrived. Then the sum may start on a wrong count, but never on missing data. Before the fast rank left
-this call, the slow rank had notified it of all the slow rank's tiles, each time by a release that covers all owners.
-The fast rank's own add is a release too, so it also publishes those tiles.
+All ranks increment the same counters, and a fast rank may increment a counter for its tile of the next call before a
+slow rank's increment of this call has arrived. Then a sum may start although the slow rank's increment is missing, but
+never while data are missing. Before the fast rank left this call, the slow rank had notified it of all the slow rank's
+tiles, each time by a release that covers all owners. The fast rank's increment is a release too, so it also publishes
+those tiles.
 
-Three alternatives were measured and dropped (docs/design-notes.md): pull programs on separate SMs; GEMM programs that
-pull when they have no tiles left, so that the loads of the last tiles wait for these pulls; and GEMM programs that
-notify the owners, at once or a tile later.
+Three alternatives were measured and rejected (docs/design-notes.md). The first has pull programs on separate SMs. In
+the second, GEMM programs pull when they have no tiles left, so that the loads of the last tiles wait for these pulls.
+In the third, GEMM programs notify the owners, immediately or one tile later.
 
 Symbols of shapes:
 
-    M, N, K    rows of x, columns of the result, and columns of x on this rank
-    W          ranks; rank r owns m_r rows of the result
+    M, N, K    the numbers of rows of x, of columns of the result, and of columns of x on this rank
+    W          the number of ranks; rank r owns m_r rows of the result
 """
 
 from typing import NamedTuple
@@ -55,7 +56,7 @@ from ...lang.primitives import channel_broadcast, channel_wait
 class Sums(NamedTuple):
     """The work of the programs. GEMM_PROGRAMS programs compute; FORWARD_PROGRAMS programs forward and then pull, and
     PULL_PROGRAMS further programs only pull. Tiles are loaded in blocks of R rows, with STAGES blocks in flight. With
-    ALL every rank gets the sums, LAG tickets later."""
+    ALL every rank receives the sums, LAG tickets later."""
 
     GEMM_PROGRAMS: tl.constexpr
     FORWARD_PROGRAMS: tl.constexpr
@@ -67,7 +68,7 @@ class Sums(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The numbers of tiles of the longest shard, down and across, and the number of columns."""
+    """The numbers of tile rows and tile columns of the longest shard, and the number of columns."""
 
     tiles_m: tl.tensor
     tiles_n: tl.tensor
@@ -78,9 +79,9 @@ class Grid(NamedTuple):
 def sum_half_tiles(
     flat_desc, arenas, sums, first_row, start, count, me, out, lo, rows_n, bias, grid, tile, how, W: tl.constexpr
 ):
-    """Sum own half tiles start .. start + count over ranks. Row 0 of the own shard is row `lo` of `out`. `arenas` has
-    the granule of each rank's arena. With ALL the sums are also stored in `sums`, this rank's arena, from which the
-    other ranks pull them."""
+    """Sum this rank's own half tiles start .. start + count over all ranks. Row 0 of this rank's shard is row `lo` of
+    `out`. `arenas` contains the granule of each rank's arena. With ALL the sums are also stored in `sums`, this rank's
+    arena, from which the other ranks pull them."""
     BM: tl.constexpr = tile.BM
     COLS: tl.constexpr = tile.BN // 2
     GROUP: tl.constexpr = tile.GROUP_M // W
@@ -112,7 +113,7 @@ def sum_half_tiles(
 
 @jit
 def gather_tile(flat_desc, arenas, first_row, tile_index, me, out, offsets, grid, tile, how, W: tl.constexpr):
-    """Copy every other owner's sum of its tile tile_index to `out`, nearest owner first."""
+    """Copy the sum of tile tile_index of every other owner to `out`, beginning with the nearest owner."""
     BM: tl.constexpr = tile.BM
     COLS: tl.constexpr = tile.BN // 2
     GROUP: tl.constexpr = tile.GROUP_M // W
@@ -178,8 +179,8 @@ def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, til
 
 @jit
 def forward_tiles(ch, grid, pid, FORWARD_PROGRAMS: tl.constexpr, GROUP: tl.constexpr):
-    """Notify every owner of its tile (lm, tn) after this rank's GEMM programs have stored tile (lm, tn) of all
-    owners."""
+    """Notify every owner that its tile (lm, tn) is complete, after this rank's GEMM programs have stored tile (lm, tn)
+    of all owners."""
     tiles_m, tiles_n, _ = grid
     own_tiles = tiles_m * tiles_n
     for step in range(pid, own_tiles, FORWARD_PROGRAMS):
@@ -191,8 +192,8 @@ def forward_tiles(ch, grid, pid, FORWARD_PROGRAMS: tl.constexpr, GROUP: tl.const
 
 @jit
 def zero_accumulators(tile):
-    """Return the zeroed float32 accumulators of a tile, [BM, BN], and of its upper and lower half, [BM / 2, BN] each.
-    Accumulators that the loop over such tiles does not use are 0."""
+    """Return zeroed float32 accumulators for a tile, [BM, BN], and for its upper and lower halves, [BM / 2, BN] each.
+    For accumulators that the loop over tiles does not use, the integer 0 is returned."""
     acc, upper, lower = 0, 0, 0
     if tile.PROMOTE:
         upper = tl.zeros((tile.BM // 2, tile.BN), tl.float32)
@@ -204,8 +205,8 @@ def zero_accumulators(tile):
 
 @jit
 def store_partial(arena_desc, acc, scales, granule, flat_row, col, N, tile):
-    """Store the partial sums of a tile, or of half of its rows. The left half of the columns begins at flat_row of the
-    arena, and the right half begins BM rows later. `scales` are the TileScales of 8-bit operands, or None."""
+    """Store the partial sums of a tile, or of half of its rows. In the arena the left half of the columns begins at row
+    flat_row, and the right half begins BM rows later. `scales` are the TileScales of 8-bit operands, or None."""
     ROWS: tl.constexpr = acc.shape[0]
     COLS: tl.constexpr = tile.BN // 2
     left, right = column_halves(acc, ROWS, tile.BN)
@@ -222,19 +223,19 @@ def gemm_reduce(
     x_desc, w_desc, arena_desc, flat_desc, arena, out, bias, scales, ch, offsets, tiles_m, N, K, tile, how,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Compute out, the sum over ranks of x_desc [M, K] @ w_desc [N, K]^T, + bias [N] (or None). `out` has this rank's
-    rows [m_r, N], or with ALL all rows [M, N]. The launch with COMPUTE has the GEMM programs, and the launch without it
-    has the forward and pull programs.
+    """Compute out = the sum over ranks of x_desc [M, K] @ w_desc [N, K]^T, + bias [N] (or None). `out` contains this
+    rank's rows [m_r, N], or, with ALL, all rows [M, N]. The launch with COMPUTE consists of the GEMM programs, and the
+    launch without COMPUTE of the forward and pull programs.
 
-    w_desc is [K, N] with TRANS_B. A half of the arena (`transport.memory.Halves`) has the tiles of all owners. Each
-    tile is stored as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]; with PROMOTE
-    half the rows, as in x_desc) and flat_desc (blocks [1, R, BN / 2]) describe the arenas of all ranks as [granule,
-    row, BN / 2]. scales are the `Scales` of 8-bit operands, which are applied before tiles are stored, or None.
-    offsets, int32 [world + 1], has the first row of each rank's shard. tiles_m is the number of row tiles of the
-    longest shard. GROUP_M is a multiple of the world size. how is a `Sums`.
+    With TRANS_B, w_desc is [K, N]. A half of the arena (`transport.memory.Halves`) contains the tiles of all owners.
+    Each tile is stored as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]; with
+    PROMOTE half the rows, as in x_desc) and flat_desc (blocks [1, R, BN / 2]) describe the arenas of all ranks as
+    [granule, row, BN / 2]. scales are the `Scales` of 8-bit operands, or None; they are applied before tiles are
+    stored. offsets, int32 [world + 1], contains the first row of each rank's shard. tiles_m is the number of tile rows
+    in the longest shard. GROUP_M is a multiple of the world size. how is a `Sums`.
 
-    There are channels for the tiles of this rank's shard, for the sums of these tiles, and for the tiles of all owners
-    that this rank has stored. Only the rank's own programs add to the last."""
+    There are counters for the tiles of this rank's shard, for the sums of these tiles, and for the tiles of all owners
+    that this rank has stored. Only this rank's programs increment the last group of counters."""
     x_desc, w_desc = tiles_of(x_desc), tiles_of(w_desc)
     arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)
     W: tl.constexpr = ch.world
@@ -244,7 +245,7 @@ def gemm_reduce(
     COLS: tl.constexpr = BN // 2
     GEMM_PROGRAMS: tl.constexpr = how.GEMM_PROGRAMS
     pid = tl.program_id(0)
-    # Rows are whole 16-byte words. If the compiler does not know this, it generates narrow stores and spills registers.
+    # Rows are whole 16-byte words. Without this hint the compiler generates narrow stores and spills registers.
     N = N // 8 * 8
     me = rank_of(ch)
     tiles_n = tl.cdiv(N, BN)
@@ -261,10 +262,10 @@ def gemm_reduce(
         t = pid - GEMM_PROGRAMS
         step, row, col, flat_row, channel, stored_tile = steps - 1, 0, 0, 0, 0, -1
         acc, upper, lower = zero_accumulators(tile)
-        # This loop and the loop of signaled_gemm could be one, in which each tile is a group, the arena is a further
-        # output, and no table of groups is read. Compiled in this way for sm_90a, this kernel had 173 registers instead
-        # of 165 and 1,112 instructions instead of 1,072 (8 ranks: 181 instead of 175, 1,160 instead of 1,128), no
-        # spills, and 6 more compile-time branches in the loop. So there are two loops.
+        # This kernel and signaled_gemm could share one loop, in which each tile is a group, the arena is an additional
+        # output, and no table of groups is read. Compiled in this way for sm_90a, this kernel used 173 registers
+        # instead of 165 and 1,112 instructions instead of 1,072 (8 ranks: 181 instead of 175, 1,160 instead of 1,128).
+        # There were no spills, but 6 more compile-time branches in the loop. So there are two loops.
         for _ in tl.range(0, tl.cdiv(W * own_tiles - pid, GEMM_PROGRAMS) * steps):
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:

@@ -48,7 +48,7 @@ from .two_level import run_reduce_all, run_scatter
 
 
 class MatmulReduce(MatmulOp[ReduceCall]):
-    """The base of GEMM + reduce-scatter and GEMM + all-reduce."""
+    """The base class of the ops GEMM + reduce-scatter and GEMM + all-reduce."""
 
     operand_type = ScaledFactors
 
@@ -83,7 +83,7 @@ class MatmulReduce(MatmulOp[ReduceCall]):
 
 
 class MatmulReduceScatter(MatmulReduce):
-    """The op matmul_reduce_scatter. The options are the number of rows that each rank gets, or None for
+    """The op matmul_reduce_scatter. The options are the number of rows that each rank receives, or None for
     `balanced_rows`; reorder; and the fields of `ProductOptions`."""
 
     name, collective = GEMM_REDUCE_SCATTER, "reduce_scatter"
@@ -105,7 +105,7 @@ class MatmulReduceScatter(MatmulReduce):
     emulator_plan = FusedReduceScatter
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
-        """Return dx, dweight and dbias. dx is an all-gather + GEMM of dy; dweight uses the gathered dy."""
+        """Return dx, dweight and dbias. An all-gather + GEMM of dy computes dx; dweight uses the gathered dy."""
         (x, weight), (dy,), (rows, *_), needs = ctx.saved, ctx.gradients, ctx.options, ctx.needs
         assert dy is not None
         shards = split_rows(world, ctx.shapes[0][0]) if rows is None else rows
@@ -128,8 +128,8 @@ class MatmulReduceScatter(MatmulReduce):
         return reason
 
     def movable(self, plan: Plan, m: int, world: int) -> bool:
-        """Return whether copies can move the plan's groups, for which the shards must be equal and consist of whole
-        tiles."""
+        """Return whether copy engines can move the plan's groups. For this the shards must be equal and consist of
+        whole tiles."""
         return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.tile.block_m) == 0
 
 
@@ -152,7 +152,8 @@ class MatmulAllReduce(MatmulReduce):
         TwoLevel: unprepared(run_reduce_all),
     }
     over_nodes = (TwoLevel(2), TwoLevel(4))
-    # Signaled plans by copies were at least 1.3% slower than the fastest plan in 52 calls on 2 and 4 H200s (2026-11).
+    # Signaled plans with copy engines were at least 1.3% slower than the fastest plan in 52 calls on 2 and 4 H200s
+    # (2026-11).
     unsupported_fields = {Decomposed: ("pieces",), Signaled: ("copies",)}
     batch_invariant_plans = FusedAllReduce, TwoShotLowLatency, OneShot
     emulator_plan = FusedAllReduce
@@ -163,7 +164,7 @@ class MatmulAllReduce(MatmulReduce):
         return TwoLevel(2) if kind is TwoLevel else super().default(world, kind)
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
-        """Return dx, dweight and dbias. They need no communication, since every rank has all of dy."""
+        """Return dx, dweight and dbias. They need no communication, because every rank holds all of dy."""
         (x, weight), (dy,), needs = ctx.saved, ctx.gradients, ctx.needs
         assert dy is not None
         dy = dy.contiguous()
@@ -192,37 +193,39 @@ def matmul_reduce_scatter(
     """Return this rank's rows of the sum of x @ weight.T over ranks, plus bias: the row-parallel half of a layer
     (TileLink, section 5).
 
-    Every rank holds all rows of some columns of the activation, and gets some rows of the whole output.
+    Every rank holds some columns of the activation, with all rows, and receives some rows of the output, with all
+    columns.
 
     Args:
         x: [M, K], this rank's columns of the activation. M is any number, including 0.
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
-        bias: [N], the same on all ranks. It is added once, to the sum.
+        bias: [N], the same on all ranks. The bias is added once, to the sum.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "fused", "signaled", "one_shot"; over nodes "two_level") or a
-            Plan; the same on all ranks.
+        plan: "auto", the name of a plan class ("sequential", "decomposed", "fused", "signaled", "one_shot"; on several
+            nodes "two_level") or a Plan; the same on all ranks.
         out: [m_r, N], contiguous: the tensor for the result, which may share memory with an operand. It is not
             differentiable.
-        rows: the number of rows that each rank gets, in rank order. None: M is split as evenly as possible, longer
-            shards first (`weft.lang.balanced_rows`).
+        rows: the number of rows that each rank receives, in rank order. None: M is split as evenly as possible, with
+            longer shards first (`weft.lang.balanced_rows`).
         out_dtype, use_fast_accum: as in `weft.matmul`, if x and weight are `weft.ScaledTensor`. Partial sums, the
-            result and the bias have the dtype out_dtype. "signaled" supports 16-bit operands only. Such a call has no
-            gradient.
+            result and the bias have the dtype out_dtype. "signaled" supports only 16-bit operands. A call with 8-bit
+            operands has no gradient.
 
     Dtypes, devices, layouts and errors are as for `all_gather_matmul`. Sums over ranks are accumulated in float32, in
-    rank order ("sequential", and "signaled" without `copies`: in NCCL's order).
+    rank order. With "sequential", and "signaled" without `copies`, the order is NCCL's.
 
     Returns:
         [m_r, N], with m_r = rows[world.rank].
 
-    Backward: dx is an all-gather + GEMM of dy, through the transposed weight; dweight uses the gathered dy. dbias is
-    the sum of dy over all rows of all ranks, the same on every rank, so that the copies of the bias stay equal.
+    Backward: an all-gather + GEMM multiplies dy by the transposed weight to compute dx; dweight uses the gathered dy.
+    dbias is the sum of dy over all rows of all ranks. It is the same on every rank, so that the copies of the bias stay
+    equal.
 
-    Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential), M N
-    elements (decomposed), 2 M N elements with rows rounded up to whole tiles (fused), or 3 M N with W times the longest
-    shard for M (one shot, for few rows). All of these plans except fused also use [M, N] of ordinary memory during the
-    call. Signaled plans use M N (1 + 1 / W) elements of ordinary memory, with the rows of a shard rounded up to whole
-    tiles; with `copies` they use as much as decomposed plans.
+    Memory, in addition to the output: all ops of the World share the symmetric memory. The op needs none of it
+    (sequential), M N elements (decomposed), 2 M N elements with rows rounded up to whole tiles (fused), or 3 M N
+    elements, where M is W times the longest shard (one shot, for few rows). All of these plans except fused also use
+    [M, N] elements of ordinary memory during the call. Signaled plans use M N (1 + 1 / W) elements of ordinary memory,
+    with the rows of a shard rounded up to whole tiles; with `copies` they need as much memory as decomposed plans.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -248,9 +251,10 @@ def matmul_reduce_scatter_tiles(
 ) -> tuple[torch.Tensor, Remap | None]:
     """Return `matmul_reduce_scatter` in tiles.
 
-    The result keeps the order in which the plan's communication stores it. `weft.rms_norm` and `weft.residual_add` read
-    that order through the `weft.Remap`. All plans but "signaled" return rows in ordinary order, and None as the Remap.
-    Such a call has no gradient and is not compiled. Arguments and errors are as for `matmul_reduce_scatter`.
+    The result stays in the order in which the plan's communication stores it. `weft.rms_norm` and `weft.residual_add`
+    read it in this order by means of the `weft.Remap`. All plans except "signaled" return rows in ordinary order, and
+    None as the Remap. The function has no gradient and does not support torch.compile. Arguments and errors are as for
+    `matmul_reduce_scatter`.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -281,21 +285,21 @@ def matmul_all_reduce(
     """Return the sum of x @ weight.T over ranks, plus bias, on every rank: a row-parallel layer without sequence
     parallelism (TileLink, section 5).
 
-    The arguments are as for `matmul_reduce_scatter`, without `rows`: x [M, K], weight [N, K], bias [N] the same on all
-    ranks, out [M, N], and for 8-bit operands out_dtype and use_fast_accum. plan may also be "two_shot", for
-    few rows. Dtypes, devices and errors are as for `all_gather_matmul`.
+    The arguments are the arguments of `matmul_reduce_scatter` except `rows`: x [M, K], weight [N, K], bias [N] (the
+    same on all ranks), out [M, N], and, for 8-bit operands, out_dtype and use_fast_accum. plan may also be "two_shot",
+    for few rows. Dtypes, devices and errors are as for `all_gather_matmul`.
 
     Returns:
         [M, N], the same bits on every rank.
 
-    The backward pass communicates nothing: dx = dy @ weight, dweight = dy.T @ x, and dbias sums dy over its rows. So
-    every rank must compute the same loss from the output, and the loss counts only once. If dy differs by rank, the
-    caller must first sum it over the ranks.
+    The backward pass does not communicate: dx = dy @ weight, dweight = dy.T @ x, and dbias is the sum of dy over its
+    rows. So every rank must compute the same loss from the output, and the loss counts only once. If dy differs between
+    ranks, the caller must first sum it over the ranks.
 
-    Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential,
-    decomposed) or 2 M N elements with rows rounded up to whole tiles (fused). Signaled plans use none if N is a
-    multiple of 8, otherwise M N elements of ordinary memory, rounded up to whole tiles. One-shot and two-shot plans use
-    M N of ordinary memory, and the memory of `weft.all_reduce`.
+    Memory, in addition to the output: all ops of the World share the symmetric memory. The op needs none of it
+    (sequential, decomposed) or 2 M N elements with rows rounded up to whole tiles (fused). Signaled plans need no
+    further memory if N is a multiple of 8; otherwise they need M N elements of ordinary memory, rounded up to whole
+    tiles. One-shot and two-shot plans use M N elements of ordinary memory, and the memory of `weft.all_reduce`.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()

@@ -3,19 +3,19 @@
     stream        | signaled_gemm: group 0 | group 1        | group 2        |                 | put rows in order
     comm stream   | wait 0                 | collective of 0| wait 1 | collective of 1 | ...    |
 
-Copy engines can move the groups of a reduce-scatter instead (`Signaled.copies`). Then the GEMM uses all SMs but a few
-for waits, and rows stay in ordinary order (`_scatter_by_copies`).
+Copy engines can move the groups of a reduce-scatter instead (`Signaled.copies`). In this case the GEMM uses all SMs
+except a few, which the waits need, and the rows stay in ordinary order (`_scatter_by_copies`).
 
 The host knows the order in which tiles are computed, and a group is a range of that order (`Schedule`). So, unlike
-FlashOverlap, weft need not measure a table of the order.
+FlashOverlap, weft does not have to determine the order by a measurement.
 
 In an all-reduce NCCL sums a group's tiles in place. Groups are whole rows of tiles, which are in ordinary order in the
 output, unless the caller requests tiles. In a reduce-scatter consecutive tiles belong to the row ranges of consecutive
-ranks. A group has the same number of tiles of each rank, ordered by owner in memory, and NCCL sends each rank the sums
-of its own tiles. So each rank gets whole tiles of the rows that it owns, and no further exchange is needed. (If every
-tile were split into a strip for each rank, a rank would get rows of every tile.) On each rank the result is still in
-the order of the tiles, which a `Remap` describes: `weft.rms_norm` and `weft.residual_add` read the tiles through it, or
-a kernel restores the ordinary order.
+ranks. A group contains the same number of tiles of each rank, which are ordered by owner in memory, and NCCL sends each
+rank the sums of its own tiles. So each rank receives whole tiles of the rows that it owns, and no further exchange is
+needed. (If every tile were split into one strip for each rank, a rank would receive rows of every tile.) On each rank
+the result is still in the order of the tiles, which a `Remap` describes. `weft.rms_norm` and `weft.residual_add` can
+read the tiles by means of the Remap; for other callers a kernel restores the ordinary order.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from .call import ReduceCall
 
 
 class Tiling(NamedTuple):
-    """The tiles of the signaled GEMM, as arguments of its kernel.
+    """The sizes of the signaled GEMM's tiling, as arguments of its kernel.
 
     The GEMM's output is [rows, cols]. `tiles` is the number of tiles, `tiles_m` the number of tile rows of one owner,
     and `owners` the number of ranks with tiles that alternate in memory (1 if every rank gets all rows). With
-    `in_order` the output has ordinary rows, otherwise tiles in the order of their computation. `shard` is the number of
-    tile rows of a rank if copy engines scatter, since the GEMM then begins with the next rank's rows; otherwise it is
-    0.
+    `in_order`, the output consists of rows in ordinary order, otherwise of tiles in the order of their computation.
+    `shard` is 0, unless copy engines scatter the rows: then the GEMM begins with the next rank's rows, and `shard` is
+    the number of tile rows of one rank.
     """
 
     rows: int
@@ -73,8 +73,8 @@ def gemm_launch(
     fixed: Mapping[str, object],
     **options: int,
 ) -> Launch:
-    """Return the launch of the signaled GEMM of x_desc [m, K] and w_desc, + bias, which writes `out`. `fixed` are
-    further arguments that are the same in each launch."""
+    """Return the launch of the signaled GEMM that multiplies x_desc [m, K] by w_desc, adds the bias and writes `out`.
+    `fixed` are further arguments that are the same in each launch."""
     bm, bk = plan.tile.block_m, plan.tile.block_k
     return Launch(
         world,
@@ -106,7 +106,7 @@ def gemm_launch(
 
 @prepared
 def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, tiling: Tiling) -> Launch:
-    """Return the launch of the signaled GEMM that writes a tensor of the tiling's shape."""
+    """Return the launch of the signaled GEMM whose output has the shape of the tiling."""
     out = Matrix(tiling.rows, tiling.cols, (plan.tile.block_m, plan.tile.block_n // 2))
     return gemm_launch(world, call, plan, signals, tiling, call.rows, dict(out=out, row_map=None))
 
@@ -121,8 +121,9 @@ def launch_on(launch: Launch, operands: Factors | ScaledFactors, out: torch.Tens
 
 
 def prepare_signaled(world: World, call: ReduceCall, plan: Signaled) -> Run | OwnResult:
-    """Prepare the sum. Its rows are in ordinary order if copies move the groups or the caller does not accept tiles.
-    Otherwise the sum is in tiles, [2 x tiles x block_m, block_n / 2], and their layout is a further result."""
+    """Prepare the sum. Its rows are in ordinary order if copy engines move the groups or if the caller does not accept
+    tiles. Otherwise the sum consists of tiles, [2 x tiles x block_m, block_n / 2], and a second result describes their
+    layout."""
     if plan.copies:
         return _scatter_by_copies(world, call, plan)
     in_order = call.everywhere and call.reorder and call.n % 8 == 0
@@ -144,7 +145,7 @@ def tiling_of(world: World, call: ReduceCall, plan: Signaled, in_order: bool) ->
     longest = call.m if owners == 1 else max(call.shards)
     tiles_m, tiles_n = -(-longest // bm), -(-call.n // bn)
     group_m, tiles = -(-plan.tile.group_m // owners), owners * tiles_m * tiles_n
-    if in_order:  # the tile rows of a group fit in a wave
+    if in_order:  # the number of tile rows of a group that fit in a wave
         group_m = max(1, min(group_m, (world.sm_count - plan.ctas) // tiles_n))
         shard = 0 if call.everywhere else call.shards[0] // bm
         return Tiling(call.m, call.n, tiles, tiles_m, owners, group_m, True, shard)
@@ -156,7 +157,8 @@ def signals_of(world: World, call: ReduceCall, plan: Signaled, tiling: Tiling, o
     shards, n = call.shards, call.n
 
     def make() -> Signals:
-        # The number of tiles of a group is a multiple of this: whole rows of tiles if the output is in order.
+        # The number of tiles in a group is a multiple of this number. If the output is in order, a group consists of
+        # whole rows of tiles.
         unit = tiling.group_m * -(-n // plan.tile.block_n) if tiling.in_order else 1
         groups = schedule(tiling.tiles, world.sm_count - plan.ctas, plan.groups, tiling.owners, unit)
         first_rows = [sum(shards[:r]) for r in range(tiling.owners)]
@@ -168,8 +170,8 @@ def signals_of(world: World, call: ReduceCall, plan: Signaled, tiling: Tiling, o
 def _by_collectives(
     world: World, call: ReduceCall, plan: Signaled, in_order: bool
 ) -> tuple[Callable[[ScaledFactors, torch.Tensor | None], torch.Tensor], Remap]:
-    """Return a function that returns the sum in tiles, and the layout of the tiles. With in_order the sum is in `out`,
-    in ordinary order."""
+    """Return a function that returns the sum in tiles, together with the layout of the tiles. With in_order, the
+    function stores the sum in `out`, in ordinary order."""
     bm, bn, tiles_n = plan.tile.block_m, plan.tile.block_n, -(-call.n // plan.tile.block_n)
     tiling = tiling_of(world, call, plan, in_order)
     signals, owners = signals_of(world, call, plan, tiling, call.op), tiling.owners
@@ -204,14 +206,15 @@ def _by_collectives(
 def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled) -> Run:
     """Prepare GEMM + reduce-scatter with copy engines. Every rank computes the rows of the next rank first and its own
     rows last, so that the last copies end while it computes its own rows. A copy engine pushes a group's rows to the
-    staging memory of their owners. After all copies and the GEMM have ended, the owner sums its rows in float32 in the
-    order of the ranks. After the first barrier the staging memory may be written again."""
+    staging memory of their owners. After all copies and the GEMM have ended, the owner sums its rows in float32 in rank
+    order. After the first barrier, other ranks may write the staging memory again."""
     m, n, rows, me, size = call.m, call.n, call.shards[world.rank], world.rank, world.size
     staging, copies = workspace(world, "staging", (size, rows, n), call.dtype), lock(world, COPIES)
     tiling = tiling_of(world, call, plan, True)
     signals, tiles_n = signals_of(world, call, plan, tiling, call.op), -(-n // plan.tile.block_n)
     launch = gemm_of(world, call, plan, signals, tiling)
-    # Each group ends before one of these rows, in the order in which rows are computed. A group is whole rows of tiles.
+    # Each group ends before one of these rows, in the order in which rows are computed. A group consists of whole rows
+    # of tiles.
     ends = [min(m, -(-t // tiles_n) * plan.tile.block_m) for t in signals.schedule.bounds]
     pushes: list[list[tuple[slice, torch.Tensor]]] = []  # by group, the rows of `partial` to copy and their targets
     for start, end in pairwise(ends):

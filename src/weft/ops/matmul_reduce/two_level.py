@@ -38,7 +38,7 @@ def run_scatter(world: World, call: ReduceCall, plan: TwoLevel, operands: Scaled
     """Run GEMM + reduce-scatter."""
     levels, chunks, rows = world.levels, plan.pieces, out.shape[0]
     local_rank, stream, between = levels.node.rank, world.current_stream(), world.side_stream(BETWEEN)
-    staging = world.empty((levels.across.size, rows, call.n), call.dtype)  # by source node
+    staging = world.empty((levels.across.size, rows, call.n), call.dtype)  # one part for each source node
     # The list keeps the parts until this stream has waited for their transfers. Otherwise the allocator would reuse the
     # memory of a released part on this stream while `between` still reads it.
     sent = []
@@ -58,7 +58,7 @@ def run_scatter(world: World, call: ReduceCall, plan: TwoLevel, operands: Scaled
 
 
 def _reduce_node(world: World, operands: ScaledFactors, slices: Sequence[slice], out: torch.Tensor) -> None:
-    """Run GEMM + reduce-scatter on this node. `slices` has a range of rows of x for each rank of the node."""
+    """Run GEMM + reduce-scatter on this node. `slices` contains a range of rows of x for each rank of the node."""
     (x, weight, *_), whole, rows = operands, as_one_slice(slices), lengths(slices)
     if not any(rows):
         return
