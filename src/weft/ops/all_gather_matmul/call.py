@@ -24,9 +24,9 @@ class GatheredRows(NamedTuple):
 @dataclass(frozen=True)
 class GatherCall(MatmulCall):
     """A checked call. `gated` is 0, or the number of columns I of an output silu(gate) * up [M, I]. In the weight of
-    such a call blocks of `Scale.interleave` gate rows alternate with blocks of as many up rows, and the last blocks are
-    padded with zeros. `gathered` says whether this rank also returns the gathered activation; each rank chooses for
-    itself."""
+    such a call, blocks of `Scale.interleave` gate rows alternate with up blocks of the same size, and the last blocks
+    are padded with zeros. `gathered` is true if this rank also returns the gathered activation; each rank decides this
+    for itself."""
 
     gated: int
     gathered: bool

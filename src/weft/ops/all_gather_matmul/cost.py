@@ -1,4 +1,5 @@
-"""Models of all-gather + GEMM: chunks of decomposed plans, fused plans, and two levels of nodes."""
+"""Models of all-gather + GEMM: decomposed plans, which work in chunks, fused plans, and plans with two levels on
+several nodes."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ from ...plans import Decomposed, FusedGather, FusedGatherByCopies, OneShot, Plan
 
 
 class PullTimes(NamedTuple):
-    """The arrival of the peers' shards. Chunks of `rows` rows arrive, `together` chunks at once, each in `us`. This
-    rank's shard is staged at time `staged`, and pulling begins at time `begin`."""
+    """The arrival of the peers' shards. Chunks of `rows` rows arrive, `together` chunks at a time, and each chunk needs
+    `us`. This rank's shard is staged at time `staged`, and pulling begins at time `begin`."""
 
     rows: int
     together: int
@@ -47,7 +48,7 @@ class GatherChunks(DecomposedCost):
         groups = plan.groups or (1,) * p.world
         staging = Work("gemm", "enter", local)
         works, arrived = [staging, Work("comm", "barrier", barrier, staging)], staging
-        if groups[0] > 1:  # this rank's rows are copied into place during the barrier
+        if groups[0] > 1:  # this rank's rows are copied to their position during the barrier
             works.append(Work("gemm", "own rows", local))
         for i, g in enumerate(groups):
             if g > (i == 0):
@@ -58,7 +59,8 @@ class GatherChunks(DecomposedCost):
         return side_by_side([*works, Work("comm", "leave", barrier)], p.slowdown("copy", 0))
 
     def operations(self, plan: Decomposed, world: int) -> int:
-        # If one GEMM computes this rank's rows and other ranks' rows, this rank's rows are copied next to them.
+        # If one GEMM computes this rank's rows and other ranks' rows, this rank's rows are copied next to the other
+        # rows.
         copies_own_rows = plan.groups[:1] not in ((), (1,))
         # The operations are a staging copy, two barriers, copies and GEMMs.
         return 3 + copies_own_rows + world - 1 + group_count(plan, world)
@@ -85,8 +87,8 @@ class GatherTiles(FusedCost[GatherPlan]):
         programs = self.programs(p, plan)
         if programs < 1:
             raise ValueError(f"{plan} leaves no program for the GEMM")
-        # A row of tiles starts when its last chunk has arrived. At that time all tiles after the row's first tile, in
-        # tile order, remain. Tile order begins with this rank's rows if they are whole tiles.
+        # A row of tiles starts when its last chunk has arrived. At that time all tiles that follow the row's first tile
+        # in tile order still have to be computed. Tile order begins with this rank's rows if they are whole tiles.
         row_tiles, columns = -(-m // bm), -(-n // plan.tile.block_n)
         own_tiles = 0 if rows % bm or m % p.world else rows // bm
         pulls = self.pulls(p, call, plan, fit, own_tiles)
@@ -108,8 +110,8 @@ class GatherTiles(FusedCost[GatherPlan]):
 
 
 class PulledTiles(GatherTiles[FusedGather]):
-    """The model of plans in which programs pull several chunks at once. A chunk is a row of tiles, or a shard if that
-    is shorter."""
+    """The model of plans in which programs pull several chunks at once. A chunk is a row of tiles, or a whole shard if
+    the shard is shorter."""
 
     def fitted_names(self, plan: FusedGather) -> tuple[str, ...]:
         return "fixed", "rate", "slow"
@@ -144,12 +146,13 @@ class CopiedTiles(GatherTiles[FusedGatherByCopies]):
         rows = -(-call.m // p.world)
         size = call.moved(rows)
         local = p.optional("local", size)
-        staged = local if own_tiles else 2 * local  # a further copy moves this rank's rows into place
+        staged = local if own_tiles else 2 * local  # one more copy moves this rank's rows to their position
         return PullTimes(rows, 1, copy_us(p, p.chunking, size), staged, local + barrier_us(p, p.chunking))
 
 
 class GatherTwoLevel(TwoLevelCost):
-    """The model of plans in which transfers between nodes precede the op on the transferred rows."""
+    """The model of plans in which rows are first transferred between nodes, and the op on a node then processes
+    them."""
 
     def node_steps(self, p: OverNodes, call: GemmCall, plan: TwoLevel) -> list[Step]:
         rows, piece_count = call.m // p.nodes, plan.pieces

@@ -1,12 +1,13 @@
-"""All-gather + GEMM in one launch. A few programs pull the peers' shards, and the remaining programs compute a GEMM, in
-which each tile waits for the chunks that it reads.
+"""All-gather + GEMM in one launch. A few programs pull the peers' shards. The remaining programs compute a GEMM, in
+which each tile waits for the chunks that the tile reads.
 
-    all programs    copy this rank's shard, a part each, into its half of the arena, then count up `ready` (for the
-                    peers) and the chunk's channel (for own tiles that span shards)
-    pull programs   wait until a peer is ready, then pull its chunks through a deep asynchronous pipeline to the same
-                    offset of this rank's arena, nearest peer first, and count up each chunk's channel
-    GEMM programs   compute a persistent GEMM: the own rows straight from x, then row tiles in the order in which the
-                    chunks arrive, each when its chunks have arrived
+    all programs    copy one part each of this rank's shard into this rank's half of the arena, then increment `ready`
+                    (for the peers) and the chunk's channel (for own tiles that span shards)
+    pull programs   wait until a peer is ready, beginning with the nearest peer, then pull the peer's chunks through a
+                    deep asynchronous pipeline to the same offset of this rank's arena, and increment each chunk's
+                    channel
+    GEMM programs   compute a persistent GEMM. They read own rows directly from x. Then they compute the other row tiles
+                    in the order in which the chunks arrive, each tile when its chunks have arrived
 
                     t -->
     pull programs   | own | r+1 . . . | r+2 . . . | ...
@@ -14,16 +15,18 @@ which each tile waits for the chunks that it reads.
 
 In `copied_gemm` a copy engine pulls the shards one after another, and all SMs compute.
 
-Two alternatives were measured and dropped, because a copy engine was at least as fast (8 H200, 2026-11): to pull chunks
-of all peers alternately, and to pull in a small separate kernel, which runs concurrently with a GEMM on every SM.
+Two alternatives were measured and rejected, because a copy engine was at least as fast (8 H200, 2026-11). One
+alternative pulls chunks of all peers in turn. The other pulls in a small separate kernel, which runs concurrently with
+a GEMM on every SM.
 
 Order of accesses. Peers read the arena half of call n, and the rank writes it again in call n + 2. The rank reaches
-call n + 2 only after every peer has counted up the rank's `ready` in call n + 1, and the peer's programs of call n + 1
+call n + 2 only after every peer has incremented the rank's `ready` in call n + 1, and the peer's programs of call n + 1
 started after the peer's call n had ended. Therefore two halves suffice, without a barrier.
 
 Symbols of shapes:
 
-    M, N, K    rows of all ranks, columns of this rank's result, and columns of x; m_r of the rows are rank r's
+    M, N, K    the numbers of rows of all ranks, of columns of this rank's result, and of columns of x; rank r has m_r
+               of the rows
     W          ranks
 """
 
@@ -43,18 +46,18 @@ from ...lang.stock import AFTER_FENCE
 
 
 class Shards(NamedTuple):
-    """Two tables with an entry for each rank and a last entry. `offsets` has the first row of each rank's shard, and
-    `channels` has the first channel of the shard's chunks. The last entry of `channels` is the channel after all
-    chunks, on which a rank notifies that it is ready."""
+    """Two tables with one entry for each rank and one more. `offsets` contains the first row of each rank's shard, and
+    `channels` the first channel of the shard's chunks. The last entry of `channels` is the channel after all chunks, on
+    which a rank notifies its peers that it is ready."""
 
     offsets: torch.Tensor  # int32 [world + 1]
     channels: torch.Tensor  # int32 [world + 1]
 
 
 class Pull(NamedTuple):
-    """How programs pull. SPLIT of the PULL_PROGRAMS programs share a chunk and pull it in blocks of ROWS x COLS
-    elements, with STAGES blocks in flight. An own chunk is copied in PARTS parts. With BULK, which needs chunks of
-    whole blocks, TMA loads the blocks; otherwise ordinary asynchronous loads do."""
+    """The parameters of pulling. SPLIT of the PULL_PROGRAMS programs share a chunk and pull it in blocks of ROWS x COLS
+    elements, with STAGES blocks in flight. This rank's chunks are copied in PARTS parts each. With BULK, which requires
+    chunks of whole blocks, TMA loads the blocks; otherwise ordinary asynchronous loads are used."""
 
     PULL_PROGRAMS: tl.constexpr
     PARTS: tl.constexpr
@@ -66,8 +69,8 @@ class Pull(NamedTuple):
 
 
 class Product(NamedTuple):
-    """How programs compute. GEMM_PROGRAMS programs compute tiles; GATED is as in `store_tile`. With FLATTEN a tile's
-    epilogue overlaps the next tile's loads."""
+    """The parameters of the GEMM. GEMM_PROGRAMS programs compute tiles. GATED: as in `store_tile`. With FLATTEN, a
+    tile's epilogue overlaps the next tile's loads."""
 
     tile: Tile
     GEMM_PROGRAMS: tl.constexpr
@@ -88,7 +91,7 @@ WORDS = tl.constexpr(2048)  # the number of float32 elements that a program copi
 
 @jit
 def scales_in_row(K, SCALED: tl.constexpr):
-    """Return the number of scales of a row of x."""
+    """Return the number of scales for each row of x."""
     count = 1
     if SCALED == BY_BLOCK:
         count = K // BLOCK
@@ -97,21 +100,22 @@ def scales_in_row(K, SCALED: tl.constexpr):
 
 @jit
 def scales_stride(K, SCALED: tl.constexpr):
-    """Return the stride, in float32, between the scales of gathered rows."""
+    """Return the distance between the scales of successive gathered rows, in float32 elements."""
     return tl.cdiv(scales_in_row(K, SCALED), WORD) * WORD
 
 
 @jit
 def gathered_scales(arena, rank, base, M, K, CHUNK: tl.constexpr):
     """Return the address of the scales of all rows in the half at element `base` of a rank's arena. The scales follow
-    [M, K] of 8-bit elements, with M rounded up to whole tiles, since the GEMM loads whole tiles."""
+    the [M, K] 8-bit elements, where M is rounded up to whole tiles, because the GEMM loads whole tiles."""
     rows = tl.cdiv(M, CHUNK) * CHUNK
     return address_of(arena.addresses, rank, tl.float32) + (base + rows.to(tl.int64) * K) // 4
 
 
 @jit
 def copy_own_scales(scales, all_scales, chunk, row, rows_n, K, CHUNK: tl.constexpr, SCALED: tl.constexpr):
-    """Copy the scales of an own chunk to the scales of all rows. The own shard begins at gathered row `row`."""
+    """Copy the scales of one of this rank's chunks to the scales of all rows. This rank's shard begins at gathered row
+    `row`."""
     count = scales_in_row(K, SCALED)
     stride = scales_stride(K, SCALED)
     first_row = chunk * CHUNK
@@ -126,8 +130,8 @@ def copy_own_scales(scales, all_scales, chunk, row, rows_n, K, CHUNK: tl.constex
 
 @jit
 def pull_scales(src, dst, row, rows_n, chunk, step, K, CHUNK: tl.constexpr, SCALED: tl.constexpr, STAGES: tl.constexpr):
-    """Pull the scales of chunks `chunk`, `chunk + step`, .. in whole 16-byte words. Their shard has rows_n rows and
-    begins at row `row`. The program stores the scales before it releases rows of those chunks."""
+    """Pull the scales of chunks `chunk`, `chunk + step`, .. in whole 16-byte words. The chunks' shard has rows_n rows
+    and begins at row `row`. The program stores the scales before it releases rows of these chunks."""
     stride = scales_stride(K, SCALED)
     blocks = tl.cdiv(CHUNK * stride, WORDS)
     o = tl.arange(0, WORDS)
@@ -143,14 +147,14 @@ def pull_scales(src, dst, row, rows_n, chunk, step, K, CHUNK: tl.constexpr, SCAL
 def copy_own_chunks(
     x, own_half, scales, all_scales, ch, ready, row, rows_n, first_channel, K, pid, pull, tile, PROGRAMS: tl.constexpr
 ):
-    """Copy parts of the own shard, which has rows_n rows and begins at row `row`, to the arena. All programs share the
-    parts. The scales of a chunk are copied with the chunk's first part. A program counts each part once for the peers
-    and once for the GEMM. `all_scales` is the address of the scales of all rows, or None."""
+    """Copy parts of this rank's shard, which has rows_n rows and begins at row `row`, to the arena. The parts are
+    distributed over all programs. The scales of a chunk are copied with the chunk's first part. A program counts each
+    part once for the peers and once for the GEMM. `all_scales` is the address of the scales of all rows, or None."""
     CHUNK: tl.constexpr = tile.BM
     PARTS: tl.constexpr = pull.PARTS
     BLOCK_SIZE: tl.constexpr = pull.ROWS * pull.COLS
     o = tl.arange(0, BLOCK_SIZE)
-    if pid == 0:  # so that peers count even an empty shard
+    if pid == 0:  # so that peers receive the expected count even for an empty shard
         tl.atomic_add(ready, 1, sem="release", scope="sys")
     for part in range(pid, tl.cdiv(rows_n, CHUNK) * PARTS, PROGRAMS):
         chunk = part // PARTS
@@ -170,8 +174,8 @@ def copy_own_chunks(
 
 @jit
 def pull_chunks(flat_desc, arena, base, own_half, all_scales, ch, shards, M, K, pid, pull, tile):
-    """Pull all peers' shards into this rank's arena, nearest peer first. If scales are gathered, a program pulls the
-    scales of its chunks before their rows."""
+    """Pull all peers' shards into this rank's arena, beginning with the nearest peer. If scales are gathered, a program
+    pulls the scales of its chunks before the chunks' rows."""
     CHUNK: tl.constexpr = tile.BM
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = pull.PARTS
@@ -193,7 +197,7 @@ def pull_chunks(flat_desc, arena, base, own_half, all_scales, ch, shards, M, K, 
         first_channel = tl.load(shards.channels + s)
         granule = tl.load(arena.granules + s)
         src = address_of(arena.addresses, s, own_half.dtype.element_ty) + base
-        # The programs for the chunks of a short shard differ from the programs of the previous shard.
+        # The programs that pull the chunks of a short shard differ from the programs that pulled the previous shard.
         start = (first_group + pid // SPLIT) % GROUPS
         first_group += GROUPS - chunks % GROUPS
         if all_scales is not None:
@@ -219,9 +223,9 @@ def pull_chunks(flat_desc, arena, base, own_half, all_scales, ch, shards, M, K, 
 @jit
 def compute_tiles(x_desc, a_desc, w_desc, out_desc, bias, scales, gathered, ch, pid, own_tiles, row, M, N, K, product):
     """Compute the tiles of one GEMM program. The first own_tiles row tiles read x directly and wait for nothing. The
-    tiles of the peers' rows follow, nearest peer first, each when its rows have arrived. The own rows start at `row`.
-    `gathered` has the row of a_desc that contains row 0 of the gathered activation, the address of the rows' scales,
-    and the stride of these scales."""
+    tiles of the peers' rows follow, beginning with the nearest peer; each tile waits until its rows have arrived. This
+    rank's rows start at `row`. `gathered` contains the row of a_desc that holds row 0 of the gathered activation, the
+    address of the rows' scales, and the stride of these scales."""
     first_row, all_scales, stride = gathered
     BM: tl.constexpr = product.tile.BM
     BN: tl.constexpr = product.tile.BN
@@ -253,29 +257,29 @@ def compute_tiles(x_desc, a_desc, w_desc, out_desc, bias, scales, gathered, ch, 
         product_tile(a_desc, w_desc, out_desc, bias, scales_of_tile, a_row, tm * BM, tn * BN, N, K, product.tile, GATED)
 
 
-# This kernel and `copied_gemm` need no guarded loads: a tile waits before its own K loop, so that its loads stay after
-# the wait whether or not the tile loop is flattened. The guard would add 1 to 3 instructions to a loop of 435 to 551
-# (bf16), and 4 to 9 to a loop of 818 to 1,006 (8 bits by row), in the SASS of Triton 3.6 for sm_90a (2026-11).
+# This kernel and `copied_gemm` need no guarded loads, because a tile waits before its own K loop. Its loads stay after
+# the wait whether or not the tile loop is flattened. Guarded loads would add 1 to 3 instructions to a loop of 435 to
+# 551 (bf16), and 4 to 9 to a loop of 818 to 1,006 (8 bits by row), in the SASS of Triton 3.6 for sm_90a (2026-11).
 @jit(do_not_specialize=("own_tiles", "M"), guard_loads=False)
 def all_gather_gemm(
     x, x_desc, arena_desc, flat_desc, w_desc, out_desc, bias, scales, arena, shards, ch, own_tiles, M, N, K, how
 ):
     """Compute out_desc [M, N] = all_gather(x) [M, K] @ w_desc [N, K]^T + bias [N] (or None).
 
-    x [m_r, K] is this rank's shard, and x_desc is its descriptor. own_tiles is the number of row tiles of the
-    shard; it is 0 if shards differ in length or are not whole tiles. A half of the arena (`transport.memory.Halves`)
+    x [m_r, K] is this rank's shard, and x_desc is its descriptor. own_tiles is the number of row tiles of the shard, or
+    0 if the shards differ in length or do not consist of whole tiles. A half of the arena (`transport.memory.Halves`)
     holds the gathered [M, K]. arena_desc describes this rank's arena as [.., K], and flat_desc the arenas of all ranks
-    as [granule, row, COLS] in [1, ROWS, COLS] blocks. w_desc is [K, N] with TRANS_B, and out_desc is [M, about N / 2]
-    with GATED (see `store_tile`). A chunk has as many rows as a tile. scales is None, or the `Scales` of 8-bit
-    operands, with the scales of this rank's rows of x; scales by row and by block are gathered after the rows. how is
-    a `Gathering`."""
+    as [granule, row, COLS] in [1, ROWS, COLS] blocks. With TRANS_B, w_desc is [K, N], and with GATED, out_desc is [M,
+    about N / 2] (see `store_tile`). A chunk has as many rows as a tile. scales is None, or the `Scales` of 8-bit
+    operands, which contain the scales of this rank's rows of x. Scales by row and by block are gathered too, and are
+    stored after the rows. how is a `Gathering`."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)
     PULL_PROGRAMS: tl.constexpr = how.pull.PULL_PROGRAMS
     PROGRAMS: tl.constexpr = PULL_PROGRAMS + how.product.GEMM_PROGRAMS
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
-    # Rows are whole 16-byte words. If the compiler does not know this, it generates narrow loads and no pipeline.
+    # Rows are whole 16-byte words. Without this hint the compiler generates narrow loads and no pipeline.
     ELEMENTS: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     K = K // ELEMENTS * ELEMENTS
     half = arena.half // ELEMENTS * ELEMENTS
@@ -286,7 +290,7 @@ def all_gather_gemm(
     own_half = address_of(arena.addresses, me, x.dtype.element_ty) + base
     ready = ch.counters + tl.load(shards.channels + W)
     all_scales = None
-    if how.product.tile.SCALED > BY_TENSOR:  # otherwise all rows of all ranks share one scale
+    if how.product.tile.SCALED > BY_TENSOR:  # with BY_TENSOR, all rows of all ranks share one scale
         all_scales = gathered_scales(arena, me, base, M, K, how.product.tile.BM)
     channel = tl.load(shards.channels + me)
     copy_own_chunks(
@@ -314,8 +318,8 @@ def copied_gemm(
 ):
     """Compute the GEMM of `all_gather_gemm`. The kernel reads this rank's rows from x_desc [m_r, K], and the peers'
     rows from gathered_desc [M, K], which a copy engine fills. The copy engine sets channel r after it has copied the
-    rows of rank r; the own rows are complete when the kernel starts. all_scales is None, or the scales of all rows,
-    which are copied like the rows; with a scale by tensor it is scales.x."""
+    rows of rank r. This rank's rows are complete when the kernel starts. all_scales is None, or the scales of all rows,
+    which are copied like the rows. For a scale by tensor, all_scales is scales.x."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     gathered_desc = tiles_of(gathered_desc)
     me = rank_of(ch)

@@ -48,8 +48,8 @@ Rows = TypeVar("Rows", bound=torch.Tensor | ScaledTensor)
 
 class AllGatherMatmul(MatmulOp[GatherCall]):
     """The op all_gather(x) @ weight.T + bias. The options are the number of rows of every rank or None, gated,
-    gathered, and the fields of `ProductOptions`. The results are the product, the gathered activation or None, and the
-    activation's scales or None."""
+    gathered, and the fields of `ProductOptions`. The results are the GEMM's result, the gathered activation or None,
+    and the activation's scales or None."""
 
     name = GATHER_GEMM
     signature = f"{SCALED_FACTORS}, SymInt[]? rows, int gated, bool gathered, {PRODUCT_OPTIONS}"
@@ -71,8 +71,8 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     unsupported_fields = {Decomposed: ("pieces",)}
     batch_invariant_plans = Sequential, FusedGather, FusedGatherByCopies, Decomposed, OneShot
     emulator_plan = FusedGather
-    # In 76 shapes and modes on 2 to 8 H200s, copies for two programs per SM were at most 1.1% faster than these plans
-    # (2026-11).
+    # In 76 shapes and modes on 2 to 8 H200s, FusedGatherByCopies with two programs per SM was at most 1.1% faster than
+    # these plans (2026-11).
     variants = (FusedGather(), FusedGatherByCopies(), FusedGather(pull_programs=12, split=4), TWO_AN_SM)
     autotune_plans: ClassVar[Sequence[FlagGated]] = (FlagGated(), FlagGated(tile_n=160))
     over_nodes = (TwoLevel(), TwoLevel(2))
@@ -104,8 +104,8 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return ((results[1] if gathered else x) if needs[1] else None, weight if needs[0] else None)
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
-        """Return dx, dweight and dbias. dx is a GEMM + reduce-scatter of dy. dweight uses the saved gathered
-        activation, or gathers the activation again."""
+        """Return dx, dweight and dbias. A GEMM + reduce-scatter of dy computes dx. For dweight, the saved gathered
+        activation is used, or the activation is gathered again."""
         (x, weight), (dy, dfull, _), (rows, _, gathered, *_) = ctx.saved, ctx.gradients, ctx.options
         like = dy if dy is not None else dfull
         assert like is not None
@@ -159,8 +159,8 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return reason
 
     def candidates(self, world: World, call: GatherCall) -> Sequence[Plan]:
-        """Return the flag-gated plans for which the shards are whole clusters of tiles and the GEMM passes its check on
-        every rank."""
+        """Return the flag-gated plans that can serve the call: the shards consist of whole clusters of tiles, and the
+        GEMM passes its check on every rank."""
         could = call.even and world.backend.symmetric_unsupported is None and call.scaling is None
         fit = [plan for plan in self.autotune_plans if could and self.movable(plan, call.rows, world.size)]
         key = (self.name, "usable", call.dtype)
@@ -198,21 +198,22 @@ def all_gather_matmul(
 ) -> torch.Tensor:
     """Return all_gather(x_shard) @ weight.T + bias: the column-parallel half of a layer (TileLink, section 5).
 
-    Every rank holds some rows of the activation and some columns of the layer, and gets all rows of its columns.
+    Every rank holds some rows of the activation and some columns of the layer, and receives all rows of the result in
+    its columns.
 
     Args:
         x_shard: [m_r, K], this rank's rows. m_r is any number, including 0.
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], this rank's part.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "fused", "flag_gated", "one_shot"; over nodes "two_level") or
-            a Plan; the same on all ranks.
+        plan: "auto", the name of a plan class ("sequential", "decomposed", "fused", "flag_gated", "one_shot"; on
+            several nodes "two_level") or a Plan; the same on all ranks.
         out: [M, N], contiguous: the tensor for the result, which may share memory with an operand. It is not
             differentiable.
         rows: the number of rows of each rank's shard, in the order of the ranks. None: every shard has m_r rows.
         out_dtype, use_fast_accum: as in `weft.matmul`, if x_shard and weight are `weft.ScaledTensor`. The rows and
-            scales of x_shard are sent unchanged. A per-tensor scale must be the same on all ranks. Such a call has no
-            gradient.
+            scales of x_shard are sent unchanged. A per-tensor scale must be the same on all ranks. A call with 8-bit
+            operands has no gradient.
 
     The other tensors are bfloat16, or all are float16, on `world.device`. A tensor that is not contiguous is copied,
     except for a weight whose transpose is contiguous. Sums are accumulated in float32.
@@ -220,12 +221,13 @@ def all_gather_matmul(
     Returns:
         [M, N] with M = sum(rows), the shards in the order of the ranks.
 
-    Backward: dx_shard is a GEMM + reduce-scatter of dy with the same rows, through the transposed weight; dweight
-    gathers the activation again; dbias sums dy over its rows.
+    Backward: a GEMM + reduce-scatter with the same rows multiplies dy by the transposed weight to compute dx_shard. For
+    dweight the activation is gathered again. dbias is the sum of dy over its rows.
 
-    Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential),
-    M K / W elements (decomposed, and fused by copies), M K (flag-gated), 2 M K (fused) or 3 M K elements (one shot, for
-    few rows). All plans except fused and flag-gated also use [M, K] of ordinary memory during the call.
+    Memory, in addition to the output: all ops of the World share the symmetric memory. The op needs none of it
+    (sequential), M K / W elements (decomposed, and fused with copy engines), M K elements (flag-gated), 2 M K elements
+    (fused) or 3 M K elements (one shot, for few rows). All plans except fused and flag-gated also use [M, K] elements
+    of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
@@ -256,11 +258,11 @@ def all_gather_matmul_with_gathered(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> tuple[torch.Tensor, Rows]:
-    """Return `all_gather_matmul` and the gathered activation.
+    """Return the result of `all_gather_matmul`, and the gathered activation.
 
-    The gathered activation [M, K], a `weft.ScaledTensor` if x_shard is one, has memory of its own. It is
-    differentiable, and is saved for the backward pass, which then does not gather it again. Arguments and errors are as
-    for `all_gather_matmul`.
+    The gathered activation [M, K] is a `weft.ScaledTensor` if x_shard is one. It shares no memory with other tensors
+    and is differentiable. It is saved for the backward pass, which therefore does not gather it again. Arguments and
+    errors are as for `all_gather_matmul`.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
@@ -291,8 +293,8 @@ def all_gather_swiglu(
     launch.
 
     In weight [S, K], blocks of `world.backend.scale.interleave` gate rows alternate with blocks of up rows of the same
-    size; the last two blocks are padded with zeros. The function has no gradient; all_gather_matmul and silu_mul have
-    one.
+    size; the last two blocks are padded with zeros. The function has no gradient; all_gather_matmul and silu_mul are
+    differentiable.
     """
     options = plain_rows(GATHER_GEMM, rows), columns, False, *UNSCALED
     return ALL_GATHER_MATMUL(world, plan, ScaledFactors(x_shard, weight), options)[0]

@@ -48,8 +48,8 @@ def _multiply_node(
     out: torch.Tensor,
     gathered: torch.Tensor | None,
 ) -> None:
-    """Run the op on this node. `slices` has a range of rows of the whole matrix for each rank of the node; operands.x
-    has the rows in this rank's range."""
+    """Run the op on this node. `slices` contains a range of rows of the whole matrix for each rank of the node;
+    operands.x contains the rows in this rank's range."""
     whole, rows, node = as_one_slice(slices), lengths(slices), world.levels.node
     if not any(rows):
         return
@@ -61,7 +61,7 @@ def _multiply_node(
 
 
 def _put(world: World, out: torch.Tensor, slices: Sequence[slice], part: torch.Tensor) -> None:
-    """Copy the rows of `part`, the concatenated slices, to the slices of `out`."""
+    """Copy the rows of `part`, which are the concatenated slices, to the slices of `out`."""
     outs = [out[rows] for rows in slices if rows.stop > rows.start]
     parts = list(part.split([len(rows) for rows in outs]))
     world.call(lambda: torch._foreach_copy_(outs, parts), parts, outs, world.current_stream())

@@ -27,11 +27,12 @@ Symmetric = SymmetricTensor | None
 
 @dataclass(frozen=True)
 class SumCall(Call):
-    """A checked call of `op`. `m` and `h` are M and H, and `norm` is a constant of kernels.py. `residual` describes the
-    residual, and `keep` the sum to return: ABSENT, OWN (this rank's rows) or WHOLE. If `scaled`, the result is divided
-    by a scale that is an operand. `group` elements of a row share a returned scale; 0 means that no scales are
-    returned. With `pairs` the norm adds a row by `sum_in_pairs` and rounds its products, as on a batch-invariant World.
-    `shape` is the shape of a tensor that is summed as this matrix, or () for a matrix that is normalised."""
+    """A checked call of `op`. `m` and `h` are M and H, and `norm` is a constant in kernels.py. `residual` describes the
+    residual, and `keep` the sum that is returned: ABSENT, OWN (this rank's rows) or WHOLE. If `scaled` is set, the
+    result is divided by a scale, which is an operand. `group` elements of a row share a returned scale; 0 means that no
+    scales are returned. With `pairs`, which a batch-invariant World sets, the norm sums a row by `sum_in_pairs` and
+    rounds its products. `shape` is the shape of a tensor that is summed as this matrix, or () for a matrix that is
+    normalised."""
 
     op: str
     m: int
@@ -59,7 +60,7 @@ class SumCall(Call):
 
     @property
     def padded(self) -> int:
-        """Return P, that is, H rounded up to a power of two."""
+        """Return P, which is H rounded up to a power of two."""
         return 1 << (self.h - 1).bit_length()
 
     @property
@@ -83,9 +84,9 @@ class SumCall(Call):
         return sizes._replace(eps=self.eps)
 
     def options(self, warps: int, per_sm: int = 1) -> dict[str, int]:
-        """Return the launch options: `warps`, adjusted so that a thread has from 16 to 256 bytes of a row, and the
-        register limit with which per_sm programs share all registers of an SM. With a lower limit ptxas would spill
-        some words to make room for one more program."""
+        """Return the launch options. `warps` is adjusted so that each thread processes from 16 to 256 bytes of a row.
+        The register limit lets per_sm programs share all registers of an SM. With a lower limit, ptxas would spill some
+        words to make room for one more program."""
         row = self.padded * self.dtype.itemsize
         warps = max(1, min(max(warps, row // 8192), row // 512))
         registers = min(255, 65536 // (32 * warps * per_sm))
@@ -106,8 +107,8 @@ class SumOperands(NamedTuple):
 
 @dataclass
 class Tensors:
-    """A call's operands, and the tensors for its results: out, kept (the sum with the residual) and scales. x_shared
-    and out_shared are x and out on every rank, if these are in symmetric memory."""
+    """A call's operands, and the tensors for its results: out, kept (the sum with the residual) and scales. If x and
+    out are in symmetric memory, x_shared and out_shared are x and out on every rank."""
 
     x: torch.Tensor
     out: torch.Tensor
@@ -121,8 +122,8 @@ class Tensors:
     out_shared: Symmetric = None
 
     def as_matrices(self, world: World, call: SumCall, shares_x: bool) -> Tensors:
-        """Return the tensors with x and out as matrices. If x and out are in symmetric memory, the result also has them
-        on every rank; x only with `shares_x`."""
+        """Return the tensors with x and out as matrices. If x and out are in symmetric memory, the result also contains
+        them on every rank; for x this requires `shares_x`."""
         x, out = self.x, self.out
         if call.op == PLAIN_SUM:
             x, out = x.view(call.m, call.h), out.view(call.m, call.h)
@@ -131,7 +132,7 @@ class Tensors:
         return Tensors(x, out, self.residual, self.weight, self.bias, self.scale, self.kept, self.scales, *on_ranks)
 
     def arguments(self) -> dict[str, torch.Tensor]:
-        """Return the kernels' optional arguments, by name. x replaces arguments that are None."""
+        """Return the kernels' optional arguments by name. An argument that would be None is replaced by x."""
         scale = self.scale if self.scales is None else self.scales
         tensors = dict(residual=self.residual, new_residual=self.kept, weight=self.weight, bias=self.bias, scale=scale)
         return {name: self.x if t is None else t for name, t in tensors.items()}
@@ -147,9 +148,10 @@ def sum_call(world: World, shape: Sequence[int], dtype: torch.dtype) -> SumCall:
 
 
 def _columns(world: World, n: int, last: int, itemsize: int) -> int:
-    """Return the number of columns of the matrix for n elements, where `last` is the size of the last dimension. Rows
-    are whole 16-byte words if possible, and have about 1,024 elements, or up to 8,192 if each SM still has two rows. A
-    kernel is compiled for each number of columns, so most sizes lead to one of a few numbers."""
+    """Return the number of columns of the matrix for n elements, where `last` is the size of the last dimension. If
+    possible, rows consist of whole 16-byte words. They have about 1,024 elements, or up to 8,192 if there are still two
+    rows per SM. A kernel is compiled for each number of columns, so the function returns one of only a few numbers for
+    most sizes."""
     vector, columns = VECTOR // itemsize, 0
     for columns in (last, n & -n):
         for f in (2, 3, 5, 7):

@@ -2,11 +2,11 @@
 
 Each row has an owner: rank r owns M / W consecutive rows. The all-reduce has two shots:
 
-    push      Every rank stores its partial rows in the staging memory of their owner, and counts each block, that is,
-              the rows that one program sums. With PULL the rows stay in symmetric memory, and the rank notifies once
-              that they are complete.
-    sum       The owner reads its rows from its staging memory (PULL: from all ranks), sums them in float32 in the order
-              of the ranks, adds the residual and normalises in registers.
+    push      Every rank stores its partial rows in the staging memory of their owner, and counts each block. A block
+              consists of the rows that one program sums. With PULL the rows stay in symmetric memory, and the rank
+              sends one notification that they are complete.
+    sum       The owner reads its rows from its staging memory (PULL: from all ranks). It sums them in float32 in rank
+              order, adds the residual and normalises in registers.
     publish   The owner stores the row in every rank's output, or in symmetric memory, from which the host enqueues a
               copy to the output.
 
@@ -18,14 +18,15 @@ With multicast the switch sums the rows that it reads from all ranks, and stores
 
 Order of accesses. A sum needs the part of every rank. Therefore, once a rank has computed a sum in call n + 1, every
 rank has begun call n + 1, and every rank's stream has completed its work on the results of call n. So outputs need no
-second half. And a rank ends call n only after every owner has ended its sums of call n, because the rank waits for the
-owners' rows. So staging memory and partial rows may be written again at once. For the same reason all ranks have read
-the counters of a call before any rank counts for the next call, so one set of counters suffices. Only one rank counts
-each counter of `done`, because otherwise a program without rows to sum would count earlier than this argument allows.
+second half. Moreover, a rank ends call n only after every owner has ended its sums of call n, because the rank waits
+for the owners' rows. So staging memory and partial rows may be written again immediately. For the same reason, all
+ranks have read the counters of a call before any rank increments them for the next call, so one set of counters
+suffices. Only one rank increments each counter of `done`. Otherwise a program without rows to sum would increment a
+counter earlier than this argument allows.
 
 Symbols of shapes:
 
-    M, H       rows and columns of the matrix
+    M, H       the numbers of rows and columns of the matrix
     P          H rounded up to a power of two
     W          ranks
 """
@@ -46,14 +47,14 @@ from ...lang.primitives import channel_broadcast
 from ...lang.stock import AFTER_FENCE
 
 PLAIN, RMS, LAYER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # NORM
-ABSENT, OWN, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # the residual's rows: none, own rows, all
+ABSENT, OWN, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # no rows, own rows, or all rows
 
 
 class Norm(NamedTuple):
-    """The computation of a call. A row has H elements, and P is H rounded up to a power of two. The kernel adds the
-    RESIDUAL to the sum, stores the result for KEEP, and applies NORM and BIAS to it. With SCALED the normalised row is
-    divided by a scale; with GROUP it is divided by a returned scale for each GROUP elements (P: one scale per row; 0:
-    no such scales). With PAIRS the norm adds a row by `sum_in_pairs`."""
+    """The parameters of a call's computation. A row has H elements, and P is H rounded up to a power of two. The kernel
+    adds the residual (RESIDUAL) to the sum, stores the result (KEEP), and applies NORM and BIAS to it. With SCALED, the
+    normalised row is divided by a scale. With GROUP, every GROUP elements are divided by a scale that is returned (P:
+    one scale per row; 0: no such scales). With PAIRS, the norm sums a row by `sum_in_pairs`."""
 
     eps: float
     DTYPE: tl.constexpr
@@ -70,9 +71,9 @@ class Norm(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """Pointers to the weight [H], the bias [H] and the scale [1]. A pointer that `Norm` does not use is arbitrary. With
-    GROUP, `scale` points to the scales [M, groups] to write, or, if rows are stored on all ranks, to the addresses of
-    these scales on every rank."""
+    """Pointers to the weight [H], the bias [H] and the scale [1]. A pointer that `Norm` does not use may be arbitrary.
+    With GROUP, `scale` points to the scales [M, groups] that the kernel writes or, if rows are stored on all ranks, to
+    the addresses of these scales on every rank."""
 
     weight: tl.tensor
     bias: tl.tensor
@@ -80,9 +81,10 @@ class Affine(NamedTuple):
 
 
 class Shots(NamedTuple):
-    """How programs traverse rows. A unit has D owners (`push_rows`); the loops that push and sum have STAGES and
-    SUM_STAGES stages. With PULL owners read the other ranks' rows. With AHEAD a stage of a sum has the row of every
-    source (`sum_rows_ahead`), otherwise the row of one source (`sum_rows`)."""
+    """The parameters that determine how programs traverse rows. A unit contains rows of D owners (`push_rows`). The
+    push loop has STAGES stages, and the sum loop SUM_STAGES stages. With PULL, owners read the other ranks' rows. With
+    AHEAD, a stage of a sum contains the row of every source (`sum_rows_ahead`), otherwise the row of one source
+    (`sum_rows`)."""
 
     D: tl.constexpr
     STAGES: tl.constexpr
@@ -92,7 +94,7 @@ class Shots(NamedTuple):
 
 
 class RankAddresses(NamedTuple):
-    """The addresses of every rank's memory, each int64 [world]: the rank's part, staging memory, output, sum +
+    """The addresses of every rank's memory, each of them int64 [world]: the rank's part, staging memory, output, sum +
     residual, and scales."""
 
     parts: torch.Tensor
@@ -104,7 +106,7 @@ class RankAddresses(NamedTuple):
 
 @jit
 def load_row(row, H: tl.constexpr, P: tl.constexpr):
-    """Load the H elements at `row`, and return them, followed by zeros, as [P]."""
+    """Load the H elements at `row`. Return them as [P], padded with zeros."""
     cols = tl.arange(0, P)
     if H == P:
         part = tl.load(row + cols)
@@ -125,14 +127,15 @@ def store_row(row, part, H: tl.constexpr, P: tl.constexpr):
 
 @jit
 def pointer(address, DTYPE: tl.constexpr):
-    """Return a pointer to elements of DTYPE. The compiler knows that its address is a multiple of 16 bytes."""
+    """Return a pointer to elements of DTYPE, with a hint for the compiler that its address is a multiple of 16
+    bytes."""
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
 
 
 @jit
 def load_parameters(weights, norm):
-    """Load the parameters of `normalise`: the weight [P], the bias [P] and the scale. They are 0, 0 and 1 if `norm`
-    does not have them."""
+    """Load the parameters of `normalise`: the weight [P], the bias [P] and the scale. A parameter that `norm` does not
+    use is 0 (weight, bias) or 1 (scale)."""
     w = 0.0
     b = 0.0
     divisor = 1.0
@@ -185,8 +188,8 @@ def store_scales(scales, t, row_scales, norm):
 
 @jit
 def store_scales_everywhere(addresses, t, row_scales, me, norm, W: tl.constexpr):
-    """Store the scales of row t on every rank. A single store serves all ranks, since an address for each rank would
-    need too many registers."""
+    """Store the scales of row t on every rank. One store instruction writes to all ranks, because a separate address
+    for each rank would need too many registers."""
     RANKS: tl.constexpr = triton.next_power_of_2(W)
     r = tl.arange(0, RANKS)
     g = tl.arange(0, norm.P // norm.GROUP)[None, :]
@@ -212,7 +215,7 @@ def push_rows(x, stagings, counters, me, pid, M, max_rows, R, norm, shots, W: tl
     for q in tl.range(0, own_units * (R * D), num_stages=shots.STAGES):
         unit = pid + q // (R * D) * PROGRAMS
         block = unit // GROUPS
-        step = unit % GROUPS * D + q % D  # units alternate between owners, so that all links are busy
+        step = unit % GROUPS * D + q % D  # consecutive units belong to different owners, so that all links are busy
         owner = (me + 1 + step) % W
         lo = first_row(owner, M, W)
         i = block * R + q // D % R
@@ -230,9 +233,9 @@ def push_rows(x, stagings, counters, me, pid, M, max_rows, R, norm, shots, W: tl
 
 @jit
 def store_sum(acc, w, b, divisor, outs, sums, me, weights, i, lo, new_residual, norm, TO: tl.constexpr):
-    """Normalise `acc`, the sum of own row i, and store the result in row lo + i of TO outputs with the addresses
-    `outs`, of which this rank's output is the first. The sum is stored in `new_residual` (KEEP OWN), or in all of
-    `sums` (WHOLE)."""
+    """Normalise `acc`, the sum of own row i, and store the result in row lo + i of TO outputs. `outs` contains the
+    addresses of the outputs, beginning with this rank's output. The sum is stored in `new_residual` (KEEP OWN), or in
+    all of `sums` (WHOLE)."""
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
     if norm.KEEP == OWN:
@@ -259,14 +262,14 @@ def sum_rows(
     SOURCES: tl.constexpr, TO: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum own rows start .. start + count over `sources`, and pass each sum to `store_sum`. `sources` are the addresses
-    of own row 0 on each source. A stage has the row of one source, so that even wide rows of many sources are in
+    of own row 0 on each source. A stage contains the row of one source, so that even wide rows of many sources are in
     flight."""
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
     acc = tl.zeros((P,), tl.float32)
     for q in tl.range(0, count * SOURCES, num_stages=STAGES):
         source = q % SOURCES
-        i = start + q // SOURCES  # 32 bits: 64 bits would spill 24 bytes (Triton 3.9) for e4m3 rows of 5,120 on 8 ranks
+        i = start + q // SOURCES  # with 64 bits 24 bytes would spill (Triton 3.9; e4m3 rows of 5,120 on 8 ranks)
         part = load_row(pointer(select(sources, source, SOURCES), norm.DTYPE) + i.to(tl.int64) * H, H, P)
         acc = tl.where(source == 0, 0.0, acc) + part.to(tl.float32)
         if source == SOURCES - 1:
@@ -279,14 +282,14 @@ def sum_rows_ahead(
     sources, outs, sums, me, weights, start, count, lo, new_residual, norm,
     SOURCES: tl.constexpr, TO: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Do the same as `sum_rows`, with only one wait and one barrier per row. A stage has the row of every source, and
-    the kernel issues all loads before it uses the first. The parameters are loaded once."""
+    """Do the same as `sum_rows`, but with only one wait and one barrier per row. A stage contains the row of every
+    source, and the kernel issues all loads before it uses the first one. The parameters are loaded once."""
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
     w, b, divisor = load_parameters(weights, norm)
     for q in tl.range(0, count, num_stages=STAGES):
         i = start + q
-        acc = tl.zeros((P,), tl.float32)  # as in `sum_rows`, a sum of negative zeros becomes positive
+        acc = tl.zeros((P,), tl.float32)  # as in `sum_rows`, a sum of negative zeros becomes positive zero
         for k in tl.static_range(SOURCES):
             acc += load_row(pointer(sources[k], norm.DTYPE) + i.to(tl.int64) * H, H, P).to(tl.float32)
         store_sum(acc, w, b, divisor, outs, sums, me, weights, i, lo, new_residual, norm, TO)
@@ -295,11 +298,12 @@ def sum_rows_ahead(
 @jit(do_not_specialize=("M",))
 def two_shot(x, staging, addresses, residual, new_residual, weight, bias, scale, epoch, ch, M, norm, shots):
     """All-reduce x [M, H], this rank's part, and apply the norm. The results are stored in the output [M, H] and, with
-    KEEP WHOLE, in the sum + residual [M, H] of every rank; `addresses` has the addresses of this memory. The ranks push
-    rows to this rank's staging [W, max_rows, H], which PULL does not use. residual and new_residual are [own rows, H]
-    (OWN), or residual is [M, H] (WHOLE). Each program sums one block of R rows. The first counters are the arrivals of
-    each own block (with PULL one counter, which each rank notifies when its part is complete). The further counters
-    are, for each owner, the number of programs that have stored all of the owner's rows."""
+    KEEP WHOLE, in the sum + residual [M, H] of every rank. `addresses` contains the addresses of this memory. The ranks
+    push rows to this rank's staging memory [W, max_rows, H], which PULL does not use. residual and new_residual are
+    [own rows, H] (OWN), or residual is [M, H] (WHOLE). Each program sums one block of R rows. The first counters count
+    the arrivals of each own block (with PULL there is only one counter, which each rank increments when its part is
+    complete). There is one further counter for each owner, which counts the owner's programs that have stored all of
+    their rows."""
     DTYPE: tl.constexpr = norm.DTYPE
     H: tl.constexpr = norm.H
     PROGRAMS = tl.num_programs(0)
@@ -362,10 +366,10 @@ def two_shot(x, staging, addresses, residual, new_residual, weight, bias, scale,
 
 @jit(do_not_specialize=("M",))
 def multicast_shot(windows, residual, new_residual, weight, bias, epoch, ch, M, norm, PROGRAMS: tl.constexpr):
-    """All-reduce in two shots through the switch. An owner reads the sum of a row over all ranks, and stores the
-    normalised row on all ranks, each by one access to a multicast address. windows, int64 [3], has the multicast
-    addresses of x, of the output and (KEEP WHOLE) of the sum + residual, each [M, H]. Elements have 16 bits. The
-    counters and the order of accesses are as in `two_shot` with PULL."""
+    """All-reduce in two shots through the switch. By one access to a multicast address, an owner reads the sum of a row
+    over all ranks; by another, it stores the normalised row on all ranks. windows, int64 [3], contains the multicast
+    addresses of x, of the output and (KEEP WHOLE) of the sum + residual, each [M, H]. Elements are 16-bit. The counters
+    and the order of accesses are as in `two_shot` with PULL."""
     DTYPE: tl.constexpr = norm.DTYPE
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
@@ -412,7 +416,7 @@ def sum_norm(
 ):  # fmt: skip
     """Compute the owner's part without communication. The kernel sums the owner's rows of x [M, H] and the other ranks'
     rows in staging [W, max_rows, H], normalises the sums, and stores them in the owner's rows of out [M, H].
-    new_residual is [own rows, H], for KEEP OWN. me, int32 [1], has the number of this rank."""
+    new_residual is [own rows, H], for KEEP OWN. me, int32 [1], contains the number of this rank."""
     H: tl.constexpr = norm.H
     rank = tl.load(me)
     max_rows = M // W + (M % W > 0).to(tl.int32)
@@ -438,7 +442,7 @@ def sum_norm(
 @jit(do_not_specialize=("M",))
 def add_norm(x, out, residual, new_residual, weight, bias, scale, me, M, norm, W: tl.constexpr):
     """Add the residual (ABSENT or WHOLE) to x [M, H], which is already summed over ranks, and normalise all rows,
-    without communication. me, int32 [1], has the number of this rank."""
+    without communication. me, int32 [1], contains the number of this rank."""
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
     KEEP: tl.constexpr = norm.KEEP

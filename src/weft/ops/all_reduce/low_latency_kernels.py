@@ -1,5 +1,5 @@
-"""All-reduce, residual add and norm of a few rows [M, H] in one launch, with low-latency flags
-(transport/low_latency_kernels.py, which explains when a third of the memory may be written again).
+"""All-reduce, residual add and norm of a few rows [M, H] in one launch, with low-latency flags.
+transport/low_latency_kernels.py explains these flags, and when a third of the memory may be written again.
 
 one shot    Every rank posts all its rows to all ranks. Each rank sums and normalises all rows itself.
 two shots   Every rank posts each row to its owner. The owner sums and normalises it and posts the result to all ranks.
@@ -30,7 +30,7 @@ from .kernels import OWN, WHOLE, Affine, load_parameters, normalise, store_row, 
 def owner_of(t, M, W: tl.constexpr):
     """Return the rank that owns row t."""
     short = M // W
-    longer = M % W * (short + 1)  # the number of rows on ranks that own short + 1 rows
+    longer = M % W * (short + 1)  # the number of rows that belong to ranks with short + 1 rows
     return tl.where(t < longer, t // (short + 1), M % W + (t - longer) // tl.maximum(short, 1))
 
 
@@ -40,8 +40,8 @@ def one_shot(
     PROGRAMS: tl.constexpr, MAX_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """All-reduce x [M, H], this rank's part, in one shot, apply the norm, and store the result in out [M, H]. x and
-    residual are int32 words. A third of the memory is [W + 1, M, H]: the parts of all ranks, and the owners' rows of
-    the residual (RESIDUAL OWN)."""
+    residual are passed as int32 words. A third of the memory is [W + 1, M, H]: it contains the parts of all ranks, and
+    the owners' rows of the residual (RESIDUAL OWN)."""
     DTYPE: tl.constexpr = norm.DTYPE
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
@@ -70,7 +70,7 @@ def one_shot(
     clear(local + previous, filled, pid, VECTORS, PROGRAMS)
     compare_calls(calls, number, pid, PROGRAMS)
 
-    if P <= 8192:  # loaded before the wait, if there are enough registers
+    if P <= 8192:  # if there are enough registers, they are loaded before the wait
         w, b, divisor = load_parameters(weights, norm)
     for t in range(pid, M, PROGRAMS):
         owner = owner_of(t, M, W)
@@ -115,8 +115,9 @@ def two_shot_low_latency(
     x, memory, out, residual, new_residual, weight, bias, scale, ch, calls, number, M, third, norm,
     PROGRAMS: tl.constexpr, MAX_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """All-reduce like `one_shot`, but in two shots and with an output of DTYPE. A third of the memory has the parts of
-    all ranks for this rank's rows, [W, max_rows, H], then the results [M, H] and, with KEEP WHOLE, the sums [M, H]."""
+    """All-reduce like `one_shot`, but in two shots and with an output of DTYPE. A third of the memory contains the
+    parts of all ranks for this rank's rows, [W, max_rows, H], then the results [M, H] and, with KEEP WHOLE, the sums
+    [M, H]."""
     DTYPE: tl.constexpr = norm.DTYPE
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
@@ -170,7 +171,7 @@ def two_shot_low_latency(
             post_result(addresses, sums + row, total, me, DTYPE, W, VECTORS, ROW, P)
         if KEEP == OWN:
             store_row(new_residual + (t - lo).to(tl.int64) * H, total, H, P)
-    for step in range(pid, M - (hi - lo), PROGRAMS):  # rows of the other owners, beginning with the next rank
+    for step in range(pid, M - (hi - lo), PROGRAMS):  # the rows of the other owners, beginning with the next rank
         t = (hi + step) % M
         owner = owner_of(t, M, W)
         row = t.to(tl.int64) * ROW

@@ -45,13 +45,13 @@ from .runs import (
 )
 from .two_level import prepare_sum
 
-WIDEST = 16384  # the largest number of columns that a program can have in registers
+WIDEST = 16384  # the largest number of columns that a program can hold in registers
 SHORT = 512  # bytes of the shortest row that was measured
-STAGED = 64 << 20  # plans that post rows are timed if they need at most this many bytes of memory for them
+STAGED = 64 << 20  # plans that post rows are timed if they need at most this many bytes for posted rows
 
 
 class Reduce(Op[SumCall]):
-    """The base of all-reduce and of all-reduce + residual + norm."""
+    """The base class of the ops all-reduce and all-reduce + residual + norm."""
 
     runs: ClassVar[Mapping[type[Plan], Prepare]] = {
         Sequential: prepare_sequential,
@@ -70,7 +70,7 @@ class Reduce(Op[SumCall]):
     depends_on_addresses = True
 
     def candidates(self, world: World, call: SumCall) -> Sequence[Plan]:
-        """Return the plans whose staged rows need at most STAGED bytes. One-shot low-latency plans stage 3 (W + 1)
+        """Return the plans that need at most STAGED bytes for staged rows. One-shot low-latency plans stage 3 (W + 1)
         times the bytes of x."""
         nbytes = call.m * call.h * call.dtype.itemsize
         return [
@@ -78,7 +78,7 @@ class Reduce(Op[SumCall]):
         ]
 
     def trial_key(self, call: SumCall) -> Hashable:
-        """Return the call with M rounded as for GEMM trials. The key ignores epsilon."""
+        """Return the call with M rounded as in trials of GEMMs. The key ignores epsilon."""
         return replace(call, m=stepped(call.m), eps=0.0, shape=())
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
@@ -106,13 +106,13 @@ class Reduce(Op[SumCall]):
         if call.out_dtype == E4M3:
             return "plans may round rows of 8 bits in different places"
         if call.norm == LAYER.value and isinstance(plan, TwoShotLowLatency):
-            return "its LayerNorm by pairs needs more registers than a thread has"  # it spills 8 bytes at H 8192
+            return "its LayerNorm by pairs needs more registers than a thread has"  # 8 bytes spill at H = 8192
         return super().batch_invariance_unsupported(world, call, plan)
 
     def without_overlap(self, world: World, plan: Plan, operands: Operands, out: torch.Tensor) -> Operands:
-        """Return the operands, with copies of those that overlap `out`, since a program may store a row before a
-        different program has read it. No copy is needed if `out` is x itself and the plan posts no rows, because such a
-        plan reads each row of x before it stores that row."""
+        """Return the operands. Operands that overlap `out` are copied, because a program may store a row before another
+        program has read it. No copy is needed if `out` is x itself and the plan posts no rows, because such a plan
+        reads each row of x before it stores that row."""
         in_place = not is_low_latency(plan) and out.data_ptr() == operands[0].data_ptr()
         stream = world.current_stream()
         return type(operands)(
@@ -123,23 +123,22 @@ class Reduce(Op[SumCall]):
         )
 
     def compared(self, plan: Plan, addresses: Hashable) -> Mapping[str, Hashable]:
-        """Return the offsets of `out` and x in symmetric memory, if they are in it, so that peers may write `out` and
-        read x."""
+        """If `out` and x are in symmetric memory, return their offsets, so that peers may write `out` and read x."""
         assert isinstance(addresses, tuple)
         x, out = (address if address and address[1] % 16 == 0 else None for address in addresses)
         return dict(out=out, x=x if isinstance(plan, Decomposed | Multicast | TwoShotPull) else None)
 
     def operand_addresses(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
-        """Return the symmetric offsets of x and `out`, or None for a tensor that is not in symmetric memory. Plans read
-        and write symmetric tensors directly, and this must be prepared before a capture."""
+        """Return the symmetric offsets of x and `out`, or None for a tensor that is not in symmetric memory. Plans
+        access symmetric tensors directly, and these accesses must be prepared before a capture."""
         x = operands[0]
         shared_x = world.shared(x) if x is not None else None
         shared_out = world.shared(out) if isinstance(out, torch.Tensor) else None
         return (shared_x and shared_x[1], shared_out and shared_out[1])
 
     def warm_up_capture(self, prepared: Prepared[SumCall], operands: Operands, out: torch.Tensor | None) -> None:
-        """Make the call with the caller's x and `out`, since a plan may use their symmetric memory. If they overlap,
-        make it without `out`, because a repeated call would sum its own results."""
+        """Make the call with the caller's x and `out`, because a plan may use their symmetric memory. If they overlap,
+        make the call without `out`, because a repeated call would otherwise sum its own results."""
         prepared(operands, None if overlap(out, *operands[:2]) else out)
 
 
@@ -150,7 +149,7 @@ class AllReduceRmsNorm(Reduce):
 
     name = NORM
     operand_type = NormOperands
-    elementwise_passes = 2.0  # it reads the partial sum and the residual, and writes the rows and the new residual
+    elementwise_passes = 2.0  # it reads the partial sum and the residual, and writes the rows and a new residual
     autotune_plans = (
         OneShot(warps=16),
         TwoShotLowLatency(),
@@ -245,7 +244,8 @@ class AllReduce(Reduce):
         return call.m, call.h * call.dtype.itemsize // 2, 1  # the key counts bytes, as 16-bit elements
 
     def candidates(self, world: World, call: SumCall) -> Sequence[Plan]:
-        """Return the plans to time. Plans are timed only for short rows, since the measurements include none."""
+        """Return the plans to time. Plans are timed only for short rows, because the planner's measurements include no
+        short rows."""
         return super().candidates(world, call) if self._short(world, call) else ()
 
     def expected(self, world: World, call: SumCall, mode: str) -> Plan:
@@ -278,40 +278,41 @@ def all_reduce_rms_norm(
     between a row-parallel layer and the next column-parallel layer (TokenWeave, section 4).
 
     Args:
-        x: [M, H], this rank's part of the sum, bfloat16, float16 or float32. M is at least 1, H at most 16,384, and a
-            row is whole 16-byte words.
+        x: [M, H], this rank's part of the sum, bfloat16, float16 or float32. M is at least 1, H is at most 16,384, and
+            the size of a row is a multiple of 16 bytes.
         residual: [m_r, H] of x's dtype, the rows that this rank owns (`weft.lang.balanced_rows(M, W)`, in rank order);
             with full_residual [M, H], the same on all ranks; or None.
         weight: [H], of x's dtype or float32, the same on all ranks.
         bias: [H], of x's dtype or float32, the same on all ranks. It is added after the norm.
         norm: "rms" (Zhang and Sennrich 2019) or "layer" (Ba et al. 2016).
         out_dtype: the dtype of the normalised rows: bfloat16, float16 or float32. None: the dtype of x.
-        full_residual: if true, the old and the new residual are [M, H] on every rank instead of this rank's rows. A
-            two-shot plan then stores the new residual on all ranks, like the normalised rows.
-        out: [M, H], contiguous: the tensor for the normalised rows. If it is in memory of `World.symmetric`, at the
-            same offset on every rank, and the plan counts rows, the peers store rows directly in `out`; if the plan
+        full_residual: if true, the old and the new residual are [M, H] on every rank instead of containing only this
+            rank's rows. A two-shot plan then stores the new residual on all ranks, like the normalised rows.
+        out: [M, H], contiguous: the tensor for the normalised rows. If `out` is in memory from `World.symmetric`, at
+            the same offset on every rank, and the plan counts rows, peers store rows directly in `out`. If the plan
             posts rows, only this rank writes `out`. If `out` is in ordinary memory, a plan that counts rows copies them
-            there from symmetric memory. No rank writes `out` between the end of a call and this rank's next call.
+            from symmetric memory to `out`. No rank writes `out` between the end of a call and this rank's next call.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "one_shot", "two_shot", "multicast"; over nodes "two_level")
-            or a Plan; the same on all ranks.
+        plan: "auto", the name of a plan class ("sequential", "decomposed", "one_shot", "two_shot", "multicast"; on
+            several nodes "two_level") or a Plan; the same on all ranks.
 
-    The sum, the residual and the norm are computed in float32; the ranks' parts are added in rank order ("sequential":
-    in NCCL's order). The new residual is rounded once.
+    The sum, the residual and the norm are computed in float32. The ranks' parts are added in rank order, or with
+    "sequential" in NCCL's order. The new residual is rounded once.
 
     Returns:
         The normalised rows [M, H], the same bits on every rank, and the new residual h, [M, H] or [m_r, H].
 
-    Memory, in addition to the outputs: the symmetric memory, which all calls of the World share, is none (sequential),
-    3 (W + 1) M H elements (one shot), or 3 M H, plus 3 M H with a full residual, plus 3 M' H, where M' is M rounded up
-    to a multiple of W (two-shot plans that post). Two-shot plans that count use M H for rows at their owners or, if
-    rows are pulled, for an x that is not in memory of `World.symmetric`; M H for an output that is not there either;
-    and M H for a full residual. Decomposed and multicast use as much as two-shot plans that pull; decomposed also uses
-    M H of ordinary memory during the call.
+    Memory, in addition to the outputs: all calls of the World share the symmetric memory. The op needs none of it
+    (sequential), 3 (W + 1) M H elements (one shot), or, in two-shot plans that post, 3 M H elements, 3 M H more with a
+    full residual, and 3 M' H more, where M' is M rounded up to a multiple of W. Two-shot plans that count rows use M H
+    elements for the rows on their owners or, if rows are pulled, for an x that is not in memory from `World.symmetric`.
+    They use M H elements more for an output that is not in such memory, and M H elements more for a full residual.
+    Decomposed and multicast plans use as much as two-shot plans that pull. Decomposed plans also use M H elements of
+    ordinary memory during the call.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. Also if an operand
-            requires a gradient, which this op does not compute: use torch.no_grad().
+        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. They are also raised if an
+            operand requires a gradient, which this op does not compute; use torch.no_grad().
         Mismatch, Timeout, WeftError: as for `all_gather_matmul`.
 
     Examples:
@@ -347,7 +348,7 @@ def all_reduce_rms_norm_quantized(
     """Return `all_reduce_rms_norm` with 8-bit rows.
 
     The launches that compute the normalised rows also compute their scales. recipe: as in `weft.quantize`. scale:
-    float32 [1], required by the recipe "tensor" and rejected by the others: the rows are divided by it and clamped to
+    float32 [1], for the recipe "tensor" only, which requires it: the rows are divided by the scale and clamped to
     +-448. out: the tensor for the values. The remaining arguments and the errors are as for `all_reduce_rms_norm`.
 
     Examples:
@@ -364,8 +365,8 @@ def all_reduce_rms_norm_quantized(
 
 
 def posts_rows(world: World, m: int, h: int, dtype: torch.dtype, plan: str | Plan) -> bool:
-    """Return whether eager calls of `all_reduce_rms_norm` with x [m, h] post rows. Such calls are no faster if x or
-    `out` is in symmetric memory, because peers neither read x nor write `out`."""
+    """Return whether eager calls of `all_reduce_rms_norm` with x [m, h] post rows. If they do, placing x or `out` in
+    symmetric memory does not make them faster, because peers neither read x nor write `out`."""
 
     def chosen() -> bool:
         layout = OWN.value if world.size > 1 else WHOLE.value
@@ -385,8 +386,8 @@ def all_reduce(
         x: any shape, bfloat16, float16 or float32. If x is not contiguous, it is copied.
         world, plan, out: as for `all_reduce_rms_norm`; `out` has x's shape.
 
-    The sum is computed in float32 in rank order ("sequential": in NCCL's order). Tensors whose size is not a multiple
-    of 16 bytes are always summed by the sequential plan.
+    The sum is computed in float32 in rank order, or with "sequential" in NCCL's order. The sequential plan always sums
+    tensors whose size is not a multiple of 16 bytes.
 
     Returns:
         A tensor of x's shape, the same bits on every rank.

@@ -24,9 +24,9 @@ from .runs import SumRun, norm_rows, summing
 
 @summing
 def prepare_sum(world: World, call: SumCall, plan: TwoLevel) -> SumRun:
-    """Prepare all-reduce, with or without a norm. On each node the row's owner in that node adds the residual and
-    normalises the sum. If every rank has only its own rows of the residual, they are added before the sum, because the
-    owner in a node does not have them."""
+    """Prepare all-reduce, with or without a norm. On each node, the rank that owns the row in that node adds the
+    residual and normalises the sum. If every rank holds only its own rows of the residual, each rank adds them before
+    the sum over ranks, because the owner in a node does not hold them."""
 
     def run(t: Tensors, stream: Stream) -> None:
         t = t.as_matrices(world, call, False)

@@ -109,7 +109,7 @@ def prepare_segmented(world: World, call: AttentionCall, plan: Plan) -> Run | Ow
         q, k, v, sinks = operands
         return forward(q, KeyValues(k, v), sinks, out)
 
-    if isinstance(plan, Sequential) and (call.cu_seqlens or not call.causal):  # one library call computes it
+    if isinstance(plan, Sequential) and (call.cu_seqlens or not call.causal):  # one library call computes the result
         return OwnResult(run)
     return lambda operands, out: run(operands, out)[1:]
 

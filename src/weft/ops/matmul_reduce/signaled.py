@@ -216,7 +216,7 @@ def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled) -> Run:
     # Each group ends before one of these rows, in the order in which rows are computed. A group consists of whole rows
     # of tiles.
     ends = [min(m, -(-t // tiles_n) * plan.tile.block_m) for t in signals.schedule.bounds]
-    pushes: list[list[tuple[slice, torch.Tensor]]] = []  # by group, the rows of `partial` to copy and their targets
+    pushes: list[list[tuple[slice, torch.Tensor]]] = []  # the rows of `partial` to copy, and targets, for each group
     for start, end in pairwise(ends):
         pushes.append([])
         for j, p in enumerate(world.other_ranks):
