@@ -1,4 +1,4 @@
-"""Bulk (TMA) copies: a test whether the GPU has them, and the fence between bulk and ordinary accesses that Triton
+"""Bulk (TMA) copies: a test whether the GPU supports them, and a fence between bulk and ordinary accesses, which Triton
 lacks."""
 
 import triton.language as tl
@@ -20,9 +20,9 @@ _target_features.__triton_builtin__ = True  # Triton calls this function during 
 
 @constexpr_function
 def bulk_copies():
-    """Return whether the target GPU has bulk (TMA) copies, which use a separate proxy. For a GPU without bulk copies
-    Triton turns accesses through a descriptor into ordinary accesses. The next block barrier covers these, so they need
-    neither a wait for bulk stores nor a proxy fence."""
+    """Return whether the target GPU has bulk (TMA) copies, which use a separate proxy. For a GPU without bulk copies,
+    Triton converts accesses through a descriptor into ordinary accesses. The next block barrier orders ordinary
+    accesses, so they need neither a wait for bulk stores nor a proxy fence."""
     gpu = _target_features()
     return gpu is not None and gpu.tma
 

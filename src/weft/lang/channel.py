@@ -16,7 +16,7 @@ from .jit import jit
 
 RANK = tl.constexpr(0)  # the number of this rank
 CALLS = tl.constexpr(1)  # the number of finished calls
-DONE = tl.constexpr(2)  # the number of programs of the running call that are done
+DONE = tl.constexpr(2)  # the number of programs that are done in the running call
 TICKET = tl.constexpr(3)  # the next ticket of the running call
 STATE_WORDS = 4
 
@@ -24,7 +24,7 @@ STATE_WORDS = 4
 class BlockChannel(NamedTuple):
     """The kernel argument that programs use to notify and wait (`World.channel`)."""
 
-    counters: torch.Tensor  # int32 [n], this rank's counters
+    counters: torch.Tensor  # int32 [n], the counters of this rank
     peers: torch.Tensor  # int64 [world], the address of every rank's counters
     state: torch.Tensor  # int32 [STATE_WORDS], in this rank's own memory
     guard: torch.Tensor  # int64 [GUARD_WORDS], which bounds every wait (lang/intrinsics.py)
@@ -34,13 +34,13 @@ class BlockChannel(NamedTuple):
 
 @jit
 def rank_of(ch):
-    """Return this rank's number."""
+    """Return the number of this rank."""
     return tl.load(ch.state + RANK)
 
 
 @jit
 def calls_of(ch):
-    """Return the number of this call, from 1, which is the same on every rank."""
+    """Return the number of this call. It starts at 1 and is the same on every rank."""
     return tl.load(ch.state + CALLS) + 1
 
 
@@ -59,7 +59,8 @@ def address_of(addresses, rank, DTYPE: tl.constexpr):
 
 @jit
 def select(values, index, N: tl.constexpr):
-    """Return values[index] of N values without a load: a load in a pipelined loop would halve the pipeline's depth."""
+    """Return values[index] of N values without loading from memory, because a load in a pipelined loop would halve the
+    pipeline's depth."""
     value = values[0]
     for i in tl.static_range(1, N):
         value = tl.where(index == i, values[i], value)
@@ -74,11 +75,12 @@ def take_ticket(ch, count):
 
 @jit
 def end_call(ch, epoch, programs):
-    """End the call for this program, as its last statement. The last of `programs` programs clears the tickets and adds
-    one to the number of calls, and to the caller's word `epoch` unless that is None.
+    """End the call for this program. This must be the last statement of the program. The last of `programs` programs
+    clears the tickets and increments the number of calls. It also increments the caller's word `epoch`, unless `epoch`
+    is None.
 
-    The acquire-release count orders every program's use of this call's numbers before the next call's use: a kernel
-    later on the stream starts after this one has ended.
+    The count of finished programs is an acquire-release. It orders all uses of this call's numbers before the last
+    program's update, and a later kernel on the stream starts only after this kernel has ended.
     """
     flush_stores(True)
     if tl.atomic_add(ch.state + DONE, 1, sem="acq_rel", scope="gpu") == programs - 1:

@@ -1,11 +1,11 @@
 """Tensor descriptors for GPUs of compute capability 8.x, which have no bulk (TMA) copies.
 
 A kernel with descriptor arguments begins with `x_desc = tiles_of(x_desc)`. On Hopper and later this returns the
-descriptor that the host encoded. For an older GPU Triton turns a descriptor's accesses into ordinary ones; but it does
-not know the divisors of a host descriptor's sizes and strides, and would load element by element. So for an older GPU a
-launch passes the descriptor's fields instead (`for_gpu`): for the fields Triton knows that rows are whole 16-byte
-words, as the rows of a descriptor always are. On the device `tiles_of` makes a descriptor of the fields. Loads through
-that descriptor become `cp.async` of 16 bytes.
+descriptor that the host encoded. For an older GPU, Triton converts accesses through a descriptor into ordinary
+accesses. But Triton does not know the divisors of a host descriptor's sizes and strides, and would load element by
+element. So for an older GPU a launch passes the descriptor's fields instead (`for_gpu`). From the fields Triton can
+infer that rows are whole 16-byte words, which is true for every descriptor. On the device, `tiles_of` creates a
+descriptor from the fields. Loads through that descriptor become `cp.async` of 16 bytes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..architectures import features
 from .jit import jit
 
-OUTER = tl.constexpr(16)  # sizes that may differ by rank are passed multiplied by this
+OUTER = tl.constexpr(16)  # sizes that may differ between ranks are multiplied by this number before they are passed
 
 
 def for_gpu(args: Mapping[str, object], capability: int) -> Mapping[str, object]:
-    """Return a launch's arguments for a GPU of that capability. For a GPU without bulk copies, each TensorDescriptor is
-    replaced by its tensor, sizes, strides and block.
+    """Return a launch's arguments for a GPU of this compute capability. For a GPU without bulk copies, each
+    TensorDescriptor is replaced by its tensor, sizes, strides and block.
 
     Triton compiles a separate kernel for integers divisible by 16. The outer sizes, such as the number of this rank's
     rows, are therefore multiplied by 16, so that every rank runs the same kernel.
@@ -45,7 +45,7 @@ def _unpacked(descriptor: TensorDescriptor) -> tuple[object, ...]:
 @jit
 def tiles_of(desc):
     """Return a kernel's argument if it is a descriptor; otherwise make a descriptor of the fields that it contains."""
-    if isinstance(desc, tl.tuple):  # a constant that is assigned to a name would no longer be a constexpr
+    if isinstance(desc, tl.tuple):  # if a constant were assigned to a name, it would no longer be a constexpr
         WORD: tl.constexpr = 128 // desc[0].dtype.element_ty.primitive_bitwidth
         LAST: tl.constexpr = len(desc[3]) - 1
         shape = ()

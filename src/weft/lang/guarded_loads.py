@@ -1,22 +1,22 @@
 """This module keeps the loads of a loop after the loop's waits, whatever Triton's pipeliner does to the loop.
 
-A pipelined loop issues the loads of later iterations ahead of time, but does not move a wait: the loads would run
-before the wait that they need. `guard_loads` rewrites a kernel's Triton IR, with all calls inlined, before Triton's own
+A pipelined loop issues the loads of later iterations ahead of time, but does not move waits. So loads would run before
+the wait on which they depend. `guard_loads` rewrites a kernel's Triton IR, with all calls inlined, before Triton's own
 passes. `is_pipelined` returns whether Triton pipelines a loop. Each pipelined loop with a wait is rewritten in one of
 two ways:
 
     no signal in the loop     Every load is made to depend on the last wait before it in the source, in this iteration
-                              or the previous one: a zero is added to its address. An opaque instruction, which reads
-                              the word that the wait returned, computes the zero, so the pipeliner has to move the wait
-                              along with the load. The wait is inside an `if` that is always taken, because the
-                              pipeliner can omit an `if` in iterations that do not exist.
-    a signal in the loop      The loop is not pipelined, and not flattened: a wait that ran ahead could come before a
-                              notify of the same program on which, through other programs or ranks, the awaited notify
-                              depends.
+                              or the previous one: a zero is added to the load's address. An opaque instruction computes
+                              the zero from the word that the wait returned, so the pipeliner has to move the wait along
+                              with the load. The wait is inside an `if` that is always taken, because the pipeliner can
+                              omit an `if` in iterations that do not exist.
+    a signal in the loop      The loop is neither pipelined nor flattened. Otherwise a wait could run ahead of an
+                              earlier notify of the same program, and the awaited notify may depend on that notify
+                              through other programs or ranks.
 
-Either way the waits and signals of a program stay in the order of the source, so a kernel hangs only if its source
-does. Loops without waits and loops that are not pipelined stay unchanged: only the pipeliner moves a load across a
-wait's assembly.
+In both cases the waits and signals of a program stay in the order of the source, so the compiled kernel hangs only if
+the source program would hang. Loops without waits and loops that are not pipelined stay unchanged, because only the
+pipeliner moves a load across the assembly of a wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 VALUE = r"%[\w.$-]+(?:#\d+)?"
-ZERO_HINT = 1 << 20  # Triton assumes that this divides the zero, so that an address keeps its alignment
+ZERO_HINT = 1 << 20  # Triton assumes that the zero is divisible by this, so that an address keeps its alignment
 ADDRESS_OPS = ("tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.bitcast")
 BULK_LOADS = ("tt.descriptor_load", "tt.descriptor_gather")
 LOADS = ("tt.load", *BULK_LOADS)
@@ -35,8 +35,8 @@ LOADS = ("tt.load", *BULK_LOADS)
 
 @dataclass(eq=False)
 class Operation:
-    """An operation of the IR: the text up to its first region, its regions with the text between them, and the text at
-    its end."""
+    """An operation of the IR. It consists of the text up to the first region, the regions and the text between them,
+    and the text after the last region."""
 
     text: str
     regions: list[list[Operation]] = field(default_factory=list)
@@ -73,7 +73,8 @@ class Operation:
 
 
 def parse(text: str) -> list[Operation]:
-    """Return the operations of printed IR. Triton prints one operation per line; a line's last brace opens a region."""
+    """Parse printed IR and return its operations. Triton prints one operation per line; a brace at the end of a line
+    opens a region."""
     top: list[Operation] = []
     stack: list[tuple[Operation | None, list[Operation]]] = [(None, top)]
     for line in text.splitlines():
@@ -97,7 +98,7 @@ def parse(text: str) -> list[Operation]:
 
 
 def may_wait(text: str) -> bool:
-    """Return whether printed IR may contain loads to guard."""
+    """Return whether printed IR may contain loads that must be guarded."""
     return "scf.for" in text and ("ld.acquire" in text or "tt.atomic" in text)
 
 
@@ -106,9 +107,9 @@ def is_loop(op: Operation) -> bool:
 
 
 def is_pipelined(loop: Operation) -> bool:
-    """Return whether Triton may issue loads of later iterations ahead. It may do so for loads that feed a dot product,
-    or for any loads if the author names a number of stages, in a loop that is flattened or contains loops only within
-    an `if`."""
+    """Return whether Triton may issue loads of later iterations ahead of time in this loop. This is possible if the
+    loop is flattened or contains other loops only inside an `if`. Triton then moves loads whose values are operands of
+    a dot product, or any loads if the kernel's author specifies a number of stages."""
     if loop.name != "scf.for" or "tt.flatten" not in loop.end and any(map(is_loop, loop.regions[0])):
         return False
     if stages := re.search(r"tt\.num_stages = (\d+)", loop.end):
@@ -117,22 +118,23 @@ def is_pipelined(loop: Operation) -> bool:
 
 
 def is_wait(op: Operation) -> bool:
-    """Return whether the operation acquires, as weft's waits and atomics on one word do."""
+    """Return whether the operation is an acquire. weft's waits, and atomics on one word, are acquires."""
     if op.name == "tt.elementwise_inline_asm":
         return "ld.acquire" in op.text
     return op.name.startswith("tt.atomic") and re.search(r"\bacq", op.text) is not None and "tensor<" not in op.text
 
 
 def is_signal(op: Operation) -> bool:
-    """Return whether other programs may wait for the operation: it is an atomic, or assembly that has effects and is no
-    wait."""
+    """Return whether other programs may wait for the operation. This is so for an atomic, and for assembly that has
+    effects and is not a wait."""
     if op.name == "tt.elementwise_inline_asm":
         return "pure = true" not in op.text and "ld.acquire" not in op.text
     return op.name.startswith("tt.atomic")
 
 
 def guard_loads(text: str) -> str | None:
-    """Return the IR with every load of a pipelined loop kept after the loop's waits; None if nothing has to change."""
+    """Return the IR after rewriting it so that every load in a pipelined loop stays after the loop's waits. Return None
+    if nothing has to change."""
     top = parse(text)
     rewriting = Rewriting()
     changed = False
@@ -160,7 +162,8 @@ def _visit(op: Operation, rewriting: Rewriting) -> bool:
 
 
 def _can_depend(inside: Iterable[Operation]) -> bool:
-    """Return whether loads can depend on these waits: the waits are assembly, and no load uses a block pointer."""
+    """Return whether loads can be made to depend on these waits. This requires that the waits are assembly and that no
+    load uses a block pointer."""
     for op in inside:
         if is_wait(op) and not (op.name == "tt.elementwise_inline_asm" and f"-> i32{op.location}" in op.text):
             return False
@@ -181,8 +184,8 @@ def in_order(loop: Operation) -> None:
 
 
 class Rewriting:
-    """Rewrites loops so that their loads depend on their waits. `word` in the methods is the name of the zero that
-    depends on the last wait so far."""
+    """A rewriter that makes the loads of loops depend on the waits of these loops. In the methods, `word` is the name
+    of the zero that depends on the last wait so far."""
 
     def __init__(self) -> None:
         self._count = itertools.count()
@@ -192,7 +195,7 @@ class Rewriting:
         return f"%weft_{next(self._count)}"
 
     def guarded(self, region: list[Operation], loop: Operation) -> list[Operation]:
-        """Return the operations of the loop's block, with the loop rewritten."""
+        """Rewrite the loop, and return the operations of the block that contains it."""
         self._start = self._new()
         i = region.index(loop)
         start = Operation(f"{self._start} = arith.constant 0 : i32")
@@ -215,7 +218,7 @@ class Rewriting:
 
     def _loop(self, loop: Operation, word: str, conditional: bool) -> tuple[list[Operation], str]:
         """Rewrite a loop with waits so that it carries and yields the word. Return the operations that must follow the
-        loop, and the word. conditional: the loop is inside an `if` of a pipelined loop."""
+        loop, and the word. conditional: whether the loop is inside an `if` of a pipelined loop."""
         carried, result = self._new(), self._new()
         if "iter_args(" in loop.text:
             arguments = rf"iter_args(\1, {carried} = {word}) -> (\2, i32)"
@@ -247,10 +250,11 @@ class Rewriting:
         return [zero], word
 
     def _block(self, block: list[Operation], word: str, conditional: bool) -> tuple[list[Operation], str]:
-        """Return a block with loads that depend on `word`, or on the block's waits before them, and the word at its
-        end. If the block is not conditional and contains no loop, its waits need their own `if`."""
+        """Rewrite a block so that its loads depend on the last wait before them in the block, or on `word` if there is
+        none. Return the block, and the word at its end. If the block is not conditional and contains no loop, its waits
+        need a separate `if`."""
         out: list[Operation] = []
-        defined: dict[str, Operation] = {}  # the pointers since the last wait, by the name of the result
+        defined: dict[str, Operation] = {}  # the pointers computed since the last wait, by the name of the result
         predicated = not conditional and not any(map(is_loop, block))
         alone = _numbers_for_waits(block) if predicated else ()
         for op in block:
@@ -278,8 +282,8 @@ class Rewriting:
         return out, word
 
     def _if_taken(self, op: Operation) -> list[Operation]:
-        """Return the operation inside an `if` that is always taken. Triton does not see that it is; only the assembler
-        does."""
+        """Return the operation inside an `if` that is always taken. Triton cannot detect that the condition is always
+        true; only the assembler can."""
         programs, least, taken, inner_result, otherwise = (self._new() for _ in range(5))
         result, kind, location = op.result, op.text.removesuffix(op.location).rsplit(" ", 1)[1], op.location
         kind = re.sub(r"^!tt\.ptr<(.*)>$", r"\1", kind) if op.name == "tt.load" else kind
@@ -299,8 +303,8 @@ class Rewriting:
         ]
 
     def _guard_pointer(self, load: Operation, word: str, defined: dict[str, Operation], out: list[Operation]) -> None:
-        """Add the zero to the load's pointer; if a block of pointers is made from one scalar after the wait, add it to
-        that scalar."""
+        """Add the zero to the load's pointer. If a block of pointers is computed from one scalar after the wait, add
+        the zero to the scalar instead."""
         user = load
         while (source := defined.get(_operand(user))) is not None and source.name in ADDRESS_OPS:
             user = source
@@ -329,7 +333,7 @@ class Rewriting:
 
 
 def _has_early_load(block: list[Operation]) -> bool:
-    """Return whether a load comes before the block's first wait, other than for the wait's own arguments."""
+    """Return whether a load comes before the block's first wait. Loads for the arguments of the wait do not count."""
     arguments = _numbers_for_waits(block)
     for op in block:
         if any(map(is_wait, op.inside())):
@@ -340,8 +344,8 @@ def _has_early_load(block: list[Operation]) -> bool:
 
 
 def _numbers_for_waits(block: list[Operation]) -> set[Operation]:
-    """Return the loads of integers from which a wait's arguments are computed. Unless they are inside an `if`, the
-    pipeliner would treat them as addresses of the loads after the wait, and halve the pipeline's depth."""
+    """Return the loads of integers from which a wait's arguments are computed. If these loads were not inside an `if`,
+    the pipeliner would treat their values as addresses for the loads after the wait, and halve the pipeline's depth."""
     by_result = {op.result: op for op in block if op.result}
     queue = [op for op in block if any(map(is_wait, op.inside()))]
     seen = set[Operation]()
@@ -371,7 +375,7 @@ def _add_result(op: Operation, name: str) -> None:
 
 
 def _yield(block: list[Operation], word: str) -> None:
-    """Make the block yield the word too."""
+    """Add the word to the values that the block yields."""
     if block and block[-1].name == "scf.yield":
         last = block[-1]
         values, types = last.text.removesuffix(last.location).rsplit(" : ", 1)

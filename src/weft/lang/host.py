@@ -3,8 +3,8 @@
     stream of rank r   rank_copy_data(chunk -> p) | rank_notify(channel of the chunk, p) | next chunk ...
     kernel of rank p   consumer_tile_wait(tile)           passes once the flag behind the tile's chunk has arrived
 
-A copy engine cannot add, so `rank_notify` stores the number of the call: only one rank notifies such a channel, once
-per call. Copies to a peer need no SM, so they proceed while a kernel that waits for them fills the GPU.
+A copy engine cannot add, so `rank_notify` stores the number of the call. Only one rank may notify such a channel, once
+per call. Copies to a peer need no SM, so they proceed even while a kernel that waits for them occupies the whole GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .channel import BlockChannel
 
 
 class Host(Protocol):
-    """The part of a World that these functions use."""
+    """The attributes and methods of a World that these functions use."""
 
     @property
     def rank(self) -> int: ...
@@ -36,8 +36,8 @@ class Host(Protocol):
 
 
 def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """Raise for a copy that a copy engine cannot make. For such a copy torch would broadcast, convert, or launch a
-    kernel, which needs SMs."""
+    """Raise an error for a copy that a copy engine cannot perform. For such a copy torch would broadcast, convert, or
+    launch a kernel, which needs SMs."""
     check_tensors("copy", dst, src)
     if dst.shape != src.shape or dst.dtype != src.dtype:
         raise ValueError(f"copy of {list(src.shape)} {src.dtype} to {list(dst.shape)} {dst.dtype}")
@@ -56,18 +56,19 @@ def beyond(x: torch.Tensor) -> torch.Tensor:
 
 
 def rank_copy_data(world: Host, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
-    """Copy `src` to `dst` (this rank's tensor, or `SymmetricTensor.peers[rank]`) by a copy engine. Both are contiguous
-    and have the same shape and dtype."""
+    """Copy `src` to `dst` (this rank's tensor, or `SymmetricTensor.peers[rank]`) by a copy engine. Both tensors must be
+    contiguous and have the same shape and dtype."""
     check_copy(dst, src)
     world.copy(dst, src, stream)
 
 
 def rank_notify(world: Host, ch: BlockChannel, channel: int, rank: int, call: torch.Tensor, stream: Stream) -> None:
-    """Release by a copy engine: store `*call` to `channel` of `rank`, after all work enqueued on `stream` before.
+    """Release by a copy engine: store `*call` to `channel` of `rank` after all work that was enqueued on `stream`
+    before.
 
-    call: int32 [1] on the device, the number of this call from 1 (`calls_of(ch)` in the kernel that waits). It must not
-    change before the copy has read it. A copy within one GPU may need SMs: to notify this rank's own channel, enqueue
-    the copy on the stream of the kernel that waits, before that kernel's launch.
+    call: int32 [1] on the device, the number of this call from 1 (`calls_of(ch)` in the kernel that waits). The number
+    must not change before the copy has read it. A copy within one GPU may need SMs. So to notify this rank's own
+    channel, enqueue the copy on the stream of the kernel that waits, before the launch of this kernel.
     """
     _check_channel(ch)
     if not 0 <= rank < world.size:

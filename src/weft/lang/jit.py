@@ -22,7 +22,7 @@ from .guarded_loads import guard_loads, may_wait
 
 
 class Kernel(JITFunction):
-    """A kernel or device function of weft. Only `World.launch` launches kernels, after checking them."""
+    """A kernel or device function of weft. Only `World.launch` launches kernels, and it checks them first."""
 
     guard_loads = True  # the value of a kernel also applies to all functions that the kernel calls
 
@@ -33,14 +33,14 @@ class Kernel(JITFunction):
         return binder
 
 
-Options = Mapping[str, int]  # the names of the options of a launch
+Options = Mapping[str, int]  # the names of a launch's options
 OPTIONS = (  # `Backend.launch`
     *("num_warps", "num_stages", "maxnreg", "co_resident", "local", "per_sm", "few_registers", "enable_fp_fusion"),
 )
 
 
 def check_launch(kernel: object, grid: object, options: object) -> None:
-    """Raise for a kernel, a grid or options that some backend would refuse."""
+    """Raise an error for a kernel, a grid or options that one of the backends would reject."""
     name = getattr(kernel, "__name__", repr(kernel))
     if not isinstance(kernel, JITFunction):
         raise TypeError(f"{name} is not a kernel: decorate it with @weft.jit")
@@ -55,7 +55,7 @@ def check_launch(kernel: object, grid: object, options: object) -> None:
 
 
 def check_arguments(kernel: JITFunction, args: object, device: torch.device) -> None:
-    """Raise for arguments of a launch that no kernel accepts, or that are not on the launch's device."""
+    """Raise an error for launch arguments that no kernel accepts, or that are not on the launch's device."""
     if not isinstance(args, dict):
         raise TypeError(f"{kernel.__name__}: arguments are a dict by name, not {type(args).__name__}")
     constant = {p.name for p in kernel.params if p.is_constexpr}
@@ -86,7 +86,8 @@ def _check_argument(label: str, value: object, device: torch.device) -> None:
 
 
 def check_tuple(label: str, value: object) -> None:
-    """Raise for a descriptor in a tuple: Triton compiles a kernel with such an argument, but cannot launch it."""
+    """Raise an error for a descriptor in a tuple. Triton compiles a kernel with such an argument, but cannot launch
+    it."""
     if isinstance(value, tuple):
         for field, part in _fields(value):
             if isinstance(part, TensorDescriptor):
@@ -128,14 +129,14 @@ def jit(
 ) -> Kernel | Callable[[Callable[..., object]], Kernel]:
     """Decorate a kernel or a device function (Triton syntax).
 
-    do_not_specialize: the integer arguments that differ between ranks or between calls. Triton compiles a separate
-    kernel for an integer that is 1 or divisible by 16; ranks that run different kernels can hang, and a call may wait
-    for the compiler. Integers inside a NamedTuple cannot be listed and must be equal on every rank.
+    do_not_specialize: the integer arguments that differ between ranks or between calls. For other integers, Triton
+    compiles a separate kernel if the value is 1 or divisible by 16. Then ranks that run different kernels can hang, and
+    a call may wait for the compiler. Integers inside a NamedTuple cannot be listed and must be equal on every rank.
 
-    guard_loads: keep the loads of the kernel after its waits in loops that Triton pipelines or flattens, and its waits
-    and signals in the order of the source (lang/guarded_loads.py). Without it, `weft check` reports loads that come too
-    early, but nothing reports waits that come too early. The kernel's value applies to all device functions that it
-    calls.
+    guard_loads: whether loads stay after waits in loops that Triton pipelines or flattens, and waits and signals stay
+    in the order of the source (lang/guarded_loads.py). Without guard_loads, `weft check` reports loads that run too
+    early, but nothing reports waits that run too early. The value for a kernel applies to all device functions that the
+    kernel calls.
     """
 
     def wrap(f: Callable[..., object]) -> Kernel:
@@ -150,6 +151,6 @@ T = TypeVar("T", bound=tuple)
 
 
 def constants(kind: type[T], **values: object) -> T:
-    """Return a NamedTuple of a kernel's constants: the kernel receives each field as a `tl.constexpr`, or as a nested
+    """Convert a NamedTuple to constants and return it. A kernel receives each field as a `tl.constexpr`, or as a nested
     NamedTuple of constants."""
     return kind(**{name: v if isinstance(v, tuple) else tl.constexpr(v) for name, v in values.items()})

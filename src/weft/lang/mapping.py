@@ -1,9 +1,9 @@
 """Mappings from a tile to its rows (f_S), its rank (f_R) and its channels (f_C) (TileLink, section 3).
 
-There are two mappings, with the same functions. `StaticMapping` is affine: its functions are divisions, and a kernel
-reads no memory for them. `TableMapping` reads tables that are filled at run time, for uneven shards and for routing
-that is known only on the device (MoE). The functions of a StaticMapping are plain arithmetic: host code calls them as
-`static_rows.fn(mapping, tile)`, with Python ints as arguments and results.
+There are two mappings, with the same functions. `StaticMapping` is affine: its functions are divisions, so a kernel
+evaluates them without reading memory. `TableMapping` reads tables that are filled at run time, for uneven shards and
+for routing that is known only on the device (MoE). The functions of a StaticMapping are plain arithmetic: host code
+calls them as `static_rows.fn(mapping, tile)`, with Python ints as arguments and results.
 """
 
 import bisect
@@ -20,8 +20,8 @@ from .jit import jit
 
 
 def check_numbers(**numbers: tuple[object, int]) -> None:
-    """Raise TypeError for a value that is not an integer, and ValueError for a value below its minimum. numbers:
-    (value, minimum) by name."""
+    """Raise TypeError for a value that is not an integer, and ValueError for a value below its minimum. numbers: a pair
+    (value, minimum) for each name."""
     for name, (number, least) in numbers.items():
         if not isinstance(number, int):
             raise TypeError(f"{name} is an integer, not {number!r}")
@@ -32,9 +32,9 @@ def check_numbers(**numbers: tuple[object, int]) -> None:
 class StaticMapping(NamedTuple):
     """Tiles of `tile_rows` rows over shards of `rank_rows` rows each, with one channel for every `channel_rows` rows.
 
-    arrivals: the number of notifies that a channel gets per call. rows: the number of all rows; the last tile may be
-    short. single: whether every tile is in exactly one channel (`channel_rows % tile_rows == 0`); the wait is then one
-    poll.
+    arrivals: the number of notifications that a channel receives per call. rows: the total number of rows; the last
+    tile may be short. single: whether every tile is in exactly one channel (`channel_rows % tile_rows == 0`); the wait
+    is then one poll.
     """
 
     tile_rows: int
@@ -62,7 +62,8 @@ class StaticMapping(NamedTuple):
 class TableMapping(NamedTuple):
     """Tiles with rows, rank and channels in int32 device tables that are indexed by tile.
 
-    row_lo, row_hi: f_S. rank: f_R. channel_lo, channel_hi: f_C. arrivals: the number of notifies per call, by channel.
+    row_lo, row_hi: f_S. rank: f_R. channel_lo, channel_hi: f_C. arrivals: the number of notifications per call, for
+    each channel.
     """
 
     row_lo: torch.Tensor
@@ -77,7 +78,7 @@ class TableMapping(NamedTuple):
 
 @jit
 def static_rows(m, tile):
-    """Return f_S(tile) of a StaticMapping: the tile's first row and the row after its last."""
+    """Return f_S(tile) of a StaticMapping: the tile's first row and the row after its last row."""
     lo = tile * m.tile_rows
     return lo, min(lo + m.tile_rows, m.rows)
 
@@ -90,7 +91,7 @@ def static_rank(m, tile):
 
 @jit
 def static_channels(m, tile):
-    """Return f_C(tile) of a StaticMapping: the tile's first channel and the channel after its last."""
+    """Return f_C(tile) of a StaticMapping: the tile's first channel and the channel after its last channel."""
     lo = tile * m.tile_rows
     hi = min(lo + m.tile_rows, m.rows)
     return lo // m.channel_rows, (hi - 1) // m.channel_rows + 1
@@ -98,7 +99,7 @@ def static_channels(m, tile):
 
 @jit
 def tile_rows(m, tile):
-    """Return f_S(tile): the tile's first row and the row after its last."""
+    """Return f_S(tile): the tile's first row and the row after its last row."""
     if m.table:
         return tl.load(m.row_lo + tile), tl.load(m.row_hi + tile)
     else:
@@ -107,7 +108,7 @@ def tile_rows(m, tile):
 
 @jit
 def tile_rank(m, tile):
-    """Return f_R(tile): the rank that the tile belongs to."""
+    """Return f_R(tile): the rank to which the tile belongs."""
     if m.table:
         return tl.load(m.rank + tile)
     else:
@@ -116,7 +117,7 @@ def tile_rank(m, tile):
 
 @jit
 def tile_channels(m, tile):
-    """Return f_C(tile): the tile's first channel and the channel after its last."""
+    """Return f_C(tile): the tile's first channel and the channel after its last channel."""
     if m.table:
         return tl.load(m.channel_lo + tile), tl.load(m.channel_hi + tile)
     else:
@@ -125,7 +126,7 @@ def tile_channels(m, tile):
 
 @jit
 def channel_arrivals(m, channel):
-    """Return the number of notifies that a channel gets in one call."""
+    """Return the number of notifications that a channel receives in one call."""
     if m.table:
         return tl.load(m.arrivals + channel)
     else:
@@ -133,19 +134,22 @@ def channel_arrivals(m, channel):
 
 
 def balanced_rows(rows: int, world: int) -> list[int]:
-    """Return the number of rows of every rank when `rows` are split as evenly as possible, longer shards first."""
+    """Return the number of rows of every rank if `rows` rows are split as evenly as possible. Longer shards come
+    first."""
     check_numbers(rows=(rows, 0), world=(world, 1))
     return [rows // world + (r < rows % world) for r in range(world)]
 
 
 @jit
 def first_row(rank, M, W: tl.constexpr):
-    """Return the first row that a rank owns, for the shards of `balanced_rows`. Kernels call this function."""
+    """Return the first row of a rank's shard if the rows are split as in `balanced_rows`. Kernels call this
+    function."""
     return rank * (M // W) + tl.minimum(rank, M % W)
 
 
 def shard_offsets(shards: Sequence[int], channel_rows: int) -> tuple[list[int], list[int]]:
-    """Return the first row and the first channel of each shard, and those after the last shard (`shard_tables`)."""
+    """Return the first row and the first channel of each shard, and the row and the channel after the last shard
+    (`shard_tables`)."""
     rows = list(map(operator.index, shards))
     channels = [triton.cdiv(n, channel_rows) for n in rows]
     return [0, *itertools.accumulate(rows)], [0, *itertools.accumulate(channels)]
@@ -155,8 +159,8 @@ def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) ->
     """Return the tables of a `TableMapping` for shards of any length, one after another without padding.
 
     Channels are assigned to each shard's runs of `channel_rows` rows in order, so a tile that spans shards waits for a
-    contiguous range. The result also contains, by rank, `offset` (first row) and `channel_base` (first channel), each
-    with world + 1 entries.
+    contiguous range. The result also contains `offset` (the first row of each rank) and `channel_base` (the first
+    channel of each rank), each with world + 1 entries.
     """
     check_numbers(tile_rows=(tile_rows, 1), channel_rows=(channel_rows, 1))
     offset, base = shard_offsets(shards, channel_rows)

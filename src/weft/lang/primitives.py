@@ -17,7 +17,8 @@ from .stock import AFTER_FENCE
 
 @jit
 def channel_notify(ch, channel, rank, BULK: tl.constexpr = True, SCOPE: tl.constexpr = tl.constexpr("sys")):
-    """Release: add one arrival to `channel` of `rank`. BULK: the program has bulk (TMA) stores to cover."""
+    """Release: add one arrival to `channel` of `rank`. BULK: whether the release must also cover bulk (TMA) stores of
+    the program."""
     flush_stores(BULK)
     tl.atomic_add(counters_of(ch, rank) + channel, 1, sem="release", scope=SCOPE)
 
@@ -44,7 +45,7 @@ def producer_tile_notify(ch, tile, MODE: tl.constexpr = tl.constexpr("p2p"), BUL
     """Notify ranks that this producer tile is done. MODE "p2p" notifies the rank that the tile belongs to (f_R),
     "broadcast" notifies all ranks.
 
-    The tile must be in one channel (`mapping.single`, or a table whose ranges have length one).
+    The tile must be in exactly one channel (`mapping.single`, or a table whose ranges have length one).
     """
     tl.static_assert(MODE == "p2p" or MODE == "broadcast", "MODE must be p2p or broadcast")
     channel, end = tile_channels(ch.mapping, tile)
@@ -68,8 +69,8 @@ def consumer_tile_wait(ch, tile, SCOPE: tl.constexpr = tl.constexpr("sys")):
 
 @jit
 def peer_tile_notify(ch, tile, rank, BULK: tl.constexpr = True):
-    """Notify `rank` that this rank's `tile` is done, for tiles of one operator on different ranks (rings). BULK: as in
-    `channel_notify`."""
+    """Notify `rank` that this rank's `tile` is done. Use this primitive between tiles of one operator on different
+    ranks (rings). BULK: as in `channel_notify`."""
     channel_notify(ch, tile, rank, BULK)
 
 
@@ -82,12 +83,13 @@ def peer_tile_wait(ch, tile, rank):
 @jit
 def tile_pull_data(addresses, rank, offsets, mask, DTYPE: tl.constexpr):
     """Load elements at `offsets` of `rank`'s copy of a symmetric tensor of DTYPE (`addresses`:
-    SymmetricTensor.addresses). The result is 0 where `mask` is False. The load orders nothing: wait before it."""
+    SymmetricTensor.addresses). The result is 0 where `mask` is False. The load does not order other accesses, so the
+    program must wait before it."""
     return tl.load(tl.load(addresses + rank).to(tl.pointer_type(DTYPE)) + offsets, mask=mask, other=0.0)
 
 
 @jit
 def tile_push_data(addresses, rank, offsets, data, mask):
     """Store `data` at `offsets` of `rank`'s copy of a symmetric tensor (`addresses`: SymmetricTensor.addresses), where
-    `mask` is True or None. The store orders nothing: notify after it."""
+    `mask` is True or None. The store does not order other accesses, so the program must notify after it."""
     tl.store(tl.load(addresses + rank).to(tl.pointer_type(data.dtype)) + offsets, data, mask=mask)

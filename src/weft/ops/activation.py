@@ -86,10 +86,10 @@ SILU_MUL = registered(SiluMul())
 
 
 def silu_mul(x: torch.Tensor, *, world: World, **removed: Never) -> torch.Tensor:
-    """Return silu(gate) * up [M, I], the activation of a Llama MLP: x [M, 2 I] has the gate columns, followed by the up
-    columns.
+    """Return silu(gate) * up [M, I], the activation of a Llama MLP. x [M, 2 I] contains the gate columns, followed by
+    the up columns.
 
-    One launch computes the result in float32, and one launch computes its gradient. x is bfloat16 or float16 on
+    One launch computes the result in float32, and another launch computes the gradient. x is bfloat16 or float16 on
     `world.device`. Raises ValueError or TypeError for any other x. No rank waits for another.
 
     Examples:
@@ -109,7 +109,7 @@ def silu_mul_quantized(
     """Return `silu_mul` in 8 bits.
 
     One launch computes the values and their scales. The function has no gradient. recipe and scale are as in
-    `weft.quantize`, but "tensor" needs a scale. Raises the errors of `weft.quantize`.
+    `weft.quantize`, but the recipe "tensor" requires a scale. Raises the errors of `weft.quantize`.
 
     Examples:
         >>> x = torch.ones(2, 32).bfloat16()

@@ -1,15 +1,15 @@
 """Decomposed plans for ranks without symmetric memory. Shards are cut into parts, and NCCL's collective of one part
-runs under the GEMM of a different part.
+runs during the GEMM of a different part.
 
     all-gather       comm    gather part 0 | gather part 1 | ...
                      stream                | GEMM 0, put in order | GEMM 1, ..
     reduce-scatter   stream  collect rows of part 0, GEMM 0 | part 1 ..
                      comm                                   | reduce-scatter part 0 | ..
 
-A part is the same fraction of a shard's rows as the plan's group is of the shards. Collectives need contiguous memory,
-so rows are copied within the GPU. The copy costs one pass through the GPU's memory, which is several times as fast as
-the link. All memory is allocated before the streams diverge, because the caching allocator orders the reuse of memory
-only on one stream.
+A part contains the same fraction of a shard's rows as the plan's groups contain of all shards. Collectives need
+contiguous memory, so rows are copied within the GPU. The copy is one pass over the GPU's memory, which is several times
+as fast as the link. All memory is allocated before the streams diverge, because the caching allocator orders the reuse
+of memory only on one stream.
 """
 
 from __future__ import annotations

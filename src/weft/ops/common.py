@@ -1,4 +1,4 @@
-"""The base of the ops with one GEMM: their options, checks and descriptors, and the plans that suit a call."""
+"""The base of the ops with one GEMM: options, checks, descriptors, and the choice of plans for a call."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class MatmulCall(Call):
-    """A checked call of a GEMM [M, K] x [N, K]^T on every rank, with its collective. `shards` has the number of rows of
-    each rank, `n` and `k` are N and K, `dtype` is the result's dtype, and `bias` says whether there is a bias.
+    """A checked call of a GEMM [M, K] x [N, K]^T on every rank, with its collective. `shards` contains the number of
+    rows of each rank, `n` and `k` are N and K, `dtype` is the result's dtype, and `bias` is true if there is a bias.
     `scaling` is the scaling of 8-bit operands, or None for operands of the result's dtype."""
 
     shards: tuple[int, ...]
@@ -80,7 +80,7 @@ AnyFactors = TypeVar("AnyFactors", Factors, ScaledFactors)
 
 
 class MatmulOp(Op[M]):
-    """The base of the ops with one GEMM. The operands are x, weight and bias."""
+    """The base class of the ops with one GEMM. The operands are x, weight and bias."""
 
     def sizes(self, call: M) -> tuple[int, int, int]:
         return call.rows, call.n, call.k
@@ -89,7 +89,8 @@ class MatmulOp(Op[M]):
     transposes: ClassVar[tuple[type[Plan], ...]] = ()  # these plans support a weight [N, K] stored as [K, N]
 
     def trial_key(self, call: M) -> Hashable:
-        """Return a key that is equal for calls that share a trial. Rows are rounded as for the library's GEMM."""
+        """Return the key of the trial that decides this call; calls with equal keys share a trial. The number of rows
+        is rounded as for cuBLAS's GEMM."""
         return tuple((call.same_on_all_ranks() | dict(rows=library_gemm.stepped(call.rows), even=call.even)).items())
 
     def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:
@@ -100,20 +101,21 @@ class MatmulOp(Op[M]):
         return "" if call.scaling is None else call.scaling.recipe
 
     def _with_operand_tiles(self, call: M, plan: Plan) -> Plan:
-        """Return the plan, with tiles for 8-bit operands if the call has them."""
+        """Return the plan. If the call has 8-bit operands, the plan has tiles for them."""
         return plan if call.scaling is None else with_scaled_tiles(plan, call.scaling)
 
     def _named(self, world: World, call: M, name: str, capturing: bool) -> Plan:
         return self._with_operand_tiles(call, super()._named(world, call, name, capturing))
 
     def expected(self, world: World, call: M, mode: str) -> Plan:
-        """Return the expected plan. For 8-bit operands it is sequential, since the planner has no rates for these, so
-        that only trials decide."""
+        """Return the plan that is expected to be the fastest. For 8-bit operands the result is the sequential plan: the
+        planner has no rates for such operands, so only trials can select another plan."""
         return super().expected(world, call, mode) if call.scaling is None else Sequential()
 
     def choose(self, world: World, call: M, asked: str | Plan, capturing: bool) -> Plan:
-        """Return the Plan to run. A Plan from the caller keeps its tiles; the plan for "auto" or the name of a kind
-        gets tiles that suit the shape. With 8-bit operands every plan gets tiles that suit the operands."""
+        """Return the Plan to run. A Plan from the caller keeps its tiles. If the caller passed "auto" or the name of a
+        plan class, the tiles are chosen for the shape. With 8-bit operands, tiles for such operands replace the tiles
+        of every plan."""
         if isinstance(asked, Plan):
             asked = self._with_operand_tiles(call, asked)
         plan = super().choose(world, call, asked, capturing)
@@ -124,8 +126,8 @@ class MatmulOp(Op[M]):
         return with_shape_tiles(plan, call.shards, call.n, world.sm_count, world.backend.capability)
 
     def batch_invariance_unsupported(self, world: World, call: M, plan: Plan) -> str | None:
-        """Return the reason why the plan is not batch-invariant, or None if it is. All plans add the steps of K in
-        ascending order, and all steps have the same length."""
+        """Return the reason why the plan is not batch-invariant, or None if it is. Every batch-invariant plan adds the
+        K steps in ascending order, and all K steps have the same length."""
         if call.scaling is not None:
             return "libraries multiply 8-bit operands"
         if isinstance(plan, Decomposed) and world.size > 1 and world.backend.symmetric_unsupported is not None:
@@ -136,8 +138,8 @@ class MatmulOp(Op[M]):
         return super().batch_invariance_unsupported(world, call, plan) or check_16_byte_rows(K=call.k, N=call.n)
 
     def dense_operands(self, plan: Plan, operands: AnyFactors) -> AnyFactors:
-        """Return dense operands. A weight stored as [K, N], as in a gradient's GEMM, is not copied if the plan supports
-        it, since the copy would need as much time as some collectives."""
+        """Return dense operands. A weight that is stored as [K, N], as in the GEMM of a gradient, is not copied if the
+        plan supports it, because the copy would need as much time as some collectives."""
         x, weight, *extra = operands
         takes_transposed = isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t())
         if takes_transposed and weight.dtype != E4M3:
@@ -185,7 +187,7 @@ class MatmulOp(Op[M]):
 
     def why_uneven(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         """Return the reason why the plan does not support shards of these lengths, or None if it does. If the caller
-        did not request the plan, the reason is "", which is not logged."""
+        did not request the plan, the reason is "", and nothing is logged."""
         why = None
         if isinstance(plan, OneShot) and self.collective != "all_reduce":
             if asked == "auto" and world.size * max(call.shards) > 2 * call.rows:
@@ -203,7 +205,7 @@ class MatmulOp(Op[M]):
 
 def check_16_byte_rows(**sizes: int) -> str | None:
     """Return the reason why bulk copies do not support rows with these numbers of elements, or None if they do. `sizes`
-    has the numbers by name."""
+    maps names to these numbers."""
     for name, size in sizes.items():
         if size % 8:
             return f"{name} {size} must be a multiple of 8 (16-byte rows for bulk copies)"
@@ -211,8 +213,8 @@ def check_16_byte_rows(**sizes: int) -> str | None:
 
 
 def check_rows(op: str, world: World, rows: Sequence[int], x: torch.Tensor, whole: bool) -> tuple[int, ...]:
-    """Check and return the caller's `rows`, the number of rows of every rank. With `whole`, x has the rows of all ranks
-    instead of only this rank's."""
+    """Check and return the caller's `rows`, the number of rows of every rank. With `whole`, x contains the rows of all
+    ranks instead of only this rank's rows."""
     valid, own_rows = len(rows) == world.size and min(rows) >= 0, x.shape[0]
     if whole and not (valid and sum(rows) == own_rows):
         raise ValueError(
@@ -224,7 +226,7 @@ def check_rows(op: str, world: World, rows: Sequence[int], x: torch.Tensor, whol
 
 
 def split_rows(world: World, m: int) -> tuple[int, ...]:
-    """Return `balanced_rows` of M. The function compares no sizes, which may be symbols under torch.compile."""
+    """Return `balanced_rows` of M without comparing any sizes, because sizes may be symbols under torch.compile."""
     return tuple((m + world.size - 1 - r) // world.size for r in range(world.size))
 
 

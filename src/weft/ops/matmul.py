@@ -1,4 +1,4 @@
-"""The product x @ weight.T on some of the SMs, so that a concurrent communication kernel can use the other SMs. No rank
+"""The GEMM x @ weight.T on some of the SMs, so that a concurrent communication kernel can use the other SMs. No rank
 waits for another."""
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ALONE = dict(
 
 @dataclass(frozen=True)
 class Shares:
-    """The way in which programs share the last tiles of a GEMM (`compute.gemm.matmul`), and the time of the GEMM, in K
-    steps of a tile. A tile is split along K into `parts` parts; the first part has first_steps K steps. A helper
-    computes one part of tiles_per_helper tiles."""
+    """The parameters for sharing the last tiles of a GEMM among programs (`compute.gemm.matmul`), and the time of the
+    GEMM, in K steps of a tile. A tile is split along K into `parts` parts; the first part consists of first_steps K
+    steps. A helper computes one part of each of tiles_per_helper tiles."""
 
     time: int
     shared_tiles: int = 0
@@ -77,7 +77,7 @@ def matmul(
 
 @prepared
 def _matmul(world: World, m: int, n: int, k: int, columns: int, gated: bool, programs: int) -> tuple[Launch, bool]:
-    """Return the launch, and whether its programs share tiles. The output has `columns` columns."""
+    """Return the launch, and whether the programs of the launch share tiles. The output has `columns` columns."""
     t, block = usual_tile(world), world.backend.scale.interleave
     tiles, steps = -(-m // t.block_m) * -(-n // t.block_n), -(-k // t.block_k)
     shares = Shares.choose(world, tiles, steps, programs)
@@ -139,8 +139,9 @@ def invariant_matmul(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x @ weight.T + bias, in `out` or in a new tensor, computed with the fastest tile for this size. An element
-    has the same bits with all tiles and in the fused plans, since all add the steps of K in ascending order, and all
-    steps have the same length. Operands are dense, or the weight is stored as [K, N]; rows are whole 16-byte words."""
+    has the same bits with every tile and in the fused plans, because all of them add the K steps in ascending order,
+    and all K steps have the same length. The operands must be dense, except that the weight may be stored as [K, N].
+    The size of a row must be a multiple of 16 bytes."""
     out = world.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
     if len(x):
         with world.on(stream):
@@ -177,8 +178,8 @@ def _whole_matmul(world: World, size: tuple[int, int, int], t: GemmTile, trans_b
 def _fastest_tile(
     world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> GemmTile:
-    """Return the fastest tile for these operands. If the size is not measured yet, the function times GEMMs with all
-    tiles; these GEMMs write `out`."""
+    """Return the fastest tile for these operands. If the size has not been measured yet, the function times GEMMs with
+    all tiles, and these GEMMs write `out`."""
     usual = usual_tile(world)
     if not x.is_cuda or usual not in INVARIANT_TILES:
         return usual

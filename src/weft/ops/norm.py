@@ -24,7 +24,8 @@ class Remap:
     the left half of each tile before its right half.
 
     The tiles of group_m tile rows follow one another column by column, then the tiles of the next group_m tile rows.
-    There are tiles_m tile rows in all. Tiles at the edges are whole; their elements outside the matrix are undefined.
+    There are tiles_m tile rows in all. Tiles at the edges of the matrix are stored as whole tiles; their elements
+    outside the matrix are undefined.
     """
 
     rows: int
@@ -91,14 +92,14 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     remap: Remap | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return h / sqrt(mean(h^2) + eps) * weight for h = x or h = x + residual. The mean is over the columns.
+    """Return h / sqrt(mean(h^2) + eps) * weight, where h = x or h = x + residual. The mean is over the columns.
 
     Args:
         x: [M, N]; or, with `remap`, the tiles that `matmul_all_reduce_tiles` or `matmul_reduce_scatter_tiles` returned
             together with that Remap. The norm then stores rows in ordinary order without a further pass over memory
             (FlashOverlap, section 4.3).
         weight: [N].
-        eps: the number to add to the mean of squares.
+        eps: the number that is added to the mean of squares.
         world: the World whose device is used. No rank waits for another.
         residual: [M, N], in ordinary order.
         remap: None if x is in ordinary order.
@@ -218,8 +219,8 @@ def _launch(
     residual: bool,
     own_parameters: tuple[tuple[str, float], ...],
 ) -> Launch:
-    """Return the launch. `size` has the numbers of rows and columns, and `own_parameters` the kernel's own parameters
-    by name."""
+    """Return the launch. `size` contains the numbers of rows and columns, and `own_parameters` maps names to the
+    kernel's own parameters."""
     rows, n = size
     tiled = dict(BM=1, GROUP_M=1) if remap is None else dict(BM=remap.block_m, GROUP_M=remap.group_m)
     return Launch(

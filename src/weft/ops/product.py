@@ -1,4 +1,4 @@
-"""The product x @ weight.T on one GPU, of 16-bit or of scaled 8-bit operands. No rank waits for another."""
+"""The op x @ weight.T on one GPU, for 16-bit or scaled 8-bit operands. No rank waits for another."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def linear(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute x @ weight.T + bias on a stream, in `out` or in a new tensor of this dtype. The fastest library computes
-    it, or weft's own GEMM on a batch-invariant World."""
+    the result; on a batch-invariant World weft's own GEMM does."""
     x, weight, bias, *_ = operands
     if scaling is None and world.batch_invariant:
         return invariant_matmul(world, x, weight, bias, stream, out)
@@ -120,7 +120,7 @@ class Matmul(Local[ProductCall]):
         return super().choose(world, call, asked, capturing)
 
     def dense_operands(self, plan: Plan, operands: ScaledFactors) -> ScaledFactors:
-        """Return dense operands. Scales by block of x are not copied if they are stored column after column."""
+        """Return dense operands. If the scales by block of x are stored column after column, they are not copied."""
         x, weight, bias, x_scale, weight_scale = operands
         x, weight, bias, weight_scale = bulk((x, weight, bias, weight_scale))  # type: ignore[assignment]
         if x_scale is not None and not (x_scale.dim() == 2 and x_scale.t().is_contiguous()):
@@ -143,7 +143,8 @@ def matmul(
     out: torch.Tensor | None = None,
     **removed: Never,
 ) -> torch.Tensor:
-    """Return x @ weight.T + bias of 8-bit or 16-bit operands, computed on this GPU. No rank waits for another.
+    """Compute x @ weight.T + bias for 8-bit or 16-bit operands on this GPU, and return the result. No rank waits for
+    another.
 
     Args:
         x: [M, K], a `weft.ScaledTensor` with K a multiple of 16, or bfloat16 or float16. If x or the weight is not
@@ -151,16 +152,17 @@ def matmul(
         weight: [N, K], laid out as in `nn.Linear`: a `weft.ScaledTensor` with x's recipe and N a multiple of 8, or a
             tensor of x's dtype.
         bias: [N], of the result's dtype.
-        out_dtype: the dtype of the result: bfloat16 (also for None) or float16. For 16-bit operands it is x's dtype.
-        use_fast_accum: as in torch._scaled_mm, True keeps sums over K in the tensor cores' accumulators, which have
-            about 14 bits; False adds each 128 of K in float32. Products of operands with scales by block are always
-            added in float32.
-        plan: "auto" and "sequential" run the fastest of weft's own kernel and the installed libraries, as timed at the
-            first call of a size. "persistent" or a `weft.plans.Persistent` runs weft's own kernel.
+        out_dtype: the dtype of the result: bfloat16 (also for None) or float16. For 16-bit operands the result has x's
+            dtype.
+        use_fast_accum: as in torch._scaled_mm. True keeps sums over K in the tensor cores' accumulators, which have a
+            precision of about 14 bits. False adds the sum over every 128 elements of K in float32. With scales by
+            block, these sums are always added in float32.
+        plan: "auto" and "sequential" run weft's own kernel or an installed library, whichever was fastest when the
+            first call of this size timed them. "persistent" or a `weft.plans.Persistent` runs weft's own kernel.
         out: [M, N], contiguous: the tensor for the result.
 
     Returns:
-        [M, N]. It is not differentiable: an operand that requires a gradient is rejected.
+        [M, N]. The function is not differentiable, and raises ValueError for an operand that requires a gradient.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.

@@ -21,7 +21,7 @@ from ..world import World
 from .recipes import check_quantized
 
 _OP = "quantize"
-IN_REGISTERS = 16384  # the number of columns that a program has in registers
+IN_REGISTERS = 16384  # the number of columns that a program holds in registers
 
 
 class QuantizeOperands(NamedTuple):
@@ -32,8 +32,8 @@ class QuantizeOperands(NamedTuple):
 @dataclass(frozen=True)
 class QuantizeCall(RowsCall):
     """A checked call. The result is [m, n] for x [m, stride]. `interleave` is 0, or the size of the alternating blocks
-    of gate and up columns in x. `block_rows` rows share a scale by block. With `by_columns` the scales by block are
-    stored column after column. With `static_scale` the scale is an operand."""
+    of gate and up columns in x. `block_rows` rows share a scale by block. With `by_columns`, the scales by block are
+    stored column after column. With `static_scale`, the scale is an operand."""
 
     n: int
     stride: int
@@ -74,7 +74,7 @@ def prepare_quantize(world: World, call: QuantizeCall, plan: Plan) -> Run:
 
 
 class Quantize(Local[QuantizeCall]):
-    """The op quantize. The options are the fields of `QuantizeCall`; columns is the number of columns of the result.
+    """The op quantize. The options are the fields of `QuantizeCall` and columns, the number of columns of the result.
     The results are the rows and the scales."""
 
     name = _OP
@@ -159,16 +159,16 @@ def quantize(
     by_columns: bool = False,
     world: World,
 ) -> ScaledTensor:
-    """Return x in 8 bits, for the ops with a GEMM.
+    """Quantize x to 8 bits, as an operand of the ops with a GEMM, and return the result.
 
     Args:
         x: [M, K], bfloat16 or float16.
         recipe: as in `weft.ScaledTensor`. K is a multiple of 128 for "block".
-        scale: float32 [1], for "tensor". x is divided by it and clamped to +-448. None: torch first computes the scale
-            from the largest magnitude.
-        weight: if true, a scale by block covers 128 x 128 elements, as for a weight.
+        scale: float32 [1], for "tensor". x is divided by this scale and clamped to +-448. None: torch first computes
+            the scale from the largest magnitude in x.
+        weight: if true, each scale by block covers 128 x 128 elements, as in a weight.
         by_columns: if true, scales by block are stored column after column, the layout that DeepGEMM reads.
-            `weft.matmul` reads both layouts; ops across ranks copy such scales first.
+            `weft.matmul` supports both layouts; ops across ranks first copy such scales to the other layout.
 
     A scale is the largest magnitude of its elements divided by 448; each element is divided by its scale and rounded to
     nearest.

@@ -1,4 +1,5 @@
-"""Options, tiles, and checks of operands and plans for products of 8-bit operands (compute/scaled_gemm.py)."""
+"""The options and tiles of GEMMs with 8-bit operands (compute/scaled_gemm.py), and the checks of their operands and
+plans."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ class ScaledFactors(NamedTuple):
 
 
 class ProductOptions(NamedTuple):
-    """The options of a GEMM's op for 8-bit operands. `recipe` is None for 16-bit operands; `out_dtype` None means the
-    default dtype."""
+    """The options for 8-bit operands that every op with a GEMM has. `recipe` is None for 16-bit operands. If
+    `out_dtype` is None, the result has the default dtype."""
 
     recipe: str | None = None
     out_dtype: torch.dtype | None = None
@@ -82,9 +83,9 @@ def check_name(op: str, recipe: str) -> None:
 def check_quantized(
     op: str, world: World, x: torch.Tensor, columns: int, recipe: str, scale: torch.Tensor | None, static: bool
 ) -> int:
-    """Check the arguments of a function that quantizes rows with `columns` columns, which it derives from x. Return the
-    number of elements of a row that share a scale, or 0 for a scale by tensor. `scale` is the caller's scale by tensor;
-    with `static` the recipe "tensor" requires it."""
+    """Check the arguments of a function that computes rows of `columns` columns from x and quantizes them. Return the
+    number of elements in a row that share a scale, or 0 for a scale by tensor. `scale` is the caller's scale by tensor.
+    With `static`, the recipe "tensor" requires this scale."""
     check_name(op, recipe)
     group = {"tensor": 0, "row": columns, "block": SCALE_BLOCK}[recipe]
     if group and columns % group:
@@ -109,7 +110,7 @@ def scales_of(operands: ScaledFactors) -> Scales | None:
 
 
 def scales_of_part(scaling: Scaling | None, x_scale: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    """Return the scales of some rows of x."""
+    """Return the scales of the given rows of x."""
     return x_scale if scaling is None or x_scale is None or scaling.recipe == "tensor" else x_scale[rows]
 
 
@@ -157,7 +158,7 @@ def check_shapes(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, b
 
 
 def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise ValueError or TypeError for every fault of 16-bit operands that this rank can detect alone; the message
+    """Raise ValueError or TypeError for every error in 16-bit operands that this rank can detect alone. The message
     quotes the operands."""
     check_shapes(op, world, x, weight, bias)
     for name, t in (("weight", weight), ("bias", bias)):
@@ -200,9 +201,9 @@ def tile_unsupported(scaling: Scaling, tile: TileShape) -> str | None:
 
 
 def with_scaled_tiles(plan: P, scaling: Scaling) -> P:
-    """Return the plan with tiles for 8-bit instead of 16-bit operands. A K step has the same number of bytes. If sums
-    are promoted, tiles are 128 x 128, and each SM runs two programs, or one program with twice as many warps if a
-    second kernel's programs run on the same SMs."""
+    """Return the plan with tiles for 8-bit instead of 16-bit operands. The number of bytes in a K step stays the same.
+    If sums are promoted, tiles are 128 x 128. Then each SM runs two programs, or, if programs of a second kernel run on
+    the same SMs, one program with twice as many warps."""
     if not isinstance(plan, Fused):
         return plan
     tile = plan.tile

@@ -1,4 +1,4 @@
-"""Keywords that functions no longer have, and their replacements."""
+"""Keyword arguments that functions no longer accept, and their replacements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INSTEAD = {
 
 
 def unexpected(op: str, keywords: Mapping[str, object]) -> TypeError:
-    """Return the error of a call with keywords that the function does not have."""
+    """Return the error for a call with keyword arguments that the function does not accept."""
     name = next(iter(keywords))
     if name not in INSTEAD:
         return TypeError(f"{op}() got an unexpected keyword argument {name!r}")

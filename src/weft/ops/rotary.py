@@ -22,8 +22,8 @@ _OP = "rotary"
 
 @dataclass(frozen=True)
 class RotaryCall(RowsCall):
-    """A checked call for qkv [m, (heads + 2 kv_heads) d]. Row r has the angles of row r % period. If eps is 0, there
-    are no norms."""
+    """A checked call for qkv [m, (heads + 2 kv_heads) d]. Row r is rotated by the angles in row r % period. If eps is
+    0, there are no norms."""
 
     heads: int
     kv_heads: int
@@ -112,13 +112,13 @@ def rotary(
 ) -> torch.Tensor:
     """Return qkv with rotated queries and keys and unchanged values, computed in one launch. For c < D / 2, out[c] =
     x[c] cos[c] - x[c + D / 2] sin[c] and out[c + D / 2] = x[c + D / 2] cos[c] + x[c] sin[c], where x is a head or its
-    norm.
+    RMSNorm.
 
     Args:
         qkv: [M, (heads + 2 kv_heads) D], bfloat16 or float16: queries, then keys, then values.
-        cos, sin: [.., D] with P rows in all, of which only columns 0 to D / 2 - 1 are read. Row r of qkv has the angles
-            of row r % P.
-        norms: weights [D] of the RMSNorm of every query head, and of every key head, before the rotation; None: no
+        cos, sin: [.., D] with P rows in all. Only columns 0 to D / 2 - 1 are read. Row r of qkv is rotated by the
+            angles in row r % P.
+        norms: two weights [D], for the RMSNorm of every query head and of every key head before the rotation; None: no
             norm.
 
     The result is computed in float32 and rounded once. It has no gradient. Raises ValueError or TypeError for operands

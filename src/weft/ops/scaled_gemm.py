@@ -1,9 +1,10 @@
-"""The product x @ weight.T + bias of 8-bit operands on one GPU, by weft's own kernel or by a library, and the choice
+"""The GEMM x @ weight.T + bias with 8-bit operands on one GPU, by weft's own kernel or by a library, and the choice
 between them.
 
-The first call of a size outside a CUDA graph capture times all products. From then on the fastest product with correct
-results runs, as for the library's GEMM of 16-bit operands (backends/library_gemm.py). A capture of a size that was not
-measured uses weft's own kernel. On CPU tensors torch multiplies the dequantized values.
+The first call of a size outside a CUDA graph capture times all implementations. From then on, calls of this size run
+the fastest implementation with correct results, as for GEMMs with 16-bit operands (backends/library_gemm.py). If a size
+was not measured before a capture, the captured call uses weft's own kernel. On CPU tensors torch multiplies the
+dequantized values.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ..world import World
 from .recipes import block_rows, scaled_tile
 
 # The first call of a size times these plans and cuBLAS, and uses the fastest. With scales by row, plans with tiles of
-# 128 x 128 and 5 stages needed at least 1.07 times the fastest product's time at each of 45 sizes (H200, 2026-11).
+# 128 x 128 and 5 stages needed at least 1.07 times the time of the fastest implementation at each of 45 sizes (H200,
+# 2026-11).
 WIDE = (Persistent(tile=GemmTile(block_k=128, stages=4)),)
 PROMOTED = (Persistent(tile=GemmTile(block_n=128, block_k=128, warps=4, stages=3), per_sm=2, flatten=False),)
 PERSISTENT_PLANS = {str(plan): plan for plan in (*WIDE, *PROMOTED)}
@@ -76,7 +78,7 @@ def _persistent_launch(
 
 
 def product(world: World, scaling: Scaling, name: str) -> library_gemm.ScaledProduct:
-    """Return the function with this name, which computes the product by weft's own kernel with a plan's tiles, or by a
+    """Return the function with this name. It computes the GEMM by weft's own kernel with a plan's tiles, or by a
     library."""
     if name in PERSISTENT_PLANS:
         return partial(multiply_persistent, world, PERSISTENT_PLANS[name])
@@ -84,7 +86,7 @@ def product(world: World, scaling: Scaling, name: str) -> library_gemm.ScaledPro
 
 
 def multiply(world: World, operands: ScaledOperands, stream: Stream, out: torch.Tensor) -> None:
-    """Compute out [M, N] on `stream` with the fastest implementation of the product. x and weight are contiguous."""
+    """Compute out [M, N] on `stream` with the fastest implementation of the GEMM. x and weight are contiguous."""
     (x, x_scales, _), (weight, weight_scales, _), bias, _ = operands
     if not x.is_cuda:
         tensors = [t for t in (x, weight, bias, x_scales, weight_scales) if t is not None]
@@ -97,8 +99,8 @@ def multiply(world: World, operands: ScaledOperands, stream: Stream, out: torch.
 
 
 def fastest(world: World, operands: ScaledOperands, out: torch.Tensor) -> str:
-    """Return the name of the fastest product. If the size is not measured yet, the function times all products; these
-    write `out`."""
+    """Return the name of the fastest implementation. If the size has not been measured yet, the function times all
+    implementations, which write `out`."""
     (x, x_scales, _), (weight, _, _), *_ = operands
     scaling = operands.scaling
     layout = scaling, out.dtype, x_scales.is_contiguous()

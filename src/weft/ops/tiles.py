@@ -1,11 +1,11 @@
-"""The tiles of a plan's GEMM, which are the usual tiles, or tiles of half the rows if these save half a wave.
+"""The choice of tiles for a plan's GEMM: the usual tiles, or tiles of half as many rows if they save half a wave.
 
-P programs compute T tiles in T / P waves, rounded up: a last wave that leaves SMs idle needs hardly less time than a
+P programs compute T tiles in T / P waves, rounded up. A last wave that leaves SMs idle needs hardly less time than a
 full wave. A wave of 64 x 256 tiles with four warps needs half the time of a wave of 128 x 256 tiles. So these half
-tiles are faster if 128 x 256 tiles fill one wave and at most half of the next. With half tiles the same product is 3 to
-8% slower if all SMs are busy, and even slower under communication, since an SM reads the same number of columns for
-half the rows. With more waves, half tiles were at most 5% faster than 128 x 256 tiles in a GEMM alone, and up to 35%
-slower in a sum over ranks (H200, 2026-11: tests/planner/test_tiles.py, docs/design-notes.md).
+tiles are faster if 128 x 256 tiles fill one wave and at most half of the next. If all SMs are busy, the same GEMM is 3
+to 8% slower with half tiles, and even slower during communication, because an SM reads the same number of columns for
+half as many rows. With more waves, half tiles were at most 5% faster than 128 x 256 tiles in a separate GEMM, and up to
+35% slower in a GEMM with a sum over ranks (H200, 2026-11: tests/planner/test_tiles.py, docs/design-notes.md).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..plans import Fused, FusedGather, FusedGatherByCopies, GemmTile, Plan, Sig
 from ..world import World
 
 P = TypeVar("P", bound=Plan)
-SMALL_TILES_KIB = 128  # shared memory of 128 x 256 x 64 tiles with mma.sync: three stages, two of which are in flight
+SMALL_TILES_KIB = 128  # shared memory of 128 x 256 x 64 tiles with mma.sync: three stages, two of them in flight
 
 
 def half_tile_is_faster(shards: Sequence[int], n: int, programs: int) -> bool:
-    """Return whether tiles of 64 rows save half a wave, for n columns and shards with these numbers of rows. Each shard
+    """Return whether tiles of 64 rows save half a wave for n columns and shards with these numbers of rows. Each shard
     is tiled separately."""
     columns = -(-n // 256)
     usual, half = (columns * sum(-(-rows // height) for rows in shards) for height in (128, 64))
@@ -32,8 +32,9 @@ def half_tile_is_faster(shards: Sequence[int], n: int, programs: int) -> bool:
 
 def with_architecture_tiles(plan: P, capability: int) -> P:
     """If the plan has Hopper's 128 x 256 x 64 tiles, return it with tiles that fit the shared memory and registers of a
-    GPU of this compute capability. The number of waves stays the same, except for fused plans before Hopper: mma.sync
-    reads operands from registers, and an SM that also runs programs that pull has too few registers for 128 x 256."""
+    GPU of this compute capability. The number of waves stays the same, except for fused plans on GPUs before Hopper.
+    There mma.sync reads operands from registers, and an SM that also runs pull programs has too few registers for 128 x
+    256."""
     if not isinstance(plan, Fused | Signaled):
         return plan
     tile = plan.tile
@@ -51,9 +52,10 @@ def usual_tile(world: World) -> GemmTile:
 
 
 def with_shape_tiles(plan: Plan, shards: Sequence[int], n: int, sms: int, capability: int = HOPPER) -> Plan:
-    """If the plan has 128 x 256 tiles, return it with the tiles that suit shards of these rows by n columns on `sms`
-    SMs. Signaled plans with explicit groups keep their tiles, since groups count waves. On GPUs other than Hopper half
-    tiles were not measured, so the result is that of `with_architecture_tiles`."""
+    """If the plan has 128 x 256 tiles, return it with the faster tiles for shards with these numbers of rows and n
+    columns on `sms` SMs. Signaled plans with explicit groups keep their tiles, because their groups are counted in
+    waves. Half tiles were measured only on Hopper, so for other GPUs the function returns the result of
+    `with_architecture_tiles`."""
     if not features(capability).wgmma:
         return with_architecture_tiles(plan, capability)
     if not isinstance(plan, Fused | Signaled) or (isinstance(plan, Signaled) and plan.groups):
@@ -67,7 +69,7 @@ def with_shape_tiles(plan: Plan, shards: Sequence[int], n: int, sms: int, capabi
     taken_sms = plan.ctas if isinstance(plan, Signaled) else plan.pull_programs if isinstance(plan, FusedGather) else 0
     if not half_tile_is_faster(shards, n, sms - taken_sms):
         return plan
-    # Four stages leave shared memory for the programs that sum on the same SMs.
+    # Four stages leave enough shared memory for the sum programs on the same SMs.
     half = replace(tile, block_m=64, warps=4, stages=5 if gathers or isinstance(plan, Signaled) else 4)
     if isinstance(plan, FusedGather):  # programs have the same number of bytes in flight, in blocks of half the rows
         return replace(plan, tile=half, pull_rows=64, pull_stages=10)
