@@ -23,8 +23,8 @@ def silu_mul(x, out, rows, N, stride, INTERLEAVE: tl.constexpr, R: tl.constexpr,
 
 @jit(do_not_specialize=("rows",))
 def silu_mul_backward(dy, x, dx, rows, N, stride, INTERLEAVE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Compute dx, the gradient of x in `silu_mul`, from dy [rows, N]. dx has the layout of x. The padding columns of dx
-    become zero."""
+    """Compute dx, the gradient of `silu_mul` with respect to x, from dy [rows, N]. dx has the layout of x. The padding
+    columns of dx become zero."""
     half = stride // 2
     tiles_n = tl.cdiv(half, C)
     for t in range(tl.program_id(0), tl.cdiv(rows, R) * tiles_n, tl.num_programs(0)):
@@ -40,7 +40,7 @@ def silu_mul_backward(dy, x, dx, rows, N, stride, INTERLEAVE: tl.constexpr, R: t
         tl.store(dx + offset + INTERLEAVE, (d * gate * s).to(dx.dtype.element_ty), mask=ok)
 
 
-ROWS = tl.constexpr(16)  # rows of a block in `rotate` and `rotate_and_keep`
+ROWS = tl.constexpr(16)  # the number of rows in a block in `rotate` and `rotate_and_keep`
 
 
 @jit(do_not_specialize=("rows", "max_len"))
@@ -66,10 +66,10 @@ def rotate_and_keep(
     cache.
 
     qkv is [rows, (HEADS + 2 KV) D], and its queries are rotated in place. The kernel reads bias [(HEADS + 2 KV) D] if
-    BIAS is set, and norms [2, D] if EPS is above zero: the RMSNorm weights of a query head, then of a key head. A token
-    is stored in keys and values [slots, max_len, KV, D] at its slot and position (int32 [rows]); a token with slot -1
-    is not stored. rotary float32 [.., D] has the cosines, then the sines, of each position. HALF is D / 2 rounded up to
-    a power of two.
+    BIAS is set. If EPS is above zero, it reads norms [2, D], which contain the RMSNorm weights of a query head, then of
+    a key head. A token is stored in keys and values [slots, max_len, KV, D] at its slot and position (int32 [rows]). A
+    token with slot -1 is not stored. rotary float32 [.., D] contains the cosines, then the sines, for each position.
+    HALF is D / 2 rounded up to a power of two.
     """
     WIDTH: tl.constexpr = (HEADS + 2 * KV) * D
     c = tl.arange(0, HALF)[None, :]
@@ -131,9 +131,9 @@ def rotate(
     EPS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Compute out = qkv [rows, (HEADS + 2 KV) D] with queries and keys rotated by the angles cos, sin [period, D] of
-    row % period. If EPS is above zero, RMSNorm is applied to each head first. Values are copied. HALF is D / 2 rounded
-    up to a power of two."""
+    """Compute out = qkv [rows, (HEADS + 2 KV) D] with rotated queries and keys. Row r is rotated by the angles in row r
+    % period of cos and sin [period, D]. If EPS is above zero, RMSNorm is applied to each head first. Values are copied.
+    HALF is D / 2 rounded up to a power of two."""
 
     c = tl.arange(0, HALF)[None, :]
     inside = c < D // 2

@@ -3,12 +3,12 @@ tile. The GEMM is as fast as cuBLAS.
 
 Each kernel combines these functions with its own tile order and its own waits around `gemm_tile`. The loop over tiles
 is flattened (`tl.range(..., flatten=True)`) so that a tile's epilogue overlaps the next tile's loads. For short K the
-overlap gains 14% (8192 x 2752 x 4096 on H200: 576 -> 658 TFLOP/s).
+overlap increases the speed by 14% (8192 x 2752 x 4096 on H200: 576 -> 658 TFLOP/s).
 
 A kernel that notifies readers of its tiles has one loop over the K steps of all tiles, and notifies the readers of a
-tile FLUSHED steps into the next tile. A notify directly after the stores would wait 1.2 us for each tile until the
-stores have completed, with idle tensor cores. (A flattened loop that carries a value from tile to tile could notify
-equally late, but Triton 3.6 gave the inner loop the value of the next tile.)
+tile FLUSHED steps into the next tile. A notification directly after the stores would wait 1.2 us for each tile until
+the stores have completed, while the tensor cores are idle. (A flattened loop that carries a value from tile to tile
+could notify equally late, but Triton 3.6 passed the value of the next tile to the inner loop.)
 """
 
 from typing import NamedTuple
@@ -20,13 +20,13 @@ from ..lang.descriptors import tiles_of
 from ..lang.intrinsics import flush_stores, load_pairs, store_pairs, wait_until
 from ..lang.jit import jit
 
-FLUSHED = tl.constexpr(2)  # a tile's stores have usually completed after these K steps; `flush_stores` waits for them
+FLUSHED = tl.constexpr(2)  # a tile's stores have usually completed after two K steps; `flush_stores` waits for them
 
 
 class Tile(NamedTuple):
-    """The tile of a GEMM. A tile has BM rows and BN columns, and a K step has BK elements; GROUP_M rows of tiles are
-    computed together (`grouped_tile`). TRANS_B is as in `second_operand`. SCALED and PROMOTE describe 8-bit operands
-    (scaled_gemm.py); for 16-bit operands they are 0 and False."""
+    """The tile of a GEMM. A tile has BM rows and BN columns, and a K step covers BK elements of K. GROUP_M rows of
+    tiles are computed together (`grouped_tile`). TRANS_B is as in `second_operand`. SCALED and PROMOTE describe 8-bit
+    operands (scaled_gemm.py); for 16-bit operands they are 0 and False."""
 
     BM: tl.constexpr
     BN: tl.constexpr
@@ -50,8 +50,8 @@ def grouped_tile(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @jit
 def second_operand(b_desc, col, k, TRANS_B: tl.constexpr):
-    """Load [BK, BN] of b^T at (k, col). b_desc has blocks [BN, BK] of b [N, K], or with TRANS_B [BK, BN] of b^T
-    [K, N]."""
+    """Load [BK, BN] of b^T at (k, col). b_desc has blocks [BN, BK] of b [N, K], or, with TRANS_B, blocks [BK, BN] of
+    b^T [K, N]."""
     if TRANS_B:
         block = b_desc.load([k, col])
     else:
@@ -63,8 +63,8 @@ def second_operand(b_desc, col, k, TRANS_B: tl.constexpr):
 def gemm_tile(
     a_desc, b_desc, row, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRANS_B: tl.constexpr = False
 ):
-    """Return the float32 tile [BM, BN] of a @ b^T at (row, col). `row` is a row of `a`, and `col` is a row of `b`, that
-    is, a column of the product."""
+    """Return the float32 tile [BM, BN] of a @ b^T at (row, col). `row` is a row of `a`, and `col` is a row of `b`,
+    which is a column of the result."""
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         acc = tl.dot(a_desc.load([row, k]), second_operand(b_desc, col, k, TRANS_B), acc)
@@ -93,7 +93,7 @@ def silu_gate(gate_up, BM: tl.constexpr, BN: tl.constexpr):
 
 @jit
 def store_tile(out_desc, acc, bias, row, col, N, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
-    """Store acc + bias (or acc, if bias is None), or silu(gate) * up of this sum, by TMA in out_desc's dtype.
+    """Store acc + bias (or acc, if bias is None), or silu(gate) * up of this sum, by TMA in the dtype of out_desc.
 
     If GATED is 0, out_desc has [BM, BN / 2] blocks. Otherwise blocks of GATED rows of `b` belong alternately to the
     gate and to the up projection, BN is 2 or 4 times GATED, and out_desc has [BM, GATED] blocks; `col` and `N` still
@@ -174,16 +174,16 @@ def matmul(
     GATED: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Compute a [M, K] @ b [N, K]^T without communication. The kernel uses one SM for each of its programs; concurrent
-    kernels use the remaining SMs. out_desc and GATED are as in `store_tile`.
+    """Compute a [M, K] @ b [N, K]^T without communication. Each program uses one SM, and concurrent kernels use the
+    remaining SMs. out_desc and GATED are as in `store_tile`.
 
     With SHARE the last shared_tiles tiles, which are too few for all programs, are split along K into `parts` parts.
     The program that stores a tile computes the tile's first part, of first_steps K steps. A helper computes one further
-    part of tiles_per_helper tiles, so that all programs finish at about the same time. The helpers of the same part
-    read the same K range at the same time, which keeps the operands in L2. The helpers' parts are in partials, float32
-    [parts of helpers, BM, BN], with a channel for each part. A helper's stores precede its add to the counter
-    (release), and that add precedes the loads of the program that waited for it (acquire); the helper writes that
-    memory again only in a later launch on the stream.
+    part of each of tiles_per_helper tiles, so that all programs finish at about the same time. The helpers that compute
+    the same part read the same K range at the same time, which keeps the operands in L2. Helpers store their parts in
+    partials, float32 [parts of helpers, BM, BN], with a counter for each part. A helper increments the counter after
+    its stores (release), and the program that waits for the counter (acquire) loads the part after the wait. The helper
+    writes the same memory again only in a later launch on the stream.
     """
     a_desc, b_desc, out_desc = tiles_of(a_desc), tiles_of(b_desc), tiles_of(out_desc)
     BM: tl.constexpr = tile.BM
@@ -211,7 +211,7 @@ def matmul(
             group = pid % groups * tiles_per_helper
             for shared_tile in range(group, min(group + tiles_per_helper, shared_tiles)):
                 tm, tn = grouped_tile(whole_tiles + shared_tile, tiles_m, tiles_n, GROUP_M)
-                if count > 0:  # true: without this test ptxas does not know that the loop runs, and serialises wgmmas
+                if count > 0:  # always true; without this test ptxas cannot infer it, and serialises wgmmas
                     acc = tile_of_steps(a_desc, b_desc, tm * BM, tn * BN, begin, count, BM, BN, BK)
                     partial = part * shared_tiles + shared_tile
                     store_pairs(partials + partial.to(tl.int64) * (BM * BN) + fragment_offsets(BM, BN, BN), acc)

@@ -1,5 +1,5 @@
-"""Row-wise kernels that follow a collective: RMSNorm, residual add and copy. The kernels also restore ordinary order if
-the result of a signaled plan is in tile order (FlashOverlap, section 4.3).
+"""Row-wise kernels that follow a collective: RMSNorm, residual add and copy. If the result of a signaled plan is in
+tile order, the kernels also restore ordinary order (FlashOverlap, section 4.3).
 
 A block has rows x runs x COLS columns. With TILED, `x` is not [rows, N] but consists of tiles of BM x 2 COLS in the
 order of `grouped_tile`. The left half of each tile is stored before its right half, so that a run of COLS columns of a
@@ -25,8 +25,8 @@ class TileRuns(NamedTuple):
 @jit
 def sum_in_pairs(x, R: tl.constexpr, P: tl.constexpr):
     """Return [R], the sums of the rows of x [R, P], where P is a power of two. The function adds neighbouring elements,
-    then neighbouring sums, and so on. Each sum has two addends, so that neither the layout of x over threads nor zeros
-    after x change the order."""
+    then neighbouring sums, and so on. Because each sum has two addends, neither the layout of x over threads nor zeros
+    after x change the order of the additions."""
     for _ in tl.static_range(24):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, (R, x.shape[1] // 2, 2)), 2)
@@ -35,7 +35,7 @@ def sum_in_pairs(x, R: tl.constexpr, P: tl.constexpr):
 
 @jit
 def run_offset(row, run, tiles_m, N, layout):
-    """Return the offset in the tiles of a row's columns that begin with column run * COLS. This function inverts
+    """Return where a row's columns from run * COLS on begin, as an offset in the tiles. This function inverts
     `grouped_tile`."""
     BM: tl.constexpr = layout.BM
     COLS: tl.constexpr = layout.COLS
@@ -65,9 +65,9 @@ def rms_norm(
     RUNS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Compute out [rows, N] = h / rms(h) * weight [N] for h = x. With RESIDUAL the kernel rounds h = x + residual,
-    stores it in `total`, and normalises this rounded sum. A block has R rows, and RUNS runs cover N. ALIGNED means that
-    N is a multiple of 8. With PAIRS, `sum_in_pairs` adds the squares."""
+    """Compute out [rows, N] = h / rms(h) * weight [N] for h = x. With RESIDUAL, the kernel rounds h = x + residual,
+    stores it in `total`, and normalises this rounded sum. A block has R rows, and RUNS runs cover N columns. ALIGNED
+    means that N is a multiple of 8. With PAIRS, `sum_in_pairs` adds the squares."""
     COLS: tl.constexpr = layout.COLS
     if ALIGNED:
         N = N // 8 * 8

@@ -9,14 +9,14 @@ from ..lang.jit import jit
 from .gemm import silu
 
 LARGEST = tl.constexpr(448.0)  # the largest value of e4m3
-LEAST = tl.constexpr(1e-12)  # a group of zeros has the same scale as a group with this largest element
+LEAST = tl.constexpr(1e-12)  # a group of zeros has the same scale as a group with this largest magnitude
 
 
 class Groups(NamedTuple):
-    """The elements that share a scale. By default these are GROUP columns of a row; with SHARED, GROUP columns of all R
-    rows of a tile; with STATIC, all elements, and the scale is an argument. INTERLEAVE is 0, or as in
-    `elementwise.silu_mul`. A tile has R x C elements, and C is a multiple of GROUP. With LOOPED a row is longer than C,
-    and GROUP is the whole row."""
+    """The parameters that determine which elements share a scale. By default GROUP columns of a row share a scale. With
+    SHARED, GROUP columns of all R rows of a tile do. With STATIC, all elements do, and the scale is an argument.
+    INTERLEAVE is 0, or as in `elementwise.silu_mul`. A tile has R x C elements, and C is a multiple of GROUP. With
+    LOOPED a row is longer than C, and GROUP is the whole row."""
 
     GROUP: tl.constexpr
     SHARED: tl.constexpr
@@ -42,7 +42,7 @@ def divide_by_given_scale(values, scale):
 
 @jit
 def divide_by_scales(values, COUNT: tl.constexpr, GROUP: tl.constexpr):
-    """Divide values, float32 [COUNT GROUP], by the scales of their groups. Return the quotients and the scales
+    """Divide the values, float32 [COUNT GROUP], by the scales of their groups. Return the quotients and the scales
     [COUNT]."""
     parts = tl.reshape(values, (COUNT, GROUP))
     scale = e4m3_scale(tl.max(tl.abs(parts), 1))

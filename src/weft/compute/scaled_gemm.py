@@ -1,21 +1,23 @@
-"""Tiles of a GEMM of 8-bit operands (e4m3) with scales. The value of an element is element x scale.
+"""Device functions for tiles of a GEMM with 8-bit operands (e4m3) and scales. The value of an element is element x
+scale.
 
     BY_TENSOR   one scale for x, one for w
     BY_ROW      one for each row of x (a token), one for each row of w (an output channel)
     BY_BLOCK    one for each row of x and 128 of K, one for each 128 x 128 of w (DeepSeek-V3, section 3.3.2)
 
-Scales by tensor and by row do not depend on K, so the epilogue multiplies by them. A scale by block multiplies the
-product of each 128 of K before that product is added. Hopper's tensor cores accumulate products of 8-bit operands
-with about 14 bits (DeepSeek-V3, section 3.3.2). With PROMOTE the ordinary cores add every K step in float32: always for
-BY_BLOCK, and for BY_ROW and BY_TENSOR with torch._scaled_mm's `use_fast_accum=False`. The kernel computes the upper and
-the lower rows of such a tile in turn, since a product needs accumulators of half a tile besides the sums. With two
-programs per SM the tensor cores compute one program's product while the other program adds.
+Scales by tensor and by row do not depend on K, so the epilogue multiplies by them. A scale by block multiplies the sum
+over its 128 elements of K before this sum is added to the total. Hopper's tensor cores accumulate products of 8-bit
+operands with about 14 bits (DeepSeek-V3, section 3.3.2). With PROMOTE the CUDA cores add every K step in float32.
+BY_BLOCK always uses PROMOTE; BY_ROW and BY_TENSOR use it with torch._scaled_mm's `use_fast_accum=False`. The kernel
+computes the upper and the lower rows of such a tile in turn, because a K step needs accumulators for half a tile in
+addition to the sums. With two programs per SM, the tensor cores compute a K step of one program while the other program
+adds.
 
     upper sums   | a0 b | wait, add |                   | ..
     lower sums   |                  | a1 b | wait, add  | ..
 
-For scales by block, two halves reach 0.63x to 0.75x of DeepGEMM's speed, and one piece of eight warps reaches 0.54x to
-0.64x (6 sizes, 1 H200, 2026-11; docs/design-notes.md).
+For scales by block, this computation by halves reaches 0.63x to 0.75x of DeepGEMM's speed; whole tiles with eight warps
+reach 0.54x to 0.64x (6 sizes, 1 H200, 2026-11; docs/design-notes.md).
 """
 
 from typing import NamedTuple
@@ -30,12 +32,12 @@ from ..scaled_tensor import SCALE_BLOCK
 from .gemm import Tile, column_halves, gemm_tile, grouped_tile, silu, silu_gate, store_tile
 
 BY_TENSOR, BY_ROW, BY_BLOCK = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # Tile.SCALED
-BLOCK = tl.constexpr(SCALE_BLOCK)  # with BY_BLOCK, the number of elements of K, and of rows of w, that share a scale
+BLOCK = tl.constexpr(SCALE_BLOCK)  # with BY_BLOCK, so many elements of K, and so many rows of w, share a scale
 
 
 class Scales(NamedTuple):
-    """The scales of a whole product, float32. x is [1], [M] or [M, K / 128]; w is [1], [N] or [N / 128 rounded up, K /
-    128]."""
+    """The scales of all operands of a GEMM, float32. x is [1], [M] or [M, K / 128]; w is [1], [N] or [N / 128 rounded
+    up, K / 128]."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -43,8 +45,9 @@ class Scales(NamedTuple):
 
 class TileScales(NamedTuple):
     """The scales of a tile. `x` points to the scales of the tile's first row, and `rows` is the number of rows that
-    exist. `stride` is the number of elements from one row to the next (0 for BY_TENSOR); `block_stride` is the number
-    of elements from 128 of K to the next 128. `w` has the scales of the whole second operand."""
+    exist. `stride` is the distance in elements from one row to the next (0 for BY_TENSOR), and `block_stride` the
+    distance from one block of 128 elements of K to the next block. `w` contains the scales of the whole second
+    operand."""
 
     x: tl.tensor
     w: tl.tensor
@@ -83,7 +86,7 @@ def rows_below(scales, ROWS: tl.constexpr):
 
 @jit
 def row_scales(scales, row, k, ROWS: tl.constexpr, SCALED: tl.constexpr):
-    """Return the factors, float32 [ROWS], at k for ROWS rows of a tile that begin with the tile's row `row`. Scales
+    """Return the factors at k, float32 [ROWS], for the ROWS rows of a tile that begin with the tile's row `row`. Scales
     that do not depend on K have the factor 1. Offsets have 32 bits, so that they need half as many registers as
     addresses."""
     if SCALED == BY_BLOCK:
@@ -97,7 +100,7 @@ def row_scales(scales, row, k, ROWS: tl.constexpr, SCALED: tl.constexpr):
 
 @jit
 def weight_scale(scales, col, k, K, SCALED: tl.constexpr):
-    """Return the factors at k for the columns of a tile that begin with `col`, like `row_scales` for rows."""
+    """Return the factors at k for the columns of a tile from column `col` on, like `row_scales` for rows."""
     scale = 1.0
     if SCALED == BY_BLOCK:
         scale = tl.load(scales.w + col // BLOCK * (K // BLOCK) + k // BLOCK)
@@ -106,7 +109,7 @@ def weight_scale(scales, col, k, K, SCALED: tl.constexpr):
 
 @jit
 def add_product(acc, a, b, scale, SCALED: tl.constexpr):
-    """Return acc + (a @ b) * scale [rows of a]. The ordinary cores compute the sum."""
+    """Return acc + (a @ b) * scale [rows of a]. The CUDA cores compute the sum."""
     if SCALED == BY_BLOCK:
         acc += tl.dot(a, b) * scale[:, None]
     else:
@@ -118,8 +121,8 @@ def add_product(acc, a, b, scale, SCALED: tl.constexpr):
 def add_step(upper, lower, a_desc, b_desc, row, col, k, upper_scale, lower_scale, tile):
     """Compute one K step of both halves of a promoted tile. The first product is added before the second starts,
     because the second product needs the registers of the first. The rows of the second half are loaded only after that,
-    so that the kernel waits for them there. With a single wait for all three blocks kernels spill registers; with two
-    waits they need 230 to 255 registers (compiled for sm_90a)."""
+    so the kernel waits for them at this point. With a single wait for all three blocks, kernels spill registers; with
+    two waits, they need 230 to 255 registers (compiled for sm_90a)."""
     HALF: tl.constexpr = tile.BM // 2
     tl.static_assert(tile.SCALED != BY_BLOCK or (tile.BK == BLOCK and tile.BN <= BLOCK), "a block has one scale of w")
     b = b_desc.load([col, k]).T
@@ -169,7 +172,7 @@ def store_scaled_tile(out_desc, acc, bias, scales, row, col, N, SCALED: tl.const
 @jit
 def scaled_gemm_tile(a_desc, b_desc, row, col, K, tile):
     """Return the float32 tile [BM, BN] at (row, col) for `store_scaled_tile`. `row` is a row of a, and `col` is a row
-    of b, that is, a column of the product."""
+    of b, which is a column of the result."""
     acc = tl.zeros((tile.BM, tile.BN), tl.float32)
     for k in range(0, K, tile.BK):
         acc = tl.dot(a_desc.load([row, k]), b_desc.load([col, k]).T, acc)
@@ -179,7 +182,7 @@ def scaled_gemm_tile(a_desc, b_desc, row, col, K, tile):
 @jit
 def promoted_halves(a_desc, b_desc, row, col, scales, K, tile):
     """Return the upper and the lower half of a tile, float32 [BM / 2, BN] each, for `store_halves_of_rows`. a_desc has
-    blocks of BM / 2 rows. The scales of the next K step are loaded while the products of the current step run."""
+    blocks of BM / 2 rows. The scales of the next K step are loaded while the tensor cores compute the current step."""
     HALF: tl.constexpr = tile.BM // 2
     upper = tl.zeros((HALF, tile.BN), tl.float32)
     lower = tl.zeros((HALF, tile.BN), tl.float32)
@@ -199,7 +202,8 @@ def promoted_halves(a_desc, b_desc, row, col, scales, K, tile):
 
 @jit
 def store_halves_of_rows(out_desc, upper, lower, bias, scales, row, col, N, tile, GATED: tl.constexpr):
-    """Store the result of `promoted_halves`, each half by `store_scaled_tile`. out_desc has blocks of BM / 2 rows."""
+    """Store the result of `promoted_halves`: each half is stored by `store_scaled_tile`. out_desc has blocks of BM / 2
+    rows."""
     HALF: tl.constexpr = tile.BM // 2
     store_scaled_tile(out_desc, upper, bias, scales, row, col, N, tile.SCALED, GATED)
     scales = rows_below(scales, HALF)
@@ -208,9 +212,9 @@ def store_halves_of_rows(out_desc, upper, lower, bias, scales, row, col, N, tile
 
 @jit
 def product_tile(a_desc, b_desc, out_desc, bias, scales, a_row, row, col, N, K, tile, GATED: tl.constexpr):
-    """Compute one tile of the product from the rows of `a` that begin with a_row, and store it at (row, col). `scales`
-    are the TileScales of 8-bit operands, or None. out_desc, bias and GATED are as in `store_tile`. With PROMOTE, a_desc
-    and out_desc have blocks of half a tile's rows."""
+    """Compute one tile of the GEMM from the rows of `a` that begin with a_row, and store it at (row, col). `scales` are
+    the TileScales of 8-bit operands, or None. out_desc, bias and GATED are as in `store_tile`. With PROMOTE, a_desc and
+    out_desc have blocks of half a tile's rows."""
     if tile.PROMOTE:
         upper, lower = promoted_halves(a_desc, b_desc, a_row, col, scales, K, tile)
         store_halves_of_rows(out_desc, upper, lower, bias, scales, row, col, N, tile, GATED)
@@ -227,7 +231,7 @@ def scaled_matmul(
     x_desc, w_desc, out_desc, bias, scales, M, N, K, tile: Tile, BY_COLUMNS: tl.constexpr, FLATTEN: tl.constexpr
 ):
     """Compute out_desc [M, N] = x_desc [M, K] @ w_desc [N, K]^T with `scales`, + bias [N] or None. With BY_COLUMNS,
-    scales.x [M, K / 128] is stored column after column. With FLATTEN a tile's epilogue overlaps the next tile's
+    scales.x [M, K / 128] is stored column after column. With FLATTEN, a tile's epilogue overlaps the next tile's
     loads."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     BM: tl.constexpr = tile.BM

@@ -4,19 +4,21 @@ continues.
     GEMM         | group 0 of tiles      | group 1               | group 2        |
     comm stream     wait for group 0 ... | collective of group 0 | collective of 1 | collective of 2 |
 
-The GEMM is persistent and uses all SMs but the communicator's. Program p computes tiles p, p + programs, .. The order
-is known before the launch, so a group is a range of tile numbers, which is about a whole number of waves. Each tile is
-contiguous in memory, and so is each group of tiles, so that a collective sends one contiguous slice (FlashOverlap,
-section 4.2). A group of whole rows of tiles is also contiguous if its rows are in ordinary order (IN_ORDER).
+The GEMM is persistent and uses all SMs except the communicator's. Program p computes tiles p, p + programs, and so on.
+The order is known before the launch, so a group is a range of tile numbers, which covers about a whole number of waves.
+Each tile is contiguous in memory, and so is each group of tiles, so that a collective sends one contiguous slice
+(FlashOverlap, section 4.2). If a group consists of whole rows of tiles, it is also contiguous with its rows in ordinary
+order (IN_ORDER).
 
-A program adds to a group's counter once, for its last tile of the group, a few K steps into its next tile (gemm.py).
-Only after this add does the program read its next group, because reading a table in every tile costs time if K is
-short. The group is complete when all programs with a tile in it have added to the counter. The release has scope gpu:
-only a kernel on a stream of this GPU waits for the counter (backends/barrier.py, wait_group), and the collective comes
-after that kernel on the stream. The GEMM waits for no rank, so neither a slow communicator nor a slow peer can hang it.
+A program increments a group's counter once, for its last tile of the group, a few K steps into its next tile (gemm.py).
+Only after this increment does the program read the table entry of its next group, because reading the table in every
+tile costs time if K is short. The group is complete when all programs with a tile in it have incremented the counter.
+The release has scope gpu, because only a kernel on a stream of this GPU waits for the counter (backends/barrier.py,
+wait_group), and the collective follows this kernel on the stream. The GEMM waits for no rank, so neither a slow
+communicator nor a slow peer can hang it.
 
 On Hopper and later the kernel is one loop over the K steps of all tiles (FLAT). Older GPUs have no TMA. There a loop
-over tiles computes the addresses for ordinary loads and stores once for each tile, and a program adds to the counter
+over tiles computes the addresses for ordinary loads and stores once for each tile, and a program increments the counter
 directly after the stores.
 """
 
@@ -69,15 +71,15 @@ def load_out_rows(row_map, row, M, BM: tl.constexpr):
 
 @jit
 def load_group(groups):
-    """Return an entry of a program's table. It has the program's last tile of the group, the group's number, the
-    group's first tile, and the number of tiles in the group for each owner."""
+    """Return an entry of a program's table. It contains the program's last tile in the group, the group's number, the
+    group's first tile, and the number of tiles that each owner has in the group."""
     return tl.load(groups), tl.load(groups + 1), tl.load(groups + 2), tl.load(groups + 3)
 
 
 @jit
 def store_signaled(out, acc, bias, ch, row_map, out_rows, t, group_start, tiles_per_owner, row, col, M, N, tile, order):
-    """Add the bias to tile t, and store the tile: in the rows out_rows with row_map, at (row, col) with IN_ORDER,
-    otherwise contiguously."""
+    """Add the bias to tile t, and store the tile. With row_map it is stored in the rows out_rows, with IN_ORDER at
+    (row, col), otherwise contiguously."""
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN
     if bias is not None:
@@ -104,17 +106,18 @@ def signaled_gemm(x_desc, w_desc, out, bias, ch, groups, offsets, row_map, tiles
     """Compute out = x_desc [M, K] @ w_desc [N, K]^T in groups of tiles, and increment ch.counters + group when a group
     is in memory.
 
-    out is a descriptor of [tiles x 2 BM, BN / 2] in blocks of BM rows, with the left half of each tile before the right
-    half; with IN_ORDER it is a descriptor of [M, N]. groups, int32 [.., programs, 4], has the result of `load_group`
-    for the first group of each program, then for the second, and so on. In memory the tiles of a group are ordered by
-    owner. OWNERS is the number of ranks that own the rows of x; an owner's rows begin at `offsets` (the first owner's
-    at 0) and are tiles_m tiles. Consecutive tiles belong to consecutive owners. With ROTATE each rank begins after its
-    own shard, of `shard` rows of tiles, and wraps around; otherwise all ranks begin at the first row. Rank 0 adds bias
-    [N], which may be None.
+    out is a descriptor of [tiles x 2 BM, BN / 2] in blocks of BM rows, in which the left half of each tile precedes the
+    right half. With IN_ORDER it is a descriptor of [M, N]. groups, int32 [.., programs, 4], contains the entries that
+    `load_group` returns for the first group of each program, then for the second group, and so on. In memory the tiles
+    of a group are ordered by owner. OWNERS is the number of ranks that own the rows of x. `offsets` contains the first
+    row of each owner (0 for the first owner), and each owner has tiles_m rows of tiles. Consecutive tiles belong to
+    consecutive owners. With ROTATE each rank begins after its own shard, of `shard` rows of tiles, and wraps around;
+    otherwise all ranks begin at the first row. Rank 0 adds bias [N], which may be None.
 
-    row_map is None, or int32 [M] with the row of `out` for each row, where `out` is a pointer to [M, N]. It is used in
-    an all-to-all, in which the rows of a group for one rank are contiguous in `out`. Then groups are whole rows of
-    tiles, M may differ by rank, N is a multiple of 8, there is one owner, and every rank adds the bias to its rows."""
+    row_map is None, or int32 [M] with the row of `out` for each row, where `out` is a pointer to [M, N]. An all-to-all
+    uses row_map to make the rows of a group for one rank contiguous in `out`. In this case groups consist of whole rows
+    of tiles, M may differ between ranks, N is a multiple of 8, there is one owner, and every rank adds the bias to its
+    rows."""
     x_desc, w_desc, out = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out)
     OWNERS: tl.constexpr = order.OWNERS
     BM: tl.constexpr = tile.BM

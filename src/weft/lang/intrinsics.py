@@ -1,12 +1,12 @@
-"""The operations that Triton's language lacks, as opaque assembly blocks; emulator/intrinsics.py has their emulated
-forms.
+"""The operations that Triton's language lacks, as opaque assembly blocks. emulator/intrinsics.py contains their
+emulated forms.
 
 Proxy fences name global memory, which is the only memory in which weft orders ordinary accesses against bulk accesses.
-Without that qualifier ptxas compiles each fence into a fence of the whole GPU, on every thread.
+Without the qualifier for global memory, ptxas compiles each fence into a fence of the whole GPU, on every thread.
 
-The blocks are assembly, and opaque, because a `tl.debug_barrier()` or an atomic spin inside a flattened persistent loop
-stops Triton from overlapping a tile's epilogue with the next tile's loads, and one assembly block does not. Scalar
-assembly runs on every thread of the program, so operations that must happen once are predicated on thread 0.
+The blocks are opaque assembly, because a `tl.debug_barrier()` or an atomic spin inside a flattened persistent loop
+keeps Triton from overlapping a tile's epilogue with the next tile's loads, whereas an assembly block does not. Scalar
+assembly runs on every thread of the program, so operations that must happen only once are predicated on thread 0.
 
 The guard block (int64 words, one block per rank, shared by all waits of a World):
     0  bound of a wait in ns
@@ -28,14 +28,14 @@ from .bulk import bulk_fence as bulk_fence
 from .jit import Intrinsic, Kernel
 
 EXPIRED, DIFFERS = 1, 2
-GUARD_WORDS, RECORD_WORDS = 36, 39  # one word for each of 32 ranks, the most ranks that a launch waits for
-NUMBER_BITS = 20  # the bits of the call's number in a word of `same_call`; the bits above count its calls
-CALL = -2  # the value for the tile when a wait of `same_call` is recorded
+GUARD_WORDS, RECORD_WORDS = 36, 39  # one word for each of 32 ranks, the largest number that a launch waits for
+NUMBER_BITS = 20  # the low bits of a `same_call` word hold the call's number; the high bits count the calls
+CALL = -2  # the value that is recorded as the tile for a wait of `same_call`
 
 
 def intrinsic(fn: Callable[..., object]) -> Intrinsic | Kernel:
-    """Decorate a device function whose body is inline assembly (see `Intrinsic`). Return stock.py's function of this
-    name instead, if stock.py is in use and has one."""
+    """Decorate a device function whose body is inline assembly (see `Intrinsic`). If stock.py is in use and defines a
+    function with the same name, return that function instead."""
     in_stock: Kernel | None = getattr(stock, fn.__name__, None)
     return in_stock if stock.IN_USE and in_stock else Intrinsic(fn)
 
@@ -46,14 +46,15 @@ def wait_until(
 ):
     """Acquire: block until `*ptr >= target` (int32, modulo 2^32), or until the guard's bound expires.
 
-    MANY: the number of words from `ptr` on, at most 32, of ranks `peer`, `peer` + 1, .., to await concurrently; waits
-    one after another would cost a round trip to memory each.
+    MANY: the number of words from `ptr` on, at most 32, for which the program waits concurrently. They belong to ranks
+    `peer`, `peer` + 1, and so on. If the program waited for one word after another, each wait would cost a round trip
+    to memory.
 
-    After the wait, ordinary loads and bulk (TMA) loads of this program see all stores released before the counter
-    reached `target`. `tile` and `peer` are only for the record of an expired wait (peer -1: any). SCOPE is "gpu" if
-    every writer of the counter runs on this GPU, else "sys". One thread per word polls, with a pause, and a block
-    barrier extends its acquire to all threads: a thousand warps polling one word would keep its slice of L2 from
-    serving any other access.
+    After the wait, ordinary loads and bulk (TMA) loads of this program see all stores that were released before the
+    counter reached `target`. `tile` and `peer` are used only in the record of an expired wait (peer -1 means any rank).
+    SCOPE is "gpu" if every writer of the counter runs on this GPU, else "sys". One thread per word polls, with pauses,
+    and a block barrier extends this thread's acquire to all threads. If a thousand warps polled one word, they would
+    keep the word's slice of L2 from serving other accesses.
     """
     tl.static_assert(MANY <= 32, "a warp polls at most 32 words")
     asm: tl.constexpr = (
@@ -102,17 +103,18 @@ def wait_until(
 
 @intrinsic
 def same_call(calls, number):
-    """Check that this launch belongs to call `number` (`World.begin`) on every rank; a difference raises Mismatch. One
-    program of a launch calls this function.
+    """Check that this launch belongs to call `number` (`World.begin`) on every rank. If it does not, Mismatch is
+    raised. One program of a launch calls this function.
 
-    It stores the number to every rank's memory, with the count of these launches in the bits above, and waits (acquire)
-    for the words of all ranks. calls: a BlockChannel of 2 W counters (`World.calls`); launches alternate between its
-    halves. A half may be overwritten because a rank that stores its word of launch n + 2 has read all words of launch n
-    + 1, and each rank stored its word of launch n + 1 after it had read all words of launch n. The store is relaxed
-    unless a `release_fence` precedes it, which makes it a release.
+    The function stores a word to every rank's memory. The word contains the number and, in the bits above, the count of
+    these launches. Then the function waits (acquire) for the words of all ranks. calls: a BlockChannel of 2 W counters
+    (`World.calls`); launches alternate between the two halves of these counters. A half may be overwritten, because a
+    rank that stores its word of launch n + 2 has read all words of launch n + 1, and each rank stored its word of
+    launch n + 1 after it had read all words of launch n. The store is relaxed unless a `release_fence` precedes it,
+    which makes it a release.
 
-    A number that differs is recorded like an expired wait, and every later wait falls through: the rows that this
-    launch reads may belong to another call.
+    If a number differs, the difference is recorded like an expired wait, and every later wait returns immediately,
+    because the rows that this launch reads may belong to another call.
     """
     tl.static_assert(calls.world <= 32, "a warp polls at most 32 words")
     tl.inline_asm_elementwise(
@@ -172,9 +174,9 @@ def same_call(calls, number):
 
 @intrinsic
 def count_lost(guard, rank, rows):
-    """Count `rows` (int32) rows that `rank` dropped for lack of room: the next call on this rank raises Overflow. One
-    program of a launch calls this function. The host polls only the count of all ranks' rows, and then reads the counts
-    by rank."""
+    """Count `rows` (int32) rows that `rank` dropped for lack of room. The next call on this rank then raises Overflow.
+    One program of a launch calls this function. The host polls only the total count; if it is not zero, the host also
+    reads the counts of the single ranks."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred p, q; .reg .b32 tid; .reg .b64 lost, sum, rec, off, at;
@@ -199,8 +201,8 @@ def count_lost(guard, rank, rows):
 def flush_stores(BULK: tl.constexpr = True):
     """Complete every thread's earlier stores, so that a release by one thread (the next atomic) covers all of them.
 
-    BULK: also wait until this program's bulk (TMA) stores have reached global memory, not only until they have been
-    read from shared memory, and order them with ordinary accesses.
+    BULK: whether the function also waits until this program's bulk (TMA) stores have reached global memory (not only
+    until they have been read from shared memory), and orders them with ordinary accesses.
     """
     if BULK and bulk_copies():
         tl.inline_asm_elementwise(
@@ -217,12 +219,12 @@ def flush_stores(BULK: tl.constexpr = True):
 
 @intrinsic
 def release_fence(SCOPE: tl.constexpr = tl.constexpr("sys")):
-    """Make each later relaxed atomic of this program, of up to 32 elements, release all stores flushed so far: one
-    fence serves many notifies.
+    """Make each later relaxed atomic of this program, of up to 32 elements, release all stores that have been flushed
+    so far. So one fence suffices for many notifications.
 
-    Only the first warp, which makes such atomics, executes the fence. It covers all stores before the last barrier; the
-    other warps' fences would only wait for more stores: with an unqualified proxy fence they took 0.5% to 5.0% of fused
-    sums (2 H200, 2026-11).
+    Only the first warp, which executes such atomics, executes the fence. Its fence covers all stores before the last
+    barrier. Fences in the other warps would only wait for more stores: with an unqualified proxy fence they took 0.5%
+    to 5.0% of the time of fused sums (2 H200, 2026-11).
     """
     asm: tl.constexpr = (
         "{.reg .pred p; .reg .b32 tid; mov.u32 tid, %tid.x; setp.lt.u32 p, tid, 32; @p fence.acq_rel."
@@ -234,9 +236,9 @@ def release_fence(SCOPE: tl.constexpr = tl.constexpr("sys")):
 
 @intrinsic
 def post(ptr, w0, w1, w2, w3, ok):
-    """Store four int32 words to each 16-byte address of a block, where `ok`, for a reader that polls the words
-    themselves (`peek`). The four words are one store, but a reader may see each word before the others, and the store
-    orders no other access."""
+    """Store four int32 words to each 16-byte address of a block, where `ok` is true. The reader polls these words
+    themselves (`peek`). The four words are written by one store, but a reader may see them in any order, and the store
+    does not order other accesses."""
     tl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.relaxed.sys.global.v4.b32 [$1], {$3, $4, $5, $6}; mov.b32 $0, 0;}",
         "=r,l,r,r,r,r,r",
@@ -249,16 +251,16 @@ def post(ptr, w0, w1, w2, w3, ok):
 
 @intrinsic
 def peek(ptr, ok):
-    """Return int32 words that another rank may be posting. Each word has its old or its new value, and is 0 where not
-    `ok`."""
+    """Return int32 words that another rank may be posting. Each word has its old or its new value, or is 0 where `ok`
+    is false."""
     return tl.load(ptr, mask=ok, other=0, volatile=True)
 
 
 @intrinsic
 def store_pairs(ptr, x):
-    """Store 32-bit words from the registers where the tensor cores left them: each thread stores its pairs of
-    neighbouring words, which must have neighbouring addresses. An ordinary store would first move the words through
-    shared memory, to write longer contiguous runs."""
+    """Store 32-bit words directly from the registers into which the tensor cores wrote them. Each thread stores its
+    pairs of neighbouring words, which must have neighbouring addresses. An ordinary store would first move the words
+    through shared memory, to write longer contiguous runs."""
     tl.inline_asm_elementwise(
         "st.global.v2.b32 [$2], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0;",
         "=r,=r,l,l,r,r",
@@ -271,9 +273,9 @@ def store_pairs(ptr, x):
 
 @intrinsic
 def load_pairs(ptr, seen):
-    """Return the float32 words that `store_pairs` stored, loaded after the wait that returned `seen`. Without the
-    operand `seen` the compiler might move an opaque load without effects before the wait; the compiler would execute a
-    load with effects twice, once for each of two layouts."""
+    """Load the float32 words that `store_pairs` stored, after the wait that returned `seen`. Without the operand
+    `seen`, the compiler might move the load before the wait, because it is opaque and declared to have no effects. If
+    the load were declared to have effects, the compiler would execute it twice, once for each of two layouts."""
     words = tl.inline_asm_elementwise(
         "ld.global.v2.b32 {$0, $1}, [$2];",
         "=r,=r,l,l,r,r",
@@ -287,9 +289,9 @@ def load_pairs(ptr, seen):
 
 @intrinsic
 def look_again(tries, began, guard, ptr, tile, peer):
-    """Return whether to continue polling: 1, or 0 once a wait for posted words at `ptr` that began at time `began`
-    (`globaltimer`) has taken longer than the guard's bound; the same for all threads. tries: the number of polls so
-    far; every 64th poll reads the clock. tile, peer: as in `wait_until`."""
+    """Return whether to continue polling for posted words at `ptr`. The result is 1, or 0 once the wait, which began at
+    time `began` (`globaltimer`), has taken longer than the guard's bound. It is the same for all threads. tries: the
+    number of polls so far; every 64th poll reads the clock. tile, peer: as in `wait_until`."""
     asm: tl.constexpr = """{
         .reg .pred p, q; .reg .b32 v, tid; .reg .b64 t, bound, flag, rec, wide;
         mov.b32 $0, 1; and.b32 v, $1, 63; setp.ne.s32 p, v, 63; @p bra OUT;
@@ -321,7 +323,7 @@ def look_again(tries, began, guard, ptr, tile, peer):
 
 @intrinsic
 def globaltimer():
-    """Return the time in ns on this GPU's clock."""
+    """Return the time of this GPU's clock in ns."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
@@ -334,9 +336,9 @@ def window_fence():
 
 @intrinsic
 def window_sum(row, H: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
-    """Return fp32 [P], the sums over all ranks of H elements of DTYPE (bfloat16 or float16) from the multicast address
-    `row` on, padded with zeros. The switch adds in fp32, in an unspecified order. H is a multiple of 8, and `row` is a
-    multiple of 16 bytes."""
+    """Read H elements of DTYPE (bfloat16 or float16) from the multicast address `row` on, and return their sums over
+    all ranks, fp32 [P], padded with zeros. The switch adds in fp32, in an unspecified order. H is a multiple of 8, and
+    `row` is a multiple of 16 bytes."""
     KIND: tl.constexpr = "bf16x2" if DTYPE == tl.bfloat16 else "f16x2"
     asm: tl.constexpr = (
         """{
@@ -386,7 +388,7 @@ def window_store(row, y, H: tl.constexpr, P: tl.constexpr):
 
 @intrinsic
 def keep_before(x):
-    """Return x (float32), computed before all assembly that follows, including tensor-core products and their waits.
-    Otherwise LLVM would move the arithmetic after the start of a running product, where it would need registers that
-    the product writes."""
+    """Return x (float32), and make the compiler compute it before all assembly that follows, including tensor-core
+    instructions and their waits. Otherwise LLVM would move the arithmetic after the start of an asynchronous
+    tensor-core instruction, where it would need registers that this instruction writes."""
     return tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=False, pack=1)

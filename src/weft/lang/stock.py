@@ -1,10 +1,10 @@
 """The intrinsics of weft.lang, built from Triton 3.9's atomics with semantics and scope instead of assembly.
 
-With WEFT_STOCK_TRITON=1 in the environment they replace the functions of intrinsics.py, which documents them. They are
-meant for checkers that cannot see into assembly, such as Triton's GSan (docs/check.md), not for speed. Stock Triton has
-no fences, so the atomics after `release_fence` are releases themselves (`AFTER_FENCE`). Its only clock is the time
-limit of `tl.atomic_poll`. Operations that stock Triton lacks remain assembly: the order of bulk (TMA) and ordinary
-accesses, and accesses through multicast addresses.
+With WEFT_STOCK_TRITON=1 in the environment, they replace the functions in intrinsics.py, which documents them. They are
+intended for checkers that cannot analyse assembly, such as Triton's GSan (docs/check.md), not for speed. Stock Triton
+has no fences, so the atomics after `release_fence` are themselves releases (`AFTER_FENCE`). Its only means to measure
+time is the time limit of `tl.atomic_poll`. Operations that stock Triton lacks remain assembly: the order of bulk (TMA)
+and ordinary accesses, and accesses through multicast addresses.
 """
 
 import os
@@ -34,7 +34,7 @@ def record(guard, kind, address, target, seen, tile, peer):
 
 @jit
 def pause(guard):
-    """Return whether any wait of this rank has failed; sleep for POLL_NS if none has."""
+    """Return whether any wait of this rank has failed. If none has, sleep for POLL_NS."""
     return tl.atomic_poll(guard + 1, 1, sem="relaxed", scope="gpu", timeout_ns=POLL_NS)
 
 

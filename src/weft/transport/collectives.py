@@ -26,8 +26,8 @@ from .order import group_steps
 
 
 def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Stream) -> torch.Tensor:
-    """Return all_gather(x) [M, K], computed by NCCL. `shards` has the number of rows of every rank; unequal shards are
-    padded to the longest."""
+    """Return all_gather(x) [M, K], computed by NCCL. `shards` contains every rank's number of rows. Unequal shards are
+    padded to the length of the longest shard."""
     k, longest = x.shape[1], max(shards)
     if world.size == 1:
         return x
@@ -51,7 +51,7 @@ def reduce_scatter(
     x: torch.Tensor, world: World, shards: Sequence[int], stream: Stream, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sum x [M, N] over the ranks by NCCL's reduce-scatter, and return this rank's rows, in `out` if it is not None.
-    `shards` has the number of rows of every rank; unequal shards are padded to the longest."""
+    `shards` contains every rank's number of rows. Unequal shards are padded to the length of the longest shard."""
     n, longest, count = x.shape[1], max(shards), shards[world.rank]
     if min(shards) < longest:
         padded = world.zeros((world.size * longest, n), x.dtype)
@@ -133,9 +133,9 @@ def reduce_at_once(reduce: Callable[..., object]) -> ReduceTransport:
 def gather_all(
     tensors: TensorList, world: World, plan: Plan, shards: tuple[int, ...], stream: Stream
 ) -> list[torch.Tensor]:
-    """Gather the rows of all ranks of each tensor by NCCL. NCCL has no 8-bit floats, so they are sent as bytes. If the
-    shards have equal lengths, the scales are sent as bytes in the same launch as the rows: a sequential call is up to
-    4% faster with one launch than with two (bench/measure/fp8_ranks.py)."""
+    """Gather the rows of all ranks of each tensor by NCCL. NCCL does not support 8-bit floats, so they are sent as
+    bytes. If the shards have equal lengths, the scales are sent as bytes in the same launch as the rows: a sequential
+    call is up to 4% faster with one launch than with two (bench/measure/fp8_ranks.py)."""
     as_bytes = tensors[0].itemsize == 1
     sent = [t.view(torch.uint8) for t in tensors] if as_bytes else [*tensors]
     if world.size > 1 and len(sent) > 1 and min(shards) == max(shards):

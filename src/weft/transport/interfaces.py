@@ -1,21 +1,21 @@
-"""The interfaces of transports. An op computes with each arrival as soon as it is complete, or computes parts and sends
-each of them.
+"""The interfaces of transports. An op either computes with each arrival as soon as the arrival is complete, or computes
+parts and sends each part.
 
     gather    every rank gets the rows of all ranks     with gather(tensors) as (full, arrivals): compute on each
     reduce    every rank gets its rows, or all rows,    with reduce(out, bias) as parts: compute each part, then send it
               of the sum over ranks
     exchange  rows go to the ranks that read them       exchanged = exchange(..): wait for what some ranks sent
 
-A transport prepares a function of one of these kinds for calls of one shape. A transport's file is named after the
-mover of the bytes: NCCL (collectives.py), copy engines (copy_engine.py), low-latency rows (low_latency.py), kernels
-that push (sm_push.py), two levels of nodes (two_level.py). No transport knows what an op computes. A transport orders
-the streams, and assigns each arrival and each part a stream, the `lane`, on which the op computes. Several arrivals or
-parts alternate between the caller's stream and a second stream as lanes, so that one computation fills the SMs that the
-last tiles of the previous one leave idle. When the context ends, the caller's stream is ordered after all computations
-and transfers.
+A transport prepares a function for one of these three interfaces and calls of one shape. The file of a transport is
+named after the mechanism that moves the bytes: NCCL (collectives.py), copy engines (copy_engine.py), low-latency rows
+(low_latency.py), kernels that push (sm_push.py), two levels of nodes (two_level.py). Transports do not depend on the
+computation of the op. A transport orders the streams, and assigns a stream, the `lane`, to each arrival and each part.
+The op computes on this stream. Several arrivals or parts alternate between the caller's stream and a second stream as
+lanes, so that one computation fills the SMs that the last tiles of the previous one leave idle. When the context ends,
+the caller's stream is ordered after all computations and transfers.
 
-The programs that pull, push or sum in the same launch as a GEMM (ops/*/kernels.py) are not transports of this kind,
-because they share SMs and registers with the tiles that wait for them.
+The programs that pull, push or sum in the same launch as a GEMM (ops/*/kernels.py) do not use these interfaces, because
+they share SMs and registers with the tiles that wait for them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TensorList: TypeAlias = Sequence[torch.Tensor]
 
 
 class ArrivedRows(NamedTuple):
-    """Rows that have arrived. `rows` is their range among the rows of all ranks, `tensors` has them for each gathered
-    tensor, and `lane` is the stream that may read them."""
+    """Rows that have arrived. `rows` is their range among the rows of all ranks, `tensors` contains these rows of each
+    gathered tensor, and `lane` is the stream that may read them."""
 
     rows: slice
     tensors: TensorList
@@ -41,8 +41,9 @@ class ArrivedRows(NamedTuple):
 
 
 class GatheredTensors(NamedTuple):
-    """The tensors that a gather fills. `full` has each tensor with the rows of all ranks in rank order, complete when
-    the gather ends. When an iteration reaches the next of `arrivals`, the lane of that arrival waits for its rows."""
+    """The tensors that a gather fills. `full` contains each tensor with the rows of all ranks in rank order; it is
+    complete when the gather ends. When an iteration over `arrivals` reaches an arrival, the lane of this arrival waits
+    for its rows."""
 
     full: TensorList
     arrivals: Iterable[ArrivedRows]
@@ -50,8 +51,8 @@ class GatheredTensors(NamedTuple):
 
 class PartialRows(NamedTuple):
     """Rows to compute next. `rows` is their range in the result, or None for all rows. `partial` is the memory for this
-    rank's part of the sum, or None for new memory. `lane` is the stream on which to compute. Call `send` with the
-    result right after the computation was enqueued on the lane."""
+    rank's part of the sum, or None for new memory. `lane` is the stream on which to compute. The op must call `send`
+    with the result immediately after it has enqueued the computation on the lane."""
 
     rows: slice | None
     partial: torch.Tensor | None
@@ -62,11 +63,11 @@ class PartialRows(NamedTuple):
 TensorSpecs: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]  # the shape and dtype of each tensor
 GatherRows: TypeAlias = Callable[
     [TensorList], AbstractContextManager[GatheredTensors]
-]  # of this rank's tensors [m_r, ..]
+]  # a function of this rank's tensors [m_r, ..]
 # The arguments are (out, bias); this rank's rows of the sum + bias are stored in `out`.
 ReduceRows: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], AbstractContextManager[Iterable[PartialRows]]]
-# The arguments are (world, plan, rows of every rank, specs of this rank's tensors, keep). With `keep`, `full` also has
-# this rank's rows.
+# The arguments are (world, plan, rows of every rank, specs of this rank's tensors, keep). With `keep`, `full` also
+# contains this rank's rows.
 GatherTransport: TypeAlias = Callable[..., GatherRows]
 # The arguments are (world, plan, rows of every rank, columns, dtype).
 ReduceTransport: TypeAlias = Callable[..., ReduceRows]

@@ -19,16 +19,16 @@ from ..world import World
 from .collectives import gather_at_once, reduce_at_once
 from .low_latency_kernels import EMPTY, PostingMemory, gather_low_latency, scatter_low_latency
 
-MAX_PROGRAMS = 1024  # the most programs of a launch
+MAX_PROGRAMS = 1024  # the largest number of programs in a launch
 VECTOR = 16  # bytes
 _NAME = "low-latency rows"
 
 
 @dataclass(eq=False)
 class Thirds:
-    """Symmetric memory of three thirds for low-latency rows, and the state of `low_latency_kernels.PostingMemory`. All
-    calls of a World share this memory. Their accesses are ordered only because in each call every rank waits for data
-    of every other rank."""
+    """Symmetric memory for low-latency rows, which consists of three thirds, and the state in
+    `low_latency_kernels.PostingMemory`. All calls of a World share this memory. Accesses of different calls are ordered
+    only because every rank waits for data of every other rank in each call."""
 
     memory: SymmetricTensor
     words: torch.Tensor
@@ -39,8 +39,8 @@ class Thirds:
 
 def thirds_of(world: World, nbytes: int) -> Thirds:
     """Return thirds of at least `nbytes` each. The size of a third is a power of two, so that a batch that grows row by
-    row rarely needs new memory; CUDA graphs keep the memory that they use. The call is collective when the memory has
-    to grow."""
+    row rarely needs new memory. The old memory stays allocated for CUDA graphs that use it. The call is collective when
+    the memory has to grow."""
     memory = world.buffer(_NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.backend.scale.staging_bytes))
 
     def make() -> Thirds:
@@ -62,8 +62,9 @@ def prepare_posting(
     options: dict[str, int],
     **constants: Any,
 ) -> Callable[..., None]:
-    """Return a function that launches the kernel on a stream, with the arguments that change from call to call, by
-    name. A call fills `nbytes` bytes of its third. `constants` are the kernel's arguments that do not change."""
+    """Return a function that launches the kernel on a stream. The function receives the arguments that change from call
+    to call, by name. A call fills `nbytes` bytes of its third. `constants` are the kernel's arguments that do not
+    change."""
     thirds = thirds_of(world, nbytes)
     programs = min(MAX_PROGRAMS, plan.programs or world.sm_count)
     launch = Launch(
@@ -72,8 +73,8 @@ def prepare_posting(
         programs,
         options,
         memory=PostingMemory(thirds.words, thirds.memory.addresses, thirds.state),
-        # The kernel uses no counter of this channel. The channel passes the rank, the world size and the guard to the
-        # kernel, and a Timeout looks up the name by the channel's address.
+        # The kernel does not use the counter of this channel. The channel passes the rank, the world size and the guard
+        # to the kernel, and the code that raises Timeout looks up the name by the channel's address.
         ch=world.channel(f"{name} {plan}", 1, None),
         calls=world.calls(_NAME),
         third=thirds.words.numel() // 192 * 64,
@@ -117,8 +118,8 @@ def _prepare_shards(
 def gather(
     x: torch.Tensor, world: World, plan: LowLatencyShot, shards: tuple[int, ...], stream: Stream
 ) -> torch.Tensor:
-    """Return all_gather(x) [M, K]. Every rank must have rows; `plan` has the numbers of programs and warps. Rows that
-    are not whole 16-byte words are padded."""
+    """Return all_gather(x) [M, K]. Every rank must have rows. `plan` contains the numbers of programs and warps. Rows
+    that are not whole 16-byte words are padded."""
     (rows, columns), word = x.shape, VECTOR // x.itemsize
     out = world.empty((sum(shards), columns), x.dtype)
     if columns % word == 0:

@@ -2,14 +2,14 @@
 bytes is a flag; here, as in Lamport buffers, no byte is a flag.
 
 There are no counters. A word of staging memory is EMPTY until a rank posts data there, and no rank posts EMPTY. A
-reader polls a row until no word of the row is EMPTY. Polling saves the fence of a notify, which waits until the peers
-have acknowledged every store, and the subsequent transfer of the counter to the peer.
+reader polls a row until no word of the row is EMPTY. Polling the data avoids the fence of a notification, which waits
+until the peers have acknowledged every store, and the subsequent transfer of the counter to the peer.
 
-Order of accesses. Calls rotate through three thirds of the memory: call n fills and reads one third, and clears the
-third of call n - 1, from which this rank's own kernel has read everything. Peers fill the cleared third again in call
-n + 2, after their call n + 1. That call waits for rows that this rank posted in its own call n + 1, or for a sum that
-includes them. By then this rank's call n had ended, and its clearing was complete. So every rank must wait for data of
-every other rank in every call, and no rank's part may be empty.
+Order of accesses. Calls rotate through three thirds of the memory: call n fills and reads one third. It also clears the
+third of call n - 1, from which this rank's kernel has already read everything. Peers fill the cleared third again in
+call n + 2, after their call n + 1. A peer's call n + 1 waits for rows that this rank posted in its own call n + 1, or
+for a sum that includes these rows. By then this rank's call n had ended, so it had cleared the third. So every rank
+must wait for data of every other rank in every call, and no rank's part may be empty.
 """
 
 from typing import NamedTuple
@@ -26,8 +26,8 @@ EMPTY = tl.constexpr(-1)  # two NaNs of 16 bits, or one NaN of 32 bits, which no
 
 class PostingMemory(NamedTuple):
     """The memory for low-latency rows. `words` are this rank's three thirds, int32; `addresses` are the addresses of
-    the thirds, by rank. `state`, int32 [MAX_PROGRAMS, 2], has for each program the index of the third that this call
-    uses, and the number of vectors that the previous call filled in the previous third."""
+    the thirds, by rank. `state`, int32 [MAX_PROGRAMS, 2], contains two numbers for each program: the index of the third
+    that this call uses, and the number of vectors that the previous call filled in the previous third."""
 
     words: torch.Tensor
     addresses: torch.Tensor
@@ -36,7 +36,7 @@ class PostingMemory(NamedTuple):
 
 @jit
 def replace_empty(words):
-    """Return the words with a different NaN in place of EMPTY; all numbers stay unchanged. Every rank replaces the same
+    """Return the words with EMPTY replaced by a different NaN. All numbers stay unchanged. Every rank replaces the same
     words, so the results are the same on every rank."""
     return tl.where(words == EMPTY, words ^ 0x8000, words)
 
@@ -71,7 +71,7 @@ def to_fp32(words, DTYPE: tl.constexpr, P: tl.constexpr):
 
 @jit
 def round_without_empty(y, DTYPE: tl.constexpr):
-    """Return y rounded to DTYPE, with the same NaN in place of every NaN, so that no word of the result is EMPTY."""
+    """Return y rounded to DTYPE, with every NaN replaced by one fixed NaN, so that no word of the result is EMPTY."""
     return tl.where(y == y, y, float("nan")).to(DTYPE)
 
 
@@ -113,8 +113,9 @@ def clear(third, count, pid, VECTORS: tl.constexpr, PROGRAMS: tl.constexpr):
 
 @jit
 def compare_calls(calls, number, pid, PROGRAMS: tl.constexpr):
-    """Check that all ranks make the same call, since posted rows do not contain the call's number. The last program,
-    which has the fewest rows, checks this after it has posted its rows and before it waits for other ranks."""
+    """Check that all ranks make the same call. This is necessary because posted rows do not contain the number of the
+    call. The last program, which has the fewest rows, performs the check after it has posted its rows and before it
+    waits for other ranks."""
     if pid == PROGRAMS - 1:
         same_call(calls, number)
 
@@ -123,7 +124,7 @@ def compare_calls(calls, number, pid, PROGRAMS: tl.constexpr):
 def rotate_thirds(state, pid, third_index, filled, PROGRAMS: tl.constexpr, MAX_PROGRAMS: tl.constexpr):
     """Store the state for the next call, which may have more programs. The state is the index of the next call's third,
     and the number of vectors that this call filled."""
-    flush_stores(False)  # every thread has read the program's state
+    flush_stores(False)  # from here on every thread has read the program's state
     p = tl.arange(0, MAX_PROGRAMS)
     tl.store(state + 2 * p, (third_index + 1) % 3, mask=p % PROGRAMS == pid)
     tl.store(state + 2 * p + 1, filled, mask=p % PROGRAMS == pid)
@@ -134,7 +135,7 @@ def load_state(state, pid, third):
     """Return the index of this call's third, the offsets in words of this third and of the previous third, and the
     number of vectors that the previous call filled. A third has `third` words."""
     third_index = tl.load(state + 2 * pid)
-    words = (third // 4 * 4).to(tl.int64)  # so the compiler knows that rows begin at 16-byte words
+    words = (third // 4 * 4).to(tl.int64)  # tells the compiler that rows begin at multiples of 16 bytes
     return third_index, third_index * words, (third_index + 2) % 3 * words, tl.load(state + 2 * pid + 1)
 
 
@@ -164,9 +165,9 @@ def sum_low_latency(
     row has `row` words, at most WORDS. The other ranks' rows are at `parts`, `stride` words apart; this rank's row is
     at `x`.
 
-    If SOURCES is W + 1, the residual is added too. On the row's owner the residual is at `residual`; on the other ranks
-    it is after `parts`, where the owner posted it. If W is 0, return int32 [WORDS], only the row at `parts`, which a
-    remote owner posted."""
+    If SOURCES is W + 1, the residual is added too. On the owner of the row, the residual is at `residual`; on the other
+    ranks, it follows `parts`, where the owner has posted it. If W is 0, only the row at `parts`, which a remote owner
+    has posted, is returned as int32 [WORDS]."""
     c = tl.arange(0, WORDS)
     start_time = globaltimer()
     polls = 0
@@ -205,8 +206,8 @@ def sum_low_latency(
 
 @jit
 def row_low_latency(src, owner, me, t, row, ch, WORDS: tl.constexpr):
-    """Wait until the row at `src` was posted by its owner, a remote rank, and return int32 [WORDS]. The row has `row`
-    words."""
+    """Wait until the owner of the row at `src`, a remote rank, has posted the row. Return the row, int32 [WORDS]. It
+    has `row` words."""
     return sum_low_latency(src, 0, src, src, owner, me, t, row, ch, tl.int32, 0, 1, WORDS, WORDS)
 
 
@@ -225,11 +226,11 @@ def gather_low_latency(
     PROGRAMS: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
 ):
-    """Store every rank's x, one after another, in `out` of every rank; both are int32 words.
+    """Store the x of all ranks, one after another, in `out` on every rank. x and out are int32 words.
 
     memory is a `PostingMemory`, in which each third has `third` words and the layout of `out`. starts, int32 [W + 1],
-    has the begin of each rank's part in `out`, in vectors of 16 bytes. The longest part has `longest` vectors. A block,
-    the unit of work, has WORDS words."""
+    contains the index at which each rank's part begins in `out`, in vectors of 16 bytes. The longest part has `longest`
+    vectors. A block, which is the unit of work, has WORDS words."""
     W: tl.constexpr = ch.world
     VECTORS: tl.constexpr = WORDS // 4
     local, addresses, state = memory
@@ -250,9 +251,9 @@ def gather_low_latency(
     c = tl.arange(0, WORDS)
     for b in range(pid * VECTORS, count, PROGRAMS * VECTORS):
         ok = c < 4 * (count - b)
-        words = replace_empty(tl.load(x + 4 * b.to(tl.int64) + c, mask=ok, other=0))  # bits as on the other ranks
+        words = replace_empty(tl.load(x + 4 * b.to(tl.int64) + c, mask=ok, other=0))  # the same bits as on other ranks
         tl.store(out + 4 * (lo + b).to(tl.int64) + c, words, mask=ok)
-    for unit in range(pid, units, PROGRAMS):  # beginning with the next rank
+    for unit in range(pid, units, PROGRAMS):  # the loop begins with the next rank
         owner = (me + 1 + unit % (W - 1)) % W
         b = tl.load(starts + owner) + unit // (W - 1) * VECTORS
         width = 4 * (tl.load(starts + owner + 1) - b)
@@ -281,8 +282,8 @@ def scatter_low_latency(
     MAX_PROGRAMS: tl.constexpr,
 ):
     """Sum x over the ranks in rank order, and store this rank's part of the sum in out. x has int32 words, and out has
-    elements of DTYPE. A third is [W, longest] and has every rank's addend of this rank's part. A block has P elements.
-    All further arguments are as in `gather_low_latency`."""
+    elements of DTYPE. A third is [W, longest] and contains every rank's addend for this rank's part. A block has P
+    elements. All further arguments are as in `gather_low_latency`."""
     W: tl.constexpr = ch.world
     VECTORS: tl.constexpr = WORDS // 4
     local, addresses, state = memory

@@ -1,5 +1,5 @@
-"""Access of kernels to the memory of every rank: TMA descriptors, the halves of an arena, and the locks that serialise
-uses of this memory across streams."""
+"""The means by which kernels access the memory of every rank: TMA descriptors, the halves of an arena, and the locks
+that serialise uses of this memory across streams."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..world import Arena, World
 
 
 def rank_word(world: World) -> torch.Tensor:
-    """Return this rank's number, int32 [1]. A kernel loads it, because Triton would compile a separate kernel for some
-    values of an integer argument."""
+    """Return the number of this rank, int32 [1]. A kernel loads the number from this tensor, because Triton would
+    compile a separate kernel for some values of an integer argument."""
     return world.cached("rank word", lambda: world.tensor([world.rank], torch.int32))
 
 
 def half_elements(half_bytes: int, cols: int, dtype: torch.dtype) -> int:
-    """Return the element at which an arena's second half starts, that is, the start of the first whole row of `cols`
-    elements after the bytes of the first half."""
+    """Return the element at which the second half of an arena starts. This is the start of the first whole row of
+    `cols` elements after the bytes of the first half."""
     elements = half_bytes // dtype.itemsize
     return (elements + cols - 1) // cols * cols
 
@@ -36,7 +36,7 @@ class Flat:
     The copies may be anywhere in this process's address space. A step of the first coordinate is a granule, the largest
     power of two (at most 2 MiB) that divides the distances of all copies from the copy with the lowest address.
 
-    `base` is the copy with the lowest address. `index` has the first coordinate of each rank's copy.
+    `base` is the copy with the lowest address. `index` contains the first coordinate of each rank's copy.
     """
 
     base: torch.Tensor

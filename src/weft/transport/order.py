@@ -8,9 +8,9 @@ from ..plans import Decomposed
 
 
 def group_steps(plan: Decomposed, size: int) -> list[range]:
-    """Return the steps of every group. Step s moves the shard of rank ^ s, so that a step is a perfect matching of
-    ranks, and a group of 2^i steps moves the shards of one contiguous run of ranks. If the world size is not a power of
-    two, each shard is a group of its own, in ring order."""
+    """Return the steps of every group. Step s transfers the shard of rank ^ s. So each step is a perfect matching of
+    ranks, and a group of 2^i steps transfers the shards of one contiguous run of ranks. If the world size is not a
+    power of two, each group consists of one shard, and the groups are in ring order."""
     if size & (size - 1):
         return [range(s, s + 1) for s in range(size)]
     groups, steps, start = plan.groups or (1,) * size, [], 0
@@ -30,6 +30,6 @@ def peer_at(step: int, rank: int, size: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def chunks(plan: Decomposed, rank: int, size: int) -> tuple[tuple[int, list[int]], ...]:
-    """Return the first rank of each group's run, and the group's ranks in the order of the steps."""
+    """Return, for each group, the first rank of its run, and its ranks in the order of the steps."""
     groups = [[peer_at(s, rank, size) for s in group] for group in group_steps(plan, size)]
     return tuple((min(group), group) for group in groups)

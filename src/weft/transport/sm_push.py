@@ -15,8 +15,8 @@ from .sm_push_kernels import push_blocks
 
 
 class PushBlock(NamedTuple):
-    """A block of a matrix to push to `reader`, and an entry of the table that `push_blocks` reads. Starts and row
-    strides are in elements; `dst` is in the reader's memory, and `src` is in this rank's matrix."""
+    """A block of a matrix that is pushed to `reader`. It is an entry of the table that `push_blocks` reads. Starts and
+    row strides are in elements; `dst` is in the reader's memory, and `src` is in this rank's matrix."""
 
     reader: int
     rows: int
@@ -31,7 +31,8 @@ def block_launch(
     world: World, programs: int, key: tuple[Hashable, ...], blocks: Sequence[PushBlock], dtype: torch.dtype
 ) -> Launch:
     """Return the launch that pushes blocks of x into their readers' memory. The arguments of the launch are x and this
-    memory. The table of the blocks is stored under `key`. If `programs` is 0, there is one program for each SM."""
+    memory. The World caches the table of the blocks under `key`. If `programs` is 0, there is one program for each
+    SM."""
     table = world.cached(("push", *key), lambda: world.tensor([word for b in blocks for word in b], torch.int64))
     max_rows, max_columns = max(block.rows for block in blocks), max(block.columns for block in blocks)
     cols = min(1 << (max_columns - 1).bit_length(), 1024)

@@ -24,10 +24,11 @@ def push_blocks(
 ):
     """Store blocks of the matrix x into the memory of their readers.
 
-    table int64 [blocks, 7] has for each block its reader, rows and columns, its start and row stride in the reader's
-    memory, and its start and row stride in x, in elements; all but the reader and the rows are multiples of ALIGN. A
-    tile is ROWS x COLS, and the largest block has tiles_down x tiles_across tiles. Consecutive tiles belong to
-    different blocks, so that the programs do not all push to the same reader at the same time.
+    table int64 [blocks, 7] contains for each block its reader, its numbers of rows and columns, its start and row
+    stride in the reader's memory, and its start and row stride in x. Starts and strides are in elements. All entries
+    except the reader and the number of rows are multiples of ALIGN. A tile is ROWS x COLS, and the largest block has
+    tiles_down x tiles_across tiles. Consecutive tiles belong to different blocks, so that the programs do not all push
+    to the same reader at the same time.
     """
     i, j = tl.arange(0, ROWS), tl.arange(0, COLS)
     for t in range(tl.program_id(0), blocks * tiles_across * tiles_down, tl.num_programs(0)):

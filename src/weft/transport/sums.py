@@ -1,7 +1,7 @@
 """The kernel that sums rows over ranks, after all ranks have staged them on their owner.
 
-Larger kernels contain further sums over ranks: sums of tiles in an arena (ops/matmul_reduce/kernels.py), of rows that
-are then normalised in registers (`sum_rows`, ops/all_reduce/kernels.py), and of low-latency rows
+Three larger kernels contain other sums over ranks: sums of tiles in an arena (ops/matmul_reduce/kernels.py), sums of
+rows that are then normalised in registers (`sum_rows`, ops/all_reduce/kernels.py), and sums of low-latency rows
 (low_latency_kernels.py).
 """
 
@@ -27,13 +27,13 @@ def sum_staged(
     ALIGNED: tl.constexpr,
 ):
     """Compute out [rows, N], the sum over ranks in fp32 and in rank order, + bias [N] if BIAS. This rank's addend is x
-    [rows, N]; the other ranks' addends are in staging [W, rows, N]. me, int32 [1], has the number of this rank. ALIGNED
-    means that N, like BLOCK, is a multiple of 8."""
+    [rows, N]; the other ranks' addends are in staging [W, rows, N]. me, int32 [1], contains the number of this rank.
+    ALIGNED means that N, like BLOCK, is a multiple of 8."""
     count = rows.to(tl.int64) * N
     rank = tl.load(me)
     i = tl.arange(0, BLOCK)
     for b in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-        start = b.to(tl.int64) * BLOCK  # pointers include it: 64-bit indices of all elements would spill registers
+        start = b.to(tl.int64) * BLOCK  # added to the pointers: 64-bit indices of all elements would spill registers
         ok = i < (count - start)
         acc = tl.zeros((BLOCK,), tl.float32)
         for r in tl.static_range(W):

@@ -5,14 +5,14 @@ exchange data. Inside a node copy engines move rows out of symmetric memory, so 
 transfer between nodes needs. A barrier of the node's ranks before these copies ensures that the rows are complete.
 
 Plan TwoLevel: each node runs the op on the node's World, with the plan that "auto" chooses for that World, while a
-second stream sends rows between the nodes. A node sums in float32 in the order of its ranks, and rounds once.
-Reduce-scatter then sums the nodes' results in float32 in the order of the nodes; all-reduce sums them in NCCL's order.
+second stream sends rows between the nodes. A node computes sums in float32 in the order of its ranks, and rounds each
+sum once. Reduce-scatter then sums the nodes' results in float32 in the order of the nodes; all-reduce sums them in
+NCCL's order.
 
-The events of each rank order its two streams, and no further order is needed: a transfer reads and writes only memory
-of this call, or symmetric memory of the node. All-reduce writes again a row of symmetric memory that peers pulled in
-the previous call. It does so only after each peer has contributed to the row's sum in this call, and on the peer's
-stream that contribution comes after the pulls. In an all-to-all a row has only one source, so the call ends with a
-barrier.
+Events order the two streams of each rank. No further order is needed, because a transfer accesses only memory of this
+call, or symmetric memory of the node. All-reduce overwrites a row of symmetric memory that peers pulled in the previous
+call. It does so only after each peer has contributed to the sum of the row in this call, and on the peer's stream this
+contribution comes after the pulls. In an all-to-all a row has only one source, so the call ends with a barrier.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..world import World
 from .copy_engine import pull_parts, sum_parts
 from .memory import workspace
 
-BETWEEN = "between nodes"  # the name of the stream of the transfers
+BETWEEN = "between nodes"  # the name of the stream for the transfers
 
 
 def node_pairs(world: World) -> Iterator[tuple[int, int]]:
@@ -104,8 +104,8 @@ def row_chunks(world: World, m: int, plan: TwoLevel) -> list[RowChunk]:
 def chunk_memory(
     world: World, name: str, chunks: Sequence[RowChunk], columns: int, dtype: torch.dtype
 ) -> SymmetricTensor:
-    """Return symmetric memory of the node for the rows of every chunk. Each rank's memory has the rows that the rank
-    owns."""
+    """Return symmetric memory of the node for the rows of every chunk. Each rank's memory contains the rows that the
+    rank owns."""
     shape = len(chunks), max(max(chunk.shards) for chunk in chunks), columns
     return workspace(world.levels.node, f"two levels, {name}", shape, dtype)
 
@@ -125,7 +125,7 @@ def pull_rows(
     world: World, memory: SymmetricTensor, chunk: RowChunk, out: torch.Tensor, begin: int, stream: Stream
 ) -> None:
     """Copy the chunk's rows to `out`, which begins with row `begin` of the matrix; rows outside `out` are not copied.
-    `memory`, [chunks, rows, columns], has on each rank of the node the rows of every chunk that the rank owns."""
+    On each rank of the node, `memory`, [chunks, rows, columns], contains the rows of every chunk that the rank owns."""
     node, end = world.levels.node, begin + out.shape[0]
     for p in (node.rank, *node.other_ranks):
         rows = chunk.rows(p)
