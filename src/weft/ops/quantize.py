@@ -177,8 +177,8 @@ def quantize(
         A `weft.ScaledTensor`, with scales [M, 1], [M, K / 128], [M / 128 rounded up, K / 128] (weight) or [1].
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. Also if x requires a
-        gradient. Unsupported: the GPU has no e4m3.
+        ValueError, TypeError: shapes, dtypes or devices do not fit, or x requires a gradient; the message quotes them.
+        Unsupported: the GPU has no e4m3.
 
     Examples:
         >>> x = torch.ones(2, 16).bfloat16()

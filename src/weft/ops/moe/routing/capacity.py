@@ -135,7 +135,7 @@ def apply_capacity(
             the smallest weights, and among equal weights the later tokens' routes. A NaN is greater than all numbers.
 
     Returns:
-        Two tensors: int32 [T, k], which is `ids` with -1 in place of each dropped route, and int32 [E], the number of
+        int32 [T, k], which is `ids` with -1 in place of each dropped route, and int32 [E], the number of
             dropped routes of each expert. The weights of a token's other routes are not changed.
 
     Raises:
