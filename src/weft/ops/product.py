@@ -165,7 +165,7 @@ def matmul(
         [M, N]. The function is not differentiable, and raises ValueError for an operand that requires a gradient.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
+        ValueError, TypeError: a shape, dtype or device is invalid; the message quotes it.
         Unsupported: the GPU cannot multiply 8-bit operands.
 
     Examples:

@@ -177,7 +177,7 @@ def quantize(
         A `weft.ScaledTensor`, with scales [M, 1], [M, K / 128], [M / 128 rounded up, K / 128] (weight) or [1].
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit, or x requires a gradient; the message quotes them.
+        ValueError, TypeError: a shape, dtype or device is invalid, or x requires a gradient; the message quotes it.
         Unsupported: the GPU has no e4m3.
 
     Examples:

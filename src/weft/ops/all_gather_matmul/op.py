@@ -205,7 +205,7 @@ def all_gather_matmul(
         x_shard: [m_r, K], this rank's rows. m_r is any number, including 0.
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], this rank's part.
-        world: the ranks. All of them must make the same call in the same order.
+        world: the ranks. All ranks must make the same call in the same order.
         plan: "auto", the name of a plan class ("sequential", "decomposed", "fused", "flag_gated", "one_shot"; on
             several nodes "two_level") or a Plan; the same on all ranks.
         out: [M, N], contiguous: the tensor for the result, which may share memory with an operand. It is not
@@ -230,7 +230,7 @@ def all_gather_matmul(
     of ordinary memory during the call.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
+        ValueError, TypeError: a shape, dtype or device is invalid; the message quotes it.
         Mismatch: ranks disagree on shapes, dtype or plan, or make different calls.
         Timeout: a peer did not arrive; see the guide.
         WeftError: the first call of a shape is inside a CUDA graph capture.

@@ -292,7 +292,7 @@ def all_reduce_rms_norm(
             the same offset on every rank, and the plan counts rows, peers store rows directly in `out`. If the plan
             posts rows, only this rank writes `out`. If `out` is in ordinary memory, a plan that counts rows copies them
             from symmetric memory to `out`. No rank writes `out` between the end of a call and this rank's next call.
-        world: the ranks. All of them must make the same call in the same order.
+        world: the ranks. All ranks must make the same call in the same order.
         plan: "auto", the name of a plan class ("sequential", "decomposed", "one_shot", "two_shot", "multicast"; on
             several nodes "two_level") or a Plan; the same on all ranks.
 
@@ -311,7 +311,7 @@ def all_reduce_rms_norm(
     ordinary memory during the call.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. They are also raised if an
+        ValueError, TypeError: a shape, dtype or device is invalid; the message quotes it. They are also raised if an
             operand requires a gradient, which this op does not compute; use torch.no_grad().
         Mismatch, Timeout, WeftError: as for `all_gather_matmul`.
 

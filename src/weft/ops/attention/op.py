@@ -337,7 +337,7 @@ def gathered_attention(
             that the last rank has the most work. "zigzag": each rank has the rows that `weft.zigzag_split` returns, so
             that all ranks have equal work; `rows` are then `weft.zigzag_rows`.
         return_lse: also return the logarithm of the softmax's sums, which has no gradient.
-        world: the ranks. All of them must make the same call in the same order.
+        world: the ranks. All ranks must make the same call in the same order.
         plan: "auto", "sequential", "segmented", "head_parallel" or a Plan of one of these classes; the same on all
             ranks.
         out: [m_r, heads, D], contiguous: the tensor for the result, which may share memory with an operand. A call with
@@ -359,7 +359,7 @@ def gathered_attention(
     symmetric memory.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
+        ValueError, TypeError: a shape, dtype or device is invalid; the message quotes it.
         Unsupported: no library on this machine supports such attention (the message quotes the errors of all
             libraries); a window or packed sequences in the zigzag layout; `out` with a batch size above 1.
         Mismatch, Timeout: as for `all_gather_matmul`.

@@ -131,7 +131,7 @@ def matmul_all_to_all(
         destinations: the destination rank of each row, in any order and any distribution; or a Routing from
             `weft.route`, which many calls can use. Without a Routing the hosts exchange the destinations in every call,
             which a CUDA graph cannot capture.
-        world: the ranks. All of them must make the same call in the same order.
+        world: the ranks. All ranks must make the same call in the same order.
         plan: "auto", "sequential", "signaled", "two_level" (on several nodes), or a Plan of one of these classes; the
             same on all ranks.
         out: [r, N], contiguous: the tensor for the result, which may share memory with an operand.

@@ -53,7 +53,7 @@ def matmul_all_to_all_routed(
         destinations: int32 [m] on this rank's device, the destination rank of each row, in any order and any
             distribution. A row is not sent if its destination is -1 or another number that is not a rank. The values
             may differ between replays of a CUDA graph.
-        world: the ranks. All of them must make the same call in the same order.
+        world: the ranks. All ranks must make the same call in the same order.
         plan: "auto", "sequential", "fused" or a Plan of one of these classes; the same on all ranks. "auto" means
             "fused" if this plan supports the call, otherwise "sequential", because the planner has no model of these
             plans.

@@ -200,7 +200,7 @@ def matmul_reduce_scatter(
         x: [M, K], this rank's columns of the activation. M is any number, including 0.
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], the same on all ranks. The bias is added once, to the sum.
-        world: the ranks. All of them must make the same call in the same order.
+        world: the ranks. All ranks must make the same call in the same order.
         plan: "auto", the name of a plan class ("sequential", "decomposed", "fused", "signaled", "one_shot"; on several
             nodes "two_level") or a Plan; the same on all ranks.
         out: [m_r, N], contiguous: the tensor for the result, which may share memory with an operand. It is not

@@ -231,7 +231,7 @@ def dispatch(
             outside 0 to experts - 1 are not sent.
         weights: float32 [T, k], for `combine`.
         experts: the number of experts of all ranks.
-        world: the ranks. All of them must make the same calls in the same order.
+        world: the ranks. All ranks must make the same calls in the same order.
         layout: "contiguous" returns rows [R, H]: experts follow one another, each starting at a multiple of
             `expert_alignment`. R is the worst case, W max_tokens min(k, El) plus El alignments, where max_tokens is the
             largest number of tokens of a rank. Padding between experts is zero; rows after the last expert are not
@@ -266,7 +266,7 @@ def dispatch(
     not change ids or weights before the backward pass.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
+        ValueError, TypeError: a shape, dtype or device is invalid; the message quotes it.
         Mismatch: the ranks make different calls.
         Overflow: earlier calls left rows out.
         WeftError: no buffer is free, or the first call of this signature is inside a CUDA graph capture.
@@ -315,7 +315,7 @@ def combine(
     The function is differentiable in y, shared and the dispatched weights, but not with out.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
+        ValueError, TypeError: a shape, dtype or device is invalid; the message quotes it.
         Overflow: earlier calls left rows out.
         WeftError: the handle has already been combined, is not the oldest pending one, or belongs to a different World.
         Timeout: as `dispatch`.

@@ -147,7 +147,7 @@ def moe(
             operands. With "nothing", the backward pass sends x again. "rows" saves the tokens as they arrived, W
             max_tokens H elements. "activation" also saves N elements for each row for which there is room, which saves
             the backward pass a GEMM. The sequential plan saves nothing.
-        world: the ranks. All of them must make the same calls in the same order.
+        world: the ranks. All ranks must make the same calls in the same order.
         plan: "auto", "sequential", "dispatched", "fused", "low_latency" (few tokens) or a Plan of one of these classes;
             the same on all ranks.
         out: [T, H], contiguous: the tensor for the result; it may be x or shared.
@@ -162,7 +162,7 @@ def moe(
     elements of ordinary memory for each of max_rows + 128 El rows.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
+        ValueError, TypeError: a shape, dtype or device is invalid; the message quotes it.
         Mismatch, Timeout: as for `all_gather_matmul`.
         Overflow: at a later call of an op or `World.synchronize`, on a rank that left rows out and on the ranks of
             their tokens. The message contains the number of rows.

@@ -139,7 +139,7 @@ def apply_capacity(
             dropped routes of each expert. The weights of a token's other routes are not changed.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message quotes them.
+        ValueError, TypeError: a shape, dtype, device or option is invalid; the message quotes it.
     """
     weights = weights.detach() if isinstance(weights, torch.Tensor) else weights
     options = experts, float(capacity_factor), drop

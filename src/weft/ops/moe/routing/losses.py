@@ -190,7 +190,7 @@ def load_balancing_loss(logits: torch.Tensor, ids: torch.Tensor, *, world: World
         float32 [], 0 without tokens or routes.
 
     Raises:
-        ValueError, TypeError: shapes or devices do not fit; the message quotes them.
+        ValueError, TypeError: a shape or device is invalid; the message quotes it.
     """
     loss: torch.Tensor = BALANCE_OP(world, Sequential(), BalanceOperands(logits, ids))[0]
     return loss
@@ -208,7 +208,7 @@ def z_loss(logits: torch.Tensor, *, world: World) -> torch.Tensor:
         float32 [], 0 without tokens.
 
     Raises:
-        ValueError, TypeError: shape or device does not fit; the message quotes it.
+        ValueError, TypeError: the shape or device is invalid; the message quotes it.
     """
     loss: torch.Tensor = SQUARE_OP(world, Sequential(), (logits,))
     return loss

@@ -99,7 +99,7 @@ def expert_placement(ids: torch.Tensor, table: torch.Tensor, *, world: World) ->
             replica.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.
+        ValueError, TypeError: a shape, dtype or device is invalid; the message quotes it.
     """
     physical_ids: torch.Tensor = PLACEMENT(world, Sequential(), PlacementOperands(ids, table))
     return physical_ids

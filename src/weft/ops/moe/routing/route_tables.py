@@ -100,7 +100,7 @@ def share_routes(world: World, routes: Routes, ids: torch.Tensor, weights: torch
     ranks are in the same call, but not for their routes: `run_builder` waits for these.
 
     Args:
-        world: the ranks. All of them must make the same calls in the same order, each followed by `run_builder`.
+        world: the ranks. All ranks must make the same calls in the same order, each followed by `run_builder`.
         ids: int32 [T, k], contiguous: the experts of each token, numbered over all ranks; -1 for none. A token's ids
             are distinct. T is at most max_tokens_per_rank and may differ between ranks.
         weights: float32 [T, k], contiguous.

@@ -73,7 +73,7 @@ def gate(
         ids int32 [T, k], the best first, and weights float32 [T, k].
 
     Raises:
-        ValueError, TypeError: shapes, dtypes, devices or options do not fit; the message quotes them.
+        ValueError, TypeError: a shape, dtype, device or option is invalid; the message quotes it.
     """
     options = k, scoring, renormalise, groups, top_groups, float(scale)
     if isinstance(bias, torch.Tensor):
