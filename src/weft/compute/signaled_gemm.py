@@ -17,9 +17,9 @@ The release has scope gpu, because only a kernel on a stream of this GPU waits f
 wait_group), and the collective follows this kernel on the stream. The GEMM waits for no rank, so neither a slow
 communicator nor a slow peer can hang it.
 
-On Hopper and later the kernel is one loop over the K steps of all tiles (FLAT). Older GPUs have no TMA. There a loop
-over tiles computes the addresses for ordinary loads and stores once for each tile, and a program increments the counter
-directly after the stores.
+On Hopper and later the kernel is one loop over the K steps of all tiles (FLAT). Older GPUs have no TMA. On such a GPU,
+a loop over tiles computes the addresses for ordinary loads and stores once for each tile, and a program increments the
+counter directly after the stores.
 """
 
 from typing import NamedTuple
@@ -71,8 +71,8 @@ def load_out_rows(row_map, row, M, BM: tl.constexpr):
 
 @jit
 def load_group(groups):
-    """Return an entry of a program's table. It contains the program's last tile in the group, the group's number, the
-    group's first tile, and the number of tiles that each owner has in the group."""
+    """Return an entry of a program's table: the program's last tile in the group, the group's number, the group's first
+    tile, and the number of tiles that each owner has in the group."""
     return tl.load(groups), tl.load(groups + 1), tl.load(groups + 2), tl.load(groups + 3)
 
 

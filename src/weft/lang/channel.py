@@ -40,7 +40,7 @@ def rank_of(ch):
 
 @jit
 def calls_of(ch):
-    """Return the number of this call. It starts at 1 and is the same on every rank."""
+    """Return the number of this call. Calls are numbered from 1, with the same number on every rank."""
     return tl.load(ch.state + CALLS) + 1
 
 
@@ -76,11 +76,10 @@ def take_ticket(ch, count):
 @jit
 def end_call(ch, epoch, programs):
     """End the call for this program. This must be the last statement of the program. The last of `programs` programs
-    clears the tickets and increments the number of calls. It also increments the caller's word `epoch`, unless `epoch`
-    is None.
+    clears the tickets and increments the number of calls and, unless it is None, the caller's word `epoch`.
 
-    The count of finished programs is an acquire-release. It orders all uses of this call's numbers before the last
-    program's update, and a later kernel on the stream starts only after this kernel has ended.
+    The count of finished programs is an acquire-release, so all uses of this call's numbers come before the last
+    program's update. A later kernel on the stream starts only after this kernel has ended.
     """
     flush_stores(True)
     if tl.atomic_add(ch.state + DONE, 1, sem="acq_rel", scope="gpu") == programs - 1:

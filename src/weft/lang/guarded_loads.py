@@ -35,8 +35,8 @@ LOADS = ("tt.load", *BULK_LOADS)
 
 @dataclass(eq=False)
 class Operation:
-    """An operation of the IR. It consists of the text up to the first region, the regions and the text between them,
-    and the text after the last region."""
+    """An operation of the IR: the text up to the first region, the regions and the text between them, and the text
+    after the last region."""
 
     text: str
     regions: list[list[Operation]] = field(default_factory=list)
@@ -107,9 +107,9 @@ def is_loop(op: Operation) -> bool:
 
 
 def is_pipelined(loop: Operation) -> bool:
-    """Return whether Triton may issue loads of later iterations ahead of time in this loop. This is possible if the
-    loop is flattened or contains other loops only inside an `if`. Triton then moves loads whose values are operands of
-    a dot product, or any loads if the kernel's author specifies a number of stages."""
+    """Return whether Triton may issue loads of later iterations of this loop ahead of time. Triton may do so if the
+    loop is flattened or contains other loops only inside an `if`. In such a loop, it moves loads whose values are
+    operands of a dot product, or any loads if the kernel's author specifies a number of stages."""
     if loop.name != "scf.for" or "tt.flatten" not in loop.end and any(map(is_loop, loop.regions[0])):
         return False
     if stages := re.search(r"tt\.num_stages = (\d+)", loop.end):
@@ -125,7 +125,7 @@ def is_wait(op: Operation) -> bool:
 
 
 def is_signal(op: Operation) -> bool:
-    """Return whether other programs may wait for the operation. This is so for an atomic, and for assembly that has
+    """Return whether other programs may wait for the operation. They may wait for an atomic, and for assembly that has
     effects and is not a wait."""
     if op.name == "tt.elementwise_inline_asm":
         return "pure = true" not in op.text and "ld.acquire" not in op.text
@@ -162,8 +162,8 @@ def _visit(op: Operation, rewriting: Rewriting) -> bool:
 
 
 def _can_depend(inside: Iterable[Operation]) -> bool:
-    """Return whether loads can be made to depend on these waits. This requires that the waits are assembly and that no
-    load uses a block pointer."""
+    """Return whether loads can be made to depend on these waits. The waits must be assembly, and no load may use a
+    block pointer."""
     for op in inside:
         if is_wait(op) and not (op.name == "tt.elementwise_inline_asm" and f"-> i32{op.location}" in op.text):
             return False
@@ -333,7 +333,8 @@ class Rewriting:
 
 
 def _has_early_load(block: list[Operation]) -> bool:
-    """Return whether a load comes before the block's first wait. Loads for the arguments of the wait do not count."""
+    """Return whether a load comes before the block's first wait. Loads that compute the arguments of the wait do not
+    count."""
     arguments = _numbers_for_waits(block)
     for op in block:
         if any(map(is_wait, op.inside())):

@@ -46,9 +46,9 @@ def wait_until(
 ):
     """Acquire: block until `*ptr >= target` (int32, modulo 2^32), or until the guard's bound expires.
 
-    MANY: the number of words from `ptr` on, at most 32, for which the program waits concurrently. They belong to ranks
-    `peer`, `peer` + 1, and so on. If the program waited for one word after another, each wait would cost a round trip
-    to memory.
+    MANY: the number of words from `ptr` on, at most 32, for which the program waits concurrently. The words belong to
+    ranks `peer`, `peer` + 1, and so on. If the program waited for one word after another, each wait would cost a round
+    trip to memory.
 
     After the wait, ordinary loads and bulk (TMA) loads of this program see all stores that were released before the
     counter reached `target`. `tile` and `peer` are used only in the record of an expired wait (peer -1 means any rank).
@@ -290,8 +290,8 @@ def load_pairs(ptr, seen):
 @intrinsic
 def look_again(tries, began, guard, ptr, tile, peer):
     """Return whether to continue polling for posted words at `ptr`. The result is 1, or 0 once the wait, which began at
-    time `began` (`globaltimer`), has taken longer than the guard's bound. It is the same for all threads. tries: the
-    number of polls so far; every 64th poll reads the clock. tile, peer: as in `wait_until`."""
+    time `began` (`globaltimer`), has taken longer than the guard's bound. All threads receive the same result. tries:
+    the number of polls so far; every 64th poll reads the clock. tile, peer: as in `wait_until`."""
     asm: tl.constexpr = """{
         .reg .pred p, q; .reg .b32 v, tid; .reg .b64 t, bound, flag, rec, wide;
         mov.b32 $0, 1; and.b32 v, $1, 63; setp.ne.s32 p, v, 63; @p bra OUT;

@@ -130,8 +130,9 @@ def jit(
     """Decorate a kernel or a device function (Triton syntax).
 
     do_not_specialize: the integer arguments that differ between ranks or between calls. For other integers, Triton
-    compiles a separate kernel if the value is 1 or divisible by 16. Then ranks that run different kernels can hang, and
-    a call may wait for the compiler. Integers inside a NamedTuple cannot be listed and must be equal on every rank.
+    compiles a separate kernel if the value is 1 or divisible by 16. Ranks that run different kernels can hang, and a
+    call may have to wait for the compiler. Integers inside a NamedTuple cannot be listed and must be equal on every
+    rank.
 
     guard_loads: whether loads stay after waits in loops that Triton pipelines or flattens, and waits and signals stay
     in the order of the source (lang/guarded_loads.py). Without guard_loads, `weft check` reports loads that run too

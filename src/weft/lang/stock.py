@@ -1,10 +1,10 @@
 """The intrinsics of weft.lang, built from Triton 3.9's atomics with semantics and scope instead of assembly.
 
-With WEFT_STOCK_TRITON=1 in the environment, they replace the functions in intrinsics.py, which documents them. They are
-intended for checkers that cannot analyse assembly, such as Triton's GSan (docs/check.md), not for speed. Stock Triton
-has no fences, so the atomics after `release_fence` are themselves releases (`AFTER_FENCE`). Its only means to measure
-time is the time limit of `tl.atomic_poll`. Operations that stock Triton lacks remain assembly: the order of bulk (TMA)
-and ordinary accesses, and accesses through multicast addresses.
+With WEFT_STOCK_TRITON=1 in the environment, they replace the functions in intrinsics.py, which documents them. These
+functions are intended for checkers that cannot analyse assembly, such as Triton's GSan (docs/check.md), not for speed.
+Stock Triton has no fences, so the atomics after `release_fence` are themselves releases (`AFTER_FENCE`). Its only means
+to measure time is the time limit of `tl.atomic_poll`. Operations that stock Triton lacks remain assembly: the order of
+bulk (TMA) and ordinary accesses, and accesses through multicast addresses.
 """
 
 import os

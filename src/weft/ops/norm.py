@@ -109,7 +109,7 @@ def rms_norm(
     Returns:
         [M, N] in ordinary order; with a residual also h [M, N].
 
-    Raises ValueError or TypeError for shapes, dtypes or devices that do not fit. The function has no gradient.
+    Raises ValueError or TypeError for an invalid shape, dtype or device. The function has no gradient.
 
     Examples:
         >>> x, weight = torch.full((2, 16), 3.0).bfloat16(), torch.ones(16).bfloat16()

@@ -202,8 +202,8 @@ def tile_unsupported(scaling: Scaling, tile: TileShape) -> str | None:
 
 def with_scaled_tiles(plan: P, scaling: Scaling) -> P:
     """Return the plan with tiles for 8-bit instead of 16-bit operands. The number of bytes in a K step stays the same.
-    If sums are promoted, tiles are 128 x 128. Then each SM runs two programs, or, if programs of a second kernel run on
-    the same SMs, one program with twice as many warps."""
+    If sums are promoted, tiles are 128 x 128. With such tiles, each SM runs two programs, or, if programs of a second
+    kernel run on the same SMs, one program with twice as many warps."""
     if not isinstance(plan, Fused):
         return plan
     tile = plan.tile

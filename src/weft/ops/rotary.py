@@ -122,7 +122,7 @@ def rotary(
             norm.
 
     The result is computed in float32 and rounded once. It has no gradient. Raises ValueError or TypeError for operands
-    that do not fit.
+    with an invalid shape, dtype or device.
     """
     norm_weights = (None, None) if norms is None else norms
     rotated: torch.Tensor = ROTARY(world, Sequential(), (qkv, cos, sin, *norm_weights), (heads, kv_heads, float(eps)))

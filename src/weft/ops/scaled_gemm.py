@@ -78,8 +78,8 @@ def _persistent_launch(
 
 
 def product(world: World, scaling: Scaling, name: str) -> library_gemm.ScaledProduct:
-    """Return the function with this name. It computes the GEMM by weft's own kernel with a plan's tiles, or by a
-    library."""
+    """Return the function with this name. The function computes the GEMM by weft's own kernel with a plan's tiles, or
+    by a library."""
     if name in PERSISTENT_PLANS:
         return partial(multiply_persistent, world, PERSISTENT_PLANS[name])
     return library_gemm.scaled_products(scaling)[name]

@@ -32,9 +32,9 @@ def half_tile_is_faster(shards: Sequence[int], n: int, programs: int) -> bool:
 
 def with_architecture_tiles(plan: P, capability: int) -> P:
     """If the plan has Hopper's 128 x 256 x 64 tiles, return it with tiles that fit the shared memory and registers of a
-    GPU of this compute capability. The number of waves stays the same, except for fused plans on GPUs before Hopper.
-    There mma.sync reads operands from registers, and an SM that also runs pull programs has too few registers for 128 x
-    256."""
+    GPU of this compute capability. The number of waves stays the same, except for fused plans on GPUs before Hopper. On
+    these GPUs mma.sync reads operands from registers, and an SM that also runs pull programs has too few registers for
+    128 x 256."""
     if not isinstance(plan, Fused | Signaled):
         return plan
     tile = plan.tile

@@ -5,7 +5,7 @@ There are no counters. A word of staging memory is EMPTY until a rank posts data
 reader polls a row until no word of the row is EMPTY. Polling the data avoids the fence of a notification, which waits
 until the peers have acknowledged every store, and the subsequent transfer of the counter to the peer.
 
-Order of accesses. Calls rotate through three thirds of the memory: call n fills and reads one third. It also clears the
+Order of accesses. Calls rotate through three thirds of the memory: call n fills and reads one third, and clears the
 third of call n - 1, from which this rank's kernel has already read everything. Peers fill the cleared third again in
 call n + 2, after their call n + 1. A peer's call n + 1 waits for rows that this rank posted in its own call n + 1, or
 for a sum that includes these rows. By then this rank's call n had ended, so it had cleared the third. So every rank
@@ -113,8 +113,8 @@ def clear(third, count, pid, VECTORS: tl.constexpr, PROGRAMS: tl.constexpr):
 
 @jit
 def compare_calls(calls, number, pid, PROGRAMS: tl.constexpr):
-    """Check that all ranks make the same call. This is necessary because posted rows do not contain the number of the
-    call. The last program, which has the fewest rows, performs the check after it has posted its rows and before it
+    """Check that all ranks make the same call. The check is necessary because posted rows do not contain the number of
+    the call. The last program, which has the fewest rows, performs the check after it has posted its rows and before it
     waits for other ranks."""
     if pid == PROGRAMS - 1:
         same_call(calls, number)

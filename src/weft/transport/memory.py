@@ -23,8 +23,8 @@ def rank_word(world: World) -> torch.Tensor:
 
 
 def half_elements(half_bytes: int, cols: int, dtype: torch.dtype) -> int:
-    """Return the element at which the second half of an arena starts. This is the start of the first whole row of
-    `cols` elements after the bytes of the first half."""
+    """Return the element at which the second half of an arena starts: the start of the first whole row of `cols`
+    elements after the bytes of the first half."""
     elements = half_bytes // dtype.itemsize
     return (elements + cols - 1) // cols * cols
 

@@ -15,8 +15,8 @@ from .sm_push_kernels import push_blocks
 
 
 class PushBlock(NamedTuple):
-    """A block of a matrix that is pushed to `reader`. It is an entry of the table that `push_blocks` reads. Starts and
-    row strides are in elements; `dst` is in the reader's memory, and `src` is in this rank's matrix."""
+    """A block of a matrix that is pushed to `reader`: an entry of the table that `push_blocks` reads. Starts and row
+    strides are in elements; `dst` is in the reader's memory, and `src` is in this rank's matrix."""
 
     reader: int
     rows: int

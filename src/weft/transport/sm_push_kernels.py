@@ -1,6 +1,6 @@
-"""The kernel that pushes blocks of a matrix into other ranks' memory. It runs after a barrier, which ensures that no
-reader still reads that memory. Each block has its own start and row stride, so that the push rearranges the matrix. The
-kernel itself notifies no rank; a barrier after it on the same stream notifies the readers.
+"""The kernel that pushes blocks of a matrix into other ranks' memory. The kernel runs after a barrier, which ensures
+that no reader still reads that memory. Each block has its own start and row stride, so that the push rearranges the
+matrix. The kernel itself notifies no rank; a barrier after it on the same stream notifies the readers.
 """
 
 import triton.language as tl

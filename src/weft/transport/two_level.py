@@ -11,8 +11,9 @@ NCCL's order.
 
 Events order the two streams of each rank. No further order is needed, because a transfer accesses only memory of this
 call, or symmetric memory of the node. All-reduce overwrites a row of symmetric memory that peers pulled in the previous
-call. It does so only after each peer has contributed to the sum of the row in this call, and on the peer's stream this
-contribution comes after the pulls. In an all-to-all a row has only one source, so the call ends with a barrier.
+call. The row is overwritten only after each peer has contributed to the sum of the row in this call, and on the peer's
+stream this contribution comes after the pulls. In an all-to-all a row has only one source, so the call ends with a
+barrier.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ which each tile waits for the chunks that the tile reads.
 
 In `copied_gemm` a copy engine pulls the shards one after another, and all SMs compute.
 
-Two alternatives were measured and rejected, because a copy engine was at least as fast (8 H200, 2026-11). One
-alternative pulls chunks of all peers in turn. The other pulls in a small separate kernel, which runs concurrently with
-a GEMM on every SM.
+Two alternatives were measured and rejected, because a copy engine was at least as fast (8 H200, 2026-11). In the first,
+programs pull chunks of all peers in turn. In the second, a small separate kernel pulls, concurrently with a GEMM on
+every SM.
 
 Order of accesses. Peers read the arena half of call n, and the rank writes it again in call n + 2. The rank reaches
 call n + 2 only after every peer has incremented the rank's `ready` in call n + 1, and the peer's programs of call n + 1

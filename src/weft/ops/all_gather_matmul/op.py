@@ -208,15 +208,15 @@ def all_gather_matmul(
         world: the ranks. All ranks must make the same call in the same order.
         plan: "auto", the name of a plan class ("sequential", "decomposed", "fused", "flag_gated", "one_shot"; on
             several nodes "two_level") or a Plan; the same on all ranks.
-        out: [M, N], contiguous: the tensor for the result, which may share memory with an operand. It is not
-            differentiable.
+        out: [M, N], contiguous: the tensor for the result, which may share memory with an operand. A call with `out` is
+            not differentiable.
         rows: the number of rows of each rank's shard, in the order of the ranks. None: every shard has m_r rows.
         out_dtype, use_fast_accum: as in `weft.matmul`, if x_shard and weight are `weft.ScaledTensor`. The rows and
             scales of x_shard are sent unchanged. A per-tensor scale must be the same on all ranks. A call with 8-bit
             operands has no gradient.
 
-    The other tensors are bfloat16, or all are float16, on `world.device`. A tensor that is not contiguous is copied,
-    except for a weight whose transpose is contiguous. Sums are accumulated in float32.
+    All tensors that are not 8-bit are bfloat16, or all are float16, on `world.device`. A tensor that is not contiguous
+    is copied, except for a weight whose transpose is contiguous. Sums are accumulated in float32.
 
     Returns:
         [M, N] with M = sum(rows), the shards in the order of the ranks.
@@ -260,9 +260,9 @@ def all_gather_matmul_with_gathered(
 ) -> tuple[torch.Tensor, Rows]:
     """Return the result of `all_gather_matmul`, and the gathered activation.
 
-    The gathered activation [M, K] is a `weft.ScaledTensor` if x_shard is one. It shares no memory with other tensors
-    and is differentiable. It is saved for the backward pass, which therefore does not gather it again. Arguments and
-    errors are as for `all_gather_matmul`.
+    The gathered activation [M, K] is a `weft.ScaledTensor` if x_shard is one. The gathered activation shares no memory
+    with other tensors and is differentiable. The op saves it for the backward pass, which therefore does not gather the
+    activation again. Arguments and errors are as for `all_gather_matmul`.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()

@@ -149,7 +149,7 @@ def sum_call(world: World, shape: Sequence[int], dtype: torch.dtype) -> SumCall:
 
 def _columns(world: World, n: int, last: int, itemsize: int) -> int:
     """Return the number of columns of the matrix for n elements, where `last` is the size of the last dimension. If
-    possible, rows consist of whole 16-byte words. They have about 1,024 elements, or up to 8,192 if there are still two
+    possible, rows consist of whole 16-byte words. Rows have about 1,024 elements, or up to 8,192 if there are still two
     rows per SM. A kernel is compiled for each number of columns, so the function returns one of only a few numbers for
     most sizes."""
     vector, columns = VECTOR // itemsize, 0

@@ -5,8 +5,8 @@ Each row has an owner: rank r owns M / W consecutive rows. The all-reduce has tw
     push      Every rank stores its partial rows in the staging memory of their owner, and counts each block. A block
               consists of the rows that one program sums. With PULL the rows stay in symmetric memory, and the rank
               sends one notification that they are complete.
-    sum       The owner reads its rows from its staging memory (PULL: from all ranks). It sums them in float32 in rank
-              order, adds the residual and normalises in registers.
+    sum       The owner reads its rows from its staging memory (PULL: from all ranks), sums the rows in float32 in rank
+              order, adds the residual and normalises the sums in registers.
     publish   The owner stores the row in every rank's output, or in symmetric memory, from which the host enqueues a
               copy to the output.
 
@@ -188,8 +188,8 @@ def store_scales(scales, t, row_scales, norm):
 
 @jit
 def store_scales_everywhere(addresses, t, row_scales, me, norm, W: tl.constexpr):
-    """Store the scales of row t on every rank. One store instruction writes to all ranks, because a separate address
-    for each rank would need too many registers."""
+    """Store the scales of row t on every rank. A single store of a block writes to all ranks, because a separate
+    address for each rank would need too many registers."""
     RANKS: tl.constexpr = triton.next_power_of_2(W)
     r = tl.arange(0, RANKS)
     g = tl.arange(0, norm.P // norm.GROUP)[None, :]

@@ -163,7 +163,7 @@ class AllReduceRmsNorm(Reduce):
     results = 3
 
     def check(self, world: World, operands: NormOperands, options: CallOptions) -> SumCall:
-        """Check the operands and options, and return the call. Raises ValueError or TypeError for every fault that this
+        """Check the operands and options, and return the call. Raises ValueError or TypeError for every error that this
         rank can detect alone."""
         (x, residual, weight, bias, scale), (eps, norm, out_dtype, full_residual, recipe) = operands, options
         _check_tensors(NORM, world, operands)
@@ -274,8 +274,8 @@ def all_reduce_rms_norm(
     plan: str | Plan = "auto",
     **removed: Never,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return norm(h) * weight + bias and h, where h = residual + the sum of x over ranks. These are the operations
-    between a row-parallel layer and the next column-parallel layer (TokenWeave, section 4).
+    """Return norm(h) * weight + bias and h, where h = residual + the sum of x over ranks. The function performs the
+    operations between a row-parallel layer and the next column-parallel layer (TokenWeave, section 4).
 
     Args:
         x: [M, H], this rank's part of the sum, bfloat16, float16 or float32. M is at least 1, H is at most 16,384, and
@@ -283,7 +283,7 @@ def all_reduce_rms_norm(
         residual: [m_r, H] of x's dtype, the rows that this rank owns (`weft.lang.balanced_rows(M, W)`, in rank order);
             with full_residual [M, H], the same on all ranks; or None.
         weight: [H], of x's dtype or float32, the same on all ranks.
-        bias: [H], of x's dtype or float32, the same on all ranks. It is added after the norm.
+        bias: [H], of x's dtype or float32, the same on all ranks. The bias is added after the norm.
         norm: "rms" (Zhang and Sennrich 2019) or "layer" (Ba et al. 2016).
         out_dtype: the dtype of the normalised rows: bfloat16, float16 or float32. None: the dtype of x.
         full_residual: if true, the old and the new residual are [M, H] on every rank instead of containing only this
@@ -306,13 +306,13 @@ def all_reduce_rms_norm(
     (sequential), 3 (W + 1) M H elements (one shot), or, in two-shot plans that post, 3 M H elements, 3 M H more with a
     full residual, and 3 M' H more, where M' is M rounded up to a multiple of W. Two-shot plans that count rows use M H
     elements for the rows on their owners or, if rows are pulled, for an x that is not in memory from `World.symmetric`.
-    They use M H elements more for an output that is not in such memory, and M H elements more for a full residual.
+    For an output that is not in such memory, they use M H elements more, and for a full residual M H elements more.
     Decomposed and multicast plans use as much as two-shot plans that pull. Decomposed plans also use M H elements of
     ordinary memory during the call.
 
     Raises:
-        ValueError, TypeError: a shape, dtype or device is invalid; the message quotes it. They are also raised if an
-            operand requires a gradient, which this op does not compute; use torch.no_grad().
+        ValueError, TypeError: a shape, dtype or device is invalid; the message quotes it. An operand that requires a
+            gradient also raises ValueError, because this op computes no gradient; use torch.no_grad().
         Mismatch, Timeout, WeftError: as for `all_gather_matmul`.
 
     Examples:

@@ -110,8 +110,8 @@ def _nonempty_groups(*groups: tuple[int, Sequence[KeyRange]]) -> tuple[KeyGroup,
 def packed_key_ranges(
     rank: int, shards: tuple[int, ...], queries: int, cu_seqlens: tuple[int, ...], causal: bool, window: int
 ) -> KeyRanges:
-    """Return the keys that the queries in the last `queries` rows of `rank` see in packed sequences. They are one run
-    of consecutive local and remote keys."""
+    """Return the keys that the queries in the last `queries` rows of `rank` see in packed sequences. These keys are one
+    run of consecutive local and remote keys."""
     shard_starts = [0, *accumulate(shards)]
     query_start, query_stop = shard_starts[rank + 1] - queries, shard_starts[rank + 1]
     cu_queries, cu_keys, start = [0], [0], query_stop
@@ -199,8 +199,8 @@ def zigzag_restore(x: torch.Tensor, world: World, length: int | None = None) -> 
     """Return the whole sequence [S, ..] in its original order on every rank. Each rank passes its zigzag rows x [n_r,
     ..].
 
-    This is a collective without a gradient. `length` is S; None means that all ranks have as many rows as this rank.
-    Raises ValueError if x does not have this rank's number of rows for `length`.
+    The function is a collective and has no gradient. `length` is S; None means that all ranks have as many rows as this
+    rank. Raises ValueError if x does not have this rank's number of rows for `length`.
     """
     length = x.shape[0] * world.size if length is None else length
     rows, stream = zigzag_rows(length, world.size), world.current_stream()

@@ -6,9 +6,9 @@ results.
     plain    uses torch's float32 arithmetic with all scores in memory at once, for CPUs
 
 The first two are private functions of torch. So each process compares their results with the results of `plain`, once
-for every GPU, dtype and numbers of heads, and separately for forward and backward passes. It uses the first library
-with correct results. All libraries return natural logarithms, and each library's backward pass accepts the forward
-results of any other library.
+for every GPU, dtype and numbers of heads, and separately for forward and backward passes. The process uses the first
+library with correct results. All libraries return natural logarithms, and each library's backward pass accepts the
+forward results of any other library.
 
 The shapes are q [m, heads, D], k and v [n, kv heads, D], out [m, heads, D] and lse float32 [heads, m]. The number of
 heads is a multiple of the number of kv heads, D is contiguous, and rows may be strided. In a causal call m = n, and

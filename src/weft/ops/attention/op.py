@@ -313,8 +313,8 @@ def gathered_attention(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return softmax(scale q K^T) V over the keys K and values V of all ranks. This is attention over a sequence that
-    is split across the ranks (TileLink, section 5).
+    """Return softmax(scale q K^T) V over the keys K and values V of all ranks. The function computes attention over a
+    sequence that is split across the ranks (TileLink, section 5).
 
     Every rank holds some rows of the sequence and returns the output for its own queries.
 
@@ -344,7 +344,7 @@ def gathered_attention(
             `out` is not differentiable. With a batch dimension the batch size must be 1.
 
     All tensors but sinks are bfloat16, or all are float16, on `world.device`. Partial results are rounded to the dtype
-    before they are merged. This adds at most the error of rounding the result itself.
+    before they are merged. The rounding adds at most the error of rounding the result itself.
 
     Returns:
         [m_r, heads, D]; with `return_lse` also float32 [heads, m_r], natural logarithms. With a batch dimension, both

@@ -1,4 +1,4 @@
-"""GEMM + all-to-all with a routing that only the device knows, and the kernel that sends the gradient back.
+"""GEMM + all-to-all with a routing that is known only on the device, and the kernel that sends the gradient back.
 
     number_rows      numbers the rows for each destination in the order that they have here, and stores the count on
                      each destination rank

@@ -1,5 +1,6 @@
-"""x @ weight.T, followed by sending each row to a rank that only the device knows. The op has static shapes, for CUDA
-graphs and torch.compile, and a gradient (FlashOverlap, section 4.2, but the hosts do not exchange the routing).
+"""x @ weight.T, after which each row is sent to its destination rank. The destinations are known only on the device.
+The op has static shapes, for CUDA graphs and torch.compile, and a gradient (FlashOverlap, section 4.2, but the hosts do
+not exchange the routing).
 
     fused        uses three launches: the first numbers the rows of each destination, the second is a GEMM that stores
                  its rows on their destination ranks, and the third copies the received rows to the result (kernels.py)
@@ -40,8 +41,8 @@ def matmul_all_to_all_routed(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows that come to this rank when every rank sends row i of its x @ weight.T + bias to rank
-    destinations[i] (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer). No host reads the
-    destinations.
+    destinations[i] (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer). The host does not read
+    the destinations.
 
     W is the number of ranks, at most 32 for "fused".
 
@@ -57,8 +58,8 @@ def matmul_all_to_all_routed(
         plan: "auto", "sequential", "fused" or a Plan of one of these classes; the same on all ranks. "auto" means
             "fused" if this plan supports the call, otherwise "sequential", because the planner has no model of these
             plans.
-        out: [W, m, N], contiguous: the tensor for the result, which may share memory with an operand. It is not
-            differentiable.
+        out: [W, m, N], contiguous: the tensor for the result, which may share memory with an operand. A call with `out`
+            is not differentiable.
 
     Returns:
         out [W, m, N] and counts int32 [W]. The first counts[s] rows of out[s] came from rank s, in the order that they
@@ -133,8 +134,8 @@ class MatmulAllToAllRouted(MatmulOp[StaticCall]):
         return x if needs[1] else None, weight if needs[0] else None, counts, target_rows
 
     def backward(self, world: World, context: Backward) -> Sequence[torch.Tensor | None]:
-        """Return dx, dweight and dbias of a linear layer. They are computed from the gradients that the destination
-        ranks have sent back."""
+        """Return dx, dweight and dbias of a linear layer. The inputs are the gradients that the destination ranks have
+        sent back."""
         (x, weight, counts, target_rows), needs, call = context.saved, context.needs, context.call
         dout = context.gradients[0]
         assert dout is not None and counts is not None and target_rows is not None

@@ -21,11 +21,11 @@ rank. Every second ticket pulls the other owners' sums of the tile that was summ
 only for GEMM tiles, which wait for nothing, and for sums with smaller ticket numbers. So some program can always
 proceed.
 
-Order of accesses. A rank writes the same half of the arena again in call n + 2. It starts call n + 2 only after every
-peer has notified it in call n + 1, and each peer started call n + 1 after it had ended call n.
+Order of accesses. A rank writes the same half of the arena again in call n + 2. The rank starts call n + 2 only after
+every peer has notified it in call n + 1, and each peer started call n + 1 after the peer's call n had ended.
 
 All ranks increment the same counters, and a fast rank may increment a counter for its tile of the next call before a
-slow rank's increment of this call has arrived. Then a sum may start although the slow rank's increment is missing, but
+slow rank's increment of this call has arrived. A sum may then start although the slow rank's increment is missing, but
 never while data are missing. Before the fast rank left this call, the slow rank had notified it of all the slow rank's
 tiles, each time by a release that covers all owners. The fast rank's increment is a release too, so it also publishes
 those tiles.

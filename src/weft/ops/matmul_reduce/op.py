@@ -159,12 +159,12 @@ class MatmulAllReduce(MatmulReduce):
     emulator_plan = FusedAllReduce
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
-        """Return the default plan of the kind. TwoLevel has two pieces, because a single piece would overlap
+        """Return the default plan of this class. TwoLevel has two pieces, because a single piece would overlap
         nothing."""
         return TwoLevel(2) if kind is TwoLevel else super().default(world, kind)
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:
-        """Return dx, dweight and dbias. They need no communication, because every rank holds all of dy."""
+        """Return dx, dweight and dbias. The gradients need no communication, because every rank holds all of dy."""
         (x, weight), (dy,), needs = ctx.saved, ctx.gradients, ctx.needs
         assert dy is not None
         dy = dy.contiguous()
@@ -203,8 +203,8 @@ def matmul_reduce_scatter(
         world: the ranks. All ranks must make the same call in the same order.
         plan: "auto", the name of a plan class ("sequential", "decomposed", "fused", "signaled", "one_shot"; on several
             nodes "two_level") or a Plan; the same on all ranks.
-        out: [m_r, N], contiguous: the tensor for the result, which may share memory with an operand. It is not
-            differentiable.
+        out: [m_r, N], contiguous: the tensor for the result, which may share memory with an operand. A call with `out`
+            is not differentiable.
         rows: the number of rows that each rank receives, in rank order. None: M is split as evenly as possible, with
             longer shards first (`weft.lang.balanced_rows`).
         out_dtype, use_fast_accum: as in `weft.matmul`, if x and weight are `weft.ScaledTensor`. Partial sums, the
@@ -218,8 +218,8 @@ def matmul_reduce_scatter(
         [m_r, N], with m_r = rows[world.rank].
 
     Backward: an all-gather + GEMM multiplies dy by the transposed weight to compute dx; dweight uses the gathered dy.
-    dbias is the sum of dy over all rows of all ranks. It is the same on every rank, so that the copies of the bias stay
-    equal.
+    dbias is the sum of dy over all rows of all ranks, and is the same on every rank, so that the copies of the bias
+    stay equal.
 
     Memory, in addition to the output: all ops of the World share the symmetric memory. The op needs none of it
     (sequential), M N elements (decomposed), 2 M N elements with rows rounded up to whole tiles (fused), or 3 M N

@@ -1,4 +1,4 @@
-"""Plan kind `signaled`: one GEMM, and an NCCL collective for each group of its finished tiles (FlashOverlap).
+"""The signaled plans: one GEMM, and an NCCL collective for each group of finished tiles (FlashOverlap).
 
     stream        | signaled_gemm: group 0 | group 1        | group 2        |                 | put rows in order
     comm stream   | wait 0                 | collective of 0| wait 1 | collective of 1 | ...    |
@@ -47,7 +47,7 @@ class Tiling(NamedTuple):
     """The sizes of the signaled GEMM's tiling, as arguments of its kernel.
 
     The GEMM's output is [rows, cols]. `tiles` is the number of tiles, `tiles_m` the number of tile rows of one owner,
-    and `owners` the number of ranks with tiles that alternate in memory (1 if every rank gets all rows). With
+    and `owners` the number of ranks with tiles that alternate in memory (1 if every rank receives all rows). With
     `in_order`, the output consists of rows in ordinary order, otherwise of tiles in the order of their computation.
     `shard` is 0, unless copy engines scatter the rows: then the GEMM begins with the next rank's rows, and `shard` is
     the number of tile rows of one rank.

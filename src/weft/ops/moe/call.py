@@ -52,7 +52,7 @@ class Layer:
 
 
 class RouterOptions(NamedTuple):
-    """The options, except k, of the router that a layer's launch includes. They are the options of `weft.moe.gate`."""
+    """The options of `weft.moe.gate` except k, for a router that a layer's launch includes."""
 
     scoring: str
     renormalise: bool
@@ -178,7 +178,7 @@ def first_columns(world: World, layer: Layer) -> int:
 
 
 def check_routes(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, op: str = NAME) -> None:
-    """Raise ValueError or TypeError for x, ids or weights whose shapes or dtypes do not fit each other."""
+    """Raise ValueError or TypeError for x, ids or weights whose shapes or dtypes do not match."""
     if x.dim() != 2 or x.dtype not in DTYPES:
         raise ValueError(f"{op}: x must be [T, H], bfloat16 or float16, got {dims(x)}")
     for name, t, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):

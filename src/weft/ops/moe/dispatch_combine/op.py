@@ -54,7 +54,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Exchange:
-    """The fields that a dispatch and its combine share. They are the same on all ranks.
+    """The fields that a dispatch and its combine share. All ranks have equal fields.
 
     tokens: the number of tokens of every rank. max_m: the number of rows that each expert has in the layout "masked"; 0
     means the layout "contiguous", in which each expert's first row is a multiple of layer.tile.
@@ -159,8 +159,8 @@ class PendingDispatch:
 
 @dataclass(eq=False)
 class Handle:
-    """The result of `dispatch` that the caller passes to `combine`. The tensors describe the El experts of this rank.
-    They are in device memory that is valid until `combine`.
+    """The result of `dispatch` that the caller passes to `combine`. The tensors describe the El experts of this rank,
+    and are in device memory that is valid until `combine`.
 
     offsets: int32 [El + 1], the first row of every expert, and the end of the last expert's rows; in the layout
     "masked", all offsets are multiples of max_m. counts: int32 [El], the number of rows of every expert, without
@@ -220,8 +220,8 @@ def dispatch(
     buffer_index: int | None = None,
     plan: str | Plan = "auto",
 ) -> tuple[torch.Tensor, Handle]:
-    """Send every token to the ranks that hold its experts, where the rows are sorted by expert. The interface is the
-    interface of DeepEP's `dispatch`, but the counts stay on the device.
+    """Send every token to the ranks that hold its experts, in rows that are sorted by expert. The interface is like
+    DeepEP's `dispatch`, but the counts stay on the device.
 
     There are W ranks with El = experts / W experts each: rank d has experts d El to (d + 1) El - 1.
 
@@ -246,8 +246,8 @@ def dispatch(
             one.
         buffer_index: 0 or 1; None selects the first free buffer. The replays of a CUDA graph use the buffers that the
             capture used.
-        plan: "auto", "dispatched", "sequential" or a Plan of one of these classes. It must be the same on all ranks,
-            and the combine uses it too.
+        plan: "auto", "dispatched", "sequential" or a Plan of one of these classes. The plan must be the same on all
+            ranks, and the combine uses it too.
 
     Returns:
         The rows, in memory that belongs to the caller, and the Handle. The caller must combine each handle once (or
@@ -307,7 +307,7 @@ def combine(
             token are not read.
         handle: the result of a `dispatch` that has not been combined yet; if two are pending, the older one. The
             handle's `ids` are not read again.
-        out: [T, H], contiguous: the tensor for the result. It may overlap y or shared; in this case the result is
+        out: [T, H], contiguous: the tensor for the result. `out` may overlap y or shared; in this case the result is
             computed in other memory and copied.
         shared: [T, H], added to the sum (the rows of a shared expert), or None.
         world: the ranks, to check that the handle belongs to them; or None.

@@ -136,8 +136,8 @@ def gradient_sizes(world: World, state: DispatchedState, activation: int, ranks:
 
 
 def between_gemms(world: World) -> tuple[int, dict[str, int]]:
-    """Return the number of programs and the options of a launch that runs between two GEMMs. It has as many programs as
-    fit on the GPU."""
+    """Return the number of programs and the options of a launch that runs between two GEMMs. The launch has as many
+    programs as fit on the GPU."""
     return world.sm_count * world.backend.scale.programs_between_gemms, dict(num_warps=4, maxnreg=96, co_resident=True)
 
 
@@ -206,10 +206,10 @@ def expert_gradient_launches(
     matrix: tuple[Tensor, Tensor, Tensor | None],
     bias: tuple[Tensor | None, Tensor | None],
 ) -> tuple[list[BoundLaunch], list[BoundLaunch]]:
-    """Return two launches. One computes a bias's gradient [El, M], the sums of each expert's rows of a, times their
-    weights if there are any. The other computes a matrix's gradient [El, M, N], a^T b over each expert's rows. matrix:
-    a [rows, M], b [rows, N] and the gradient; bias: the rows' weights and the gradient. A gradient that is not wanted
-    is None."""
+    """Return two launches. The first computes a bias's gradient [El, M], the sums of each expert's rows of a, times the
+    rows' weights if there are any. The second computes a matrix's gradient [El, M, N], a^T b over each expert's rows.
+    matrix: a [rows, M], b [rows, N] and the gradient; bias: the rows' weights and the gradient. A gradient that is not
+    wanted is None."""
     (a, b, dw), (row_weights, db), offsets = matrix, bias, tables.offsets
     bias_gradients, matrix_gradients = [], []
     if db is not None:

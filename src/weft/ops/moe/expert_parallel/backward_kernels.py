@@ -1,5 +1,5 @@
-"""The kernels that only the backward pass of an MoE layer needs. It also uses the kernels of the forward pass
-(kernels.py, place_rows_kernels.py).
+"""The kernels that only the backward pass of an MoE layer needs. The backward pass also uses the kernels of the forward
+pass (kernels.py, place_rows_kernels.py).
 
     activation_gradient  computes, from a row's dy @ w2, the gradient before the activation, the activation times the
                          route's weight, and the gradient of that weight, which it stores on the token's rank
@@ -31,9 +31,9 @@ IDENTITY = tl.constexpr(3)  # the identity, used as an activation
 
 
 class GradientSizes(NamedTuple):
-    """The sizes of the gradient kernels for a layer and plan. They process ROWS rows of COLS elements at once; BM, the
-    rows of a tile, is a multiple of ROWS. W = 0 means that gradients of routing weights stay on this rank. GATE_BLOCK =
-    0 means that the activation has no gate."""
+    """The sizes of the gradient kernels for a layer and plan. The kernels process ROWS rows of COLS elements at once.
+    BM, the number of rows in a tile, is a multiple of ROWS. W = 0 means that gradients of routing weights stay on this
+    rank. GATE_BLOCK = 0 means that the activation has no gate."""
 
     W: tl.constexpr
     K: tl.constexpr
@@ -186,8 +186,8 @@ def activation_gradient(
 
 @jit(do_not_specialize=("num_routes",))
 def take_gradients(dweights_inbox, ids, out, num_routes, experts, BLOCK: tl.constexpr):
-    """Compute out = dweights_inbox for those of the first `num_routes` routes that have an expert, and 0 for the other
-    routes. Both tensors are float32. The kernel clears dweights_inbox for the next call."""
+    """Compute out for the first `num_routes` routes: dweights_inbox if the route has an expert, otherwise 0. Both
+    tensors are float32. The kernel clears dweights_inbox for the next call."""
     for lo in range(tl.program_id(0) * BLOCK, num_routes, tl.num_programs(0) * BLOCK):
         i = lo + tl.arange(0, BLOCK)
         e = tl.load(ids + i, mask=i < num_routes, other=-1)
@@ -207,7 +207,7 @@ def grouped_wgrad(
 ):  # fmt: skip
     """Compute out_desc [EL, M, N] = a^T b over the rows of each expert. out_desc has blocks [1, BM, BN / 2], a_desc
     [rows, M] blocks [BK, BM], and b_desc [rows, N] blocks [BK, BN]. The rows of expert e begin at offsets[e], and their
-    number is a multiple of BK. Sums are fp32 in the order of the rows."""
+    number is a multiple of BK. Sums are computed in fp32 in the order of the rows."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     per_expert = tiles_m * tiles_n

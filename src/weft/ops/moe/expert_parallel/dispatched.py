@@ -3,10 +3,9 @@
     side stream  start -> dispatch |                         | combine (with GEMM 2)  |
     main stream  share, tables     | GEMM 1 (with dispatch)  | GEMM 2                 | sum
 
-Programs of the side stream share the SMs with a GEMM's programs, and either the former wait for the latter or the
-latter for the former. One side-stream program and the GEMM's `per_sm` programs must therefore fit on an SM at the same
-time, in any order of launching. The first call of a layer and plan checks this and loads all kernels before it launches
-one.
+Programs of the side stream share the SMs with a GEMM's programs, and one of the two launches waits for the other. One
+side-stream program and the GEMM's `per_sm` programs must therefore fit on an SM at the same time, whichever is launched
+first. The first call of a layer and plan checks this and loads all kernels before it launches one.
 """
 
 from __future__ import annotations
@@ -573,7 +572,7 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
         if kept:
             world.copy(kept[0], space.inbox.local, stream)
         # Combine may start only after the first GEMM. Earlier, its programs would occupy room on the SMs, and would
-        # tell other ranks too early that this rank has read its inbox.
+        # notify other ranks too early that this rank has read its inbox.
         first_gemm_done = world.record(stream)
         gemm_out(stream, **out_moving)
         world.wait_event(side, first_gemm_done)

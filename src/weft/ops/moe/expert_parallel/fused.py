@@ -144,8 +144,8 @@ def stamped(world: World, programs: int) -> torch.Tensor:
     """Return int64 [programs, 6], the times of the programs, which are zero after the first call.
 
     After this call, launches of `programs` programs measure in ns how long each program spends, without waits, in
-    sending tokens, GEMM 1, GEMM 2, sums for other ranks and sums of own tokens, and how long it runs in all. They add
-    these times to the tensor. Such launches use a separately compiled kernel.
+    sending tokens, GEMM 1, GEMM 2, sums for other ranks and sums of own tokens, and how long it runs in all, and add
+    these times to the tensor. Launches that measure times use a separately compiled kernel.
     """
     key = (NAME, "stamps", programs)
     if key not in world.decided:
@@ -155,9 +155,9 @@ def stamped(world: World, programs: int) -> torch.Tensor:
 
 
 def prepare_fused(world: World, call: MoeCall, plan: FusedMoe) -> Run:
-    """Prepare calls with the same results, bit by bit, as the plan Dispatched. They use the same memory except for the
-    inbox. `out` may be shared, but not x. Before the layer, a small launch compares the ranks' calls; like a barrier,
-    it needs a few us.
+    """Prepare calls with the same results, bit by bit, as the plan Dispatched. The calls use the same memory except for
+    the inbox. `out` may be shared, but not x. Before the layer, a small launch compares the ranks' calls; like a
+    barrier, it needs a few us.
 
     If the call has a router, the layer's launch writes the operands ids and weights, and itself compares the calls. A
     run raises Unsupported if the plan's programs are not all resident at once.

@@ -8,8 +8,8 @@
 "Step" means a source step. kernels.py explains source steps, the table of tiles, and the functions that this file
 combines. Tiles are in the order of the table, by the last source step of their rows. GEMM 2 of a source step
 immediately follows GEMM 1 of the step, so that the sums of the step are sent during the GEMMs of the next step. GEMM 2
-of step 0 computes this rank's own tokens and sends nothing. It comes last, where it overlaps the sums of the last step.
-Own tokens are read from x and not from the inbox. At its end, each program sums own tokens over all ranks.
+of step 0 computes this rank's own tokens and sends nothing, so it comes last, where it overlaps the sums of the last
+step. Own tokens are read from x and not from the inbox. At its end, each program sums own tokens over all ranks.
 
 Before all tickets, every rank sends its routes to every rank, and all programs of a rank together build its tables
 (routing/kernels.py). Each program counts some blocks of routes, a grid barrier follows, each program places some
@@ -20,16 +20,16 @@ The router is a separate launch before this one, or, with `memory.logits`, the f
 chooses the experts of some rows, and another grid barrier follows.
 
 Who waits for whom. Before a program chooses experts, it waits for the tiles of logits of all programs. Before a copy
-program shares routes, it waits for the choices of all programs. Both are waits for programs of the same launch. All of
-these are resident, and until then they wait for nothing else, with one exception: after its choices, one program waits
-until every other rank's launch has reached the same point. So all experts of a rank's tokens are chosen before any rank
-counts them. A tile of GEMM 1 waits for the rows of its source steps, which copy programs of other ranks send before
-they draw a ticket. A tile of GEMM 2 waits for its row of tiles of GEMM 1, whose tickets are earlier. A copy program
-sends the sums of a source step once it has drawn a ticket that follows all tiles with rows of the step. So a ticket
-waits only for earlier tickets of this rank, or for work that other ranks' copy programs do before all tickets. The sums
-that a copy program sends wait only for tickets before its current ticket. The end of a program waits only for tickets
-and for other ranks' copy programs. Programs draw tickets in rising order and are all resident, so some program can
-always proceed. There is no barrier between the phases.
+program shares routes, it waits for the choices of all programs. Both waits are for programs of the same launch. All
+programs are resident, and until then they wait for nothing else, with one exception: after its choices, one program
+waits until every other rank's launch has reached the same point. So all experts of a rank's tokens are chosen before
+any rank counts them. A tile of GEMM 1 waits for the rows of its source steps, which copy programs of other ranks send
+before they draw a ticket. A tile of GEMM 2 waits for its row of tiles of GEMM 1, whose tickets are earlier. A copy
+program sends the sums of a source step once it has drawn a ticket that follows all tiles with rows of the step. So a
+ticket waits only for earlier tickets of this rank, or for work that other ranks' copy programs do before all tickets.
+The sums that a copy program sends wait only for tickets before its current ticket. The end of a program waits only for
+tickets and for other ranks' copy programs. Programs draw tickets in rising order and are all resident, so some program
+can always proceed. There is no barrier between the phases.
 
 Memory order. The order from call to call is the order in kernels.py, except for the inbox, which is separate. A rank
 that has sent the sums of a source step may still read rows of other steps. If the next call has a different size, one
@@ -82,8 +82,8 @@ class LayerMemory(NamedTuple):
     int32 [2], the number of arrivals at each grid barrier in all calls. done: int32 [2, rows_of_tiles], and counters:
     int32 [W], are local to this GPU. stamps: int64 [programs, STAMPS], or None: the ns that each program has spent in
     each phase in all calls. logits [max_tokens, E], calls, and number int32 [1] are for a launch that includes the
-    router: it stores its logits there and calls `compare_calls_once`, and `barrier_arrivals` has four words. They are
-    None if a separate launch chose ids and weights.
+    router: it stores its logits there and calls `compare_calls_once`, and `barrier_arrivals` has four words. If a
+    separate launch chose ids and weights, these three fields are None.
     """
 
     inbox: torch.Tensor

@@ -1,5 +1,5 @@
-"""Kernels of expert parallelism. Ranks send rows to the ranks that hold their experts, two grouped GEMMs run there, and
-weighted sums are sent back.
+"""Kernels of expert parallelism. Each rank sends rows to the ranks that hold their experts. Two grouped GEMMs run
+there, and weighted sums are sent back.
 
     dispatch_rows     stores each token once in the inbox of every rank that holds one of its experts, beginning with
                       this rank, then me + 1, ..
@@ -49,8 +49,8 @@ from ....lang.primitives import channel_notify
 from ..activations import CLAMPED, GELU
 from ..routing.kernels import take_left_out
 
-# The total that a row of tiles adds to a counter. It does not depend on the number of columns, so that waits do not
-# depend on the width of a layer.
+# The total that a row of tiles adds to a counter. The total does not depend on the number of columns, so that waits do
+# not depend on the width of a layer.
 ROW_OF_TILES = tl.constexpr(4096)
 
 
@@ -149,7 +149,7 @@ def dispatch_rows(
 
     inboxes: the address of every rank's inbox [W, max_tokens, H]. P, KP: H and K rounded up to powers of two. A block
     consists of ROWS rows, and STAGES blocks are in flight. Counter j of rank me + j belongs to source step j of that
-    rank. This rank increments it PROGRAMS times.
+    rank, and receives PROGRAMS arrivals from this rank.
     """
     W: tl.constexpr = ch.world
     me = rank_of(ch)
@@ -508,8 +508,8 @@ def sum_ranks(
     routed, outbox, ids, shared, out, counters, ch, calls, left_out, number, epoch, half_size, T, max_tokens,
     ARRIVALS: tl.constexpr, s,
 ):  # fmt: skip
-    """Compute out [T, H] = the sum over the ranks that hold an expert of the token, or columns of one, in rank order
-    and in fp32. shared [T, H], unless None, is added.
+    """Compute out [T, H] = the sum over the ranks that hold an expert of the token, or some columns of one, in rank
+    order and in fp32. If shared [T, H] is not None, it is added.
 
     The other ranks' sums are in outbox [W, max_tokens, H] (epoch and half_size as in `half_offset`); this rank sums its
     own weighted rows, `RoutedRows`, which are complete by stream order. ids int32 [T, K]; s: `RankSumSizes`. The kernel

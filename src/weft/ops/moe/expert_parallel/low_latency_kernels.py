@@ -12,8 +12,9 @@ for all of the expert's rows, so that repeated reads of the weights come from L2
 
 Memory order. In each call a rank receives two flags from every other rank: one with that rank's tokens and one with its
 sums. A rank that has sent its sums has finished its first GEMM, the only reader of the inbox, and its second GEMM,
-which reads the ids. It has also read the weights of the rank that receives the sums. The receiving rank may therefore
-send the tokens of its next call. The same order holds in kernels.py, which uses the same inbox and outbox.
+which reads the ids. The sending rank has also read the routing weights of the rank that receives the sums. The
+receiving rank may therefore send the tokens of its next call. The same order holds in kernels.py, which uses the same
+inbox and outbox.
 """
 
 from typing import NamedTuple

@@ -107,8 +107,8 @@ def moe(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return out[t] = the sum over the token's routes of weight * expert(x[t]), + shared[t]. This is the layer of
-    FlashMoE, section 3, but not FlashMoE's kernel.
+    """Return out[t] = the sum over the token's routes of weight * expert(x[t]), + shared[t]. The function computes the
+    layer of FlashMoE, section 3, but not with FlashMoE's kernel.
 
     There are W ranks and E experts, El = E / W on each rank: rank d has experts d El to (d + 1) El - 1. For expert
     parallelism within groups of ranks, where each group holds all experts, `world` is one group: with 4 ranks,
@@ -133,9 +133,9 @@ def moe(
             ranks have as many tokens as this one. None with max_tokens: each rank has any number of tokens up to
             max_tokens, and the other ranks need not know it.
         max_tokens: the largest number of tokens that any rank may have in this call or in later calls. Calls with the
-            same max_tokens share tables, memory and agreements, whatever their T. None with rows: the largest of these
-            numbers. None without rows: min(8 E, 8192) / (W k) if T is not larger, so that ranks may decode batches of
-            different sizes, otherwise T.
+            same max_tokens share tables and memory, and need no new agreement between the ranks, whatever T is. None
+            with rows: the largest of these numbers. None without rows: min(8 E, 8192) / (W k) if T is not larger, so
+            that ranks may decode batches of different sizes, otherwise T.
         max_rows: the number of rows for which each rank has room at least (a row is one token for one expert). Further
             rows are left out of the sums, starting with the last experts, and cause Overflow, in eager calls and in
             CUDA graphs. None: room for the worst case, W max_tokens min(k, El) rows; the first call logs how many bytes
@@ -403,7 +403,7 @@ def run_sequential_with_router(
 
 
 class MoeWithRouter(Moe):
-    """The definition of `weft.moe.moe` for plans whose launch includes the router. It has no gradient, and
+    """The definition of `weft.moe.moe` for plans whose launch includes the router. The op has no gradient, and
     torch.compile does not use it.
 
     Operands: the operands of `Moe`, then the router's tensors. Options: the options of `Moe`, then `RouterOptions`.
@@ -438,13 +438,13 @@ MOE_WITH_ROUTER = MoeWithRouter()  # not registered among the ops that the plann
 def max_decode_tokens(world: World, experts: int, k: int) -> int:
     """Return the number of tokens per rank up to which all calls without `rows` and `max_tokens` have the same size. In
     decode, the ranks of a data-parallel server have different numbers of tokens in every step. The result is the
-    largest number of tokens that the low-latency plan serves, because this plan scans the routes of so many tokens in
-    any case."""
+    largest number of tokens that the low-latency plan supports, because this plan scans the routes of this many tokens
+    in any case."""
     return min(LOW_LATENCY_MAX_ROWS * experts, low_latency.MAX_ROUTES) // (world.size * k)
 
 
 def check_experts(world: World, operands: MoeOperands, activation: str) -> None:
-    """Raise ValueError or TypeError if the experts' tensors do not fit x or each other."""
+    """Raise ValueError or TypeError if the shapes or dtypes of the experts' tensors do not match x or each other."""
     x, _, _, w13, w2, b13, b2, shared, received, *_ = operands
     if w13.dim() != 3 or w2.dim() != 3 or w13.shape[0] != w2.shape[0] or w13.shape[0] < 1:
         raise ValueError(f"{NAME}: w13 {dims(w13)} and w2 {dims(w2)} must be [El, N, H] and [El, H, I]")

@@ -32,8 +32,8 @@ def place_rows_launch(
     half_size: int = 0,
 ) -> BoundLaunch:
     """Return the launch that copies the tokens of inbox [W, max_tokens, H] to the positions in rows [.., H] that
-    `order` defines. It waits for `arrivals` arrivals from every rank. clear_padding: whether rows without a token are
-    set to zero. epoch, half_size: as in `LayerWorkspace`."""
+    `order` defines. The launch waits for `arrivals` arrivals from every rank. clear_padding: whether rows without a
+    token are set to zero. epoch, half_size: as in `LayerWorkspace`."""
     launch = _place_rows(world, state, arrivals, clear_padding, half_size)
     return BoundLaunch(launch, dict(inbox=inbox, rows=rows, order=order, epoch=epoch))
 

@@ -1,16 +1,16 @@
 """The kernels that only `weft.moe.dispatch` and `weft.moe.combine` need, in addition to the kernels of a whole layer.
-They store arrived rows in expert order, for the caller's own expert kernels.
+These kernels store arrived rows in expert order, for the caller's own expert kernels.
 
     side stream  | dispatch_rows            |
     main stream  | share | tables | place_rows | the caller's experts .. | combine_rows | sum_ranks
 
 `dispatch_rows` sends tokens to the inboxes of the ranks that hold their experts. `share` exchanges the routes, and the
 tables list the rows of each expert. `place_rows` reads the tokens of one source rank after another as they arrive,
-beginning with this rank. It stores each token in all of the token's rows on this rank, so it reads the inbox once. In
-the layout in which every expert has the same number of rows, `mask_rows` follows the tables and converts them. By
-stream order, the experts' result is complete when `combine_rows` starts. `combine_rows` therefore waits for nothing:
-its counters and their targets are zero. It stores weighted sums in the outboxes of the tokens' ranks, and `sum_ranks`
-adds these sums.
+beginning with this rank, and stores each token in all of the token's rows on this rank. So `place_rows` reads the inbox
+only once. In the layout in which every expert has the same number of rows, `mask_rows` follows the tables and converts
+them. By stream order, the experts' result is complete when `combine_rows` starts. `combine_rows` therefore waits for
+nothing: its counters and their targets are zero. `combine_rows` stores weighted sums in the outboxes of the tokens'
+ranks, and `sum_ranks` adds these sums.
 
 Order of accesses. A call uses one of two buffers, from its dispatch to its combine. Each buffer has a separate copy of
 all memory that other ranks write: routes, inbox, outbox, and their counters. So no order is needed between buffers, and
@@ -114,8 +114,8 @@ def mask_rows(
     PROGRAMS: tl.constexpr,
 ):
     """Convert the tables of rows in expert order to tables of the masked layout. If an expert has more than MAX_M rows,
-    the last ones are dropped. They are counted unless guard is None, and are reported to the ranks of their tokens
-    unless left_out is None. rank: int32 [1], this rank. routes: the number of all ranks' routes."""
+    the last rows are dropped. Dropped rows are counted unless guard is None, and are reported to the ranks of their
+    tokens unless left_out is None. rank: int32 [1], this rank. routes: the number of all ranks' routes."""
     for expert in range(tl.program_id(0), EL, PROGRAMS):
         list_masked(order, masked, expert, MAX_M, BLOCK)
     if guard is not None:

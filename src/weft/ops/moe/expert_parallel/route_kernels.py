@@ -3,8 +3,8 @@
     all programs   tiles of logits = x @ router^T + bias | grid barrier | experts of some rows | grid barrier
     the first                                                                  .. | compare calls
 
-Between the two grid barriers the logits are in local memory. They are rounded to the dtype of x, as a separate GEMM
-would round them. The device function that chooses a row's experts is the one that the separate router kernel calls
+Between the two grid barriers the logits are in local memory, rounded to the dtype of x, as a separate GEMM would round
+them. The device function that chooses a row's experts is the one that the separate router kernel calls
 (routing/router_kernels.py), so equal logits give equal ids and weights. A call writes its logits only after all
 programs of the previous launch have ended.
 """

@@ -1,8 +1,8 @@
-"""The op that limits every expert to a capacity. It drops routes from the router's choice before the experts run, in
-one launch. No rank waits for another.
+"""The op that limits every expert to a capacity, by dropping routes from the router's choice before the experts run.
+The op is one launch, and no rank waits for another.
 
-The host reads nothing, so a CUDA graph can capture the launch. Which routes are dropped depends on the ids and weights
-alone.
+The host reads nothing, so a CUDA graph can capture the launch. The choice of the dropped routes depends only on the ids
+and weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CapacityCall(RowsCall):
 
     @property
     def expert_capacity(self) -> int:
-        # Without the subtraction, 1.1 * 10, which is a little more than 11 in float, would give 12.
+        # Without the subtraction, 1.1 * 10, which is a little more than 11 in float, would be rounded up to 12.
         return math.ceil(self.factor * self.m * self.k / self.experts - 1e-6)
 
 

@@ -200,8 +200,8 @@ def count_routes(
     """Wait for every source's flag (`arrivals` arrivals). Then compute counts [W * blocks of a source, ELP]: for each
     block, the number of routes to each of the EL own experts.
 
-    With two halves it also copies the routes of this call's half to ids and weights [W, routes_per_source]. It
-    always sets sources [rows] to -1.
+    With two halves it also copies the routes of this call's half to ids and weights [W, routes_per_source]. In any case
+    the kernel sets sources [rows] to -1.
     """
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
@@ -342,7 +342,7 @@ def rows_with_room(rows_per_step, starts, rows):
 @jit
 def tell_sources(left_out, me, ranks, rows):
     """Report the numbers of rows that this rank left out: add each number to this rank's word on the rank of the rows'
-    tokens. `ranks` are distinct. One program of a launch calls this function. left_out: `LeftOut`."""
+    tokens. `ranks` are distinct. Exactly one program of a launch must call this function. left_out: `LeftOut`."""
     mask = (rows > 0) & (ranks != me)
     words = tl.load(left_out.addresses + ranks, mask=mask, other=0).to(tl.pointer_type(tl.int32)) + me
     tl.store(words, tl.load(words, mask=mask, other=0) + rows, mask=mask)
@@ -362,8 +362,8 @@ def count_told(words, guard, W: tl.constexpr):
 
 @jit
 def take_left_out(left_out, guard, W: tl.constexpr):
-    """Count the rows of this rank's tokens that other ranks have left out, and clear the words (`tell_sources`). One
-    program of a launch calls this function, after it has waited for all ranks' rows."""
+    """Count the rows of this rank's tokens that other ranks have left out, and clear the words (`tell_sources`).
+    Exactly one program of a launch must call this function, after the program has waited for all ranks' rows."""
     any_lost = count_told(left_out.words, guard, W)
     flush_stores(False)  # each thread has loaded the words before one of them clears them
     if any_lost:
@@ -377,8 +377,8 @@ def place_routes(ids, counts, tables, rank, guard, left_out, routes_per_source, 
 
     A unit of work is one block of routes and one expert's tiles (none if TILES is 0); unit 0 also stores the totals. If
     more rows arrive than there is room for, the last rows of the last experts are left out: their route row is LEFT_OUT
-    and they are in no tile. These rows are counted unless guard is None, and are reported to the ranks of their tokens
-    unless left_out is None.
+    and they are in no tile. Rows that are left out are counted unless guard is None, and are reported to the ranks of
+    their tokens unless left_out is None.
     """
     place_units(ids, counts, tables, tl.load(rank), guard, left_out, routes_per_source, rows, s)
 

@@ -54,12 +54,12 @@ def gate(
             "llama4"         the sigmoid too, but experts are chosen by their logits, and weights are never divided
         renormalise: whether the weights are divided by the sum of the chosen experts' weights ("softmax" and "sigmoid"
             only).
-        bias: [E], float32 or the dtype of logits. It is added to the scores (or to the logits, if the logits decide the
-            choice) and affects only the choice, not the weights (Wang et al. 2024, "Auxiliary-Loss-Free Load
+        bias: [E], float32 or the dtype of logits. The bias is added to the scores (or to the logits, if the logits
+            decide the choice) and affects only the choice, not the weights (Wang et al. 2024, "Auxiliary-Loss-Free Load
             Balancing").
-        groups, top_groups: the experts form `groups` groups of consecutive experts, and only those of the best
-            top_groups can be chosen; a group's score is the sum of its two best biased scores (DeepSeek-V3, section
-            2.1.2). 0: no groups.
+        groups, top_groups: the experts form `groups` groups of consecutive experts, and only experts in the best
+            top_groups groups can be chosen. A group's score is the sum of its two best biased scores (DeepSeek-V3,
+            section 2.1.2). 0: no groups.
         scale: a factor for the final weights.
         ids: int32 [T, k], experts that an earlier call chose (routing replay; Zheng et al. 2025, "Group Sequence Policy
             Optimization", section 5.3). A token's ids are distinct; an id of -1 means no expert and has the weight 0.
@@ -113,7 +113,7 @@ class TopKRouter:
 
     @property
     def options(self) -> RouterOptions:
-        """Return the options of `gate` besides k."""
+        """Return the options of `gate` except k."""
         return RouterOptions(self.scoring, self.renormalise, self.groups, self.top_groups, float(self.scale))
 
     def __call__(

@@ -150,8 +150,8 @@ def first_half(
     listed = dict(sources=tables.sources, tiles=tables.tiles, tile_count=tables.tile_count)
     activation = BoundLaunch(_activation_backward(world, state, n), moving | listed)
     bias_gradients, wgrad = expert_gradient_launches(world, state, tables, (dpreactivation, x_rows, dw13), (None, db13))
-    # A kernel that shares SMs is checked against the kernel that is loaded next. Here this checks the GEMM against the
-    # weight-gradient kernel.
+    # A kernel that shares SMs is checked against the kernel that is loaded next. Because of this order, the GEMM is
+    # checked against the weight-gradient kernel.
     loaded = (*place, *bias_gradients, activation, *gemm, *wgrad)
     state.ahead((dhidden, w13, b13, *kept, dw13, db13), lambda: loaded, "first half")
     for step in (*place, *gemm, activation, *bias_gradients):

@@ -4,8 +4,8 @@ the ranks. All other kernels are the kernels of the forward pass (kernels.py) an
 
 In the second half, dy [T, H] has the role of x in the first half: every rank pushes its dy to all ranks, `place_rows`
 stores the rows in expert order, and dy @ w2 is the gradient of this rank's part of the activation.
-`activation_gradient` (IDENTITY) multiplies this gradient by the routing weights. It also computes the part of the
-routing weights' gradients that this rank's columns contribute.
+`activation_gradient` (IDENTITY) multiplies this gradient by the routing weights. `activation_gradient` also computes
+the part of the routing weights' gradients that this rank's columns contribute.
 
     side stream  | push_shard |
     main stream  | place_rows      | grouped_gemm_out | activation_gradient | grouped_wgrad, row_sums

@@ -1,7 +1,7 @@
 """The calls of both halves of a layer whose experts are split by columns over the ranks: their sizes and options, their
 tensors, and the tables that the first half passes to the second.
 
-The routes of a call are one int32 tensor. It consists of the parts in `RouteParts`, each of which begins at a multiple
+The routes of a call are one int32 tensor, which consists of the parts in `RouteParts`. Each part begins at a multiple
 of four words. Because this memory belongs to the caller, the second half may run at any later time. If an operand
 requires a gradient, the tensor is float32 with the same bits.
 """

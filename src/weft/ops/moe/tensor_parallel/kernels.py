@@ -54,9 +54,9 @@ def push_shard(
 
     inboxes: the address of every rank's inbox, which has two halves [W, max_tokens, H], `half_size` elements apart.
     epoch: as in `grouped_gemm_in`. OTHER_PROGRAMS: the number of programs in the launch that reads the rows,
-    `grouped_gemm_in` or, in a backward pass, `place_rows`. They advance the epoch together with the programs of this
-    kernel. BLOCK elements are stored at once, and STAGES blocks are in flight. Counter j of rank me + j belongs to
-    source step j of that rank and receives PROGRAMS arrivals from this rank.
+    `grouped_gemm_in` or, in a backward pass, `place_rows`. These programs advance the epoch together with the programs
+    of this kernel. BLOCK elements are stored at once, and STAGES blocks are in flight. Counter j of rank me + j belongs
+    to source step j of that rank and receives PROGRAMS arrivals from this rank.
     """
     W: tl.constexpr = ch.world
     me = rank_of(ch)

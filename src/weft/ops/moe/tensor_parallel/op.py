@@ -58,9 +58,9 @@ def all_gather_grouped_matmul(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the activation of all ranks' tokens times this rank's columns of the experts. This is the first half of an
-    MoE layer whose experts are split by columns over the ranks (TileLink, section 7.2). A token has one row for each of
-    its experts.
+    """Return the activation of all ranks' tokens times this rank's columns of the experts. The op is the first half of
+    an MoE layer whose experts are split by columns over the ranks (TileLink, section 7.2). A token has one row for each
+    of its experts.
 
     There are W ranks and E experts. Each rank holds I columns of each of its El = E tp_size / W experts.
 
@@ -123,12 +123,13 @@ def grouped_matmul_reduce_scatter(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return each token's weighted sum of hidden @ w2, + shared. This is the second half of an MoE layer whose experts
-    are split by columns over the ranks (TileLink, section 7.2). In full, out[t] = the sum of weight * (the route's row
-    of hidden @ w2) over the token's routes and over the ranks that share the expert's columns, + shared[t].
+    """Return each token's weighted sum of hidden @ w2, + shared. The op is the second half of an MoE layer whose
+    experts are split by columns over the ranks (TileLink, section 7.2). In full, out[t] = the sum of weight * (the
+    route's row of hidden @ w2) over the token's routes and over the ranks that share the expert's columns, + shared[t].
 
     Args:
-        hidden, routes: the results of `all_gather_grouped_matmul` with the same rows and tp_size. They are not changed.
+        hidden, routes: the results of `all_gather_grouped_matmul` with the same rows and tp_size. The call does not
+            change these tensors.
         ids: int32 [T, k], as passed to `all_gather_grouped_matmul`.
         w2: [El, H, I], this rank's columns of the second matrices.
         b2: [El, H] or None. Every rank that passes b2 adds it, so only one of the ranks that share an expert should
