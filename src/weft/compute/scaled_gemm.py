@@ -32,7 +32,7 @@ from ..scaled_tensor import SCALE_BLOCK
 from .gemm import Tile, column_halves, gemm_tile, grouped_tile, silu, silu_gate, store_tile
 
 BY_TENSOR, BY_ROW, BY_BLOCK = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # Tile.SCALED
-BLOCK = tl.constexpr(SCALE_BLOCK)  # with BY_BLOCK, so many elements of K, and so many rows of w, share a scale
+BLOCK = tl.constexpr(SCALE_BLOCK)  # with BY_BLOCK, 128 elements of K and 128 rows of w share a scale
 
 
 class Scales(NamedTuple):
@@ -100,7 +100,7 @@ def row_scales(scales, row, k, ROWS: tl.constexpr, SCALED: tl.constexpr):
 
 @jit
 def weight_scale(scales, col, k, K, SCALED: tl.constexpr):
-    """Return the factors at k for the columns of a tile from column `col` on, like `row_scales` for rows."""
+    """Return the factors at k for the columns of a tile from column `col` on. `row_scales` does the same for rows."""
     scale = 1.0
     if SCALED == BY_BLOCK:
         scale = tl.load(scales.w + col // BLOCK * (K // BLOCK) + k // BLOCK)

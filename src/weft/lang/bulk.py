@@ -29,7 +29,7 @@ def bulk_copies():
 
 @Intrinsic
 def bulk_fence():
-    """Order this program's earlier ordinary accesses before its later bulk (TMA) accesses of the same memory."""
+    """Order ordinary accesses of this program before its later bulk (TMA) accesses to the same memory."""
     if bulk_copies():
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1

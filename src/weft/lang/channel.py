@@ -16,8 +16,8 @@ from .jit import jit
 
 RANK = tl.constexpr(0)  # the number of this rank
 CALLS = tl.constexpr(1)  # the number of finished calls
-DONE = tl.constexpr(2)  # the number of programs that are done in the running call
-TICKET = tl.constexpr(3)  # the next ticket of the running call
+DONE = tl.constexpr(2)  # the number of programs that have finished the current call
+TICKET = tl.constexpr(3)  # the next ticket of the current call
 STATE_WORDS = 4
 
 
@@ -26,7 +26,7 @@ class BlockChannel(NamedTuple):
 
     counters: torch.Tensor  # int32 [n], the counters of this rank
     peers: torch.Tensor  # int64 [world], the address of every rank's counters
-    state: torch.Tensor  # int32 [STATE_WORDS], in this rank's own memory
+    state: torch.Tensor  # int32 [STATE_WORDS], in local memory of this rank
     guard: torch.Tensor  # int64 [GUARD_WORDS], which bounds every wait (lang/intrinsics.py)
     mapping: tuple | None  # StaticMapping or TableMapping
     world: tl.constexpr

@@ -254,7 +254,7 @@ class Rewriting:
         none. Return the block, and the word at its end. If the block is not conditional and contains no loop, its waits
         need a separate `if`."""
         out: list[Operation] = []
-        defined: dict[str, Operation] = {}  # the pointers computed since the last wait, by the name of the result
+        defined: dict[str, Operation] = {}  # the operations since the last wait that compute pointers, by result name
         predicated = not conditional and not any(map(is_loop, block))
         alone = _numbers_for_waits(block) if predicated else ()
         for op in block:
@@ -310,7 +310,7 @@ class Rewriting:
             user = source
         pointer = _operand(user)
         if pointer.startswith("%weft_"):
-            return  # the pointer of an earlier load
+            return  # an earlier load has the same pointer
         kind = _type(user)
         added, offset, offset_kind = self._new(), word, "i32"
         guards = []

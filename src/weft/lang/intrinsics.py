@@ -28,7 +28,7 @@ from .bulk import bulk_fence as bulk_fence
 from .jit import Intrinsic, Kernel
 
 EXPIRED, DIFFERS = 1, 2
-GUARD_WORDS, RECORD_WORDS = 36, 39  # one word for each of 32 ranks, the largest number that a launch waits for
+GUARD_WORDS, RECORD_WORDS = 36, 39  # the guard has one word for each of at most 32 ranks
 NUMBER_BITS = 20  # the low bits of a `same_call` word hold the call's number; the high bits count the calls
 CALL = -2  # the value that is recorded as the tile for a wait of `same_call`
 

@@ -121,7 +121,7 @@ def silu_mul_quantized(
 
 
 def columns_of(op: str, x: torch.Tensor) -> int:
-    """Return I for x [M, 2 I]. Raises TypeError or ValueError if x is not such a tensor."""
+    """Return I for x [M, 2 I]. Raises TypeError or ValueError if x has another dtype or shape."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
     if x.dim() != 2 or x.shape[1] % 2:

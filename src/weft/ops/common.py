@@ -86,11 +86,11 @@ class MatmulOp(Op[M]):
         return call.rows, call.n, call.k
 
     operand_type: ClassVar[Callable[..., Operands]] = Factors
-    transposes: ClassVar[tuple[type[Plan], ...]] = ()  # these plans support a weight [N, K] stored as [K, N]
+    transposes: ClassVar[tuple[type[Plan], ...]] = ()  # the plans that support a weight [N, K] stored as [K, N]
 
     def trial_key(self, call: M) -> Hashable:
         """Return the key of the trial that decides this call; calls with equal keys share a trial. The number of rows
-        is rounded as for cuBLAS's GEMM."""
+        is rounded in the same way as for trials of cuBLAS's GEMM."""
         return tuple((call.same_on_all_ranks() | dict(rows=library_gemm.stepped(call.rows), even=call.even)).items())
 
     def no_gradient(self, operands: Sequence[torch.Tensor | None]) -> str | None:

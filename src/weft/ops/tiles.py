@@ -71,6 +71,6 @@ def with_shape_tiles(plan: Plan, shards: Sequence[int], n: int, sms: int, capabi
         return plan
     # Four stages leave enough shared memory for the sum programs on the same SMs.
     half = replace(tile, block_m=64, warps=4, stages=5 if gathers or isinstance(plan, Signaled) else 4)
-    if isinstance(plan, FusedGather):  # the same number of bytes is in flight, in blocks of half as many rows
+    if isinstance(plan, FusedGather):  # blocks of half as many rows keep the number of bytes in flight the same
         return replace(plan, tile=half, pull_rows=64, pull_stages=10)
     return replace(plan, tile=half)

@@ -99,7 +99,7 @@ def _prepare_shards(
     row_vectors, scatters = columns * dtype.itemsize // VECTOR, kernel is scatter_low_latency
     starts = tuple(itertools.accumulate((n * row_vectors for n in shards), initial=0))
     longest, block = max(shards) * row_vectors, 1024
-    parts = 1 if scatters else world.size - 1  # the parts that a rank receives and stores
+    parts = 1 if scatters else world.size - 1  # the number of parts that a rank receives and stores
     while block > 128 and -(-longest // block) * parts < world.sm_count:
         block //= 2
     warps = min(plan.warps, block // 32)  # an SM runs one program, so the program's warps share all registers

@@ -135,7 +135,7 @@ def load_state(state, pid, third):
     """Return the index of this call's third, the offsets in words of this third and of the previous third, and the
     number of vectors that the previous call filled. A third has `third` words."""
     third_index = tl.load(state + 2 * pid)
-    words = (third // 4 * 4).to(tl.int64)  # tells the compiler that rows begin at multiples of 16 bytes
+    words = (third // 4 * 4).to(tl.int64)  # a hint for the compiler that rows begin at multiples of 16 bytes
     return third_index, third_index * words, (third_index + 2) % 3 * words, tl.load(state + 2 * pid + 1)
 
 
@@ -171,7 +171,7 @@ def sum_low_latency(
     c = tl.arange(0, WORDS)
     start_time = globaltimer()
     polls = 0
-    missing = 1  # 1 + the number of a rank whose row has not arrived, or 0
+    missing = 1  # 0, or 1 + a rank whose row has not arrived
     acc = zeros(W, WORDS, P)
     while missing > 0:
         go_on = 1
@@ -251,7 +251,7 @@ def gather_low_latency(
     c = tl.arange(0, WORDS)
     for b in range(pid * VECTORS, count, PROGRAMS * VECTORS):
         ok = c < 4 * (count - b)
-        words = replace_empty(tl.load(x + 4 * b.to(tl.int64) + c, mask=ok, other=0))  # the same bits as on other ranks
+        words = replace_empty(tl.load(x + 4 * b.to(tl.int64) + c, mask=ok, other=0))  # for the same bits on all ranks
         tl.store(out + 4 * (lo + b).to(tl.int64) + c, words, mask=ok)
     for unit in range(pid, units, PROGRAMS):  # the loop begins with the next rank
         owner = (me + 1 + unit % (W - 1)) % W

@@ -96,7 +96,7 @@ def workspace(world: World, name: str, shape: Sequence[int], dtype: torch.dtype)
 
 
 class Lock:
-    """A lock that serialises, across streams, the calls that share the memory of one name (`World.order`)."""
+    """A lock that serialises calls on different streams if they share the memory with one name (`World.order`)."""
 
     last_stream: Stream = None
     last_captured: Stream = None

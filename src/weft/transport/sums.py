@@ -33,7 +33,7 @@ def sum_staged(
     rank = tl.load(me)
     i = tl.arange(0, BLOCK)
     for b in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-        start = b.to(tl.int64) * BLOCK  # added to the pointers: 64-bit indices of all elements would spill registers
+        start = b.to(tl.int64) * BLOCK  # a scalar, because 64-bit indices of all elements would spill registers
         ok = i < (count - start)
         acc = tl.zeros((BLOCK,), tl.float32)
         for r in tl.static_range(W):

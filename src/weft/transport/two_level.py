@@ -72,7 +72,8 @@ def as_one_slice(slices: Sequence[slice]) -> slice | None:
 
 
 def send(world: World, part: torch.Tensor, target: int, out: torch.Tensor, source: int, stream: Stream) -> None:
-    """Send `part` to node `target`, and receive `out` from node `source`. Both peers have this rank's local rank."""
+    """Send `part` to node `target`, and receive `out` from node `source`. On both nodes, the peer is the rank with the
+    same local rank as this rank."""
     across = world.levels.across
     outs = [out if node == source else out[:0] for node in range(across.size)]
     parts = [part if node == target else part[:0] for node in range(across.size)]

@@ -137,7 +137,7 @@ class CopiedTiles(GatherTiles[FusedGatherByCopies]):
         return "fixed", "slow"  # decomposed plans measure the rate of a copy engine
 
     def operations(self, plan: FusedGatherByCopies, world: int) -> int:
-        return 4 + 2 * (world - 1)  # one copy and one signal for each peer
+        return 4 + 2 * (world - 1)  # the host enqueues one copy and one signal for each peer
 
     def programs(self, p: Parts, plan: FusedGatherByCopies) -> int:
         return p.sms * plan.per_sm - 1

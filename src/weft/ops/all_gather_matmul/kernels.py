@@ -85,7 +85,7 @@ class Gathering(NamedTuple):
     product: Product
 
 
-WORD = tl.constexpr(4)  # float32 elements in a 16-byte word; the scales of a gathered row are padded to whole words
+WORD = tl.constexpr(4)  # the float32 elements in a 16-byte word; the scales of a gathered row are padded to whole words
 WORDS = tl.constexpr(2048)  # the number of float32 elements that a program copies at a time
 
 
@@ -154,7 +154,7 @@ def copy_own_chunks(
     PARTS: tl.constexpr = pull.PARTS
     BLOCK_SIZE: tl.constexpr = pull.ROWS * pull.COLS
     o = tl.arange(0, BLOCK_SIZE)
-    if pid == 0:  # so that peers receive the expected count even for an empty shard
+    if pid == 0:  # peers wait for this count even if the shard is empty
         tl.atomic_add(ready, 1, sem="release", scope="sys")
     for part in range(pid, tl.cdiv(rows_n, CHUNK) * PARTS, PROGRAMS):
         chunk = part // PARTS

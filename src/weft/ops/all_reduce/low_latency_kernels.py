@@ -70,7 +70,7 @@ def one_shot(
     clear(local + previous, filled, pid, VECTORS, PROGRAMS)
     compare_calls(calls, number, pid, PROGRAMS)
 
-    if P <= 8192:  # if there are enough registers, they are loaded before the wait
+    if P <= 8192:  # the parameters are loaded before the wait if there are enough registers
         w, b, divisor = load_parameters(weights, norm)
     for t in range(pid, M, PROGRAMS):
         owner = owner_of(t, M, W)

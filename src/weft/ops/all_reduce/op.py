@@ -46,7 +46,7 @@ from .runs import (
 from .two_level import prepare_sum
 
 WIDEST = 16384  # the largest number of columns that a program can hold in registers
-SHORT = 512  # bytes of the shortest row that was measured
+SHORT = 512  # the size in bytes of the shortest row that was measured
 STAGED = 64 << 20  # plans that post rows are timed if they need at most this many bytes for posted rows
 
 
@@ -106,7 +106,7 @@ class Reduce(Op[SumCall]):
         if call.out_dtype == E4M3:
             return "plans may round rows of 8 bits in different places"
         if call.norm == LAYER.value and isinstance(plan, TwoShotLowLatency):
-            return "its LayerNorm by pairs needs more registers than a thread has"  # 8 bytes spill at H = 8192
+            return "its LayerNorm by pairs needs more registers than a thread has"  # it spills at H 8192
         return super().batch_invariance_unsupported(world, call, plan)
 
     def without_overlap(self, world: World, plan: Plan, operands: Operands, out: torch.Tensor) -> Operands:
@@ -241,7 +241,7 @@ class AllReduce(Reduce):
         return [(tuple(x.shape), x.dtype)]
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
-        return call.m, call.h * call.dtype.itemsize // 2, 1  # the key counts bytes, as 16-bit elements
+        return call.m, call.h * call.dtype.itemsize // 2, 1  # the key is the size in bytes, counted in 16-bit elements
 
     def candidates(self, world: World, call: SumCall) -> Sequence[Plan]:
         """Return the plans to time. Plans are timed only for short rows, because the planner's measurements include no

@@ -120,7 +120,7 @@ def prepare_forward(
     def forward(q: Tensor, local_kv: KeyValues, sinks: Tensor | None, out: Tensor) -> Tensor:
         stream = world.current_stream()
         world.order(holder, stream)
-        if m < n:  # the number of queries on the other ranks does not matter here, so it is set to the number of keys
+        if m < n:  # the other ranks always read n queries, so the missing rows are padded with zeros
             padded = world.zeros((n, config.heads, config.dim), config.dtype)
             world.copy(padded[n - m :], q, stream)
             q = padded

@@ -248,7 +248,7 @@ def library_errors(
 ) -> dict[AttentionLibrary, str]:
     """Return for each library a description of the error: wrong results, or the exception that it raised. The
     description is "" if the results are correct."""
-    generator = torch.Generator(device).manual_seed(0)  # so that the state of the user's generator does not change
+    generator = torch.Generator(device).manual_seed(0)  # a separate generator leaves the user's generator unchanged
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=dtype, generator=generator)

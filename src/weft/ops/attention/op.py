@@ -93,7 +93,7 @@ def groups_of_ranks(call: AttentionCall) -> GroupsByRank:
 
 
 def key_ranges_of(call: AttentionCall, rank: int, queries: int) -> KeyRanges:
-    """Return the keys that `rank` sees with this number of queries."""
+    """Return the keys that the queries of `rank` see, if it has this number of queries."""
     shards = call.config.shards
     if call.cu_seqlens or call.window:
         cu_seqlens = call.cu_seqlens or (0, call.rows)
@@ -350,9 +350,9 @@ def gathered_attention(
         [m_r, heads, D]; with `return_lse` also float32 [heads, m_r], natural logarithms. With a batch dimension, both
         results have this dimension too, and for a batch size above 1 the rows of the result are not contiguous.
 
-    Backward: keys and values are fetched again. An all-to-all returns their gradients to their ranks, which sum them in
-    float32 in rank order. The gradient of sinks covers this rank's queries only. With a window or packed sequences,
-    every rank must have as many queries as keys.
+    Backward: each rank fetches the remote keys and values again. An all-to-all returns their gradients to their ranks,
+    which sum them in float32 in rank order. The gradient of sinks covers this rank's queries only. With a window or
+    packed sequences, every rank must have as many queries as keys.
 
     Memory: a call needs one partial result per library call, and the keys and values of all ranks, which segmented
     plans keep in symmetric memory. head_parallel plans keep the queries, keys, values and results of one rank in

@@ -223,7 +223,7 @@ def group_tables(world: World, routing: Routing, n: int, plan: Signaled) -> Grou
         return counts.cumsum() - counts
 
     def slices(starts: np.ndarray, counts: np.ndarray) -> list[list[slice]]:
-        """Return the rows of each group and rank."""
+        """Return a slice of rows for each group and rank."""
         stops = (starts + counts).tolist()
         return [list(map(slice, *ends)) for ends in zip(starts.tolist(), stops, strict=True)]
 
@@ -306,7 +306,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
     def check(self, world: World, operands: Factors, options: CallOptions) -> RoutedCall:
         (x, weight, bias), (routing, kept) = operands, options
         validate(self.name, world, x, weight, bias)
-        if routing.world() is not world:  # a routing's channels count the calls of its own World
+        if routing.world() is not world:  # the channels of a Routing count the calls of one World
             raise ValueError(f"{self.name}: destinations were routed in another World; route them in this one")
         named = len(routing.destinations[world.rank])
         if named != x.shape[0]:

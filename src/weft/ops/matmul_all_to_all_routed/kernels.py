@@ -55,8 +55,8 @@ class Inbox(NamedTuple):
     elements, followed by int32 [W], the number of rows from each source."""
 
     addresses: torch.Tensor  # int64 [W], the address of every rank's memory
-    epoch: torch.Tensor  # int32 [1], whose parity selects the half
-    half: int  # bytes from the first half to the second
+    epoch: torch.Tensor  # int32 [1]; the parity of the word selects the half
+    half: int  # the distance in bytes from the first half to the second
 
 
 class BlockShape(NamedTuple):

@@ -98,7 +98,7 @@ class ReducedTiles(FusedCost[ReducePlan]):
         m, n, k = call.m, call.n, call.k
         rows, bm = -(-m // p.world), plan.tile.block_m
         columns = -(-n // plan.tile.block_n)
-        chunks, programs = -(-rows // bm), p.sms  # programs that pull and forward share the GEMM's SMs
+        chunks, programs = -(-rows // bm), p.sms  # pull and forward programs share the SMs with the GEMM's programs
         # After the first wave, all tiles except the tiles of the last wave can be pulled during the GEMM.
         tiles = p.world * chunks * columns
         gemm = p.tiles(Occupancy(plan.tile), programs, tiles, m, n, k) * fit.slow

@@ -167,7 +167,7 @@ def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, til
                     wait_until(ch.counters + own_tiles + step - LAG, target, ch.guard, step - LAG, -1, "sys")
                     gather_tile(flat_desc, arenas, first_row, step - LAG, me, out, offsets, grid, tile, how, W)
             ticket = take_ticket(ch, 1)
-    else:  # a ticket sums one half tile
+    else:  # without ALL, a ticket sums one half of a tile
         ticket = take_ticket(ch, 1)
         while ticket < 2 * own_tiles:
             lm, tn = grouped_tile(ticket // 2, tiles_m, tiles_n, GROUP)
@@ -213,7 +213,7 @@ def store_partial(arena_desc, acc, scales, granule, flat_row, col, N, tile):
     if tile.SCALED:
         left = scale_half(left, None, scales, col, N, tile.SCALED)
     arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(arena_desc.dtype), (1, ROWS, COLS)))
-    if tile.SCALED:  # loaded after the store, for the reason in `store_scaled_tile`
+    if tile.SCALED:  # the scales are loaded after the store; `store_scaled_tile` explains why
         right = scale_half(right, None, scales, col + COLS, N, tile.SCALED)
     arena_desc.store([granule, flat_row + tile.BM, 0], tl.reshape(right.to(arena_desc.dtype), (1, ROWS, COLS)))
 

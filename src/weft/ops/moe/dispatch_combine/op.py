@@ -127,7 +127,7 @@ class ExchangeState:
     buffer_index: int
     order: ExpertOrder
     row_order: ExpertOrder
-    weights: torch.Tensor  # float32 [W, max_tokens, k], of all ranks
+    weights: torch.Tensor  # float32 [W, max_tokens, k], the weights of all ranks' tokens
     masked: Masked | None
     kernels: KernelState | None
 
@@ -297,7 +297,7 @@ def combine(
     world: World | None = None,
 ) -> torch.Tensor:
     """Return out[t] = the sum over the token's routes of weight * its row of y, + shared[t]. The sums are in the same
-    order as in `weft.moe.moe`, so equal y give equal bits.
+    order as in `weft.moe.moe`, so the same y gives the same bits.
 
     Sums are accumulated in float32 and in a fixed order. Each rank adds a token's rows in the order of the top-k slots
     and rounds the sum to the dtype. The token's rank adds these sums in rank order.
@@ -755,7 +755,7 @@ class Combine(ExchangeOp):
         pending_dispatches(world)[number] = PendingDispatch(state, is_held, int(handle_id[0]))
         dy, dots = route_gradients(world, state, drows, y)
         dweights = sum_over_ranks(world, dots, weights)
-        if not call.dispatch_has_gradient:  # otherwise the backward pass of the dispatch combines it
+        if not call.dispatch_has_gradient:  # otherwise the dispatch's backward pass combines the gradient's dispatch
             launch_combine(world, number, drows, None, world.empty(dout.shape, dout.dtype))
         return [dy, dweights, None, None, dout]
 

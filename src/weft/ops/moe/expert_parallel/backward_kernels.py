@@ -27,7 +27,7 @@ from ....lang.channel import address_of
 from ....lang.jit import jit
 from ..activations import CLAMPED, GELU
 
-IDENTITY = tl.constexpr(3)  # the identity, used as an activation
+IDENTITY = tl.constexpr(3)  # an activation that returns its input unchanged
 
 
 class GradientSizes(NamedTuple):
@@ -121,7 +121,7 @@ def gradient_of_rows(
             y, dgate, dup = gated_gradient(gate, up, ACT)
             tl.store(out + offsets, (dx * dgate).to(out.dtype.element_ty), mask=c < columns)
             tl.store(out + offsets + GATE_BLOCK, (dx * dup).to(out.dtype.element_ty), mask=c < columns)
-        y = y.to(hidden.dtype.element_ty).to(tl.float32)  # rounded like the input of the second GEMM
+        y = y.to(hidden.dtype.element_ty).to(tl.float32)  # the forward pass rounds the second GEMM's input too
         dots += tl.sum(y * dy, 1)
         tl.store(hidden_pointers, (y * weight[:, None]).to(hidden.dtype.element_ty), mask=c < inner)
     return dots

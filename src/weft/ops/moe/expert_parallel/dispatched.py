@@ -52,8 +52,8 @@ ELEMENTS_PER_THREAD = 32  # the number of elements that such a thread holds in r
 SM_MEMORY = 225 << 10  # bytes of shared memory for the tiles of all programs on an SM, without the reserved part
 WGMMA_ROWS = 64  # smaller tiles use mma.sync with operands in registers, which needs one buffer less
 RESERVED_MEMORY = 1 << 10  # bytes of shared memory that CUDA reserves for each program
-FINAL_SUM_WARPS, FINAL_SUM_PER_SM = 4, 4  # warps of a program of `sum_ranks`, and its programs on an SM
-SHARED_SUM_PER_SM = 2  # its programs on an SM that they share with other kernels' programs
+FINAL_SUM_WARPS, FINAL_SUM_PER_SM = 4, 4  # the warps of a `sum_ranks` program, and the number of such programs per SM
+SHARED_SUM_PER_SM = 2  # the number of `sum_ranks` programs per SM if other kernels use the SM too
 
 
 @dataclass(eq=False)
@@ -66,9 +66,9 @@ class DispatchedState:
     rows: int  # the largest number of rows in expert order
     dispatch_programs: int
     combine_programs: int
-    dispatch_flags: BlockChannel  # counters of arrived rows, by source step
-    combine_flags: BlockChannel  # counters of arrived sums, by rank
-    calls: BlockChannel  # the channel of `same_call` in `sum_ranks`
+    dispatch_flags: BlockChannel  # the counters of arrived rows, one for each source step
+    combine_flags: BlockChannel  # the counters of arrived sums, one for each rank
+    calls: BlockChannel  # the channel that `same_call` uses in `sum_ranks`
     left_out: LeftOut | None  # the words that `sum_ranks` counts and clears
     ahead: Ahead = field(default_factory=Ahead)
 

@@ -191,7 +191,7 @@ def send_tokens(x, ids, memory, ch, T, max_tokens, s):
             s.STAGES,
             memory.copy_programs,
         )
-        channel_notify(ch, j - 1, rank, False)  # also without rows, because waits count calls
+        channel_notify(ch, j - 1, rank, False)  # also if no rows were sent, because waits count calls
 
 
 @jit
@@ -497,7 +497,7 @@ def moe_layer(
                 add_time(memory, SECOND_GEMM_TIME, start)
             ticket = take_ticket(ch, 1)
         phase_start = phase_end
-        if (pid < memory.copy_programs) & (is_first_gemm == 0):  # source step 0 is this rank itself
+        if (pid < memory.copy_programs) & (is_first_gemm == 0):  # source step 0 contains this rank's own tokens
             for j in range(1, source_step + 1):
                 all_tiles = tl.load(memory.tables.cumulative_tiles + W - 1)
                 if last_step_with(memory.tables.tiles, first_tile, all_tiles, j, 256) == source_step:

@@ -434,7 +434,7 @@ def combine_rows(
     """
     W: tl.constexpr = ch.world
     me = rank_of(ch)
-    channel_notify(ch, me, me, False)  # so that one wait covers all W counters
+    channel_notify(ch, me, me, False)  # the rank notifies itself, so that one wait can cover all W counters
     offset = half_offset(epoch, half_size) + (me * max_tokens).to(tl.int64) * H
     for i in range(0, W - 1):
         source_step = W - 1 - i

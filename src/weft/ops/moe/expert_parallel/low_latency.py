@@ -22,7 +22,7 @@ from .dispatched import unsupported as dispatched_unsupported
 from .low_latency_kernels import LowLatencyMemory, low_latency_gemm, low_latency_sums
 
 MAX_ROUTES = 8192  # the largest number of routes that every program scans
-SCAN_ELEMENTS = 8192  # pairs of a route and a row that are compared at once
+SCAN_ELEMENTS = 8192  # the number of pairs of a route and a row that are compared at once
 
 
 def unsupported(world: World, layer: Layer, plan: LowLatency) -> str | None:

@@ -71,7 +71,7 @@ NARROW_32 = replace(NARROW_64, tile=replace(NARROW_64.tile, block_m=32, stages=3
 LOW_LATENCY_32 = LowLatency(replace(LowLatency.tile, block_m=32))
 BY_ROWS = (
     RowRange(LowLatency(), LOW_LATENCY_MAX_ROWS, 0, 16, low_latency.MAX_ROUTES),
-    RowRange(LOW_LATENCY_32, 0, 6, 32, 1024),  # because every program scans all routes for each tile
+    RowRange(LOW_LATENCY_32, 0, 6, 32, 1024),  # the limit exists because every program scans all routes for each tile
     RowRange(NARROW_32, 16, 4, 48),
     RowRange(NARROW_64, 48, 12, 96),
     RowRange(Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16)), 0, 48, 192),
@@ -134,8 +134,8 @@ def moe(
             max_tokens, and the other ranks need not know it.
         max_tokens: the largest number of tokens that any rank may have in this call or in later calls. Calls with the
             same max_tokens share tables and memory, and need no new agreement between the ranks, whatever T is. None
-            with rows: the largest of these numbers. None without rows: min(8 E, 8192) / (W k) if T is not larger, so
-            that ranks may decode batches of different sizes, otherwise T.
+            with rows: the largest number in rows. None without rows: min(8 E, 8192) / (W k) if T is not larger, so that
+            ranks may decode batches of different sizes, otherwise T.
         max_rows: the number of rows for which each rank has room at least (a row is one token for one expert). Further
             rows are left out of the sums, starting with the last experts, and cause Overflow, in eager calls and in
             CUDA graphs. None: room for the worst case, W max_tokens min(k, El) rows; the first call logs how many bytes
@@ -216,7 +216,7 @@ class Moe(Op[MoeCall]):
     }
     emulator_plan = Dispatched
     autotune_plans: ClassVar[Sequence[Plan]] = tuple(plan for plan, *_ in BY_ROWS)
-    by_library = False  # a CUDA graph cannot capture its calls
+    by_library = False  # a CUDA graph cannot capture a call of the sequential plan
 
     def check(self, world: World, operands: MoeOperands, options: CallOptions) -> MoeCall:
         x, ids, weights, w13, w2, *_ = operands
@@ -299,7 +299,7 @@ class Moe(Op[MoeCall]):
 
     def expected(self, world: World, call: MoeCall, mode: str) -> Plan:
         """Choose a plan by the average number of rows per expert, because this number decides which plan's tiles are
-        full. Only one of these plans supports a call with a gradient."""
+        full. Only one of the plans that are chosen in this way supports a call with a gradient."""
         if call.keep is not None:
             return Dispatched()
         rows = self._rows(world, call)
@@ -342,12 +342,12 @@ class Moe(Op[MoeCall]):
         tokens = min(layer.max_tokens_per_rank, tokens_that_fit)
         local_experts = -(-layer.experts // world.size)
         if max_rows is None or world.size * tokens * min(k, local_experts) + local_experts <= max_rows:
-            # Even routes would fill the tiles of all experts equally. With 16 rows per expert, every expert would need
-            # one tile of 16 rows, whereas under real routing half of the experts need two tiles and their weights are
-            # read twice.
+            # Evenly distributed routes would fill the tiles of all experts equally. With 16 rows per expert, every
+            # expert would need one tile of 16 rows, whereas under real routing half of the experts need two tiles and
+            # their weights are read twice.
             generator = torch.Generator(device).manual_seed(world.rank)
             ids = torch.rand(tokens, layer.experts, device=device, generator=generator).topk(k).indices.int()
-        else:  # there might be no room for random routes
+        else:  # with this max_rows there might be no room for the rows of random routes
             route = torch.arange(tokens * k, device=device, dtype=torch.int32).view(tokens, k)
             ids = (route + world.rank * tokens * k) % layer.experts
         x, weights = operands.x.new_ones(tokens, layer.hidden), operands.weights.new_full((tokens, k), 1 / k)
@@ -375,7 +375,7 @@ MOE = registered(Moe())
 def operands_with_router(
     world: World, router: TopKRouter, x: torch.Tensor, *experts: torch.Tensor | None
 ) -> MoeOperands:
-    """Return the operands of a call that includes the router. experts: w13 to received."""
+    """Return the operands of a call that includes the router. experts: the operands from w13 to received."""
     check_tensors(NAME, x)
     shape = *x.shape[:1], router.k
     routes = world.empty(shape, torch.int32), world.empty(shape, torch.float32)
@@ -496,7 +496,7 @@ def pack(w13: torch.Tensor, *, world: World, layout: str = "blocked") -> torch.T
         world: the World whose kernels read the result.
 
     Raises:
-        ValueError: the layout is neither of these, or the number of rows is odd.
+        ValueError: the layout is neither "blocked" nor "interleaved", or the number of rows is odd.
         TypeError: w13 is not a tensor.
     """
     check_tensors("pack", w13)

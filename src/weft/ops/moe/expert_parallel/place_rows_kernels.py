@@ -43,7 +43,7 @@ RANK_BINS = tl.constexpr(32)  # the largest number of ranks, and the number of b
 class ExpertOrder(NamedTuple):
     """The tables of rows in the order of this rank's EL experts (`route_tables.Tables`). All of them are int32."""
 
-    ids: torch.Tensor  # [W, max_tokens, K], of every rank
+    ids: torch.Tensor  # [W, max_tokens, K], the ids of every rank's tokens
     route_rows: torch.Tensor  # [W * max_tokens * K]: the row of each route; -1: none, -2: left out
     sources: torch.Tensor
     offsets: torch.Tensor
@@ -51,8 +51,8 @@ class ExpertOrder(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """The tables of the masked layout, in which every expert has MAX_M rows. `counts` holds how many of them each
-    expert uses."""
+    """The tables of the masked layout, in which every expert has MAX_M rows. `counts` contains the number of rows that
+    each expert uses."""
 
     route_rows: torch.Tensor
     sources: torch.Tensor  # [EL, MAX_M]

@@ -40,7 +40,7 @@ def run_sequential(world: World, call: MoeCall, plan: Plan, operands: MoeOperand
     def add() -> None:
         by_route = torch.zeros(tokens * layer.k, h, dtype=torch.float32, device=x.device)
         by_route.index_copy_(0, routes.sent_routes, returned_rows.float())
-        valid = (ids >= 0) & (ids < layer.experts)  # the weights of routes to no expert may be undefined
+        valid = (ids >= 0) & (ids < layer.experts)  # a route without an expert may have an undefined weight
         total = (by_route.view(tokens, layer.k, h) * torch.where(valid, weights, 0.0)[:, :, None]).sum(1)
         out.copy_(total if shared is None else total + shared.float())
 
@@ -150,7 +150,7 @@ class SortedRoutes:
 
     @property
     def by_expert(self) -> list[Tensor]:
-        """Return the tensors that are read by a function of the rows in expert order."""
+        """Return the tensors that a function which processes rows in expert order reads."""
         return [self.expert_order, self.offsets]
 
     def sent(self, t: Tensor, k: int) -> Tensor:

@@ -53,7 +53,7 @@ from ....lang.intrinsics import count_lost, flush_stores, same_call
 from ....lang.jit import jit
 from ....lang.primitives import channel_broadcast, channel_wait
 
-LEFT_OUT = tl.constexpr(-2)  # the row number of a route to an own expert if there is no room for its row
+LEFT_OUT = tl.constexpr(-2)  # marks a route to one of this rank's experts for which there is no room
 
 
 class LeftOut(NamedTuple):
@@ -177,7 +177,7 @@ def copy_routes(dst, routes, source, source_in_half, i, routes_per_source):
 
 @jit
 def clear_sources(sources, rows, program, PROGRAMS, BLOCK: tl.constexpr):
-    """Set a program's part of sources [rows] to -1. Rows without a token keep that value."""
+    """Set a program's part of sources [rows] to -1. A row without a token keeps the value -1."""
     for lo in range(program * BLOCK, rows, PROGRAMS * BLOCK):
         row = lo + tl.arange(0, BLOCK)
         tl.store(sources + row, tl.full((BLOCK,), -1, tl.int32), mask=row < rows)
@@ -222,8 +222,8 @@ def count_routes(
 
 @jit
 def add_counts(counts, block, blocks_per_source, s):
-    """Return two tensors: int32 [WP, ELP], the number of rows of every source step and expert, and int32 [ELP], the
-    number of rows of each expert in all blocks before `block`."""
+    """Return two tensors: int32 [WP, ELP], the number of rows for every source step and expert, and int32 [ELP], for
+    each expert the number of rows in all blocks before `block`."""
     rows_per_step = tl.zeros((s.WP, s.ELP), tl.int32)
     before = tl.zeros((s.ELP,), tl.int32)
     source_step = tl.arange(0, s.WP)[:, None, None]
@@ -365,7 +365,7 @@ def take_left_out(left_out, guard, W: tl.constexpr):
     """Count the rows of this rank's tokens that other ranks have left out, and clear the words (`tell_sources`).
     Exactly one program of a launch must call this function, after the program has waited for all ranks' rows."""
     any_lost = count_told(left_out.words, guard, W)
-    flush_stores(False)  # each thread has loaded the words before one of them clears them
+    flush_stores(False)  # all threads have loaded the words before one thread clears them
     if any_lost:
         ranks = tl.arange(0, triton.next_power_of_2(W))
         tl.store(left_out.words + ranks, tl.zeros_like(ranks), mask=ranks < W)

@@ -92,7 +92,7 @@ class TableBuilder:
     counts: torch.Tensor  # int32 [blocks, ELP]: the number of each block's routes to each own expert
     count_launch: Launch
     place_launch: Launch
-    place_again_launch: Launch  # for a backward pass, which counts no rows
+    place_again_launch: Launch  # the launch for a backward pass, which counts no rows
 
 
 def share_routes(world: World, routes: Routes, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -144,7 +144,7 @@ def run_builder(
     Routes to experts from W * El on have no row. If an expert occurs twice in the ids of a token, the token has two
     rows of this expert. Rows beyond `rows_of` are left out, starting with the last experts, and are counted: a later
     call or `World.synchronize` raises Overflow. The ranks of their tokens raise it too, after `take_left_out` has run.
-    If routes did not arrive, such a call raises Timeout with the name of their rank.
+    If the routes of a rank did not arrive, such a call raises Timeout, which names the rank.
     """
     stream = world.current_stream()
     builder.count_launch(stream, weights=weights, sources=tables.sources)

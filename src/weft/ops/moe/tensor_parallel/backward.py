@@ -84,10 +84,10 @@ def second_half(
     row_weights = scratch(world, "weights of rows", state.rows, 1, torch.float32)
     dhidden, droutes = world.empty(hidden.shape, hidden.dtype), world.zeros(routes.shape, torch.float32)
     dw2, db2 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w2, b2))
-    gather_rows(world, state, dy, tables, dy_rows)  # the first use of scratch memory after acquiring its lock
+    gather_rows(world, state, dy, tables, dy_rows)  # the first access to scratch memory after acquiring its lock
     gemm = grouped_gemm(world, state, tables, GroupedProduct(dy_rows, w2), g, unused_counters(world), True, True)
     # From g = dy @ w2 this launch computes g times the routing weights, the gradients of these weights, and, in place
-    # of g, hidden times the weights. If there is a b2, it also stores the weight of each row.
+    # of g, hidden times the weights. If there is a b2, the launch also stores the weight of each row.
     moving: dict[str, Moved] = dict(
         preactivation=hidden,
         hidden=g,
