@@ -36,8 +36,8 @@ BLOCK = tl.constexpr(SCALE_BLOCK)  # with BY_BLOCK, 128 elements of K and 128 ro
 
 
 class Scales(NamedTuple):
-    """The scales of all operands of a GEMM, float32. x is [1], [M] or [M, K / 128]; w is [1], [N] or [N / 128 rounded
-    up, K / 128]."""
+    """The float32 scales of a GEMM's operands. x is [1], [M] or [M, K / 128]; w is [1], [N] or [N / 128 rounded up, K /
+    128]."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -58,7 +58,7 @@ class TileScales(NamedTuple):
 
 @jit
 def scales_of_rows(x_scale, row, K, SCALED: tl.constexpr):
-    """Return the address of the scales of row `row` in the contiguous x_scale."""
+    """Return the address of row `row`'s scales in the contiguous x_scale."""
     if SCALED == BY_BLOCK:
         x_scale += row.to(tl.int64) * (K // BLOCK)
     elif SCALED == BY_ROW:
@@ -150,8 +150,8 @@ def scale_half(half, bias, scales, col, N, SCALED: tl.constexpr):
 @jit
 def store_scaled_tile(out_desc, acc, bias, scales, row, col, N, SCALED: tl.constexpr, GATED: tl.constexpr):
     """Scale and store a tile, acc [rows, columns]; out_desc, bias and GATED are as in `store_tile`. The left half is
-    stored before the scales of the right half are loaded, since the scales of a whole tile's columns need as many
-    registers as the tile's accumulators (compiled for sm_90a: 254 registers against 196)."""
+    stored before the scales of the right half are loaded, because the scales of all columns need as many registers as
+    the tile's accumulators: 254 registers instead of 196, compiled for sm_90a."""
     BM: tl.constexpr = acc.shape[0]
     HALF: tl.constexpr = acc.shape[1] // 2
     left, right = column_halves(acc, BM, acc.shape[1])

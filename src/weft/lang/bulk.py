@@ -10,7 +10,7 @@ from .jit import Intrinsic
 
 
 def _target_features():
-    """Return the features of the GPU that Triton compiles for, or None if Triton has no target."""
+    """Return the features of Triton's target GPU, or None if Triton has no target."""
     target = current_target()
     return None if target is None else features(target.arch)
 

@@ -310,7 +310,7 @@ class Rewriting:
             user = source
         pointer = _operand(user)
         if pointer.startswith("%weft_"):
-            return  # an earlier load has the same pointer
+            return  # the zero was added to this pointer for an earlier load
         kind = _type(user)
         added, offset, offset_kind = self._new(), word, "i32"
         guards = []

@@ -24,7 +24,7 @@ from .recipes import ScaledFactors
 
 
 def parts_of(plan: Decomposed, rows: int, size: int) -> list[tuple[int, int]]:
-    """Return the range of rows of every part of a shard of `rows` rows."""
+    """Split a shard of `rows` rows into parts, and return the range of rows for every part."""
     parts = [(rows * group.start // size, rows * group.stop // size) for group in group_steps(plan, size)]
     return [(lo, hi) for lo, hi in parts if hi > lo]
 

@@ -170,7 +170,7 @@ def put_rows(
 
 
 def columns(world: World, remap: Remap | None) -> int:
-    """Return the number of columns of a contiguous run (compute/norm.py)."""
+    """Return the number of columns in a contiguous run (compute/norm.py)."""
     if remap is not None:
         return remap.block_n // 2
     return world.backend.scale.run_columns

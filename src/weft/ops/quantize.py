@@ -178,7 +178,7 @@ def quantize(
 
     Raises:
         ValueError, TypeError: a shape, dtype or device is invalid, or x requires a gradient; the message quotes it.
-        Unsupported: the GPU has no e4m3.
+        Unsupported: the GPU does not support e4m3.
 
     Examples:
         >>> x = torch.ones(2, 16).bfloat16()

@@ -22,7 +22,7 @@ from ..world import World
 SCALINGS = {"tensor": BY_TENSOR, "row": BY_ROW, "block": BY_BLOCK}
 
 
-# The fields of ScaledFactors and of ProductOptions in the syntax of torch.library's schemas.
+# The fields of ScaledFactors and ProductOptions, as strings for schemas of torch.library.
 SCALED_FACTORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale, Tensor? weight_scale"
 PRODUCT_OPTIONS = "str? recipe, ScalarType? out_dtype, bool use_fast_accum"
 
@@ -222,8 +222,8 @@ def with_scaled_tiles(plan: P, scaling: Scaling) -> P:
 
 
 def block_rows(tile: TileShape, scaling: Scaling | None) -> int:
-    """Return the number of rows of the blocks in which tiles are loaded and stored. If sums are promoted, a block has
-    half a tile's rows (compute/scaled_gemm.py)."""
+    """Return the number of rows in the blocks that kernels load and store. If sums are promoted, a block has half a
+    tile's rows (compute/scaled_gemm.py)."""
     return tile.block_m // 2 if scaling is not None and scaling.promotes else tile.block_m
 
 

@@ -133,9 +133,9 @@ def reduce_at_once(reduce: Callable[..., object]) -> ReduceTransport:
 def gather_all(
     tensors: TensorList, world: World, plan: Plan, shards: tuple[int, ...], stream: Stream
 ) -> list[torch.Tensor]:
-    """Gather the rows of all ranks of each tensor by NCCL. NCCL does not support 8-bit floats, so they are sent as
-    bytes. If the shards have equal lengths, the scales are sent as bytes in the same launch as the rows: a sequential
-    call is up to 4% faster with one launch than with two (bench/measure/fp8_ranks.py)."""
+    """Gather each tensor's rows from all ranks by NCCL. NCCL does not support 8-bit floats, so they are sent as bytes.
+    If the shards have equal lengths, the scales are sent as bytes in the same launch as the rows: a sequential call is
+    up to 4% faster with one launch than with two (bench/measure/fp8_ranks.py)."""
     as_bytes = tensors[0].itemsize == 1
     sent = [t.view(torch.uint8) for t in tensors] if as_bytes else [*tensors]
     if world.size > 1 and len(sent) > 1 and min(shards) == max(shards):

@@ -87,8 +87,8 @@ def post_result(
     ROW: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Post the first ROW words of y, P elements of DTYPE from `round_without_empty`, to word `offset` of the memory of
-    all other ranks."""
+    """Post the first ROW words of y to all other ranks, at word `offset` of their memory. y has P elements of DTYPE,
+    and was returned by `round_without_empty`."""
     if DTYPE == tl.float32:
         even, odd = tl.split(tl.reshape(y.to(tl.int32, bitcast=True), (VECTORS, 2, 2)))
     else:

@@ -34,8 +34,8 @@ BETWEEN = "between nodes"  # the name of the stream for the transfers
 
 
 def node_pairs(world: World) -> Iterator[tuple[int, int]]:
-    """Yield the pair of nodes of each transfer. For j = 1, 2, .., this node sends to the j-th node after it, and
-    receives from the j-th node before it, modulo the number of nodes."""
+    """Yield the two nodes of each transfer. For j = 1, 2, .., this node sends to the j-th node after it, and receives
+    from the j-th node before it, modulo the number of nodes."""
     count = world.levels.across.size
     return (((world.node + j) % count, (world.node - j) % count) for j in range(1, count))
 
@@ -52,7 +52,7 @@ def cut(rows: int, chunk: int, chunks: int) -> slice:
 
 
 def slices_of_node(world: World, shards: Sequence[int], node: int, chunk: int = 0, chunks: int = 1) -> list[slice]:
-    """Return the rows of a chunk of each rank's shard on a node, as rows of the whole matrix."""
+    """Return, for each rank of a node, the rows of its shard that belong to a chunk, as rows of the whole matrix."""
     start, slices = sum(shards[: node * world.levels.node.size]), []
     for rows in local_slice(world, node, shards):
         part = cut(rows, chunk, chunks)

@@ -25,8 +25,7 @@ started after the peer's call n had ended. Therefore two halves suffice, without
 
 Symbols of shapes:
 
-    M, N, K    the numbers of rows of all ranks, of columns of this rank's result, and of columns of x; rank r has m_r
-               of the rows
+    M, N, K    M rows on all ranks (m_r of them on rank r), N columns of this rank's result, and K columns of x
     W          ranks
 """
 
@@ -106,8 +105,9 @@ def scales_stride(K, SCALED: tl.constexpr):
 
 @jit
 def gathered_scales(arena, rank, base, M, K, CHUNK: tl.constexpr):
-    """Return the address of the scales of all rows in the half at element `base` of a rank's arena. The scales follow
-    the [M, K] 8-bit elements, where M is rounded up to whole tiles, because the GEMM loads whole tiles."""
+    """Return the address at which all rows' scales are stored, for the half at element `base` of a rank's arena. The
+    scales follow the [M, K] 8-bit elements, where M is rounded up to whole tiles, because the GEMM loads whole
+    tiles."""
     rows = tl.cdiv(M, CHUNK) * CHUNK
     return address_of(arena.addresses, rank, tl.float32) + (base + rows.to(tl.int64) * K) // 4
 
@@ -149,7 +149,7 @@ def copy_own_chunks(
 ):
     """Copy parts of this rank's shard, which has rows_n rows and begins at row `row`, to the arena. The parts are
     distributed over all programs. The scales of a chunk are copied with the chunk's first part. A program counts each
-    part once for the peers and once for the GEMM. `all_scales` is the address of the scales of all rows, or None."""
+    part once for the peers and once for the GEMM. `all_scales` is the address of all rows' scales, or None."""
     CHUNK: tl.constexpr = tile.BM
     PARTS: tl.constexpr = pull.PARTS
     BLOCK_SIZE: tl.constexpr = pull.ROWS * pull.COLS

@@ -292,8 +292,8 @@ def all_gather_swiglu(
     """Return silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard). A fused plan computes it in one
     launch.
 
-    In weight [S, K], blocks of `world.backend.scale.interleave` gate rows alternate with blocks of up rows of the same
-    size; the last two blocks are padded with zeros. The function has no gradient; all_gather_matmul and silu_mul are
+    In weight [S, K], blocks of `world.backend.scale.interleave` gate rows alternate with equally large blocks of up
+    rows. The last two blocks are padded with zeros. The function has no gradient; all_gather_matmul and silu_mul are
     differentiable.
     """
     options = plain_rows(GATHER_GEMM, rows), columns, False, *UNSCALED

@@ -203,7 +203,7 @@ def store_scales_everywhere(addresses, t, row_scales, me, norm, W: tl.constexpr)
 def push_rows(x, stagings, counters, me, pid, M, max_rows, R, norm, shots, W: tl.constexpr):
     """Push this rank's rows to their owners. Each owner has staging memory for max_rows rows of every rank. `stagings`
     and `counters` are the addresses of the owners' staging memory and counters, beginning with the next rank. A unit
-    consists of a block of R rows of each of D owners. One release makes all stores of a unit visible."""
+    consists of D blocks of R rows, one for each of D owners. One release makes all stores of a unit visible."""
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
     D: tl.constexpr = shots.D

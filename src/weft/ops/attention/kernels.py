@@ -1,8 +1,8 @@
 """The kernel that merges partial attention results of a library.
 
-A partial result is out_i, the softmax over some of the keys, and lse_i, the natural logarithm of its sum of
-exponentials. Over all keys, lse = log sum exp(lse_i) and out = sum exp(lse_i - lse) out_i. The kernel computes in
-float32 and reads each partial result once. Each partial result has been rounded to 16 bits once.
+A partial result consists of out_i, the attention over some of the keys, and lse_i, the natural logarithm of the
+softmax's denominator. Over all keys, lse = log sum exp(lse_i) and out = sum exp(lse_i - lse) out_i. The kernel computes
+in float32 and reads each partial result once. Each partial result has been rounded to 16 bits once.
 
 Symbols of shapes:
 

@@ -157,14 +157,15 @@ def buffer_rows(groups: tuple[KeyGroup, ...]) -> tuple[tuple[KeyRange, int], ...
 
 # -- the zigzag layout -------------------------------------------------------------------------------------------------
 def _chunks(length: int, size: int) -> list[tuple[range, range]]:
-    """Return, for each of `size` ranks, its two chunks of a sequence of `length`."""
+    """Return the two chunks of each of `size` ranks, for a sequence of `length` rows."""
     ends = accumulate(balanced_rows(length, 2 * size), initial=0)
     chunks = [range(lo, hi) for lo, hi in pairwise(ends)]
     return [(chunks[r], chunks[-1 - r]) for r in range(size)]
 
 
 def zigzag_rows(length: int, size: int) -> tuple[int, ...]:
-    """Return how many rows of a sequence of `length` each of `size` ranks holds in the zigzag layout."""
+    """Return the number of rows that each of `size` ranks holds in the zigzag layout, for a sequence of `length`
+    rows."""
     return tuple(len(early) + len(late) for early, late in _chunks(length, size))
 
 

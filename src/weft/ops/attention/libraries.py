@@ -38,7 +38,7 @@ _TOLERANCE = 2e-2  # relative error: rounding to 16 bits causes 3e-3, a wrong co
 class Packed(NamedTuple):
     """Packed sequences. cu_queries and cu_keys contain the offset at which each sequence begins, followed by the end. A
     causal query sees all keys up to its own position, or with a window only the last `window` of them (0 means no
-    window). The last query has the position of the last key."""
+    window). The last query is at the same position as the last key."""
 
     cu_queries: tuple[int, ...]
     cu_keys: tuple[int, ...]

@@ -209,7 +209,7 @@ class GroupTables:
 def group_tables(world: World, routing: Routing, n: int, plan: Signaled) -> GroupTables:
     me, size, bm = world.rank, world.size, plan.tile.block_m
     tiles_n, programs = -(-n // plan.tile.block_n), world.sm_count - plan.ctas
-    group_m = max(1, min(plan.tile.group_m, programs // tiles_n))  # the number of rows of tiles that fit in a wave
+    group_m = max(1, min(plan.tile.group_m, programs // tiles_n))  # as many rows of tiles as fit in a wave
     longest = max(len(d) for d in routing.destinations)
     bounds = schedule(-(-longest // bm) * tiles_n, programs, plan.groups, 1, group_m * tiles_n).bounds
     ends = np.array([-(-b // tiles_n) * bm for b in bounds[1:]])

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Factors, out: torch.Tensor) -> None:
     """Run GEMM + all-to-all. Each row is sent to the rank of its destination node that has the same local rank as this
-    rank, and the destination rank pulls the row from there. `pool` holds the rows that a rank has received. The rows
-    are ordered by source node, and for each node by destination."""
+    rank, and the destination rank pulls the row from that rank. `pool` holds the rows that a rank has received. The
+    rows are ordered by source node, and for each node by destination."""
     (x, weight, bias), routing, node = operands, call.routing, world.levels.node
     stream, between = world.current_stream(), world.side_stream(BETWEEN)
     order, ordered = routing.by_destination(world), world.empty((call.sent, call.k), call.dtype)

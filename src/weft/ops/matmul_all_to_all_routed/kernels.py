@@ -30,7 +30,7 @@ notification after it had read the half in call n. Only later launches of the sa
 Symbols of shapes:
 
     m          the number of rows of x on this rank, each of which has one destination rank
-    N, K       the numbers of columns of the result and of x
+    N, K       N columns of the result, and K columns of x
     W          ranks
 """
 
@@ -181,8 +181,8 @@ def gemm_to_ranks(x_desc, w_desc, bias, row_addresses, ch, m, N, K, DTYPE: tl.co
 
 @jit
 def copy_rows(dst, src, count, end, N, program, PROGRAMS, shape):
-    """Copy the part of program `program` of the first `count` rows of src [.., N] to dst, and store zeros in its part
-    of the rows up to row `end`."""
+    """Copy the first `count` rows of src [.., N] to dst, and store zeros in the following rows up to row `end`.
+    PROGRAMS programs share the work; this one processes the part with the index `program`."""
     parts = tl.cdiv(N, shape.COLS)
     for block in tl.range(program, tl.cdiv(end, shape.ROWS) * parts, PROGRAMS, num_stages=shape.STAGES):
         r = (block // parts * shape.ROWS + tl.arange(0, shape.ROWS))[:, None]

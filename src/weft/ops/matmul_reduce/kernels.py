@@ -36,7 +36,7 @@ In the third, GEMM programs notify the owners, immediately or one tile later.
 
 Symbols of shapes:
 
-    M, N, K    the numbers of rows of x, of columns of the result, and of columns of x on this rank
+    M, N, K    M rows of x, N columns of the result, and K columns of x on this rank
     W          the number of ranks; rank r owns m_r rows of the result
 """
 
@@ -113,7 +113,7 @@ def sum_half_tiles(
 
 @jit
 def gather_tile(flat_desc, arenas, first_row, tile_index, me, out, offsets, grid, tile, how, W: tl.constexpr):
-    """Copy the sum of tile tile_index of every other owner to `out`, beginning with the nearest owner."""
+    """Every other owner has summed its tile tile_index. Copy these sums to `out`, beginning with the nearest owner."""
     BM: tl.constexpr = tile.BM
     COLS: tl.constexpr = tile.BN // 2
     GROUP: tl.constexpr = tile.GROUP_M // W

@@ -159,8 +159,8 @@ class MatmulAllReduce(MatmulReduce):
     emulator_plan = FusedAllReduce
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
-        """Return the default plan of this class. TwoLevel has two pieces, because a single piece would overlap
-        nothing."""
+        """Return the default plan of this class. TwoLevel has two pieces, because with a single piece nothing would
+        overlap."""
         return TwoLevel(2) if kind is TwoLevel else super().default(world, kind)
 
     def backward(self, world: World, ctx: Backward) -> Sequence[torch.Tensor | None]:

@@ -11,11 +11,11 @@ FlashOverlap, weft does not have to determine the order by a measurement.
 
 In an all-reduce NCCL sums a group's tiles in place. Groups are whole rows of tiles, which are in ordinary order in the
 output, unless the caller requests tiles. In a reduce-scatter consecutive tiles belong to the row ranges of consecutive
-ranks. A group contains the same number of tiles of each rank, which are ordered by owner in memory, and NCCL sends each
-rank the sums of its own tiles. So each rank receives whole tiles of the rows that it owns, and no further exchange is
-needed. (If every tile were split into one strip for each rank, a rank would receive rows of every tile.) On each rank
-the result is still in the order of the tiles, which a `Remap` describes. `weft.rms_norm` and `weft.residual_add` can
-read the tiles by means of the Remap; for other callers a kernel restores the ordinary order.
+ranks. A group contains equally many tiles for each rank, ordered by owner in memory, and NCCL sends each rank the sums
+of its own tiles. So each rank receives whole tiles of the rows that it owns, and no further exchange is needed. (If
+every tile were split into one strip for each rank, a rank would receive rows of every tile.) On each rank the result is
+still in the order of the tiles, which a `Remap` describes. `weft.rms_norm` and `weft.residual_add` can read the tiles
+by means of the Remap; for other callers a kernel restores the ordinary order.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def tiling_of(world: World, call: ReduceCall, plan: Signaled, in_order: bool) ->
     longest = call.m if owners == 1 else max(call.shards)
     tiles_m, tiles_n = -(-longest // bm), -(-call.n // bn)
     group_m, tiles = -(-plan.tile.group_m // owners), owners * tiles_m * tiles_n
-    if in_order:  # the number of tile rows of a group that fit in a wave
+    if in_order:  # as many rows of tiles as fit in a wave
         group_m = max(1, min(group_m, (world.sm_count - plan.ctas) // tiles_n))
         shard = 0 if call.everywhere else call.shards[0] // bm
         return Tiling(call.m, call.n, tiles, tiles_m, owners, group_m, True, shard)
@@ -176,7 +176,7 @@ def _by_collectives(
     tiling = tiling_of(world, call, plan, in_order)
     signals, owners = signals_of(world, call, plan, tiling, call.op), tiling.owners
     launch, bounds = gemm_of(world, call, plan, signals, tiling), signals.schedule.bounds
-    if in_order:  # the range of rows of each group in the GEMM's output
+    if in_order:  # each group's range of rows in the GEMM's output
         spans = [(lo // tiles_n * bm, -(-hi // tiles_n) * bm) for lo, hi in pairwise(bounds)]
     else:
         spans = [(lo * 2 * bm, hi * 2 * bm) for lo, hi in pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""The description of one call of an MoE layer, its operands and its saved tensors."""
+"""The description of one MoE call: its sizes and options, its operands, and the tensors that it saves."""
 
 from __future__ import annotations
 

@@ -101,9 +101,9 @@ def tables(world: World, layer: Split, ids: Tensor) -> dict[str, Tensor]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """Return the products [rows, N] of the rows of x [rows, K] and their experts' matrices. The rows of x are in expert
-    order: the rows of expert e begin at offsets[e] ([El + 1]). The fastest library whose grouped GEMM supports these
-    tensors computes the products. Values after the last expert's rows are undefined."""
+    """Multiply the rows of x [rows, K] by their experts' matrices, and return the results [rows, N]. The rows of x are
+    in expert order: the rows of expert e begin at offsets[e] ([El + 1]). The fastest library whose grouped GEMM
+    supports these tensors computes the products. Values after the last expert's rows are undefined."""
     if takes_groups(x, *weight.shape[1:]):
         y = library_gemm.multiply_groups(x, weight, offsets.int())
     else:

@@ -79,8 +79,8 @@ def combine(
 
 
 def tell_sources(world: World, route_rows: Tensor) -> None:
-    """Send every rank the number of rows of that rank's tokens that this rank left out. Then count the rows of this
-    rank's tokens that other ranks left out. route_rows int32 [W max_tokens k]."""
+    """Report to every rank how many rows of that rank's tokens this rank left out. Then count the rows of this rank's
+    tokens that other ranks left out. route_rows int32 [W max_tokens k]."""
     stream = world.current_stream()
     if world.size == 1:
         return

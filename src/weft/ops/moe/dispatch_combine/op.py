@@ -92,7 +92,7 @@ class ExchangeCall(Call):
 
     @property
     def rows(self) -> int:
-        """Return the largest number of tokens of a rank, at least 1."""
+        """Return the largest number of tokens on any rank, but at least 1."""
         return self.exchange.layer.max_tokens_per_rank
 
 
@@ -234,7 +234,7 @@ def dispatch(
         world: the ranks. All ranks must make the same calls in the same order.
         layout: "contiguous" returns rows [R, H]: experts follow one another, each starting at a multiple of
             `expert_alignment`. R is the worst case, W max_tokens min(k, El) plus El alignments, where max_tokens is the
-            largest number of tokens of a rank. Padding between experts is zero; rows after the last expert are not
+            largest number of tokens on any rank. Padding between experts is zero; rows after the last expert are not
             written. "masked" returns rows [El, max_m, H]: only the first counts[e] rows of expert e are written.
         expert_alignment: 1, 16 or 128; for the layout "contiguous".
         max_m: for the layout "masked", the largest number of rows of an expert; None means W max_tokens. If an expert
@@ -710,9 +710,9 @@ class Dispatch(ExchangeOp):
 
 
 class Combine(ExchangeOp):
-    """The definition of `combine`. Options: the dispatch's options without the buffer, and whether the dispatch has a
-    gradient. The operands may have the shapes of any pending dispatch, because the handle's id alone identifies the
-    dispatch."""
+    """The definition of `combine`. Options: the options of the dispatch except buffer_index, and whether the dispatch
+    computes a gradient. The operands may have the shapes of any pending dispatch, because the handle's id alone
+    identifies the dispatch."""
 
     name, public = "moe_combine", COMBINE
     signature = (

@@ -85,16 +85,16 @@ class DispatchedState:
 
     @property
     def sent_elements(self) -> int:
-        """Return the number of elements of a block that is sent."""
+        """Return the number of elements in a block that is sent."""
         return self.send_block * power(self.layer.hidden) if isinstance(self.plan, Dispatched) else self.push_block
 
     def gemm(self, side_registers: int, columns: int, with_dispatch: bool) -> dict[str, int]:
         """Return the launch options of a GEMM with `per_sm` programs on each SM. The programs share the SM with a
         side-stream program that uses `side_registers` registers per thread.
 
-        The number of stages is the plan's, or as many as fit in the SM's shared memory. The epilogue of the GEMM needs
-        shared memory to store `columns` columns at once. If dispatch runs at the same time (with_dispatch), the
-        dispatch programs need shared memory for the blocks of rows that they have in flight.
+        The GEMM has the plan's number of stages, or fewer if they do not fit in the SM's shared memory. The epilogue of
+        the GEMM needs shared memory to store `columns` columns at once. If dispatch runs at the same time
+        (with_dispatch), the dispatch programs need shared memory for the blocks of rows that they have in flight.
         """
         plan, tile, item = self.plan, self.plan.tile, self.layer.dtype.itemsize
         threads = 32 * tile.warps * plan.per_sm

@@ -19,12 +19,12 @@ The router is a separate launch before this one, or, with `memory.logits`, the f
 (route_kernels.py). In the latter case all programs compute tiles of logits, a grid barrier follows, each program
 chooses the experts of some rows, and another grid barrier follows.
 
-Who waits for whom. Before a program chooses experts, it waits for the tiles of logits of all programs. Before a copy
-program shares routes, it waits for the choices of all programs. Both waits are for programs of the same launch. All
-programs are resident, and until then they wait for nothing else, with one exception: after its choices, one program
-waits until every other rank's launch has reached the same point. So all experts of a rank's tokens are chosen before
-any rank counts them. A tile of GEMM 1 waits for the rows of its source steps, which copy programs of other ranks send
-before they draw a ticket. A tile of GEMM 2 waits for its row of tiles of GEMM 1, whose tickets are earlier. A copy
+Who waits for whom. Before a program chooses experts, it waits until all programs have computed their tiles of logits.
+Before a copy program shares routes, it waits for the choices of all programs. Both waits are for programs of the same
+launch. All programs are resident, and until then they wait for nothing else, with one exception: after its choices, one
+program waits until every other rank's launch has reached the same point. So all experts of a rank's tokens are chosen
+before any rank counts them. A tile of GEMM 1 waits for the rows of its source steps, which copy programs of other ranks
+send before they draw a ticket. A tile of GEMM 2 waits for its row of tiles of GEMM 1, whose tickets are earlier. A copy
 program sends the sums of a source step once it has drawn a ticket that follows all tiles with rows of the step. So a
 ticket waits only for earlier tickets of this rank, or for work that other ranks' copy programs do before all tickets.
 The sums that a copy program sends wait only for tickets before its current ticket. The end of a program waits only for
@@ -356,8 +356,8 @@ def wait_for_step(memory, ch, source_step):
 
 @jit
 def send_step_sums(memory, ch, source_step, max_tokens, s):
-    """Send a copy program's part of the sums of one source step to the source rank. When rank me + j has summed this
-    rank's tokens, counter W - 1 + j - 1 of this rank has received `copy_programs` arrivals."""
+    """Send a copy program's part of one source step's sums to the source rank. When rank me + j has summed this rank's
+    tokens, counter W - 1 + j - 1 of this rank has received `copy_programs` arrivals."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
     rank = (me - source_step + W) % W
@@ -435,7 +435,7 @@ def sum_own_tokens(ids, shared, out, memory, ch, T, max_tokens, s):
 
 @jit
 def route(operands, memory, ch, T, s):
-    """Choose the experts of all of this rank's tokens. All programs share the work."""
+    """Choose the experts for all tokens of this rank. All programs share the work."""
     compute_logits(operands.x, operands.router, memory.logits, T, s.H, s.router)
     grid_barrier(memory, ch, 2)
     choose_experts(operands.router, memory.logits, operands.ids, operands.weights, T, s.router)

@@ -27,9 +27,8 @@ need no second half. Each counter that another rank increments is incremented by
 
 Symbols of shapes:
 
-    T, H       the number of tokens on this rank, and the number of columns of a token
-    K, KP      the number of routes of a token, and K rounded up to a power of two; in a GEMM, K is the number of
-               columns of the input
+    T, H       T tokens on this rank, of H columns each
+    K, KP      K routes per token, and K rounded up to a power of two; in a GEMM, K columns of the input
     N          the number of columns of a GEMM's result
     P          H rounded up to a power of two; in a GEMM, the number of programs
     W, EL      the number of ranks, and the number of experts on a rank
@@ -371,8 +370,8 @@ def weighted_sum(
     COLS: tl.constexpr,
 ):
     """Return two tensors: fp32 [ROWS, COLS], the weighted sum over each token's routes that have a row of y; and int32
-    [ROWS], the number of its routes that have a row here or were left out, because the token's rank expects a sum for
-    both.
+    [ROWS], the number of its routes that have a row here or were left out, because the token's rank expects a sum in
+    both cases.
 
     cols: the columns. The K routes of each token, where `valid`, begin at `route`. All further arguments are as in
     `combine_rows`.

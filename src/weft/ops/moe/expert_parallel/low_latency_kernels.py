@@ -117,7 +117,7 @@ def store_hidden(dst, acc, routes, tn, s):
 
 @jit
 def store_route_rows(ids, memory, ch, T, max_tokens, s, SCAN_BLOCK: tl.constexpr):
-    """Store a program's part of the table of route rows."""
+    """Store this program's part of route_rows."""
     W: tl.constexpr = ch.world
     for lo in range(tl.program_id(0) * SCAN_BLOCK, W * max_tokens * s.K, tl.num_programs(0) * SCAN_BLOCK):
         r = lo + tl.arange(0, SCAN_BLOCK)

@@ -322,7 +322,7 @@ class Moe(Op[MoeCall]):
         return plans if len(plans) > 1 and call.keep is None else ()
 
     def _rows(self, world: World, call: MoeCall) -> float:
-        """Return the average number of rows of an expert."""
+        """Return the average number of rows per expert."""
         return call.layer.max_tokens_per_rank * world.size * call.layer.k / call.layer.experts
 
     def trial_key(self, call: MoeCall) -> Hashable:
@@ -332,8 +332,8 @@ class Moe(Op[MoeCall]):
         return call.keep, replace(call.layer, max_tokens_per_rank=bucket(call.layer.max_tokens_per_rank, 1))
 
     def balanced(self, world: World, call: MoeCall, operands: MoeOperands) -> tuple[MoeCall, MoeOperands]:
-        """Return a call with as many tokens as a rank may have, whose experts are drawn at random. The first call
-        itself may have few tokens, or the tokens of a warm-up, which all select the same experts."""
+        """Return a call with the largest allowed number of tokens and randomly drawn experts. The first call itself may
+        have few tokens, or the tokens of a warm-up, which all select the same experts."""
         layer, device = call.layer, operands.x.device
         k, max_rows = layer.k, layer.max_rows
         tokens_that_fit = (

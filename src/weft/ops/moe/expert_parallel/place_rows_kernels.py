@@ -7,10 +7,10 @@ These kernels store arrived rows in expert order, for the caller's own expert ke
 `dispatch_rows` sends tokens to the inboxes of the ranks that hold their experts. `share` exchanges the routes, and the
 tables list the rows of each expert. `place_rows` reads the tokens of one source rank after another as they arrive,
 beginning with this rank, and stores each token in all of the token's rows on this rank. So `place_rows` reads the inbox
-only once. In the layout in which every expert has the same number of rows, `mask_rows` follows the tables and converts
-them. By stream order, the experts' result is complete when `combine_rows` starts. `combine_rows` therefore waits for
-nothing: its counters and their targets are zero. `combine_rows` stores weighted sums in the outboxes of the tokens'
-ranks, and `sum_ranks` adds these sums.
+only once. In the masked layout, `mask_rows` runs after the tables are built and converts them. By stream order, the
+experts' result is complete when `combine_rows` starts. `combine_rows` therefore waits for nothing: its counters and
+their targets are zero. `combine_rows` stores weighted sums in the outboxes of the tokens' ranks, and `sum_ranks` adds
+these sums.
 
 Order of accesses. A call uses one of two buffers, from its dispatch to its combine. Each buffer has a separate copy of
 all memory that other ranks write: routes, inbox, outbox, and their counters. So no order is needed between buffers, and
@@ -74,8 +74,7 @@ def clear_padding(rows, order, expert, H: tl.constexpr, COLS: tl.constexpr, ROWS
 
 @jit
 def list_masked(order, masked, expert, MAX_M, BLOCK: tl.constexpr):
-    """Store the number of rows of an expert, which is limited to MAX_M, and the sources of its MAX_M rows, -1 for
-    none."""
+    """Store an expert's number of rows, which is limited to MAX_M, and the sources of its MAX_M rows, -1 for none."""
     count = tl.minimum(tl.load(order.received + expert), MAX_M)
     tl.store(masked.counts + expert, count)
     first_row = tl.load(order.offsets + expert)

@@ -25,11 +25,11 @@ If HALVES is 2, calls alternate between two halves of the shared memory. `count_
 this memory, and copies the routes to local memory. A rank shares call n + 2 after its own `count_routes` of call n + 1,
 which waited for every rank's flag of call n + 1; and each rank set that flag after its reads of call n.
 
-A rank that has no room for some rows reports them to the ranks of their tokens. For these reports every rank has one
-word for every other rank (`LeftOut`). A word is zero unless the other rank has left out rows of this rank's tokens.
-`place_routes` (or `mask_rows`) adds to the words on other ranks before the rows are sent back, so the release of the
-rows also covers the words. A rank reads its words after it has waited for the rows (`take_left_out`), and clears them
-before it shares the routes of its next call. In that call every rank waits for these routes before it adds to the
+A rank that has no room for some rows reports these rows to the ranks of their tokens. Every rank has one word
+(`LeftOut`) for the reports of each other rank. A word is zero unless the other rank has left out rows of this rank's
+tokens. `place_routes` (or `mask_rows`) adds to the words on other ranks before the rows are sent back, so the release
+of the rows also covers the words. A rank reads its words after it has waited for the rows (`take_left_out`), and clears
+them before it shares the routes of its next call. In that call every rank waits for these routes before it adds to the
 words.
 
 A rank holds columns of EL experts. TP_SIZE neighbouring ranks hold columns of the same experts; if TP_SIZE is 1, an
@@ -57,8 +57,8 @@ LEFT_OUT = tl.constexpr(-2)  # marks a route to one of this rank's experts for w
 
 
 class LeftOut(NamedTuple):
-    """The words in which ranks report rows that they left out. words: int32 [W], the number of rows of this rank's
-    tokens that each rank has left out; addresses: int64 [W], the address of every rank's words."""
+    """The words in which ranks report rows that they left out. words: int32 [W], for each rank, how many rows of this
+    rank's tokens that rank has left out; addresses: int64 [W], the address of every rank's words."""
 
     words: torch.Tensor
     addresses: torch.Tensor
@@ -240,7 +240,7 @@ def add_counts(counts, block, blocks_per_source, s):
 
 @jit
 def place_block(ids, tables, block, blocks_per_source, first_row, me, routes_per_source, row_limit, s):
-    """Store the row of each of a block's routes, section by section. A row from `row_limit` on is replaced by LEFT_OUT.
+    """Store the rows of a block's routes, section by section. A row from `row_limit` on is replaced by LEFT_OUT.
 
     first_row [ELP]: for every expert, the first row that no earlier block fills. A section consists of RUNS runs.
     Histograms count an expert's routes in earlier runs, and comparing pairs of routes counts the earlier routes in the

@@ -84,7 +84,7 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableBuilder:
-    """The launches that fill tables of one set of sizes."""
+    """The launches that fill tables of the same sizes."""
 
     routes: Routes
     rows: int  # of the tables
@@ -242,8 +242,8 @@ def make_builder(
 
     list_tiles: whether tiles are listed. If tiles are not listed, a call that uses the other buffer may run at the same
     time, and the waiting programs share the SMs with this call. cumulative_targets: whether `targets` grow from call to
-    call. A section consists of 128 routes. A block consists of so many sections that there are at most two blocks per
-    SM.
+    call. A section consists of 128 routes. The number of sections in a block is chosen such that there are at most two
+    blocks per SM.
     """
     kernel_sizes = table_kernel_sizes(world, routes, sizes, list_tiles, tp_size, cumulative_targets)
     block, elp, k = kernel_sizes.BLOCK.value, kernel_sizes.ELP.value, routes.ids.shape[2]

@@ -24,7 +24,7 @@ OP = "gate"
 SCORINGS = {"softmax": SOFTMAX, "softmax_after": SOFTMAX_AFTER, "sigmoid": SIGMOID, "llama4": LLAMA4}
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_EXPERTS, MAX_K = 512, 16  # the largest E and k
-GATE_WARPS = 4  # the warps of a program of `choose`
+GATE_WARPS = 4  # the number of warps in a program of `choose`
 
 
 def gate(
@@ -178,7 +178,7 @@ def gate_sizes(
 
 
 def rows_per_block(columns: int) -> int:
-    """Return the number of rows of a block of `columns` columns."""
+    """Return the number of rows in a block of `columns` columns."""
     return 4 if columns <= 128 else 2 if columns <= MAX_EXPERTS else 1
 
 

@@ -166,8 +166,8 @@ def first_half(
 
 
 def reduce_dweights(world: World, layer: Split, droutes: Tensor | None, weights: Tensor) -> Tensor:
-    """Return float32 [T, k], the gradients of the weights of this rank's routes, summed over the ranks in rank
-    order."""
+    """Sum the gradients of this rank's routing weights over the ranks, in rank order. Return the sums, float32 [T,
+    k]."""
     if droutes is None:
         droutes = world.zeros((sum(section_words(world, layer)),), torch.float32)
     n = layer.max_tokens_per_rank * layer.k

@@ -30,7 +30,7 @@ class Split(Layer):
     tile: int = 128
 
     def local(self, world: World) -> int:
-        """Return the number of experts of which a rank holds columns."""
+        """Return the number of experts on each rank: a rank holds columns of each of them."""
         return self.experts * self.tp_size // world.size
 
     def rows(self, world: World) -> int:
@@ -110,7 +110,7 @@ class RouteParts(NamedTuple):
 
 
 def section_words(world: World, layer: Split) -> list[int]:
-    """Return the number of words of each part of the routes."""
+    """Return the number of words in each part of the routes."""
     w, rows, local = world.size, layer.rows(world), layer.local(world)
     routes = w * layer.max_tokens_per_rank * layer.k
     tables = routes, rows, local + 1, 4 * (rows // layer.tile), 1, w, local, w  # in the order of `Tables`
@@ -118,7 +118,7 @@ def section_words(world: World, layer: Split) -> list[int]:
 
 
 def route_parts(world: World, layer: Split, routes: torch.Tensor) -> RouteParts:
-    """Return views of the parts of the routes."""
+    """Return the parts of the routes as views."""
     weights, *tables = routes.view(torch.int32).split(
         world.cached(("sections", layer), lambda: section_words(world, layer))
     )

@@ -20,7 +20,7 @@ no rank still reads the half that the next call writes.
 
 Symbols of shapes:
 
-    T, H       the number of tokens on this rank, and the number of columns of a token
+    T, H       T tokens on this rank, of H columns each
     K          the number of routes of a token, one for each expert that is chosen for it
     W          ranks
 """

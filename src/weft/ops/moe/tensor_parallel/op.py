@@ -10,11 +10,10 @@ Every rank holds the rows of all ranks' tokens in expert order, in tiles of 128 
 each row.
 
 Gradients: dy is sent to all ranks like x, and the dx of the rows are summed like results (backward.py) or by NCCL
-(sequential.py). The backward pass of the second half computes this rank's part of the gradient of the routing weights.
-The weights are an operand of the first half, so the backward pass of the first half sums the parts over the ranks.
-Between the halves, these parts are passed as the gradient of the routes. For this reason the routes are float32 with
-the same bits if a gradient is requested. In the gradient of the routes, only the words that belong to the weights are
-defined.
+(sequential.py). The backward pass of the second half computes this rank's part of the routing weights' gradient. The
+weights are an operand of the first half, so the backward pass of the first half sums the parts over the ranks. Between
+the halves, these parts are passed as the gradient of the routes. For this reason the routes are float32 with the same
+bits if a gradient is requested. In the gradient of the routes, only the words that belong to the weights are defined.
 """
 
 from __future__ import annotations
