@@ -65,9 +65,9 @@ def rms_norm(
     RUNS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Compute out [rows, N] = h / rms(h) * weight [N] for h = x. With RESIDUAL, the kernel rounds h = x + residual,
-    stores it in `total`, and normalises this rounded sum. A block has R rows, and RUNS runs cover N columns. ALIGNED
-    means that N is a multiple of 8. With PAIRS, `sum_in_pairs` adds the squares."""
+    """Compute out [rows, N] = h / rms(h) * weight [N] for h = x. With RESIDUAL, the kernel rounds the sum h = x +
+    residual, stores it in `total`, and normalises the rounded sum. A block has R rows, and RUNS runs cover N columns.
+    ALIGNED means that N is a multiple of 8. With PAIRS, `sum_in_pairs` adds the squares."""
     COLS: tl.constexpr = layout.COLS
     if ALIGNED:
         N = N // 8 * 8

@@ -115,9 +115,9 @@ def signaled_gemm(x_desc, w_desc, out, bias, ch, groups, offsets, row_map, tiles
     otherwise all ranks begin at the first row. Rank 0 adds bias [N], which may be None.
 
     row_map is None, or int32 [M] with the row of `out` for each row, where `out` is a pointer to [M, N]. An all-to-all
-    uses row_map to make the rows of a group for one rank contiguous in `out`. In this case groups consist of whole rows
-    of tiles, M may differ between ranks, N is a multiple of 8, there is one owner, and every rank adds the bias to its
-    rows."""
+    uses row_map to store the rows that a group sends to one rank contiguously in `out`. In this case groups consist of
+    whole rows of tiles, M may differ between ranks, N is a multiple of 8, there is one owner, and every rank adds the
+    bias to its rows."""
     x_desc, w_desc, out = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out)
     OWNERS: tl.constexpr = order.OWNERS
     BM: tl.constexpr = tile.BM

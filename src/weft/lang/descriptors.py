@@ -1,7 +1,7 @@
 """Tensor descriptors for GPUs of compute capability 8.x, which have no bulk (TMA) copies.
 
-A kernel with descriptor arguments begins with `x_desc = tiles_of(x_desc)`. On Hopper and later this returns the
-descriptor that the host encoded. For an older GPU, Triton converts accesses through a descriptor into ordinary
+A kernel with descriptor arguments begins with `x_desc = tiles_of(x_desc)`. On Hopper and later GPUs, `tiles_of` returns
+the descriptor that the host encoded. For an older GPU, Triton converts accesses through a descriptor into ordinary
 accesses. But Triton does not know the divisors of a host descriptor's sizes and strides, and would load element by
 element. So for an older GPU a launch passes the descriptor's fields instead (`for_gpu`). From the fields Triton can
 infer that rows are whole 16-byte words, which is true for every descriptor. On the device, `tiles_of` creates a
@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..architectures import features
 from .jit import jit
 
-OUTER = tl.constexpr(16)  # sizes that may differ between ranks are multiplied by this number before they are passed
+OUTER = tl.constexpr(16)  # a launch multiplies sizes that may differ between ranks by this number
 
 
 def for_gpu(args: Mapping[str, object], capability: int) -> Mapping[str, object]:

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 VALUE = r"%[\w.$-]+(?:#\d+)?"
-ZERO_HINT = 1 << 20  # Triton assumes that the zero is divisible by this, so that an address keeps its alignment
+ZERO_HINT = 1 << 20  # Triton assumes that the zero is divisible by this number, so that an address keeps its alignment
 ADDRESS_OPS = ("tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.bitcast")
 BULK_LOADS = ("tt.descriptor_load", "tt.descriptor_gather")
 LOADS = ("tt.load", *BULK_LOADS)
@@ -217,8 +217,9 @@ class Rewriting:
         return Operation(text), name
 
     def _loop(self, loop: Operation, word: str, conditional: bool) -> tuple[list[Operation], str]:
-        """Rewrite a loop with waits so that it carries and yields the word. Return the operations that must follow the
-        loop, and the word. conditional: whether the loop is inside an `if` of a pipelined loop."""
+        """Rewrite a loop with waits so that it passes the word from one iteration to the next and yields it. Return the
+        operations that must follow the loop, and the word. conditional: whether the loop is inside an `if` of a
+        pipelined loop."""
         carried, result = self._new(), self._new()
         if "iter_args(" in loop.text:
             arguments = rf"iter_args(\1, {carried} = {word}) -> (\2, i32)"
@@ -282,8 +283,8 @@ class Rewriting:
         return out, word
 
     def _if_taken(self, op: Operation) -> list[Operation]:
-        """Return the operation inside an `if` that is always taken. Triton cannot detect that the condition is always
-        true; only the assembler can."""
+        """Wrap the operation in an `if` that is always taken, and return the resulting operations. Triton cannot detect
+        that the condition is always true; only the assembler can."""
         programs, least, taken, inner_result, otherwise = (self._new() for _ in range(5))
         result, kind, location = op.result, op.text.removesuffix(op.location).rsplit(" ", 1)[1], op.location
         kind = re.sub(r"^!tt\.ptr<(.*)>$", r"\1", kind) if op.name == "tt.load" else kind

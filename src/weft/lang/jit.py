@@ -24,7 +24,7 @@ from .guarded_loads import guard_loads, may_wait
 class Kernel(JITFunction):
     """A kernel or device function of weft. Only `World.launch` launches kernels, and it checks them first."""
 
-    guard_loads = True  # the value of a kernel also applies to all functions that the kernel calls
+    guard_loads = True  # a kernel's value also applies to all functions that the kernel calls
 
     def create_binder(self) -> tuple[object, ...]:
         binder: tuple[object, ...] = super().create_binder()

@@ -21,7 +21,8 @@ POLL_NS = tl.constexpr(1024)
 
 @jit
 def record(guard, kind, address, target, seen, tile, peer):
-    """Record the first wait of this rank that failed. kind: 1 if it expired, 2 if ranks make different calls."""
+    """Record the first wait of this rank that failed. kind: 1 if the wait expired, 2 if the ranks make different
+    calls."""
     if tl.atomic_xchg(guard + 1, 1, sem="relaxed", scope="gpu") == 0:
         words = tl.load(guard + 2).to(tl.pointer_type(tl.int64))
         tl.atomic_store(words + 1, address.to(tl.int64), sem="relaxed", scope="sys")

@@ -84,8 +84,8 @@ def check_quantized(
     op: str, world: World, x: torch.Tensor, columns: int, recipe: str, scale: torch.Tensor | None, static: bool
 ) -> int:
     """Check the arguments of a function that computes rows of `columns` columns from x and quantizes them. Return the
-    number of elements in a row that share a scale, or 0 for a scale by tensor. `scale` is the caller's scale by tensor.
-    With `static`, the recipe "tensor" requires this scale."""
+    number of elements in a row that share a scale, or 0 for a scale by tensor. `scale` is the scale by tensor that the
+    caller passed. With `static`, the recipe "tensor" requires it."""
     check_name(op, recipe)
     group = {"tensor": 0, "row": columns, "block": SCALE_BLOCK}[recipe]
     if group and columns % group:

@@ -52,9 +52,9 @@ def usual_tile(world: World) -> GemmTile:
 
 
 def with_shape_tiles(plan: Plan, shards: Sequence[int], n: int, sms: int, capability: int = HOPPER) -> Plan:
-    """If the plan has 128 x 256 tiles, return it with the faster tiles for shards with these numbers of rows and n
-    columns on `sms` SMs. Signaled plans with explicit groups keep their tiles, because their groups are counted in
-    waves. Half tiles were measured only on Hopper, so for other GPUs the function returns the result of
+    """If the plan has 128 x 256 tiles, return the plan with whichever tiles are faster on `sms` SMs, for shards with
+    these numbers of rows and n columns. Signaled plans with explicit groups keep their tiles, because their groups are
+    counted in waves. Half tiles were measured only on Hopper, so for other GPUs the function returns the result of
     `with_architecture_tiles`."""
     if not features(capability).wgmma:
         return with_architecture_tiles(plan, capability)

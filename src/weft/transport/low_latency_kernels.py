@@ -25,9 +25,9 @@ EMPTY = tl.constexpr(-1)  # two NaNs of 16 bits, or one NaN of 32 bits, which no
 
 
 class PostingMemory(NamedTuple):
-    """The memory for low-latency rows. `words` are this rank's three thirds, int32; `addresses` are the addresses of
-    the thirds, by rank. `state`, int32 [MAX_PROGRAMS, 2], contains two numbers for each program: the index of the third
-    that this call uses, and the number of vectors that the previous call filled in the previous third."""
+    """The memory for low-latency rows. `words`, int32, contains this rank's three thirds, and `addresses` the address
+    of every rank's thirds. `state`, int32 [MAX_PROGRAMS, 2], contains two numbers for each program: the index of the
+    third that this call uses, and the number of vectors that the previous call filled in the previous third."""
 
     words: torch.Tensor
     addresses: torch.Tensor

@@ -47,7 +47,7 @@ def local_slice(world: World, node: int, by_rank: Sequence[int]) -> tuple[int, .
 
 
 def cut(rows: int, chunk: int, chunks: int) -> slice:
-    """Return the rows of a chunk, if the rows are cut into `chunks` chunks of about the same size."""
+    """Cut the rows into `chunks` chunks of about the same size, and return the rows of one chunk."""
     return slice(rows * chunk // chunks, rows * (chunk + 1) // chunks)
 
 

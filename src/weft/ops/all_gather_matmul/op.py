@@ -289,8 +289,8 @@ def all_gather_swiglu(
     plan: str | Plan,
     rows: Sequence[int] | None,
 ) -> torch.Tensor:
-    """Return silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard). A fused plan computes it in one
-    launch.
+    """Return silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard). A fused plan computes the result
+    in one launch.
 
     In weight [S, K], blocks of `world.backend.scale.interleave` gate rows alternate with equally large blocks of up
     rows. The last two blocks are padded with zeros. The function has no gradient; all_gather_matmul and silu_mul are

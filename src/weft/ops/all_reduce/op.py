@@ -78,7 +78,7 @@ class Reduce(Op[SumCall]):
         ]
 
     def trial_key(self, call: SumCall) -> Hashable:
-        """Return the call with M rounded as in trials of GEMMs. The key ignores epsilon."""
+        """Return the call with M rounded in the same way as for trials of GEMMs. The key ignores epsilon."""
         return replace(call, m=stepped(call.m), eps=0.0, shape=())
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:

@@ -76,8 +76,8 @@ def _norm(
     sums: SymmetricTensor,
     stream: Stream,
 ) -> None:
-    """Normalise `total`, the sums of this rank's rows of a chunk. Store the normalised rows in `memory`, and the sums
-    with the residual in `sums`."""
+    """Normalise `total`, which contains the sums of this rank's rows in a chunk. Store the normalised rows in `memory`,
+    and the sums with the residual in `sums`."""
     node = world.levels.node
     rows, own_count, whole = chunk.rows(node.rank), total.shape[0], call.residual == WHOLE.value
     part = replace(

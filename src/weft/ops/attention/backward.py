@@ -93,7 +93,7 @@ def gradients(
 
 
 def add(world: World, totals: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
-    """Add each of `terms` to the tensor of `totals` with the same index."""
+    """Add each tensor in `terms` to the tensor in `totals` with the same index."""
 
     def add_all() -> None:
         for total, term in zip(totals, terms, strict=True):

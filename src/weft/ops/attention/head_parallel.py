@@ -94,8 +94,8 @@ def prepare_forward(
     world: World, config: AttentionConfig, plan: HeadParallel, key_ranges: KeyRanges, zigzag: bool, m: int
 ) -> Callable[[Tensor, KeyValues, Tensor | None, Tensor], Tensor]:
     """Return a function of q with m rows, local keys and values, sinks and `out`, which writes out [m, heads, D] and
-    returns lse float32 [heads, m]. `key_ranges` are the key ranges of a single rank with the whole sequence. The
-    queries belong to the last m rows of this rank's shard."""
+    returns lse float32 [heads, m]. `key_ranges` are the key ranges that a single rank with the whole sequence would
+    have. The queries belong to the last m rows of this rank's shard."""
     rank, n, holder, split = world.rank, config.shards[world.rank], lock(world, MEMORY), HeadSplit.over(config, zigzag)
     rank_config = split.rank_config
     q_memory, k_memory, v_memory, out_memory, lse_memory = symmetric_tensors(world, split)
@@ -105,8 +105,8 @@ def prepare_forward(
     received_lse = lse_memory.local[: config.heads * n].view(config.heads, n)[:, n - m :]
 
     def pushing(memory: SymmetricTensor, dtype: torch.dtype, method: str, *args: int) -> Callable[[Tensor], None]:
-        """Return a function that pushes blocks of a tensor. `name` is the method of the split that returns the blocks
-        for a rank and `args`."""
+        """Return a function that pushes blocks of a tensor. The split's method named `method` returns these blocks for
+        the rank and `args`."""
         blocks = getattr(split, method)(rank, *args)
         launch = block_launch(world, plan.programs, (split, method, *args), blocks, dtype)
         return lambda t: launch(world.current_stream(), x=t, memory=memory.addresses)

@@ -32,7 +32,7 @@ from ...tensor_checks import dense
 
 MAX_HEAD_DIM = 256
 _aten = torch.ops.aten
-_TOLERANCE = 2e-2  # relative error: rounding to 16 bits causes 3e-3, a wrong convention more than 0.3
+_TOLERANCE = 2e-2  # the relative error: rounding to 16 bits causes 3e-3, a wrong convention more than 0.3
 
 
 class Packed(NamedTuple):
@@ -62,7 +62,7 @@ class BackwardOperands(NamedTuple):
         return BackwardOperands(q[first_query:], k, v, out[first_query:], lse[:, first_query:], dout[first_query:])
 
 
-SequenceOffsets = tuple[Tensor, Tensor]  # Packed.cu_queries and cu_keys as int32 tensors on the device
+SequenceOffsets = tuple[Tensor, Tensor]  # the cu_queries and cu_keys of a Packed as int32 tensors on the device
 Result = tuple[Tensor, Tensor]  # out, lse
 QkvGradients = tuple[Tensor, Tensor, Tensor]  # the gradients of q, k and v
 ForwardFunction = Callable[..., Result]  # a function of q, k, v, mask, offsets, scale

@@ -264,7 +264,7 @@ def check_packed(cu_seqlens: Sequence[int], window: int, causal: bool, zigzag: b
 
 
 def batch_to_heads(t: torch.Tensor) -> torch.Tensor:
-    """Return [batch, rows, heads, D] as [rows, batch * heads, D]. A batch of one is not copied."""
+    """Return [batch, rows, heads, D] as [rows, batch * heads, D]. If the batch size is 1, the result is a view."""
     return t.transpose(0, 1).flatten(1, 2)
 
 
@@ -336,7 +336,7 @@ def gathered_attention(
         layout: which rows each rank holds under a causal mask. "contiguous": the ranks' rows follow one another, so
             that the last rank has the most work. "zigzag": each rank has the rows that `weft.zigzag_split` returns, so
             that all ranks have equal work; `rows` are then `weft.zigzag_rows`.
-        return_lse: also return the logarithm of the softmax's sums, which has no gradient.
+        return_lse: whether the logarithm of the softmax's sums is returned too, which has no gradient.
         world: the ranks. All ranks must make the same call in the same order.
         plan: "auto", "sequential", "segmented", "head_parallel" or a Plan of one of these classes; the same on all
             ranks.

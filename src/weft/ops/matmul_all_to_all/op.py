@@ -55,7 +55,7 @@ class Routing:
     """
 
     counts: tuple[tuple[int, ...], ...]
-    destinations: tuple[np.ndarray, ...] = field(repr=False)  # one int64 [rows] for each rank
+    destinations: tuple[np.ndarray, ...] = field(repr=False)  # one int64 array [rows] for each rank
     key: str
     world: weakref.ref[World] = field(repr=False)
     prepared: Memo = field(default_factory=dict, repr=False)

@@ -17,11 +17,11 @@ A GEMM program stores rows for other ranks in the same way as rows for its own r
 the GEMM ends. The host needs no counts, because an inbox has room for all m rows of every source: a row is stored at
 source * m + its number.
 
-Who waits for whom. Counter s of a rank counts the notifications from source s. For any routing every program sends one,
-so the number of arrivals in a call is always the same, and only one rank increments a counter. A notification releases,
-at scope sys, the program's stores to the inboxes, and the counts that `number_rows` has stored earlier on the stream.
-GEMM programs do not wait. `return_rows` first sends all rows, then waits, and its programs are all resident, so every
-wait ends.
+Who waits for whom. Counter s of a rank counts the notifications from source s. For any routing, every program sends one
+notification, so the number of arrivals in a call is always the same. Only one rank increments a counter. A notification
+releases, at scope sys, the program's stores to the inboxes, and the counts that `number_rows` has stored earlier on the
+stream. GEMM programs do not wait. `return_rows` first sends all rows, then waits, and its programs are all resident, so
+every wait ends.
 
 Why memory may be written again. Calls alternate between two halves of the arena. A rank that writes a half in call n +
 2 has ended its call n + 1, in which it acquired a notification from every rank. By stream order, each rank sent this
@@ -101,8 +101,8 @@ def number_rows(destinations, target_rows, row_addresses, inbox, ch, m, N, BLOCK
     row's address in the inbox of its destination, or 0. The program of the last block stores in each inbox the number
     of rows that this rank sends to it.
 
-    Each program itself counts the rows before its blocks, so that no program waits for another. For 65,536 rows it
-    reads at most 256 KiB, from L2.
+    Each program itself counts the rows before its blocks, so that no program waits for another. For 65,536 rows, a
+    program reads at most 256 KiB, from L2.
     """
     W: tl.constexpr = ch.world
     WP: tl.constexpr = triton.next_power_of_2(W)
@@ -146,8 +146,8 @@ def gemm_to_ranks(x_desc, w_desc, bias, row_addresses, ch, m, N, K, DTYPE: tl.co
     """Compute x_desc [m, K] @ w_desc [N, K]^T + bias [N] (or None), and store the rows at row_addresses. Each program
     adds one arrival to counter `me` of every rank. N is a multiple of 8.
 
-    The ranks begin at different rows, which are a W-th of all rows apart. So even if rows are sorted by destination,
-    the ranks do not all store to the same rank at the same time.
+    The ranks begin at different rows: the starting rows of two successive ranks are a W-th of all rows apart. So even
+    if rows are sorted by destination, the ranks do not all store to the same rank at the same time.
     """
     x_desc, w_desc = tiles_of(x_desc), tiles_of(w_desc)
     BM: tl.constexpr = tile.BM

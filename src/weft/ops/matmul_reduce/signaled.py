@@ -145,7 +145,7 @@ def tiling_of(world: World, call: ReduceCall, plan: Signaled, in_order: bool) ->
     longest = call.m if owners == 1 else max(call.shards)
     tiles_m, tiles_n = -(-longest // bm), -(-call.n // bn)
     group_m, tiles = -(-plan.tile.group_m // owners), owners * tiles_m * tiles_n
-    if in_order:  # as many rows of tiles as fit in a wave
+    if in_order:  # the rows of tiles that fit in a wave
         group_m = max(1, min(group_m, (world.sm_count - plan.ctas) // tiles_n))
         shard = 0 if call.everywhere else call.shards[0] // bm
         return Tiling(call.m, call.n, tiles, tiles_m, owners, group_m, True, shard)

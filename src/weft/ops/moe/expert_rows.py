@@ -233,6 +233,6 @@ def activation_gradient(preactivation: Tensor, dy: Tensor, activation: str, bloc
 
 
 def halves(preactivation: Tensor, inner: int, block: int) -> tuple[Tensor, Tensor]:
-    """Return float32 gate and up [rows, I] of columns that `pack` interleaved."""
+    """Separate the gate and up columns that `pack` interleaved, and return both as float32 [rows, I]."""
     parts = preactivation.float().view(preactivation.shape[0], preactivation.shape[1] // (2 * block), 2, block)
     return parts[:, :, 0].flatten(1)[:, :inner], parts[:, :, 1].flatten(1)[:, :inner]

@@ -140,7 +140,7 @@ class KernelState(NamedTuple):
     tables: route_tables.Tables
     inbox: SymmetricTensor
     outbox: SymmetricTensor
-    zero_counters: torch.Tensor  # int32 [W] of zeros: the counters and targets for sums that wait for no tile
+    zero_counters: torch.Tensor  # int32 [W], all zeros: the counters and targets for sums that do not wait for tiles
 
     def space(self, y: torch.Tensor) -> LayerWorkspace:
         return LayerWorkspace(self.inbox, self.outbox, y, y)
@@ -312,7 +312,7 @@ def combine(
         shared: [T, H], added to the sum (the rows of a shared expert), or None.
         world: the ranks, to check that the handle belongs to them; or None.
 
-    The function is differentiable in y, shared and the dispatched weights, but not with out.
+    The function is differentiable in y, shared and the dispatched weights. A call with `out` is not differentiable.
 
     Raises:
         ValueError, TypeError: a shape, dtype or device is invalid; the message quotes it.
@@ -476,7 +476,7 @@ def load(world: World, state: ExchangeState, kernels: KernelState) -> None:
 
 
 def place_launch(world: World, state: ExchangeState, kernels: KernelState, rows: torch.Tensor) -> BoundLaunch:
-    """Return the launch of `place_rows`. With an alignment it also sets the padding rows to zero."""
+    """Return the launch of `place_rows`. With an alignment, the launch also sets the padding rows to zero."""
     arrivals, is_padded = kernels.dispatched.dispatch_programs, state.exchange.layer.tile > 1
     return place_rows_launch(world, kernels.dispatched, kernels.inbox.local, rows, state.row_order, arrivals, is_padded)
 

@@ -66,7 +66,7 @@ class BackwardMemory:
 
 
 def backward_memory(world: World, state: DispatchedState, n: int) -> BackwardMemory:
-    """Return the memory of a backward pass. All layers share it, except for the parts that depend on
+    """Return the memory of a backward pass. All layers share this memory, except for the parts that depend on
     max_tokens_per_rank and k. The call is collective when the memory has to grow."""
     layer, rows = state.layer, state.rows
     shape, name = (layer.max_tokens_per_rank, layer.k), f"{NAME} gradients of weights"
@@ -120,8 +120,8 @@ def activation_gradient_launch(
 
 
 def gradient_sizes(world: World, state: DispatchedState, activation: int, ranks: int) -> GradientSizes:
-    """Return the sizes of the gradient kernels. ranks: the number of ranks that receive gradients of routing weights, 0
-    for this rank alone."""
+    """Return the sizes of the gradient kernels. ranks: the number of ranks that receive gradients of routing weights; 0
+    if only this rank needs them."""
     rows, cols = world.backend.scale.gradient_block
     return constants(
         GradientSizes,

@@ -5,7 +5,7 @@
 
 Programs of the side stream share the SMs with a GEMM's programs, and one of the two launches waits for the other. One
 side-stream program and the GEMM's `per_sm` programs must therefore fit on an SM at the same time, whichever is launched
-first. The first call of a layer and plan checks this and loads all kernels before it launches one.
+first. The first call of a layer and plan checks this condition and loads all kernels before it launches one.
 """
 
 from __future__ import annotations
@@ -526,8 +526,8 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
     CUDA graph.
 
     A run raises: Unsupported: the plan's programs do not fit on an SM together. Timeout: at a later call or
-        `World.synchronize`, naming the rank that did not arrive. Overflow: also at such a call, on a rank whose experts
-        received more than `layer_rows` rows, and on the ranks of these rows' tokens.
+        `World.synchronize`, naming the rank that did not arrive. Overflow: at a later call or `World.synchronize`, on a
+        rank whose experts received more than `layer_rows` rows, and on the ranks of these rows' tokens.
     """
     layer, state, block_m = call.layer, plan_state(world, call.layer, plan), plan.tile.block_m
     space = make_workspace(world, layer, state.rows)

@@ -191,7 +191,7 @@ def send_tokens(x, ids, memory, ch, T, max_tokens, s):
             s.STAGES,
             memory.copy_programs,
         )
-        channel_notify(ch, j - 1, rank, False)  # also if no rows were sent, because waits count calls
+        channel_notify(ch, j - 1, rank, False)  # this happens even without rows, because waits count calls
 
 
 @jit

@@ -156,7 +156,7 @@ def dispatch_rows(
         rank = (me + j) % W
         dst = address_of(inboxes, rank, DTYPE) + (me * max_tokens).to(tl.int64) * H
         send_rows(x, ids, dst, rank, T, tl.program_id(0), H, P, K, KP, EL, ROWS, STAGES, PROGRAMS)
-        channel_notify(ch, j, rank, False)  # also notifies ranks to which it sent no rows, because waits count calls
+        channel_notify(ch, j, rank, False)  # a rank that receives no rows is notified too, because waits count calls
 
 
 @jit
@@ -457,7 +457,7 @@ def combine_rows(
             ROWS,
             PROGRAMS,
         )
-        channel_notify(ch, me, rank, False)  # also without rows, to announce that this rank has read its inbox
+        channel_notify(ch, me, rank, False)  # even without rows this announces that the rank has read its inbox
 
 
 @jit
@@ -512,7 +512,8 @@ def sum_ranks(
 
     The other ranks' sums are in outbox [W, max_tokens, H] (epoch and half_size as in `half_offset`); this rank sums its
     own weighted rows, `RoutedRows`, which are complete by stream order. ids int32 [T, K]; s: `RankSumSizes`. The kernel
-    waits for all other ranks. Unless left_out (`LeftOut`) is None, it also reads and clears the words of left_out.
+    waits for all other ranks. Unless left_out (`LeftOut`) is None, the kernel also reads and clears the words of
+    left_out.
 
     Unless `counters` is None, the kernel clears the counters. `grouped_gemm_out`, which writes them, has ended by
     stream order. This rank's `combine_rows`, which reads them, must also have ended. The wait in this kernel does not

@@ -137,12 +137,12 @@ def moe(
             with rows: the largest number in rows. None without rows: min(8 E, 8192) / (W k) if T is not larger, so that
             ranks may decode batches of different sizes, otherwise T.
         max_rows: the number of rows for which each rank has room at least (a row is one token for one expert). Further
-            rows are left out of the sums, starting with the last experts, and cause Overflow, in eager calls and in
+            rows are left out of the sums, starting with the last experts. They cause Overflow in eager calls and in
             CUDA graphs. None: room for the worst case, W max_tokens min(k, El) rows; the first call logs how many bytes
             this needs. The sequential plan has room for all rows.
         received: int32 [El], contiguous: the tensor to which the call writes, for each of this rank's experts, the
             number of received rows for which there was room; or None. Each rank decides for itself whether it passes
-            the tensor.
+            `received`.
         keep: the tensors that a call whose operands require a gradient saves for its backward pass, in addition to its
             operands. With "nothing", the backward pass sends x again. "rows" saves the tokens as they arrived, W
             max_tokens H elements. "activation" also saves N elements for each row for which there is room, which saves

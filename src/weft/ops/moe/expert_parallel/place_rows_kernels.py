@@ -146,7 +146,7 @@ def count_received(words, guard, W: tl.constexpr):
 
 @jit
 def has_row(route_rows, token, valid, K: tl.constexpr):
-    """Return which of the tokens, where `valid`, have a row for one of their K routes."""
+    """Return a mask of the tokens that are `valid` and have a row for one of their K routes."""
     i = tl.arange(0, triton.next_power_of_2(K))[None, :]
     row = tl.load(route_rows + token[:, None] * K + i, mask=valid[:, None] & (i < K), other=-1)
     return tl.max(row, axis=1) >= 0

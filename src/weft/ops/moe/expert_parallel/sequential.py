@@ -134,7 +134,7 @@ class SortedRoutes:
             all_counts = world.empty((size * experts,), torch.int64)
             world.all_gather(all_counts, counts, stream)
         world.wait_for_streams()
-        table = all_counts.cpu().view(size, size, -1)  # [source, rank of the expert, El]
+        table = all_counts.cpu().view(size, size, -1)  # the shape is [source, rank of the expert, El]
         received, local = table[:, world.rank], torch.arange(experts // size)
         expert_of_row = local.repeat(size).repeat_interleave(received.reshape(-1))
         own_counts = received.sum(0).tolist()

@@ -177,7 +177,7 @@ def copy_routes(dst, routes, source, source_in_half, i, routes_per_source):
 
 @jit
 def clear_sources(sources, rows, program, PROGRAMS, BLOCK: tl.constexpr):
-    """Set a program's part of sources [rows] to -1. A row without a token keeps the value -1."""
+    """Set this program's part of sources [rows] to -1. A row without a token keeps the value -1."""
     for lo in range(program * BLOCK, rows, PROGRAMS * BLOCK):
         row = lo + tl.arange(0, BLOCK)
         tl.store(sources + row, tl.full((BLOCK,), -1, tl.int32), mask=row < rows)

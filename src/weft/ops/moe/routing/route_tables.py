@@ -143,8 +143,8 @@ def run_builder(
 
     Routes to experts from W * El on have no row. If an expert occurs twice in the ids of a token, the token has two
     rows of this expert. Rows beyond `rows_of` are left out, starting with the last experts, and are counted: a later
-    call or `World.synchronize` raises Overflow. The ranks of their tokens raise it too, after `take_left_out` has run.
-    If the routes of a rank did not arrive, such a call raises Timeout, which names the rank.
+    call or `World.synchronize` raises Overflow. The ranks of the rows' tokens also raise Overflow, after
+    `take_left_out` has run. If the routes of a rank did not arrive, such a call raises Timeout, which names the rank.
     """
     stream = world.current_stream()
     builder.count_launch(stream, weights=weights, sources=tables.sources)

@@ -68,7 +68,7 @@ def push_shard(
         for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), PROGRAMS, num_stages=STAGES):
             i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
             tl.store(dst + i, tl.load(x + i, mask=i < count, other=0.0), mask=i < count)
-        channel_notify(ch, j, rank, False)  # also notifies ranks to which it sent no rows, because waits count calls
+        channel_notify(ch, j, rank, False)  # a rank that receives no rows is notified too, because waits count calls
     end_call(ch, epoch, PROGRAMS + OTHER_PROGRAMS)
 
 
