@@ -52,7 +52,7 @@ def counters_of(ch, rank):
 
 @jit
 def address_of(addresses, rank, DTYPE: tl.constexpr):
-    """Return the pointer to a rank's copy of a symmetric tensor (`SymmetricTensor.addresses`), which is 16-byte
+    """Return the pointer to a rank's copy of a symmetric tensor (`SymmetricTensor.addresses`). The pointer is 16-byte
     aligned."""
     return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(DTYPE)), 16)
 

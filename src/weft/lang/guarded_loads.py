@@ -11,8 +11,8 @@ two ways:
                               with the load. The wait is inside an `if` that is always taken, because the pipeliner can
                               omit an `if` in iterations that do not exist.
     a signal in the loop      The loop is neither pipelined nor flattened. Otherwise a wait could run ahead of an
-                              earlier notify of the same program, and the awaited notify may depend on that notify
-                              through other programs or ranks.
+                              earlier notification by the same program, and the notification for which it waits may
+                              depend on the earlier one through other programs or ranks.
 
 In both cases the waits and signals of a program stay in the order of the source, so the compiled kernel hangs only if
 the source program would hang. Loops without waits and loops that are not pipelined stay unchanged, because only the

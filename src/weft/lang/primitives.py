@@ -35,8 +35,8 @@ def channel_broadcast(ch, channel, BULK: tl.constexpr = True):
 
 @jit
 def channel_wait(ch, channel, arrivals, tile, peer, SCOPE: tl.constexpr = tl.constexpr("sys")):
-    """Acquire: block until this rank's `channel` has received `arrivals` notifies of this call. A Timeout names `tile`
-    and `peer`."""
+    """Acquire: block until this rank's `channel` has received `arrivals` notifications in this call. If the wait
+    expires, Timeout names `tile` and `peer`."""
     wait_until(ch.counters + channel, calls_of(ch) * arrivals, ch.guard, tile, peer, SCOPE)
 
 

@@ -26,9 +26,9 @@ def sum_staged(
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Compute out [rows, N], the sum over ranks in fp32 and in rank order, + bias [N] if BIAS. This rank's addend is x
-    [rows, N]; the other ranks' addends are in staging [W, rows, N]. me, int32 [1], contains the number of this rank.
-    ALIGNED means that N, like BLOCK, is a multiple of 8."""
+    """Compute out [rows, N] = the sum over ranks in fp32 and in rank order. If BIAS is set, bias [N] is added. This
+    rank's addend is x [rows, N]; the other ranks' addends are in staging [W, rows, N]. me, int32 [1], contains the
+    number of this rank. ALIGNED means that N, like BLOCK, is a multiple of 8."""
     count = rows.to(tl.int64) * N
     rank = tl.load(me)
     i = tl.arange(0, BLOCK)

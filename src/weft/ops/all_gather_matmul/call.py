@@ -23,10 +23,9 @@ class GatheredRows(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherCall(MatmulCall):
-    """A checked call. `gated` is 0, or the number of columns I of an output silu(gate) * up [M, I]. In the weight of
-    such a call, blocks of `Scale.interleave` gate rows alternate with up blocks of the same size, and the last blocks
-    are padded with zeros. `gathered` is true if this rank also returns the gathered activation; each rank decides this
-    for itself."""
+    """A checked call. `gated` is 0, or I if the output is silu(gate) * up [M, I]. In the weight of such a call, blocks
+    of `Scale.interleave` gate rows alternate with up blocks of the same size, and the last blocks are padded with
+    zeros. `gathered` is true if this rank also returns the gathered activation; each rank decides this for itself."""
 
     gated: int
     gathered: bool

@@ -62,7 +62,7 @@ class GatherChunks(DecomposedCost):
         # If one GEMM computes this rank's rows and other ranks' rows, this rank's rows are copied next to the other
         # rows.
         copies_own_rows = plan.groups[:1] not in ((), (1,))
-        # The operations are a staging copy, two barriers, copies and GEMMs.
+        # The plan performs a staging copy, two barriers, copies and GEMMs.
         return 3 + copies_own_rows + world - 1 + group_count(plan, world)
 
 

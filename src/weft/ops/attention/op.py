@@ -343,8 +343,8 @@ def gathered_attention(
         out: [m_r, heads, D], contiguous: the tensor for the result, which may share memory with an operand. A call with
             `out` is not differentiable. With a batch dimension the batch size must be 1.
 
-    All tensors but sinks are bfloat16, or all are float16, on `world.device`. Partial results are rounded to the dtype
-    before they are merged. The rounding adds at most the error of rounding the result itself.
+    All tensors except sinks are bfloat16, or all are float16, and they are on `world.device`. Partial results are
+    rounded to the dtype before they are merged. The rounding adds at most the error of rounding the result itself.
 
     Returns:
         [m_r, heads, D]; with `return_lse` also float32 [heads, m_r], natural logarithms. With a batch dimension, both

@@ -265,7 +265,7 @@ def gemm_reduce(
         # This kernel and signaled_gemm could share one loop, in which each tile is a group, the arena is an additional
         # output, and no table of groups is read. Compiled in this way for sm_90a, this kernel used 173 registers
         # instead of 165 and 1,112 instructions instead of 1,072 (8 ranks: 181 instead of 175, 1,160 instead of 1,128).
-        # There were no spills, but 6 more compile-time branches in the loop. So there are two loops.
+        # Neither version spilled, but the shared loop had 6 more compile-time branches. So there are two loops.
         for _ in tl.range(0, tl.cdiv(W * own_tiles - pid, GEMM_PROGRAMS) * steps):
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:

@@ -48,9 +48,9 @@ class Tiling(NamedTuple):
 
     The GEMM's output is [rows, cols]. `tiles` is the number of tiles, `tiles_m` the number of tile rows of one owner,
     and `owners` the number of ranks with tiles that alternate in memory (1 if every rank receives all rows). With
-    `in_order`, the output consists of rows in ordinary order, otherwise of tiles in the order of their computation.
-    `shard` is 0, unless copy engines scatter the rows: then the GEMM begins with the next rank's rows, and `shard` is
-    the number of tile rows of one rank.
+    `in_order`, the output consists of rows in ordinary order, otherwise of tiles in the order of their computation. If
+    copy engines scatter the rows, the GEMM begins with the next rank's rows, and `shard` is the number of tile rows of
+    one rank. Otherwise `shard` is 0.
     """
 
     rows: int

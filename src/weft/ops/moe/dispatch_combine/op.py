@@ -483,7 +483,8 @@ def place_launch(world: World, state: ExchangeState, kernels: KernelState, rows:
 
 @prepared
 def mask_launch(world: World, state: ExchangeState, is_backward: bool) -> Launch:
-    """Return the launch of `mask_rows`. A backward pass counts no rows, since its forward pass has counted them."""
+    """Return the launch of `mask_rows`. A backward pass does not count rows that are left out, because the forward pass
+    has counted them."""
     left_out = None if state.kernels is None or is_backward else state.kernels.dispatched.left_out
     routes, block = state.row_order.route_rows.numel(), world.backend.scale.routes
     layer, local_experts = state.exchange.layer, state.exchange.layer.local(world)

@@ -13,9 +13,9 @@ pass (kernels.py, place_rows_kernels.py).
 Memory order. Inbox and outbox are used as in the forward pass: `combine_rows` announces its sums after `place_rows`,
 the last reader of the inbox. `activation_gradient` stores gradients of routing weights on the ranks of their tokens. By
 then `place_rows` has waited for the rows of such a rank, which sends them after its `take_gradients` of the previous
-call. `combine_rows`, later on the stream, announces these gradients, and `sum_ranks` waits for it before
-`take_gradients`. A route belongs to one expert, so only one rank writes its word. No rank writes the word of a route
-without a row, in which `take_gradients` has left a zero.
+call. `combine_rows`, which runs later on the stream, announces these gradients. `sum_ranks` waits for this
+announcement, and `take_gradients` runs after `sum_ranks`. A route belongs to one expert, so only one rank writes its
+word. No rank writes the word of a route without a row, in which `take_gradients` has left a zero.
 """
 
 from typing import NamedTuple

@@ -145,8 +145,8 @@ def moe(
             `received`.
         keep: the tensors that a call whose operands require a gradient saves for its backward pass, in addition to its
             operands. With "nothing", the backward pass sends x again. "rows" saves the tokens as they arrived, W
-            max_tokens H elements. "activation" also saves N elements for each row for which there is room, which saves
-            the backward pass a GEMM. The sequential plan saves nothing.
+            max_tokens H elements. "activation" also saves N elements for each row for which there is room, so that the
+            backward pass needs one GEMM less. The sequential plan saves nothing.
         world: the ranks. All ranks must make the same calls in the same order.
         plan: "auto", "sequential", "dispatched", "fused", "low_latency" (few tokens) or a Plan of one of these classes;
             the same on all ranks.
@@ -195,8 +195,8 @@ def moe(
 class Moe(Op[MoeCall]):
     """The definition of `weft.moe.moe`.
 
-    Operands: x, ids, weights, w13, w2, b13, b2, shared, and in direct calls received. Options: rows of every rank or
-    None, activation, max_tokens, max_rows, keep, whether the numbers of received rows are wanted, and whether a
+    Operands: x, ids, weights, w13, w2, b13, b2, shared, and, only in direct calls, received. Options: rows of every
+    rank or None, activation, max_tokens, max_rows, keep, whether the numbers of received rows are wanted, and whether a
     gradient is wanted. Results: out; int32 [El], the numbers of received rows, or None. A run saves the tensors in
     `call.Kept`.
     """

@@ -74,8 +74,8 @@ def all_gather_grouped_matmul(
             Ranks r and r + tp_size have different experts, in rank order.
         keep: the tensors that a call whose operands require a gradient saves for its backward pass, in addition to its
             operands and results. With "nothing", the backward pass sends x again. "rows" saves the tokens as they
-            arrived, W max_tokens H elements. "activation" also saves R N elements, which saves the backward pass a
-            GEMM. The sequential plan saves nothing.
+            arrived, W max_tokens H elements. "activation" also saves R N elements, so that the backward pass needs one
+            GEMM less. The sequential plan saves nothing.
         world, plan: as in `weft.moe.moe`.
         out: [R, I], contiguous: the tensor for hidden.
 
