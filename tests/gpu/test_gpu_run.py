@@ -50,6 +50,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run on a machine with one GPU, whose groups may spend two seconds on a check."""
     monkeypatch.setattr(gpu_run, "STILL", 2)
     monkeypatch.setattr(gpu_run, "ENDING", 0.1)
+    monkeypatch.setattr(gpu_run, "tree_of", lambda path: "f" * 40)
     monkeypatch.setattr(gpu_queue, "RECORD", tmp_path / "record.json")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -199,17 +200,80 @@ def test_failed_checks_come_first_and_unchanged_ones_last(monkeypatch: pytest.Mo
     assert ordered(names, rows, this_tree) == ["failed", "failed here", "new", "changed", "older", "same"]
 
 
-def test_the_name_of_a_tree_is_gits() -> None:
-    folder = ROOT / "src/weft/planner"
-    status = subprocess.run(
-        ["git", "status", "--porcelain", "--ignored", folder], cwd=ROOT, capture_output=True, text=True
-    )
-    if status.returncode or any("__pycache__" not in line for line in status.stdout.splitlines()):
-        pytest.skip("no git here, or what it has is not what is there")
-    printed = subprocess.run(
-        ["git", "rev-parse", "HEAD:src/weft/planner"], cwd=ROOT, capture_output=True, text=True
-    ).stdout
-    assert tree_of(folder) == printed.strip() and tree_of(folder / "no such file") == ""
+DESCRIBED = '''"""Module."""  # and why
+
+import os  # type: ignore
+
+
+class Empty:
+    "A class" " of nothing."
+
+
+def f(ä="#", n=3):  # noqa
+    r"""Doc \\ with a # and
+    two lines."""; x = "ä"  # after a semicolon
+
+    # alone
+    def g(): "On one line."
+    y = """a  # in a string
+
+    b   
+    """
+    z = ("a"  # between
+         # parts
+         "b")
+    return f"""{x}  # in a string
+
+    {y}"""  # behind it
+'''
+PLAIN = '''import os
+class Empty:
+def f(ä="#", n=3):
+    x = "ä"
+    def g():
+    y = """a  # in a string
+
+    b   
+    """
+    z = ("a"
+         "b")
+    return f"""{x}  # in a string
+
+    {y}"""'''
+
+
+def test_the_code_of_a_file_has_no_comments_and_docstrings() -> None:
+    """Strings that are no docstrings stay as they are. Every version of Python must return this text."""
+    assert gpu_queue.code_of(DESCRIBED) == PLAIN
+
+
+def test_the_name_of_code_tells_every_other_change(tmp_path: Path) -> None:
+    def name_of(text: str, path: str = "ops/f.py") -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        (folder / path).parent.mkdir(parents=True)
+        (folder / path).write_text(text)
+        return tree_of(folder)
+
+    name = name_of(DESCRIBED)
+    for old, new in (
+        ("Module.", "New."),
+        ("two lines", "lines"),
+        ("  # noqa", ""),
+        ("# alone", "\n"),
+        ("os  #", "os #"),
+    ):
+        assert name_of(DESCRIBED.replace(old, new)) == name, old
+    for old, new in (
+        ("n=3", "n=4"),
+        ('"#"', '"# "'),
+        ("b   \n", "b\n"),
+        ("a  # in", "a  #"),
+        ("{x}  #", "{x} #"),
+        ("z =", "v ="),
+    ):
+        assert name_of(DESCRIBED.replace(old, new)) != name, old
+    assert name_of("# a", "ops/f.cu") != name_of("# b", "ops/f.cu"), "only Python's comments are known"
+    assert len({name, name_of(DESCRIBED, "ops/g.py"), tree_of(tmp_path / "no such file")}) == 3
 
 
 def test_a_check_is_counted_to_the_part_whose_kernels_it_launches() -> None:
