@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -80,7 +81,7 @@ def test_a_group_that_dies_or_hangs_fails_only_its_check(run: Run, monkeypatch: 
     assert {name for (_, name), row in row_of_check.items() if row["outcome"] == "failed"} == {"dies", "fails", "hangs"}
     assert "ended with -9" in row_of_check[2, "dies"]["why"] and "no end after 2 s" in row_of_check[4, "hangs"]["why"]
     assert set(results(run)["minutes"]) == {f"checks{a}, {n} ranks on 1 GPU" for n in (2, 4) for a in ("",)}
-    assert not results(run)["trouble"] and "== 0 checks-4-checks" in (run.out / "log.txt").read_text()
+    assert not results(run)["trouble"] and "== 1 checks-4-checks" in (run.out / "log.txt").read_text()
 
 
 def test_groups_that_die_before_a_check_are_started_a_few_times(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +137,7 @@ def test_the_reason_of_a_failure_is_its_ranks_output(tmp_path: Path) -> None:
     assert gpu_run.last_output(log).endswith("Signal 15"), "without output of ranks, all lines are shown"
 
 
-def test_smaller_groups_leave_room_for_the_largest(
+def test_smaller_groups_leave_room_for_the_one_named_first(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Checks that need the whole time of a call come first; more groups, and random calls, start when no check
@@ -148,13 +149,44 @@ def test_smaller_groups_leave_room_for_the_largest(
     fuzz = next(c for c in gpu_run.commands(["fuzz"], [2], 1, 10, None))
     waiting = [Command("fuzz", fuzz.name, 2, fuzz.words, 20), *users]
     run.gib = 0
-    assert not gpu_run.go(run, waiting, [2, 6], [], MACHINE)
+    assert not gpu_run.go(run, waiting, [6, 2], [], MACHINE)
     began = [line.split(": ", 1)[1] for line in capsys.readouterr().out.splitlines() if line.endswith("begins")]
     place = {n: f"{n} ranks on 1 GPU: " for n in (2, 6)}
     assert began == [
         f"{place[2]}user 0 begins", f"{place[2]}user 1 begins", f"{place[6]}checks begins", f"{place[2]}checks begins",
         f"{place[2]}random calls begins",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "filled", "others", "begun"),
+    [
+        pytest.param([4, 2], [4, 2], 0, [4, 2, 4, 2, 4, 2, 4], id="the first one gets the rest"),
+        pytest.param([2, 4], [4, 2], 0, [2, 4, 2, 4, 2, 4, 2, 2], id="the rest that others cannot use"),
+        pytest.param([4, 2], [4, 2], 8, [4, 2, 4, 2], id="room is kept for the larger group"),
+        pytest.param([4, 2], [2], 0, [4, 2], id="until the number of checks is known"),
+    ],
+)
+def test_every_number_of_ranks_has_as_many_groups(
+    run: Run, monkeypatch: pytest.MonkeyPatch, ranks: list[int], filled: list[int], others: int, begun: list[int]
+) -> None:
+    """The test sees the groups that start before the first pause."""
+
+    class Pause(Exception):
+        pass
+
+    words = ("sh", "-c", "sleep 9")
+    monkeypatch.setattr(gpu_run, "checks_of", lambda n, only, alone: Command("checks", "checks", n, words, 30))
+    monkeypatch.setattr(gpu_run.time, "sleep", mock.Mock(side_effect=Pause))
+    run.room, run.gib = 22, 0
+    for n in filled:
+        Queue(run.work / f"queue{n}.json").fill([f"check {i}" for i in range(99)])
+    run.start(Command("users", "x", others, words, 30))
+    with pytest.raises(Pause):
+        gpu_run.go(run, [], ranks, [], MACHINE)
+    for group in run.groups:
+        group.end()
+    assert [group.command.ranks for group in run.groups[1:]] == begun
 
 
 def test_no_more_ranks_run_than_there_is_room_for(run: Run) -> None:
@@ -348,14 +380,14 @@ def test_the_next_run_continues_where_one_ended(tmp_path: Path, monkeypatch: pyt
 
 
 def test_commands_that_passed_are_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = list(gpu_run.commands(["peers", "users", "fuzz"], [2, 8], 60, 1000, None))
+    every = list(gpu_run.commands(["peers", "users", "fuzz"], [4, 2], 60, 1000, None))
     tree = "e" * 40
     rows = {c.name: row("passed", tree) for c in every if c.ranks == 2} | {"killed peer": row("failed", tree)}
     monkeypatch.setattr(gpu_run, "recorded", lambda ranks, gpus: rows if (ranks, gpus) == (2, 1) else {})
     todo = [(c.ranks, c.name) for c in gpu_run.todo(every, 1, tree)]
     assert {name for ranks, name in todo if ranks == 2} == {"killed peer", "random calls"}
-    assert {name for ranks, name in todo if ranks == 8} == {c.name for c in every if c.ranks == 8}
-    assert todo[-1][1] == "random calls"
+    assert {name for ranks, name in todo if ranks == 4} == {c.name for c in every if c.ranks == 4}
+    assert todo[0][0] == 4 and todo[-1][1] == "random calls"
 
 
 def test_random_calls_are_summed_once_for_each_run() -> None:
