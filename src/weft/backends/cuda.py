@@ -14,6 +14,7 @@ import datetime
 import functools
 import os
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -75,6 +76,13 @@ class Record:
 GRACE = 2.0  # seconds that a rank, after its wait has expired, waits for the records of other ranks
 
 
+def _cause_of_waits(waits: Sequence[str], peer: int) -> str:
+    """Return the end of a line about a wait for `peer`. If this peer waits too, it may wait for a rank that reports no
+    wait, as in a gather that pulls the peers' rows in turn: the line then names the ranks that report none."""
+    others = ", ".join(f"rank {rank}" for rank, wait in enumerate(waits) if not wait)
+    return f", but waits too; no wait is reported by {others}" if peer >= 0 and waits[peer] and others else ""
+
+
 def _disagreement_of_waits(waits: Sequence[str]) -> str:
     """Return a line that names the op in which each rank waits, if ranks wait in different ops; else ""."""
     if len(set(filter(None, waits))) < 2:
@@ -124,16 +132,14 @@ class GpuBackend(Backend):
             who = "any peer" if peer < 0 else f"rank {peer}"
             after = f"expired after {timeout_seconds():g} s"
             if self._waits is None:
-                self._waits = self.waits_of_all_ranks(
-                    where.removeprefix("channel ").lstrip("0123456789").removeprefix(" of ")
-                )
+                self._waits = self.waits_of_all_ranks(re.sub(r"^channel \d+ of |, rank \d+'s copy$", "", where))
             prefix = _disagreement_of_waits(self._waits) + f"rank {self.rank}: a wait "
             if not target:
                 where = self._waits[self.rank]
                 raise Timeout(f"{prefix}for part {tile} in {where}, {after}: {who} did not post it")
             raise Timeout(
                 f"{prefix}on {where}, tile {tile}, {after}: counter stands at {seen}, needs {target}; {who} did not "
-                "arrive"
+                f"arrive{_cause_of_waits(self._waits, peer)}"
             )
 
     def left_out(self) -> int:
