@@ -3,6 +3,7 @@ here they run stand-ins for the checks."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.gpu import gpu_queue, gpu_record, gpu_run
 from tests.gpu.gpu_queue import Queue, Row, ordered, placed, tree_of
 from tests.gpu.gpu_run import Command, Run
 from tests.tooling import trends
+from weft.backends.base import timeout_seconds
 
 ROOT = Path(__file__).parents[2]
 MACHINE: dict[str, Any] = dict(machine="1 x GPU", versions=dict(triton="3.6.0"), date="2026-11-23 18:00")
@@ -434,6 +436,13 @@ def test_trends_keep_a_line_a_day_and_the_newest_days(tmp_path: Path, monkeypatc
     assert trends.main() == 3 and "lint" not in (tmp_path / "trends.csv").read_text(), (
         "a failed command must not be recorded"
     )
+
+
+def test_two_streams_wait_as_long_as_the_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_TIMEOUT", "20")
+    monkeypatch.delitem(sys.modules, "tests.gpu.gpu_residency", raising=False)
+    importlib.import_module("tests.gpu.gpu_residency")
+    assert timeout_seconds() == 20
 
 
 def test_every_example_that_needs_no_model_and_one_launch_runs() -> None:
