@@ -455,7 +455,7 @@ def wanted(name: str, only: Sequence[str], without: Sequence[str]) -> bool:
 
 @contextmanager
 def launched() -> Iterator[dict[str, str]]:
-    """Return the parts of weft whose kernels are launched in this block, with git's names for their contents."""
+    """Return the parts of weft whose kernels are launched in this block, with the names of their code."""
     parts: dict[str, str] = {}
     launch, prepared = GpuBackend.launch, weft.Launch.__call__
 

@@ -494,7 +494,7 @@ def operands(rank: int, ranks: int = 2) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("plan", ["auto", "own_rows", "sequence_parallel", "woven"])
+@pytest.mark.parametrize("plan", ["auto", "own_rows", "sequence_parallel", "fused_sum", "woven"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_form_gives_the_same(plan: str, ranks: int) -> None:
     """Every form runs twice, the second time with the residual of the first run and without the second GEMM."""
