@@ -37,7 +37,7 @@ from ...ops.all_reduce.call import NormOperands
 from ...ops.all_reduce.op import ALL_REDUCE_RMS_NORM
 from ...ops.common import split_rows
 from ...ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
-from ...ops.norm import rms_norm
+from ...ops.norm import normalised, rms_norm
 from ...plans import Decomposed, Plan, Sequential, TwoShotPull
 from ...prepared import OwnResult, Prepare
 from ...tensor_checks import check_operands, dims
@@ -213,19 +213,17 @@ def sequence_parallel(world: World, call: RowNormColumnCall, plan: ShardedTokens
     if not (call.k and call.n and call.plain_norm):
         return own_rows(world, call, plan)
     counts, own_range = split_rows(world, call.m), own_row_range(world, call.m)
-    rows = None if len(set(counts)) == 1 else counts
+    rows, own_size = None if len(set(counts)) == 1 else counts, (counts[world.rank], call.h)
 
     def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
         assert t.row is not None and t.column is not None
         x, weight, options = scaled_operands(world, t.x, t.row, t.row_scale)
-        y = new_residual = matmul_reduce_scatter(x, weight, t.row_bias, world=world, **options)
-        if t.residual is None:
-            y = rms_norm(y, t.norm, call.eps, world=world)
-        else:
-            y, new_residual = rms_norm(y, t.norm, call.eps, world=world, residual=t.residual[own_range])
+        y = matmul_reduce_scatter(x, weight, t.row_bias, world=world, **options)
+        residual = None if t.residual is None else t.residual[own_range].contiguous()
+        new_residual = world.empty((call.m, call.h), call.dtype)
+        y = normalised(world, own_size, y, t.norm, call.eps, residual, new_residual[own_range])
         x, weight, options = scaled_operands(world, y, t.column, t.column_scale)
-        out = all_gather_matmul(x, weight, t.column_bias, world=world, rows=rows, **options)
-        return out, residual_of_rows(world, call, [(own_range, new_residual)])
+        return all_gather_matmul(x, weight, t.column_bias, world=world, rows=rows, **options), new_residual
 
     return run
 
