@@ -33,6 +33,12 @@ def test_the_shipped_table_equals_the_output_of_its_program() -> None:
     assert text == (table.TABLES / "nvidia-h200.json").read_text(), "run python -m bench.pages.table nvidia-h200"
 
 
+def test_a_table_is_made_beside_rows_of_other_benchmarks() -> None:
+    """Rows without an op, such as those of batch-invariant layers, lie in the same folder."""
+    rows = json.loads(table.table_of("nvidia-h100")[0])
+    assert rows and all(row["confirmed"] for row in rows)
+
+
 def test_the_docs_are_short_enough() -> None:
     words = {page.name: words_of(page.read_text()) for page in DOCS}
     assert sum(words.values()) <= MOST_WORDS and words["measurements.md"] <= OF_MEASUREMENTS, words
