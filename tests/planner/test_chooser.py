@@ -171,6 +171,30 @@ def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
     assert emulate(rank) == [[544, 576], [SECOND] * 2, [Sequential()] * 2, 2 * runs]
 
 
+def test_a_size_that_the_fastest_plan_cannot_run_takes_the_next(us: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    us[Decomposed()] = (90.0, 50.0)
+    monkeypatch.setattr(AllGatherMatmul, "candidates", lambda self, world, call: [FIRST, SECOND, Decomposed()])
+
+    def rank(world: weft.World) -> list[Any]:
+        auto(world, 576)
+        return [taken(world, 576), taken(world, 552)]
+
+    assert emulate(rank) == [[SECOND] * 2, [Decomposed()] * 2]
+
+
+def test_the_host_counts_as_for_the_smallest_call_of_a_trial(us: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an engine, calls with half the rows share the trial. They would wait for a host that the GPU hides here."""
+    us[FIRST] = (90.0, 45.0)
+
+    def rank(world: weft.World) -> list[Plan]:
+        auto(world, 64)
+        return taken(world, 64)
+
+    assert emulate(rank) == [SECOND, SECOND]
+    monkeypatch.setattr(library_gemm, "_steps_an_octave", 1)
+    assert emulate(rank) == [FIRST, SECOND]
+
+
 @pytest.mark.parametrize("lacking", [{0}, {1}, {0, 1}], ids=str)
 def test_a_rank_without_the_library_leaves_all_without_a_trial(lacking: set[int], us: dict, monkeypatch: Any) -> None:
     """The ranks exchange only once which libraries they have installed."""

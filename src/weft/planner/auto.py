@@ -292,7 +292,7 @@ def explain(
             f"nothing else was timed there, and {world.multi_node_unsupported}; times are of one node",
         )
     if trial is not None:
-        plan, why = trial.faster[mode] or plan, trial.timings(mode)
+        plan, why = next(iter(trial.faster[mode]), plan), trial.timings(mode)
     options = decision.options
     if all(o.plan != plan for o in options):
         with contextlib.suppress(NotMeasured):
