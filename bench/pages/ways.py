@@ -17,19 +17,19 @@ WAYS = ("decomposed", "fused, programs pull", "fused, a copy engine pulls", "sig
 WAYS_TEXT = """## Ways of overlapping
 
 From tuning runs, in CUDA graphs: each way's best plan over weft's sequential plan, geometric means over MLP-1 to MLP-6, and in
-brackets how often it was the fastest. [What was tried](design-notes.md) says why.
+brackets how often it was the fastest ([why](design-notes.md)).
 """
 METHODS = ("library", "sequential", "decomposed", "fused", "signaled", "one_shot", "two_shot")
 INVARIANT = ("norm", "rows", "shards")  # ways to run a layer, under the names of bench/measure/batch_invariance.py
 HOST_TEXT = """## Host time of a call
 
-From call to return, us, of a shape called before, without waiting for the GPU (`bench/measure/host.py`); *library*: the calls of cuBLAS
+Microseconds of a known call, without waiting for the GPU (`bench/measure/host.py`); *library*: the calls of cuBLAS
 and NCCL that an op replaces.
 """
 MOE_TEXT = """## Mixture of experts
 
 A forward pass of balanced routing, gate included, over NCCL's all-to-all and `torch._grouped_mm`, in CUDA graphs ([every size](../bench/results/moe.md)).
-vLLM's fused experts, on one GPU, are faster than torch's: [beside them](moe.md#what-it-reaches).
+vLLM's fused experts, on one GPU, [are faster](moe.md#what-it-reaches) than torch's.
 """
 
 
