@@ -4,8 +4,8 @@
     python -m tests.tooling.trends NAME --seconds N
 
 Run the command and, if it succeeds, add a line; or add a line for a command that took N seconds. A line has the date,
-the command's name, the minutes, the number of cores, and the version of weft, by git's name for the content of
-src/weft. The file keeps the last line of a day, for the newest KEPT days of each command.
+the command's name, the minutes, the number of cores, and the version of weft, by the name of the code in src/weft
+(gpu_queue.py). The file keeps the last line of a day, for the newest KEPT days of each command.
 """
 
 from __future__ import annotations

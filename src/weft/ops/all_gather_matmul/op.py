@@ -225,8 +225,8 @@ def all_gather_matmul(
     dweight the activation is gathered again. dbias is the sum of dy over its rows.
 
     Memory, in addition to the output: all ops of the World share the symmetric memory. The op needs none of it
-    (sequential), M K / W elements (decomposed, and fused with copy engines), M K elements (flag-gated), 2 M K elements
-    (fused) or 3 M K elements (one shot, for few rows). All plans except fused and flag-gated also use [M, K] elements
+    (sequential), M K / W + M K elements (decomposed, and fused with copy engines), M K elements (flag-gated), 2 M K
+    elements (fused) or 3 M K elements (one shot, for few rows). Sequential and one-shot plans also use [M, K] elements
     of ordinary memory during the call.
 
     Raises:
