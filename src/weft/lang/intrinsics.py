@@ -30,7 +30,7 @@ from .jit import Intrinsic, Kernel
 EXPIRED, DIFFERS = 1, 2
 GUARD_WORDS, RECORD_WORDS = 36, 39  # the guard has one word for each of at most 32 ranks
 NUMBER_BITS = 20  # the low bits of a `same_call` word hold the call's number; the high bits count the calls
-CALL = -2  # the value that is recorded as the tile for a wait of `same_call`
+CALL = -2  # the record of a failed wait in `same_call` contains this value as the tile
 
 
 def intrinsic(fn: Callable[..., object]) -> Intrinsic | Kernel:

@@ -39,8 +39,8 @@ class ScaledFactors(NamedTuple):
 
 
 class ProductOptions(NamedTuple):
-    """The options for 8-bit operands that every op with a GEMM has. `recipe` is None for 16-bit operands. If
-    `out_dtype` is None, the result has the default dtype."""
+    """Every op with a GEMM has these options for 8-bit operands. `recipe` is None for 16-bit operands. If `out_dtype`
+    is None, the result has the default dtype."""
 
     recipe: str | None = None
     out_dtype: torch.dtype | None = None

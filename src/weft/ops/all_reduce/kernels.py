@@ -366,10 +366,10 @@ def two_shot(x, staging, addresses, residual, new_residual, weight, bias, scale,
 
 @jit(do_not_specialize=("M",))
 def multicast_shot(windows, residual, new_residual, weight, bias, epoch, ch, M, norm, PROGRAMS: tl.constexpr):
-    """All-reduce in two shots through the switch. By one access to a multicast address, an owner reads the sum of a row
-    over all ranks; by another, it stores the normalised row on all ranks. windows, int64 [3], contains the multicast
-    addresses of x, of the output and (KEEP WHOLE) of the sum + residual, each [M, H]. Elements are 16-bit. The counters
-    and the order of accesses are as in `two_shot` with PULL."""
+    """All-reduce in two shots through the switch. An owner reads the sum of a row over all ranks by one access to a
+    multicast address. It stores the normalised row on all ranks by a second such access. windows, int64 [3], contains
+    the multicast addresses of x, of the output and (KEEP WHOLE) of the sum + residual, each [M, H]. Elements are
+    16-bit. The counters and the order of accesses are as in `two_shot` with PULL."""
     DTYPE: tl.constexpr = norm.DTYPE
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P

@@ -130,7 +130,7 @@ def matmul_all_to_all(
         bias: [N], this rank's bias.
         destinations: the destination rank of each row, in any order and any distribution; or a Routing from
             `weft.route`, which many calls can use. Without a Routing the hosts exchange the destinations in every call,
-            which a CUDA graph cannot capture.
+            and a CUDA graph cannot capture the call.
         world: the ranks. All ranks must make the same call in the same order.
         plan: "auto", "sequential", "signaled", "two_level" (on several nodes), or a Plan of one of these classes; the
             same on all ranks.

@@ -232,8 +232,8 @@ def store_plain(out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr):
     out_desc.store([row, col + BN // 2], right.to(out_desc.dtype))
 
 
-# This kernel needs no guarded loads, because a tile waits before its own K loop, as in `all_gather_gemm`. With guarded
-# loads, and with the registers that concurrent kernels leave, ptxas would spill 16 bytes for GELU at 1,032 x 520
+# This kernel needs no guarded loads, because a tile waits before its own K loop, as in `all_gather_gemm`. Guarded loads
+# would make ptxas spill 16 bytes for GELU at 1,032 x 520, because concurrent kernels limit the number of registers
 # (sm_90a, Triton 3.6).
 @jit(guard_loads=False)
 def grouped_gemm_in(

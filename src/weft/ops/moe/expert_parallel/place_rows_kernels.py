@@ -86,7 +86,7 @@ def list_masked(order, masked, expert, MAX_M, BLOCK: tl.constexpr):
 
 @jit
 def rows_by_source(order, max_tokens, MAX_M, EL: tl.constexpr, BLOCK: tl.constexpr):
-    """Return int32 [RANK_BINS]: for each rank, how many of an expert's rows beyond MAX_M hold tokens of this rank."""
+    """Count an expert's rows beyond MAX_M by the rank of their tokens. Return the counts, int32 [RANK_BINS]."""
     rows = tl.zeros((RANK_BINS,), tl.int32)
     for expert in range(0, EL):
         first_row = tl.load(order.offsets + expert)
