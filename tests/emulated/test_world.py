@@ -1049,25 +1049,51 @@ def test_without_a_gpu_init_names_the_backend_to_use() -> None:
         weft.spmd(repr, 2)
 
 
-def test_symmetric_memory_outlives_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch aborts the process if symmetric memory is released during a capture, which garbage collection might do."""
+def test_memory_and_graphs_outlive_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """During a capture torch aborts the process if symmetric memory is released, and CUDA makes the capture invalid if
+    a graph is destroyed; garbage collection might do both."""
 
-    class Memory:
+    class Held:
         pass
 
-    def left(capturing: bool) -> bool:
-        """Return whether the memory of a World that ends is still allocated; the World is in a cycle of references."""
+    def left(capturing: bool) -> list[bool]:
+        """Return whether the memory and a graph of a World that ends are left; the World is in a cycle of
+        references."""
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-        backend, memory = CudaBackend.__new__(CudaBackend), Memory()
-        backend._hold_symmetric_memory()
-        backend._held.append(memory)
-        backend.circle, seen = backend, weakref.ref(memory)  # type: ignore[attr-defined]
-        del backend, memory
+        backend: Any = CudaBackend.__new__(CudaBackend)
+        backend._held, backend.sequence = cuda._held_by(backend), backend.sequence(None, lambda: backend)
+        held = [Held(), Held()]
+        backend._held.append(held[0])
+        backend.sequence.graphs.append(held[1])
+        seen = [weakref.ref(one) for one in held]
+        del backend, held
         gc.collect()
-        return seen() is not None
+        return [one() is not None for one in seen]
 
-    assert left(capturing=True) and not left(capturing=False)
+    assert left(capturing=True) == [True, True] and left(capturing=False) == [False, False]
     cuda._dropped_in_captures.clear()
+
+
+def test_an_error_in_a_sequence_is_raised_after_its_capture_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA cannot end the capture of streams that are not joined; that error would hide the first one."""
+
+    class Graph:
+        def capture_begin(self, **options: str) -> None:
+            calls.append("begin")
+
+        def capture_end(self) -> None:
+            calls.append("end")
+            raise RuntimeError("unjoined work")
+
+    def work() -> None:
+        raise KeyboardInterrupt
+
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    backend: Any = SimpleNamespace(uploads=SimpleNamespace(pending={}))
+    with pytest.raises(KeyboardInterrupt):
+        cuda._Sequence(backend, None, work)._captured()  # type: ignore[arg-type]
+    assert calls == ["begin", "end"]
 
 
 @pytest.fixture

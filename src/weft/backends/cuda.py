@@ -17,7 +17,7 @@ import pickle
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -409,7 +409,7 @@ class _Sequence:
     def __init__(self, backend: GpuBackend, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
         self.backend, self.stream, self.work = backend, stream, work
         self.loaded = False
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graphs: list[torch.cuda.CUDAGraph] = _held_by(self)  # the graph, once it is captured
 
     def __call__(self) -> None:
         backend = self.backend
@@ -418,9 +418,9 @@ class _Sequence:
                 self.work()
                 self.loaded = True
                 return
-            if self.graph is None:
-                self.graph = self._captured()
-            self.graph.replay()
+            if not self.graphs:
+                self.graphs.append(self._captured())
+            self.graphs[0].replay()
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         if self.backend.uploads.pending:
@@ -429,20 +429,31 @@ class _Sequence:
         graph.capture_begin(capture_error_mode="thread_local")  # other threads may allocate memory
         try:
             self.work()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # the streams of `work` may not be joined
+                graph.capture_end()
+            raise
+        graph.capture_end()
         return graph
 
 
-_dropped_in_captures: list[object] = []  # symmetric memory of Worlds that ended during a capture
+_dropped_in_captures: list[Any] = []  # memory and graphs of Worlds that ended during a capture
 
 
-def _release(held: list[object]) -> None:
-    """Drop a World's symmetric memory. Garbage collection may end a World, such as an unused model's, while a stream
-    captures. torch would then end the process, since memory cannot be unmapped during a capture (the memory's
-    destructor throws). Such memory is kept until the next allocation of symmetric memory, which is never in a
-    capture."""
-    if torch.cuda.is_current_stream_capturing():
+def _held_by(owner: object) -> list[Any]:
+    """Return an empty list of symmetric memory or graphs, which stay until `owner` ends; if a capture is running then,
+    until the capture has ended."""
+    held: list[Any] = []
+    weakref.finalize(owner, _release, held).atexit = False
+    return held
+
+
+def _release(held: list[Any]) -> None:
+    """Drop symmetric memory or graphs. Garbage collection may end a World, such as an unused model's, while a stream
+    captures. During a capture torch would end the process, since memory cannot be unmapped (the memory's destructor
+    throws), and CUDA would make the capture invalid, since graphs cannot be destroyed. Therefore they are kept until
+    the next allocation of symmetric memory, which is never in a capture."""
+    if held and torch.cuda.is_current_stream_capturing():
         _dropped_in_captures.extend(held)
     held.clear()
 
@@ -546,14 +557,9 @@ class CudaBackend(GpuBackend):
             self._connect()
         self.limits_ctas = size == dist.get_world_size()
         self._compare_devices()
-        self._hold_symmetric_memory()
+        self._held = _held_by(self)  # symmetric memory
         self._communicators: dict[int, dist.ProcessGroup] = {}
         self.clock = None if self.shares_gpu else cuda_clock
-
-    def _hold_symmetric_memory(self) -> None:
-        """Keep symmetric memory until this backend ends; if a capture is running then, until the capture has ended."""
-        self._held: list[object] = []
-        weakref.finalize(self, _release, self._held).atexit = False
 
     def split(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
         """Make the groups. Every rank of torch.distributed must take part."""
