@@ -9,6 +9,7 @@ streams, and never asks which backend runs them. The functions that only authors
 from __future__ import annotations
 
 import bisect
+import functools
 import inspect
 import itertools
 import logging
@@ -785,6 +786,13 @@ class World:
         launch, count = self.cached(("barrier", name), lambda: self._barrier(name))
         launch(stream or self.current_stream(), number=self.number)
         return count
+
+    def sequence(self, stream: Stream, work: Callable[[], object]) -> Callable[[], object]:
+        """Return a function that enqueues the operations of `work()` with less host time (`Backend.sequence`). The
+        barriers of `work` contain `number`, which is still the previous call's while a trial makes calls. Therefore
+        each number has a sequence of its own."""
+        sequence_of = functools.cache(lambda number: self.backend.sequence(stream, work))
+        return lambda: sequence_of(self.number)()
 
     def _barrier(self, name: str) -> tuple[Launch, torch.Tensor]:
         count = self.zeros((1,), torch.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ import triton.language as tl
 
 import weft
 from weft import Mismatch, World, moe
+from weft.backends.base import Stream
 from weft.backends.emulated import EmulatedBackend
 from weft.lang.channel import end_call
+from weft.ops.all_reduce.call import SumOperands
 
 BF = torch.bfloat16
 
@@ -109,6 +112,40 @@ def test_kernels_compare_the_numbers_of_their_calls(
         weft.spmd(main, 2, backend="emulated", seed=seed, sm_count=4, races=plan != "head_parallel")
     message = str(raised.value)
     assert "4" in message and "5" in message, message
+
+
+def test_replayed_copies_compare_the_numbers_of_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU replays the second call of a sequence, with that call's number. It may be part of a trial, which runs while
+    the number is still the previous call's."""
+    monkeypatch.setattr(EmulatedBackend, "compares", False)
+    enqueued, worlds = EmulatedBackend.sequence, {}
+
+    def sequence(self: EmulatedBackend, stream: Stream, work: Callable[[], object]) -> Callable[[], object]:
+        run, numbers, world = enqueued(self, stream, work), [], worlds[self.rank]
+
+        def replay() -> None:
+            numbers.append(world.number)
+            with mock.patch.object(world, "number", numbers[:2][-1]):
+                run()
+
+        return replay
+
+    monkeypatch.setattr(EmulatedBackend, "sequence", sequence)
+    all_reduce = OPS["all_reduce"][0]
+
+    def main(world: World) -> None:
+        worlds[world.rank] = world
+        norm(world, 8, "one_shot"), all_reduce(world, 5, "decomposed")  # memory that grows later ends sequences
+        for m in (5, 4):
+            all_reduce(world, m, "decomposed")
+            prepared = world.ran
+            norm(world, 8, "one_shot")
+            prepared(SumOperands(ones(m, 16)), None)
+        all_reduce(world, 4 + world.rank, "decomposed")
+        world.synchronize()
+
+    with pytest.raises(Mismatch, match="disagree on this call: rank 0: all_reduce .*rank 1: all_reduce "):
+        weft.spmd(main, 2, backend="emulated", sm_count=4)
 
 
 CALLS: dict[str, Callable[[World], Any]] = {

@@ -1,4 +1,4 @@
-"""The operations of a sequence (`Backend.sequence`) are the same in every call, as a CUDA graph of them needs."""
+"""The operations of a sequence (`World.sequence`) are the same in every call, as a CUDA graph of them needs."""
 
 from __future__ import annotations
 

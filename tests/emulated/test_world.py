@@ -1061,7 +1061,7 @@ def test_memory_and_graphs_outlive_a_capture(monkeypatch: pytest.MonkeyPatch) ->
         references."""
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         backend: Any = CudaBackend.__new__(CudaBackend)
-        backend._held, backend.sequence = cuda._held_by(backend), backend.sequence(None, lambda: backend)
+        backend._held, backend.sequence = cuda._held_by(backend), cuda._Sequence(backend, backend, lambda: None)
         held = [Held(), Held()]
         backend._held.append(held[0])
         backend.sequence.graphs.append(held[1])

@@ -101,7 +101,7 @@ def gather_rows(
     def steps_to(full: TensorList) -> list[Callable[[], object]]:
         return [functools.partial(pull_group, full, i) for i in range(len(groups))]
 
-    sequences = [world.backend.sequence(copies, step) for step in steps_to(shared)] if shared else None
+    sequences = [world.sequence(copies, step) for step in steps_to(shared)] if shared else None
 
     @contextmanager
     def gather(tensors: TensorList) -> Iterator[GatheredTensors]:
@@ -140,7 +140,7 @@ def gather_to_flags(
 
     If the caller returns the full tensors (`returned`), they are new tensors, and the copies and flags are enqueued
     after the launch. Otherwise the full tensors are in memory that later calls use again. Then the copies and flags are
-    a sequence (`Backend.sequence`), which takes so little host time that it is enqueued before the launch."""
+    a sequence (`World.sequence`), which takes so little host time that it is enqueued before the launch."""
     pulls, signals = ShardPulls(world, specs, keep), world.side_stream("signal")
     copies, shared = pulls.copies, None if returned else pulls.shared()
 
@@ -160,7 +160,7 @@ def gather_to_flags(
         world.barrier(copies)
         pull_all(shared)
 
-    sequence = None if returned else world.backend.sequence(copies, pull_to_shared)
+    sequence = None if returned else world.sequence(copies, pull_to_shared)
 
     @contextmanager
     def gather(tensors: TensorList) -> Iterator[TensorList]:

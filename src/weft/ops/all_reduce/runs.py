@@ -312,7 +312,7 @@ def prepare_decomposed(world: World, call: SumCall, plan: Decomposed) -> SumRun:
             pull_rows(world, [memory for memory in shared[1:] if memory], ends, copies)
             world.barrier(copies)
 
-        return [world.backend.sequence(copies, work) for work in (pull_own_rows, pull_sums)]
+        return [world.sequence(copies, work) for work in (pull_own_rows, pull_sums)]
 
     sequences = made_once(sequences_of)
 

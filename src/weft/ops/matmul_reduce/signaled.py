@@ -236,7 +236,7 @@ def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled) -> Run:
             if ends[g] < m - rows <= ends[g + 1]:
                 world.barrier(comm)
 
-    sequence = world.backend.sequence(comm, push_all)
+    sequence = world.sequence(comm, push_all)
 
     def run(operands: ScaledFactors, out: torch.Tensor) -> None:
         stream = world.current_stream()
