@@ -1,4 +1,4 @@
-"""The results of all-gather + GEMM on every backend: each function runs on one rank and returns its error."""
+"""Cases of all-gather + GEMM for every backend: each function runs on one rank and returns its error."""
 
 from __future__ import annotations
 

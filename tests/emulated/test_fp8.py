@@ -1,4 +1,5 @@
-"""8-bit operands in the emulator: every recipe against dequantized float64 products, and unsupported operands."""
+"""8-bit operands in the emulator: every recipe is compared with dequantized float64 products, and unsupported operands
+raise errors."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_vectors_of_scales_have_any_shape() -> None:
 def refused(
     error: type[Exception], match: str, x: Any = None, weight: Any = None, recipe: str = "row", **options: Any
 ) -> None:
-    """`x` and `weight` replace fields of supported operands, or the operands themselves."""
+    """`x` and `weight` replace fields of supported operands or whole operands."""
 
     def rank(world: weft.World) -> None:
         fitting = operands(recipe, world.device)
@@ -243,7 +244,7 @@ def test_nan_is_kept() -> None:
         for recipe, scale in (("row", None), ("block", None), ("tensor", None), ("tensor", torch.ones(1))):
             values = weft.quantize(x, recipe, scale=scale, world=world).values.float()
             assert values[0, 3].isnan(), (recipe, scale)
-            if (recipe, scale) != ("tensor", None):  # in that case the scale of all elements is NaN
+            if (recipe, scale) != ("tensor", None):  # the scale of all elements is then NaN
                 assert values[1, 5] == 448 and values.isnan().sum() == 1, (recipe, scale)
         for plan in ("sequential", "one_shot", "two_shot"):
             normed, _ = weft.all_reduce_rms_norm_quantized(
