@@ -1,10 +1,10 @@
 """Run two operators on two streams, each of which needs all SMs and waits for the other ranks: torchrun
 --nproc-per-node 2 -m tests.gpu.gpu_residency
 
-Every rank makes the calls in the same order. A sleep precedes one of them, so that rank 0's GPU begins with the first
+Every rank makes the calls in the same order. A sleep precedes one of the calls, so rank 0's GPU begins with the first
 call and the other ranks' GPUs with the second. The World makes the second call start after the first, so both end,
-eagerly and in a graph. At the end the program stops the World from ordering them: then both calls wait for room until
-`weft.Timeout`, within seconds. The program prints a line for each case, and exits with 1 if one fails.
+eagerly and in a graph. At the end the program stops the World from ordering the calls: then both calls wait for free
+SMs until `weft.Timeout`, within seconds. The program prints a line for each case, and exits with 1 if one fails.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> None:
         if expected == "Timeout":
             weft.World.order_residents = lambda *_: None  # type: ignore[method-assign]
         outcomes = [""] * world.size
-        rounds = 3 if expected == "ended" else 30  # if other processes share the GPUs, not every round hangs
+        rounds = 3 if expected == "ended" else 30  # if other processes share the GPUs, some rounds do not hang
         dist.all_gather_object(outcomes, outcome(world, by_name[name_a], by_name[name_b], rounds))
         actual = "Timeout" if "Timeout" in outcomes else "ended"  # an expired wait lets other ranks' waits end
         failed |= actual != expected

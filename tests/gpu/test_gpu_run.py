@@ -1,5 +1,5 @@
-"""gpu_run.py starts the GPU checks, gpu_queue.py shares them between processes, and gpu_record.py keeps their results;
-here they run stand-ins for the checks."""
+"""gpu_run.py starts the GPU checks, gpu_queue.py shares them between processes, and gpu_record.py stores their results.
+In these tests they run stand-ins for the checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tooling import trends
 ROOT = Path(__file__).parents[2]
 MACHINE: dict[str, Any] = dict(machine="1 x GPU", versions=dict(triton="3.6.0"), date="2026-11-23 18:00")
 
-# Checks for N ranks, each named after its behaviour.
+# Checks for N ranks, each of which is named after its behaviour.
 CHECKS = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -138,8 +138,8 @@ def test_the_reason_of_a_failure_is_its_ranks_output(tmp_path: Path) -> None:
 def test_smaller_groups_leave_room_for_the_largest(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that need the whole time of a call come first; more groups, and random calls, start when no check
-    waits."""
+    """Checks that need the whole time of a call come first. More groups, and random calls, start when no check is
+    waiting."""
     stand_in(run, monkeypatch, [f"check {i}" for i in range(3)])
     users = [
         Command("users", f"user {i}", 2, (sys.executable, "-c", "import time; time.sleep(1)"), 30) for i in range(2)
@@ -256,8 +256,8 @@ def ran(check: str, outcome: str, ranks: int = 4, gpus: int = 1) -> Row:
 
 
 def test_the_next_run_continues_where_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record decides: checks that passed on this tree, on as many ranks and GPUs and with this Triton, are not
-    repeated."""
+    """The record determines that checks are not repeated if they passed on this tree, on as many ranks and GPUs and
+    with this Triton."""
     this_tree, monkeypatched = "c" * 40, tmp_path / "record.json"
     monkeypatch.setattr(gpu_queue, "RECORD", monkeypatched)
     monkeypatch.setattr(gpu_queue.metadata, "version", lambda package: "3.6.0")
