@@ -1,4 +1,4 @@
-"""Offline gate for the other GPUs: a selection of the cases of tests/offline/architectures.py, for every kind of GPU,
+"""Offline gate for the other GPUs: a selection of the cases in tests/offline/architectures.py, for every kind of GPU,
 and the protocol's rules for acquires in code without bulk copies.
 """
 
