@@ -136,7 +136,7 @@ class Bench:
         return Probe(name, (row,), lambda: [replace(row, us=self.timer.graph(fn) / per)])
 
     def library(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute out = x @ w.T by the library's GEMM."""
+        """Compute out = x @ w.T with the library's GEMM."""
         self.world.backend.linear(x, w, None, self.world.current_stream(), out)
 
 
