@@ -39,7 +39,7 @@ class Unsupported(WeftError):
 
 
 class Race(WeftError):
-    """Emulator: neither release/acquire nor stream order orders two accesses to one element, at least one of which is a
+    """Emulator: neither release/acquire nor stream order orders two accesses to one element, one of which is a
     write."""
 
 

@@ -82,7 +82,7 @@ class LaunchTarget(Protocol):
 
 
 class Launch:
-    """A launch of a `weft.jit` kernel that is created once and called often. It has `grid` programs, options
+    """A launch of a `weft.jit` kernel, created once and called often. It has `grid` programs, options
     (`Backend.launch`), and arguments that remain `fixed` as long as the World exists. A call of the object launches the
     kernel; the caller passes the other arguments (`moving`) by name."""
 
