@@ -1,6 +1,6 @@
 """weft overlaps communication with computation inside multi-GPU LLM layers.
 
-`api` defines the public names. The first use of a public name imports it: importing torch takes seconds, and
+`api` defines the public names. The first use of a public name imports it, because importing torch takes seconds and
 `weft --version` does not need torch.
 """
 

@@ -267,7 +267,7 @@ class TensorMaps(dict[object, object]):
 
 
 class _Memory(NamedTuple):
-    """A stand-in for a descriptor's base tensor, of which a descriptor reads only the address and dtype."""
+    """A stand-in for a descriptor's base tensor. A descriptor reads only the address and dtype of that tensor."""
 
     address: int
     dtype: torch.dtype

@@ -174,8 +174,8 @@ def compared(picture: Path) -> list[str]:
 
 
 def costs_of(profile: Profile) -> Costs:
-    """Return costs with which the emulated GEMMs, copies and collectives take the profile's times for the sizes in
-    `REAL`."""
+    """Return costs with which the emulated GEMMs, copies and collectives last as long as the profile says for the sizes
+    in `REAL`."""
     from .emulator.tasks import Costs
 
     parts, (m, h, i) = PartTimes(profile), REAL

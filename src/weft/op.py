@@ -110,7 +110,7 @@ class Op(ABC, Generic[C]):
     name: ClassVar[str]
     # The public function that errors name, if its name differs from the op's.
     public: ClassVar[str] = ""
-    # The operands, then the options, in torch.library's syntax. An op without a signature supports neither
+    # The op's operands, followed by its options, in torch.library's syntax. An op without a signature supports neither
     # torch.compile nor gradients.
     signature: ClassVar[str] = ""
     results: ClassVar[int] = 1

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-MOST = 1024  # the most combinations of launches that are examined; if there are more, calls run one after another
+MOST = 1024  # the largest number of examined combinations of launches; beyond it, calls run one after another
 
 
 class ResidentPrograms(NamedTuple):

@@ -268,8 +268,8 @@ def layouts_of(operands: tuple[Maybe, ...]) -> tuple[tuple[tuple[int, ...], ...]
 
 
 class ForwardKey(NamedTuple):
-    """The properties of a call that both its compiled forward pass and its compiled backward pass know. plan: the
-    caller's plan."""
+    """The properties of a call that are known in both its compiled forward pass and its compiled backward pass. plan:
+    the caller's plan."""
 
     name: str
     plan: str

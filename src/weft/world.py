@@ -630,8 +630,8 @@ class World:
         """Return the BlockChannel of this name, with `counters` counters on every rank. The first use is collective,
         and zeroes the counters.
 
-        arrivals: the number of notifies that each counter gets in every call (one number, or one per counter), if that
-        is fixed; the emulator then reports lost and doubled signals. The kernel must then count its calls
+        arrivals: the number of notifies that each counter receives in every call (one number, or one per counter), if
+        that is fixed; the emulator then reports lost and doubled signals. The kernel must then count its calls
         (`wl.end_call`). arrivals may differ between ranks; name and `counters` may not (Mismatch on every rank).
         """
         key = (name, counters)

@@ -115,8 +115,8 @@ class Backend(ABC):
     # -- host --------------------------------------------------------------------------------------------------------
     @abstractmethod
     def exchange(self, obj: R) -> list[R]:
-        """All-gather a picklable object on the host. The call blocks until every rank has made it, and raises Timeout
-        if a rank is too late."""
+        """All-gather a picklable object on the host. The call blocks until every rank has made it. It raises Timeout if
+        a rank is too late."""
 
     def post(self, obj: R) -> Callable[[float | None], list[R] | None] | None:
         """Post `obj` to all ranks, each of which posts an object now or later, and return a function that collects
@@ -344,7 +344,7 @@ class Backend(ABC):
         stream: Stream,
     ) -> Sequence[torch.Tensor]:
         """Enqueue, as `call` does, a library function that allocates its own results, with the shapes and dtypes
-        `wanted`; return the results."""
+        `wanted`, and return the results."""
         outs = [self.empty(shape, dtype) for shape, dtype in wanted]
 
         def fill() -> None:

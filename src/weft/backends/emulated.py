@@ -50,7 +50,7 @@ ALIGN = 256
 GAP = 1 << 20
 # The seconds that an emulated rank needs for one multiply-add and for one element, on one core of a server (2026-11).
 MULTIPLY_ADD, ELEMENT = 1.4e-7, 8e-6
-# The emulator warns of a call that will need more than ANNOUNCED seconds, and proposes sizes for at most PROPOSED
+# The emulator warns of a call that needs more than ANNOUNCED seconds, and proposes sizes that need at most PROPOSED
 # seconds.
 ANNOUNCED, PROPOSED = 60.0, 5.0
 log = logging.getLogger("weft")

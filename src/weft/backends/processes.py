@@ -88,7 +88,7 @@ def spmd(
     kwargs: Mapping[str, Any],
     share: bool,
 ) -> list[R]:
-    """Run `fn` as `size` spawned ranks; return the results by rank.
+    """Run `fn` as `size` spawned ranks, and return the results by rank.
 
     init makes a rank's World. Both functions must be importable by name from a module, the arguments must be picklable,
     and `torch.save` must support the result, whose tensors return on the CPU. share: ranks may share GPUs. An exception

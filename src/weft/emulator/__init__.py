@@ -21,8 +21,8 @@ point; `check/schedules.py` runs many schedules.
 It sees the reads and writes of host code's torch operations while a stream of the rank has work left, or if hosts run
 ahead. It does not observe the reads and writes of compiled torch operations, the layout of blocks over threads, the
 compiler's reordering of waits and loads (`weft check` reads the PTX for that), or integer overflow. Inline assembly
-runs if inline_ptx.py knows its instructions, and is refused otherwise. Triton's specialisation of integer arguments has
-no effect in the emulator.
+runs if inline_ptx.py supports its instructions, and is refused otherwise. Triton's specialisation of integer arguments
+has no effect in the emulator.
 """
 
 from importlib.util import find_spec

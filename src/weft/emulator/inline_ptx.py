@@ -1,8 +1,8 @@
 """Inline PTX in kernels: the instructions that published kernels use to synchronise.
 
 `tl.inline_asm_elementwise` runs its text for each element of a block, on the threads that hold that element. Every
-thread of the program holds a scalar. Here these threads take turns: each thread runs until it jumps backwards, which
-means that its spin loop has not ended. The model knows
+thread of the program holds a scalar. In the emulator these threads take turns: each thread runs until it jumps
+backwards, which means that its spin loop has not ended. The model knows
 
     ld, st           ordinary accesses; with .volatile, .relaxed, .acquire or .release atomic ones, of one thread
     atom, red        atomic updates of one thread

@@ -1,9 +1,9 @@
 """This module interprets Triton's language on numpy: one program of a kernel runs as ordinary Python.
 
-The source of a kernel is rewritten once (assignments make tensors, and `range` yields tensors, as in the compiler). It
-is executed in the globals of its own module, which stay unchanged: closure variables supply the names that the
-rewritten code needs. `patched()` replaces `triton.language` by its interpreted form and later restores it, so the same
-process can compile the same kernel.
+The source of a kernel is rewritten once: assignments convert values to tensors, and `range` yields tensors, as in the
+compiler. It is executed in the globals of its own module, which stay unchanged: closure variables supply the names that
+the rewritten code needs. `patched()` replaces `triton.language` by its interpreted form and later restores it, so the
+same process can compile the same kernel.
 
 Every memory access, barrier and atomic calls `hooks`, the running machine (machine.py). This module contains no code
 for ranks, streams or races. The module corrects wrong results of Triton's own interpreter: bf16 is computed in fp32 and
@@ -711,7 +711,7 @@ def _plain(ptr: TensorHandle) -> TensorHandle:
 
 
 class _Semantic(stock.TritonSemantic):
-    """Triton's semantics, with faster implementations of the most frequent operations in kernels."""
+    """Triton's semantics, with faster implementations of frequent operations."""
 
     other_given = False  # whether the load that is being built has an `other`
 
@@ -730,7 +730,7 @@ class _Semantic(stock.TritonSemantic):
         return super().load(ptr, mask, other, *rest)
 
     def to_tensor(self, x: object, check_type: bool = True) -> tl.tensor:
-        # Python makes the product of a constexpr and a tensor a constexpr, which since Triton 3.9 may not hold a
+        # Python turns the product of a constexpr and a tensor into a constexpr, which since Triton 3.9 may not hold a
         # tensor.
         return super().to_tensor(plain(x), check_type)
 

@@ -91,7 +91,7 @@ Channel = tuple[torch.Tensor, torch.Tensor | int, list[int] | int | None]
 
 
 class Mutation(Protocol):
-    """A change of one call, which a test makes in order to show that the emulator notices it."""
+    """A change of one call; a test makes it to show that the emulator reports it."""
 
     def changes(self, fn: JITFunction) -> bool:
         """Return whether the call is in the source of this function."""
@@ -694,7 +694,7 @@ class Machine:
         return next((name for name in labels if not name.startswith("address ")), f"address {address:#x}")
 
     def _owner(self, agent: int, tick: int) -> Owner:
-        """Return the owner of the access that an agent made at a tick."""
+        """Return the owner of an agent's access at a tick."""
         owner_then = self.owners[agent][0][1]
         for first_tick, owner in self.owners[agent]:
             if first_tick > tick:

@@ -85,7 +85,7 @@ class StreamOrder(TorchDispatchMode):
 
 
 class HostReads(TorchFunctionMode):
-    """Order host reads of a tensor's memory that `StreamOrder` does not see as operations."""
+    """Order host reads of a tensor's memory that are not operations and so bypass `StreamOrder`."""
 
     def __init__(self, order: StreamOrder) -> None:
         super().__init__()

@@ -145,8 +145,8 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, world, bias, plan, dtype, (out_features, k), recipe)
 
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Apply the layer. rows: the number of rows that every rank gets; None: M is split as evenly as possible,
-        longer shards on lower ranks. With reduce="all" every rank gets all rows, and `rows` is ignored."""
+        """Apply the layer. rows: the number of rows that every rank receives; None: M is split as evenly as possible,
+        longer shards on lower ranks. With reduce="all" every rank receives all rows, and `rows` is ignored."""
         (x, weight, options), world, plan = self.operands(x), self.world, self.plan
         if self.reduce == "all":
             return matmul_all_reduce(x, weight, self.bias, world=world, plan=plan, **options)

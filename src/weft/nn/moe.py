@@ -37,9 +37,10 @@ class MoE(nn.Module):
     torch.nn.Linear, from a seed that the first rank of `world` draws. The router is therefore the same on all ranks,
     and an expert is the same on any rank. The constructor is therefore collective. The parameters are frozen:
     `load_experts` loads a checkpoint's tensors, and `requires_grad_()` makes the parameters trainable. A rank's
-    gradients of the router and the shared expert cover its own tokens only. `received` and `dropped` use the same
-    memory in every call, so a CUDA graph's replays update them. With plan `FusedMoe(route=True)`, the router runs in
-    the layer's launch, unless the caller passes routes to `forward`, or a capacity or a placement changes the routes.
+    gradients of the router and of the shared expert cover only the rank's own tokens. `received` and `dropped` use the
+    same memory in every call, so a CUDA graph's replays update them. With plan `FusedMoe(route=True)`, the router runs
+    in the layer's launch, unless the caller passes routes to `forward`, or a capacity or a placement changes the
+    routes.
 
     Args:
         world: the ranks.

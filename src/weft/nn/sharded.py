@@ -86,7 +86,7 @@ class Sharded(nn.Module):
     @torch.no_grad()
     def fill(self, init: dict[str, float]) -> None:
         """Draw each tensor of `init` uniformly between -bound and +bound, with a different seed on each rank. A bias
-        has the bound 0, so that it is the same on all ranks."""
+        has the bound 0, so all ranks have the same bias."""
         seed = int(torch.randint(2**40, (1,)).item()) * self.world.size + self.world.rank
         generator = torch.Generator(self.world.device).manual_seed(seed)
         for name, bound in init.items():

@@ -60,8 +60,8 @@ class Share:
 
     def local_routes(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the routes to this rank's experts, numbered from 0, and their weights, both [T, n], for `weft.moe.moe`
-        with `World.alone`. ids and weights [T, k] are routes to the experts of all ranks. Routes to other ranks get an
-        id that belongs to no expert. n is the smaller of k and the number of this rank's experts."""
+        with `World.alone`. ids and weights [T, k] are routes to the experts of all ranks. Routes to other ranks receive
+        an id that belongs to no expert. n is the smaller of k and the number of this rank's experts."""
         if ids.shape[1] <= self.experts:
             return ids - self.expert_range.start, weights
         experts = torch.arange(self.experts, dtype=ids.dtype, device=ids.device)

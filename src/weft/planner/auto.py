@@ -4,7 +4,7 @@ For a shape in the measured table, this plan is the stored one. For any other sh
 fastest from the machine's profile. The plan is sequential unless a different plan was measured or predicted to be
 faster. Without a profile, a shape that is not in the table runs sequentially until it is timed: on a Hopper GPU its
 first call times the op's plans (`unmeasured`). weft reports once that it cannot use a profile file. Ranks that share a
-GPU time nothing, and use the decisions of the most similar machine with a profile.
+GPU run no timing, and use the decisions of the most similar machine with a profile.
 
 All ranks must choose the same plan, so the ranks compare their profiles once. Predictions use the launch time that the
 slowest host measures at its start, which all ranks exchange. A GPU whose speed differs from its profile (`self_check`)
@@ -161,7 +161,7 @@ def _make_planner(world: World) -> Planner | str | None:
 
 def self_check(profile: Profile, device: torch.device) -> float | None:
     """Return the current time of the check GEMM divided by its time in the profile. Return None if the profile has no
-    such time, or if there is no free memory for the operands. The measurement takes about 20 ms."""
+    such time, or if there is no free memory for the operands. The measurement lasts about 20 ms."""
     known = profile.constant("check")
     if known is None:
         return None
@@ -189,7 +189,7 @@ def time_check(device: torch.device) -> float:
 @functools.cache
 def time_launch(device: torch.device) -> float | None:
     """Return the time, in us, that the host needs for a copy on a side stream and the event that orders it; None
-    without a GPU. The measurement takes about 2 ms."""
+    without a GPU. The measurement lasts about 2 ms."""
     if device.type != "cuda":
         return None
     word, stream, side = torch.zeros(2, device=device), torch.cuda.current_stream(device), torch.cuda.Stream(device)

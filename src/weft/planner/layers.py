@@ -10,9 +10,9 @@
 The prediction omits the parts that all ways share (attention, rotary embedding). GEMMs need more time in a pass than
 alone, because weights are read from memory and the power limit lowers the clock. While only links work, the GPU cools,
 and the next GEMMs run faster than without the pause. An all-reduce on SMs therefore costs less than its own time, and
-transfers by copy engines during GEMMs cost little, but not nothing. HEAT, SUM_SHARE and COPY_SHARE model these effects.
-These and the other constants were fitted to layers of Llama-70B's sizes on two and four H200s (2026-11), and checked
-against two other models (tests/planner/test_layers.py).
+transfers by copy engines during GEMMs have a small cost. HEAT, SUM_SHARE and COPY_SHARE model these effects. These and
+the other constants were fitted to layers of Llama-70B's sizes on two and four H200s (2026-11), and checked against two
+other models (tests/planner/test_layers.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .search import Planner, gain, near
 HEAT = 1.2  # the time of a GEMM in a pass divided by its time alone
 SUM_SHARE, SUM_LATENCY = 0.65, 20.0  # an all-reduce on SMs costs its first SUM_LATENCY us and this fraction of the rest
 COPY_SHARE = 0.2  # a transfer by copy engines during GEMMs costs this fraction of its time alone
-CACHED_SHARE = 0.7  # an elementwise kernel takes this share of a copy's time, as part of its input is in the L2 cache
+CACHED_SHARE = 0.7  # an elementwise kernel takes this share of a copy's time: part of its input is in L2
 WAIT = 4.0  # the time, in us, for which ranks wait for each other at every collective
 STEP_GAP = 8.0  # the time, in us, of the events between two steps of a woven layer
 TAIL = 0.1  # waves that the programs of weft's GEMM lose by sharing the last tiles

@@ -16,7 +16,7 @@ from ..plans import Plan
 from .curves import Curve, Smooth
 from .profile import Gemm, Profile, ProfileError, Slowdown, Wave
 
-# Tile shapes among which a library may choose; its actual choice is not known.
+# Tile shapes among which a library may choose; the actual choice is unknown.
 _SHAPES = np.array([(a, b) for a in (64, 128, 192, 256) for b in range(64, 257, 16) if a * b <= 192 * 256])
 
 
@@ -24,8 +24,9 @@ class NotMeasured(ProfileError):
     """The profile lacks a measurement that this prediction requires."""
 
 
-# The shape of the curve of a library's GEMM times, set by hand when the predictor was written, not fitted. `Smooth`
-# corrects it by the ratios to the GEMMs measured on the machine, so it only determines how to interpolate between them.
+# The shape of the curve of a library's GEMM times. It was set by hand when the predictor was written, and is not
+# fitted. `Smooth` corrects it by the ratios to the GEMMs measured on the machine, so it only determines how to
+# interpolate between them.
 WHOLE_WAVES = 0.7  # the fraction of the time that grows with waves rounded up; the rest grows with the number of tiles
 TILE_POWER = 0.9  # a tile of half the size needs 0.54 times as long
 K_OF_EPILOGUE = 200  # the prologue and epilogue of a tile need as much time as this number of columns of K

@@ -48,8 +48,8 @@ SAVE_EVERY = 3.0  # seconds between two writes of the file
 
 
 def probes_of(b: Bench) -> Iterator[Probe]:
-    """Yield all probes, starting with the most important; for ranks on several nodes, yield the probes of the link
-    between nodes."""
+    """Yield all probes, starting with the most important ones. For ranks on several nodes, yield only the probes of the
+    link between nodes."""
     coarse, rest = b.sizes.nbytes
     if b.world.multi_node_unsupported is not None:
         yield from moves.sends(b, (*coarse, *rest))
