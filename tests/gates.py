@@ -1,7 +1,7 @@
 """Select the cases that `make test` runs, and those that it leaves to `make gates`.
 
-`some` leaves all but a parameter's first cases to the gates. `covered` leaves single cases of a test, and names for
-each the case of `make test` that runs the same code on the same kind of operands.
+`some` leaves all but a parameter's first cases to the gates. `covered` leaves single cases of a test to the gates, and
+names, for each of them, the case of `make test` that runs the same code on the same kind of operands.
 
 python -m tests.gates writes a line of JSON for every case: its name, whether it is left to the gates, and the case that
 covers it according to each expression.
@@ -19,8 +19,8 @@ import pytest
 
 
 def some(cases: Iterable[Any], quick_cases: int = 1) -> list[Any]:
-    """Return all cases for `parametrize`, with those after the first few marked for `make gates`. A tuple gives the
-    values of several names."""
+    """Return all cases for `parametrize`, with those after the first few marked for `make gates`. A tuple lists the
+    values of several parameters."""
 
     def left(case: Any) -> Any:
         return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.gate)

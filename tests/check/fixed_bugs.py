@@ -1,4 +1,4 @@
-"""Ten faults of multi-GPU kernels that public projects found and fixed. Each is written anew as a small kernel over
+"""Ten faults of multi-GPU kernels that public projects found and fixed. Each fault is reproduced by a small kernel over
 torch's symmetric memory, with the function main(rank, world_size, mended). The docstrings name the fault and the
 projects that had it.
 """
@@ -63,7 +63,7 @@ def gpu_scope(rank: int, world_size: int, mended: bool) -> None:
 
 
 def only_one_thread_acquires(rank: int, world_size: int, mended: bool) -> None:
-    """One thread waits, and the others read without a barrier after the wait (aiter #2890)."""
+    """One thread waits, and the other threads read without a barrier after the wait (aiter #2890)."""
     _signalled(rank, world_size, MENDED=True, SCOPE="sys", FENCED=mended)
 
 
@@ -190,7 +190,7 @@ def publish_rows(
 
 
 def published_before_all_sent(rank: int, world_size: int, mended: bool) -> None:
-    """One sender publishes the tail of a queue before the others have stored their rows (FlashInfer #4092)."""
+    """One sender publishes the tail of a queue before the other senders have stored their rows (FlashInfer #4092)."""
     memory = Memory(rank, world_size, 2 * N)
     x, out = torch.full((2 * N,), rank + 1.0, device="cuda"), torch.empty(2 * N, device="cuda")
     publish_rows[(2,)](*memory.pointers, x, out, N, 2, rank, world_size, MENDED=mended)
@@ -211,6 +211,6 @@ def order_of_peers_differs(rank: int, world_size: int, mended: bool) -> None:
 
 
 def two_generations(rank: int, world_size: int, mended: bool) -> None:
-    """Data that doubles as its own flag is cleared one call too early. Two generations of data are too few, since a
+    """A rank clears data that doubles as its own flag one call too early. Two generations of data are too few, since a
     rank may be one call ahead (tokenspeed #351)."""
     push(rank, world_size, clear=2 if mended else 1)

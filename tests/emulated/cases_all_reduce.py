@@ -121,8 +121,8 @@ def sum_case(
 
 
 def random_case(world: weft.World, plan: Plan, rng: random.Random, most: int, width: int) -> float:
-    """Make a call with arguments drawn from `rng`, the same on every rank: up to `most` rows of up to `width` elements.
-    Return the error divided by the bound of the output's dtype; a correct result gives at most 1."""
+    """Make a call with arguments drawn from `rng`, the same on every rank, for up to `most` rows of up to `width`
+    elements. Return the error divided by the bound of the output's dtype; a correct result gives at most 1."""
     dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32])
     m, h = rng.randrange(1, most), 8 * rng.randrange(1, width // 8 + 1)
     if rng.random() < 0.5:

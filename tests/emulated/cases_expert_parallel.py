@@ -48,8 +48,8 @@ def steps(
 
 
 def overfull_layers(world: weft.World, plan: str, calls: int = 6) -> None:
-    """Call two layers on alternating streams without waiting for the hosts. In most calls one rank overflows, a
-    different one each time. Every rank whose rows were dropped is notified of their number and of the full rank."""
+    """Call two layers on alternating streams without waiting for the hosts. In most calls one rank overflows; the rank
+    changes from call to call. Every rank whose rows were dropped is notified of their number and of the full rank."""
     layer, size, counts = Layer(40, 2 * world.size, 1, 32, 24, torch.bfloat16), world.size, (40, 33, 25)[: world.size]
     expert_weights, reported, lost = Model(world, layer, False).local_weights[:2], Counter[int](), Counter[int]()
     x, weights = draw(world.rank, counts[world.rank], layer.hidden), torch.ones(counts[world.rank], 1)

@@ -192,8 +192,8 @@ def kept_in_inference_mode(world: World) -> list[tuple[int, ...]]:
 
 
 def inference_then_training(world: World, call: Call) -> float:
-    """Return infinity if the World kept an inference tensor alive, else 0. A later call raises an error if it cannot
-    use the memory of the first call."""
+    """Return infinity if the World kept an inference tensor alive, and otherwise 0. A later call raises an error if it
+    cannot use the memory of the first call."""
     with torch.inference_mode():
         call(world, False)
         world.synchronize()

@@ -36,7 +36,7 @@ def to_one(rng: random.Random, ranks: int, m: int) -> Routing:
 
 
 def uneven(rng: random.Random, ranks: int, m: int) -> Routing:
-    """Draw sorted destinations; each sender sends most of its rows to one rank, which differs for each sender."""
+    """Draw sorted destinations. Each sender sends most of its rows to one rank, which differs between senders."""
     return [sorted(rng.choices(range(ranks), [5 * (d == (s + 1) % ranks) + 0.2 for d in range(ranks)], k=m)) for s in range(ranks)]  # fmt: skip
 
 

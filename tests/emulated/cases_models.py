@@ -297,8 +297,8 @@ def halves(
     world: weft.World, plan: LayerPlan, config: Any = TINY, *, seed: int = 0, lengths: Sequence[int] = (9, 11, 4),
     parallel: str = "expert",
 ) -> float:  # fmt: skip
-    """Compare a woven batch with its prefix and its suffix as two successive, unwoven batches. Both make the same
-    kernel calls, so logits and cache must be equal to the bit. With `history`, the cache already holds half of every
+    """Compare a woven batch with its prefix and its suffix as two successive, unwoven batches. Both runs make the same
+    kernel calls, so logits and cache must be equal bit for bit. With `history`, the cache already holds half of every
     request. Return 0."""
     c = Config.from_hf(config)
     model = build_llama(world, c, seed, parallel=parallel)

@@ -89,7 +89,7 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
             seen.append(copied(world, *tables))
             world.barrier()  # no rank may share routes again before all ranks have read the current ones
         lost = [[reference(layer, r, routed(n))["lost"] for n in range(layer.calls)] for r in range(layer.ranks)]
-        by_source = torch.tensor(lost).sum(1)  # [rank without room, rank of the tokens]
+        by_source = torch.tensor(lost).sum(1)  # [rank whose experts are full, rank of the tokens]
         message = ""
         try:
             world.synchronize()

@@ -243,7 +243,7 @@ def test_partial_words_are_not_signalled(plan: Plan) -> None:
 
 
 def test_sums_again() -> None:
-    """Later calls, in place, into given memory and into a fresh tensor, take a shorter path. Each of them checks
+    """Later calls, in place, into given memory and into a fresh tensor, run a shorter code path. Each of them checks
     `out`."""
 
     def main(world: weft.World) -> None:

@@ -61,7 +61,7 @@ def test_only_some_operands(wants: str) -> None:
 
 @pytest.mark.parametrize("plan", ["sequential", "decomposed", "fused", Decomposed(), None])
 def test_plan_of_the_forward(plan: str | Plan | None) -> None:
-    """None stands for the plan that the op's class specifies for small Worlds."""
+    """None represents the plan that the op's class specifies for small Worlds."""
 
     def rank(world: weft.World) -> float:
         gather, reduce = (plan or SMALL_FUSED[op] for op in OPS[:2])

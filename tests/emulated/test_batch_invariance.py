@@ -114,8 +114,8 @@ def norm(world: weft.World, plan: str | Plan, m: int, begin: int) -> torch.Tenso
 
 
 def vllm_sublayers(world: weft.World, plan: str | Plan, m: int, begin: int) -> torch.Tensor:
-    """Call the operator of vLLM's passes twice, since a repeated call takes a shorter path; or call the operators that
-    it replaces."""
+    """Call the operator of vLLM's passes twice, since a repeated call runs a shorter code path; or call the operators
+    that it replaces."""
     x, residual = batch(10 + world.rank, m, begin, K), batch(5, m, begin, N)
     row, w, column = draw(60 + world.rank, N, K), draw(61, N), draw(80 + world.rank, N, N)
     if plan == "operators":
@@ -229,8 +229,8 @@ def test_shared_last_tiles_break_the_promise() -> None:
 
 
 def test_tiles_of_any_size_give_the_same_bits() -> None:
-    """Tiles of several sizes give each of 64 equal rows the same bits; steps of K of a different length give different
-    bits."""
+    """For each of 64 equal rows, tiles of several sizes produce the same bits; K steps of a different length produce
+    different bits."""
 
     def main(world: weft.World) -> None:
         x, w = rows(3, 256)[4:].repeat(32, 1), draw(2, N, 256)

@@ -1,4 +1,5 @@
-"""Ranks make different calls, each of which all ranks have made before. No rank may silently return a wrong result."""
+"""Ranks make different calls. All ranks have made each of these calls before. No rank may silently return a wrong
+result."""
 
 from __future__ import annotations
 

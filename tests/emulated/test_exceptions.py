@@ -1,6 +1,6 @@
-"""After an exception inside a call, the caller's stream waits for all work that the call has enqueued on side streams:
-the exception frees the call's tensors, and the allocator gives their memory to the stream's next operation. In each
-kind of run, every step raises an exception once.
+"""After an exception inside a call, the caller's stream waits for all work that the call has enqueued on side streams.
+The exception frees the call's tensors, whose memory the allocator assigns to the stream's next operation. In each kind
+of run, every step raises an exception once.
 """
 
 from __future__ import annotations

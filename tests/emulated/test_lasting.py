@@ -82,8 +82,8 @@ def test_a_call_makes_nothing_else_but_its_results(plan: str) -> None:
 
 
 def test_a_warm_up_on_one_rank_alone_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank makes its first call on a separate stream. Although all ranks have already called that plan, this rank
-    waits on the host, because the other ranks would not join a collective."""
+    """One rank makes its first call on a side stream. Although all ranks have already called that plan, this rank waits
+    on the host, because the other ranks would not join a collective."""
     plans = {"eager": OneShot(), "graph": Sequential()}
     monkeypatch.setattr(AllReduce, "auto", lambda self, world, call, mode: plans[mode])
 

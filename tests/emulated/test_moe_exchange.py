@@ -57,7 +57,8 @@ def test_any_world(ranks: int, experts: int, k: int, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere], ids=lambda f: f.__name__)
 def test_routings(ids_of: Any, layout: str) -> None:
-    """All tokens go to one rank's experts; some experts, ranks and calls have no rows; some routes name no expert."""
+    """All tokens are routed to one rank's experts; some experts, ranks and calls have no rows; some routes have no
+    expert."""
     assert wrong(2, ids_of=ids_of, layout=layout, calls=1) == 0
     assert wrong(3, experts=3, k=1, ids_of=ids_of, layout=layout, tokens=(18, 3, 0), calls=1, flight=1) == 0
 

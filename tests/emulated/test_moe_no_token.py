@@ -1,5 +1,5 @@
-"""No plan reads values that belong to no token: NaN in rows between experts, in memory left by earlier calls, in the
-weights of dropped routes, and in tokens without routes changes no bit of a result or a gradient.
+"""No plan reads values that belong to no token: Some values are NaN: rows between experts, memory left by earlier
+calls, the weights of dropped routes, and tokens without routes. They change no bit of a result or a gradient.
 """
 
 from __future__ import annotations

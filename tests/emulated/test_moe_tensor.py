@@ -51,7 +51,7 @@ def halves(world: weft.World, model: Model, operands: Sequence[torch.Tensor]) ->
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_repeated_first_halves(seed: int) -> None:
-    """First halves alone do not make a rank wait for all other ranks. The second halves that follow need only the first
+    """First halves alone do not make a rank wait for the other ranks. The second halves that follow need only the first
     halves' results."""
     assert max(weft.spmd(lambda w: first_halves(w, S, S), 2, backend="emulated", seed=seed, preempt=0.2)) < BOUND
 

@@ -158,7 +158,7 @@ def test_calls_that_fit_together_take_no_event() -> None:
 
 
 def known_calls_on_one_stream(world: weft.World) -> int:
-    """Return how often calls on one stream check whether launches on other streams leave room."""
+    """Return how often calls on one stream check whether launches on other streams leave enough free SMs."""
     calls: tuple[Call, ...] = gather, two_shot, lambda world: weft.matmul_reduce_scatter(x(), x(), world=world)
     for _ in range(2):
         for call in calls:

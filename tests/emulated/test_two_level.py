@@ -67,8 +67,8 @@ def test_gemms(nodes: int, ranks: int, piece_count: int) -> None:
 
 
 def test_sent_tensors_are_kept_until_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's allocator gives the memory of a released tensor to the stream's next tensor, even if another stream still
-    reads the memory."""
+    """A GPU's allocator assigns the memory of a released tensor to the stream's next tensor, even if another stream
+    still reads it."""
     sent: list[list[weakref.ref[torch.Tensor]]] = [[] for _ in range(6)]  # sent tensors, for each rank
 
     def send(world: World, part: torch.Tensor, to: int, into: torch.Tensor, source: int, stream: Any) -> None:
@@ -310,7 +310,7 @@ def test_interleaved_nodes_have_no_levels() -> None:
 # -- the choice of the plan --------------------------------------------------------------------------------------------
 def test_the_chosen_plans(caplog: pytest.LogCaptureFixture) -> None:
     """A plan for a single node runs as sequential here. So does "auto" if nothing was timed and ranks have many
-    programs. A plan that a trial chose is kept. Ops without a two-level plan raise an error that says so."""
+    programs. A plan that a trial chose is kept. An op without a two-level plan raises an error that says this."""
 
     def main(world: World) -> None:
         op = REGISTRY["all_gather_matmul"]

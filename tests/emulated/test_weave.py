@@ -93,8 +93,8 @@ def test_the_model_of_waves() -> None:
 
 
 def test_the_smart_split_adds_no_waves() -> None:
-    """Ten row tiles of one column take four programs 3 waves if they are not split, 2 + 2 waves if they are split
-    evenly, and 2 + 1 waves if they are split after 4 or 8 row tiles."""
+    """For ten row tiles of one column, four programs need 3 waves without a split, 2 + 2 waves with an even split, and
+    2 + 1 waves with a split after 4 or 8 row tiles."""
     p = LayerTimes.of_tiles([(256, 1)], [(256, 1)], tile=(128, 256), time=waves(4), rows=1280)
     assert p.layer(640, 640) == 2 * (2 + 2)
     assert p.split(1280) in (512, 768)

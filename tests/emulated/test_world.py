@@ -1230,7 +1230,7 @@ def of_three(rank: int, port: int) -> None:
     pair = dist.new_group([0, 1])
     dist.new_group([0, 2])  # rank 1 belongs to fewer groups than rank 0
     if rank < 2:
-        with torch.device("meta"):  # "meta" stands for a default device that is a GPU
+        with torch.device("meta"):  # "meta" represents a default device that is a GPU
             group_backend, again = of_group(pair), of_group(pair)
             assert group_backend.exchange(rank) == [0, 1]
             assert again.exchange({"rank": "x" * 1000 * rank}) == [{"rank": ""}, {"rank": "x" * 1000}]

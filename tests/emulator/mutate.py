@@ -137,8 +137,8 @@ def _expressions_of(statement: ast.stmt) -> list[ast.AST]:
 
 
 def _facts(fn: JITFunction, seen: set[str] | None = None) -> tuple[bool, bool]:
-    """Return whether the function is part of a protocol, and whether it moves data. Both may happen in its own body or
-    in the functions that it calls."""
+    """Return whether the function is part of a protocol, and whether it moves data. Each property may come from the
+    function's own body or from a function that it calls."""
     seen = seen if seen is not None else set()
     key = f"{fn.__module__}.{fn.fn.__qualname__}"
     if key in seen:

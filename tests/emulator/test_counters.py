@@ -54,7 +54,7 @@ def wrapped(number: int) -> int:
 
 
 def age(world: World, calls: int) -> None:
-    """Advance every counter as if BEFORE calls of this kind had been made; each counter grows in proportion."""
+    """Advance every counter as if BEFORE calls of this kind had been made."""
     world.synchronize()
     world.exchange("aged")
     backend: Any = world.backend

@@ -1825,8 +1825,8 @@ def test_a_traceback_hides_the_frames_of_the_emulator() -> None:
 
 
 def test_host_code_ends_by_calls_of_its_own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 raises an error while the other ranks wait for it. The calls that they then make in `finally` do not wait
-    for an answer."""
+    """Rank 0 raises an error while the other ranks wait for it. The calls that these ranks then make in `finally` do
+    not wait for an answer."""
     monkeypatch.setattr("weft.emulator.host.LEFT_BEHIND", 0.2)
     ended = []
 

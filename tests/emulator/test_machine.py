@@ -91,7 +91,7 @@ def test_a_wait_acquires_the_release_that_first_reached_its_target() -> None:
 
 @jit
 def unordered_accesses(word, out, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Two programs, which no operation orders, make one access each."""
+    """Two programs make one access each, and no operation orders the two."""
     for program in tl.static_range(2):
         if tl.program_id(0) == program:
             if (FIRST, SECOND)[program] == "update":

@@ -42,8 +42,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Call:
-    """`offset` is the start of the call's inputs in the pools. `late` is the rank that starts late, by `cycles`; -1
-    stands for no rank."""
+    """`offset` is the start of the call's inputs in the pools. `late` is the rank that starts late, by `cycles` clock
+    cycles; -1 means no rank."""
 
     offset: int
     stream: str

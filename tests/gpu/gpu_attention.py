@@ -14,7 +14,7 @@ from tests.emulated.cases import distance
 from tests.emulated.cases_attention import Inputs, Shape, attention_case, gradients_case
 from weft.plans import HeadParallel, Plan, Segmented
 
-BOUND = 8e-3  # 16-bit results: one pass has an error of about 3e-3, and a merge adds at most as much
+BOUND = 8e-3  # 16-bit results: one pass has an error of about 3e-3, and a merge adds no more than that
 GRADIENTS = 1.5e-2
 PLANS: dict[str, str | Plan] = {
     "sequential": "sequential",

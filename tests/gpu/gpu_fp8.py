@@ -105,7 +105,7 @@ def delays(world: weft.World, op: str, plan: Plan, scaling: str) -> float:
 
 
 def replay(world: weft.World, op: str, plan: Plan, scaling: str, replays: int = 30) -> float:
-    """A graph of a call whose x changes must give the bits of an eager call."""
+    """If x changes, a graph of a call must give the same bits as an eager call."""
     x, run = call_of(world, op, plan, scaling)
     others = [x.clone(), (-x.float()).to(x.dtype), x.flip(0).contiguous()]
     for _ in range(2):

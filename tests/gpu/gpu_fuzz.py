@@ -4,17 +4,18 @@
 
 A round draws a kind: an op, a plan, whether to compute gradients, and whether to use a second World (`World.split`). It
 also draws every rank's number of rows, a layer (N, K, dtype, and whether it has a bias), and a routing for experts. The
-round makes a few such calls, each with different inputs, on a stream, with or without `out`, and with one rank late; or
-it captures them in a CUDA graph and replays the graph with new inputs. Within a round, only weft orders calls on
-several streams. Rounds run one after another, as required of different ops on two streams and of ops of several Worlds.
-The device compares results with a float32 reference, and the host reads the comparisons from time to time.
+round makes a few such calls, each with different inputs, on a stream, with or without `out`, and with one rank late.
+Alternatively, the round captures the calls in a CUDA graph and replays the graph with new inputs. Within a round, only
+weft orders calls on several streams. Rounds run one after another, as required of different ops on two streams and of
+ops of several Worlds. The device compares results with a float32 reference, and the host reads the comparisons from
+time to time.
 
 The kinds with the fewest recorded calls on the same number of ranks (tests/gpu_record.json) are drawn most often. Every
 rank draws the same values from (seed, index of the round, kind), so `--seed S --only I --kind KIND` repeats round I
 alone. `--only I:J` repeats rounds I to J - 1, with the kinds that a run drew if `--record` names its fuzz<N>.json. A
 seed also fixes the plan, layer, rows and form of each kind, so that its kernels are compiled once; different seeds
-select different values. Before its first round, a run compiles kind after kind for at most half of its seconds, and
-then draws only compiled kinds. Rank 0 writes DIR/fuzz<N>.json. Ranks may share GPUs.
+select different values. Before its first round, a run compiles one kind after the other for at most half of its
+seconds, and then draws only compiled kinds. Rank 0 writes DIR/fuzz<N>.json. Ranks may share GPUs.
 """
 
 from __future__ import annotations

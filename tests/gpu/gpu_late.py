@@ -29,7 +29,8 @@ def usable(world: weft.World) -> bool:
 
 
 def mismatch(world: weft.World, plan: str) -> tuple[bool, float]:
-    """Return whether this rank raised Mismatch and left the World in the right state, and the seconds until then."""
+    """Return whether this rank raised Mismatch and its World ended in the right state, and the time in seconds until
+    then."""
     x, w = (torch.randn(128, 256, device=world.device, dtype=torch.bfloat16) for _ in range(2))
     weft.all_gather_matmul(x, w, world=world, plan=plan)
     world.synchronize()

@@ -49,8 +49,8 @@ def variants(world: weft.World) -> int:
 
 def moving(world: weft.World, op: Op, reference: Op, make: Callable[[int], Tensors]) -> float:
     """Make calls of one size, each with tensors at new addresses and with new values, while earlier tensors are alive.
-    Every result must belong to its own call, and weft must not prepare a launch after the first calls. The same must
-    hold on a side stream and in a graph."""
+    Every result must belong to its own call, and weft must prepare no further launch after the first calls. The same
+    must hold on a side stream and in a graph."""
     held, results = [], []
     for i in range(CALLS):
         held.append(make(i))

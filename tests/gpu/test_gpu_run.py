@@ -124,7 +124,7 @@ def test_commands_pass_by_their_exit(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_reason_of_a_failure_is_its_ranks_output(tmp_path: Path) -> None:
-    """The launcher's own report is left out."""
+    """The launcher's own report is omitted."""
     log = tmp_path / "log"
     log.write_text(
         "W1123 torch/distributed/run.py:766] x\nrank 0: wrong by 3\nE1123 20:00 torch/distributed/elastic/multiprocessing/api.py:986] failed\n"

@@ -338,7 +338,7 @@ def test_the_example_runs_emulated() -> None:
 
 
 def test_no_mask_where_every_token_attends_to_all_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers makes a mask during the capture of a CUDA graph; only padding needs one."""
+    """Transformers creates a mask during the capture of a CUDA graph, although only padding needs a mask."""
     modeling = transformers.models.llama.modeling_llama
     own_mask = modeling.create_causal_mask
 

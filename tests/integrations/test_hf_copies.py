@@ -1,4 +1,4 @@
-"""Deep copies of woven models (`weft.hf`), as averaged and reference models need: each copy computes with its own
+"""Deep copies of woven models (`weft.hf`), which averaged and reference models need: each copy computes with its own
 parameters."""
 
 from __future__ import annotations

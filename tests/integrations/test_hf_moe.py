@@ -215,8 +215,8 @@ def test_what_cannot_be_woven_is_named() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_under_transformers_own_parallelism(kind: str) -> None:
-    """With `experts_implementation="weft"`, each of two ranks has half of the experts, numbered from 0; the next number
-    stands for all experts of the other rank, as in Transformers' router."""
+    """With `experts_implementation="weft"`, each of two ranks holds half of the experts, numbered from 0. The next
+    number represents all experts of the other rank, as in Transformers' router."""
     from transformers.integrations.moe import ExpertsInterface
 
     def main(world: weft.World) -> None:

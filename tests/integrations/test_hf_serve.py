@@ -1,4 +1,4 @@
-"""Transformers' continuous batching with weft's attention, woven or unwoven, gives the tokens of generate."""
+"""Transformers' continuous batching with weft's attention, woven or unwoven, generates the same tokens as generate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""weft serves torch's fused operators: torch.ops.symm_mem is called on emulated ranks and over gloo."""
+"""weft serves torch's fused operators. The tests call torch.ops.symm_mem on emulated ranks and over gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashInfer's all-reduce and norm as a form of a pass. The tests use a stand-in for its package on CPU ranks over
+"""FlashInfer's all-reduce and norm can be a form of a pass. The tests use a stand-in for its package on CPU ranks over
 gloo."""
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ class OtherRounding(CompressedTensorsLinearMethod):
 
 @pytest.mark.parametrize("on", [(0, 1), (1,)])
 def test_another_product_stays_vllms(monkeypatch: pytest.MonkeyPatch, on: tuple[int, ...]) -> None:
-    """If the product differs on any rank, every rank keeps vLLM's."""
+    """If the result differs on any rank, every rank keeps vLLM's GEMM."""
     monkeypatch.setattr(sys.modules[FP8_PLACE], "Fp8LinearMethod", OtherRounding)
     plugin.register()
 

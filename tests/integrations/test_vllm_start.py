@@ -269,7 +269,7 @@ def test_another_option_is_compared_again(option: str, value: Any) -> None:
 
 
 def test_padding_has_no_slots_in_the_cache() -> None:
-    """vLLM pads too, and some kernels write a slot for each token. Afterwards the pass has its own slots again."""
+    """vLLM pads too, and some kernels write a slot for each token. Afterwards the pass uses its own slots again."""
     slots, padding = torch.tensor([7, 9]), torch.tensor([False, False])
     own_slots = {"layer 0": slots, "layer 1": slots}
     context = SimpleNamespace(slot_mapping=own_slots, is_padding=padding)

@@ -146,7 +146,7 @@ class AttentionGroup:
 
 
 class Builder:
-    """A builder whose metadata use its own buffer, as FlashAttention's may."""
+    """A builder whose metadata use the builder's own buffer, as FlashAttention's may."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         self.kv_cache_spec, self.layer_names, self.buffer = kv_cache_spec, layer_names, SimpleNamespace()

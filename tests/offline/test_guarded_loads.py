@@ -1,6 +1,6 @@
 """Loops with waits that Triton pipelines or flattens (lang/guarded_loads.py). The gate refuses kernels as Triton alone
-compiles them, and accepts kernels as `weft.jit` compiles them. The emulator, which interprets the source, gets the same
-results from both."""
+compiles them, and accepts kernels as `weft.jit` compiles them. The emulator, which interprets the source, computes the
+same results from both kernels."""
 
 from __future__ import annotations
 

@@ -347,7 +347,7 @@ def invariant(fn: Callable[[World], Any]) -> Callable[[World], None]:
 
 
 def products(tile: GemmTile) -> Callable[[World], None]:
-    """Launch products whose bits do not depend on the tile, also for a weight stored as [K, N]."""
+    """Launch GEMMs whose bits do not depend on the tile, also for a weight stored as [K, N]."""
 
     def fn(world: World) -> None:
         for n, k in ((1024, 512), (520, 264)):

@@ -391,8 +391,7 @@ def test_gemm_times_pass_through_measured_ones_and_go_on_sensibly() -> None:
 
 
 def test_gemm_times_respect_waves() -> None:
-    """Each measured GEMM is predicted from all others, with far smaller errors than interpolation without tiles
-    gives."""
+    """Each measured GEMM is predicted from all others, with far smaller errors than by interpolation without tiles."""
     times: dict[tuple[int, int, int], list[float]] = {}
     for r in stored.rows("nvidia-h200-x8"):
         if r.gemm and r.call.mode == "graph":
@@ -548,7 +547,7 @@ def test_a_copy_engine_pulls_whole_shards() -> None:
 def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
     p, k, drain = Predictor(made_up_profile()), 4096, 100.0
     plan = FusedReduceScatter()
-    pull = Pulling(fixed=0.0, rate=1e6, drain=drain, slow=1.0)  # nothing else delays the pull programs
+    pull = Pulling(fixed=0.0, rate=1e6, drain=drain, slow=1.0)  # nothing else slows down the pull programs
     for columns in (17, 32):  # a row of tiles for each of 8 ranks: 136 tiles, 4 in a second wave; 256 tiles, 124 in it
         tiles, n = 8 * columns, plan.tile.block_n * columns
         after = fused_us(p, "matmul_reduce_scatter", plan, (1024, n, k), pull) - p.tiles(
@@ -971,7 +970,8 @@ def test_host_bound_calls_do_not_measure_the_gpu() -> None:
 
 
 def test_copies_are_for_rows_that_they_can_move() -> None:
-    """M must give each shard whole tiles, but the M of the grid point used for the prediction need not."""
+    """M must be divisible into shards of whole tiles, but the M of the grid point used for the prediction need not
+    be."""
     plan = Signaled(ctas=4, copies=True)
     ran = [
         TimedCall("matmul_reduce_scatter", plan.to_json(), *shape, "graph", 30.0)
@@ -1019,7 +1019,7 @@ def test_the_plan_package_is_a_function_too() -> None:
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_explain_shows_the_plan_of_auto(find_returns: Callable[[Any], None], mode: str) -> None:
-    """The shapes include sizes that the plan of a larger M serves, shapes in the table, and shapes for which no plan is
+    """The shapes include sizes served by the plan of a larger M, shapes in the table, and shapes for which no plan is
     faster."""
     known = profile.shipped("nvidia-h200-x4")
     find_returns(known)

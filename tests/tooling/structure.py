@@ -1,8 +1,8 @@
 """Print the structure of the source in numbers, and check its limits: `python tests/tooling/structure.py` (`make
 structure`).
 
-A module may import only modules with its own layer's name and modules of lower layers. DOORS lists the exceptions, all
-of them imports inside functions. Modules must not import each other in a circle, except through a door; imports inside
+A module may import only modules of its own layer's name and of lower layers. DOORS lists the exceptions, all of them
+imports inside functions. Modules must not import each other in a circle, except through a door; imports inside
 functions count here, imports for type checking alone do not. Such imports count as arrows, however. An arrow leads from
 a package, or from a module beside the packages, to each other package or module that it imports. UP is the number of
 arrows that may lead from a lower to a higher one.
@@ -451,7 +451,8 @@ def _assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
 
 
 def _is_type_alias(name: str, value: ast.expr | None) -> TypeGuard[ast.expr]:
-    """Return whether an assignment gives a type a second name: `Tensor = torch.Tensor`, `Row = tuple[int, ...]`."""
+    """Return whether an assignment creates a second name for a type: `Tensor = torch.Tensor`, `Row = tuple[int,
+    ...]`."""
     camel = name[:1].isupper() and not name.isupper()
     is_type = isinstance(value, ast.Name | ast.Attribute | ast.Subscript | ast.BinOp)
     return camel and is_type and ast.unparse(value) != "Any"  # type: ignore[arg-type]

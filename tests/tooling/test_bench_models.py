@@ -189,7 +189,7 @@ def heads_in_float64(layer_sizes: training.Sizes, qkv: torch.Tensor, ranks: int)
 def experts_in_float64(
     x: torch.Tensor, routing: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """Return the part of the result that one rank's columns of its experts compute. routing is [M, experts of the
+    """Return the part of a rank's result that its columns of the experts contribute. routing is [M, experts of the
     rank]."""
     inner, total = w2.shape[2], torch.zeros_like(x)
     for e in range(len(w2)):
@@ -200,8 +200,8 @@ def experts_in_float64(
 
 
 def test_experts_over_two_groups_train_as_the_whole_layer() -> None:
-    """EP 2 x TP 2 on four ranks gives the whole layer's result and gradients of x and of every weight, on both sides of
-    the benchmark."""
+    """With EP 2 x TP 2 on four ranks, both sides of the benchmark compute the whole layer's result and the gradients of
+    x and of every weight."""
     ranks, layer_sizes = 4, training.LAYERS["Mixtral training"]
     layer_sizes = layer_sizes._replace(
         hidden=64, inner=96, heads=16, kv_heads=8, sequences=2, tokens=10, head_dim=16, experts=4

@@ -1,4 +1,4 @@
-"""The demo's picture of a call on GPUs, made from events that torch.profiler records, shows exactly the call."""
+"""The demo's picture of a call on GPUs, generated from events that torch.profiler records, shows exactly the call."""
 
 from __future__ import annotations
 

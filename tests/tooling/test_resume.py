@@ -15,7 +15,7 @@ CASES = {"one": 1, "two": 2, "three": 3}
 
 
 def test_a_run_continues_where_the_last_one_ended(tmp_path: Path) -> None:
-    """The first run ends within the second case, so the next run makes that case last."""
+    """The first run ends within the second case, so the next run executes that case last."""
 
     def main(world: weft.World) -> list[list[int]]:
         cases = unfinished(world, tmp_path, CASES)

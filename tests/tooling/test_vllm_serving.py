@@ -76,8 +76,8 @@ def test_lengths_have_the_published_means(name: str, tokens: tuple[int, int]) ->
 
 @dataclass
 class EngineOfOneTokenAStep:
-    """An engine like `LLMEngine`: every step lasts `seconds` and gives each request one token, until the request has
-    all its tokens."""
+    """An engine like `LLMEngine`: every step lasts `seconds` and produces one token for each request, until the request
+    has all its tokens."""
 
     seconds: float = 0.0
     left: dict[str, int] = field(default_factory=dict)

@@ -68,8 +68,8 @@ def test_two_engines_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1000)
 def test_fp8_linears(tmp_path: Path) -> None:
-    """The linears are those of compressed-tensors. weft's product equals vLLM's, and is used only where it overlaps
-    with communication, which is nowhere here."""
+    """The linears are those of compressed-tensors. weft's product equals vLLM's, and is used only if it overlaps with
+    communication, which never happens here."""
     results, _ = engines(tmp_path, "LlamaFP8:eager", WEFT_VLLM_FP8="1")
     report = results["LlamaFP8:eager"]["report"]
     assert "a row-parallel linear with its FP8 GEMM, residual and norm (4 times)" in report
