@@ -186,9 +186,10 @@ def repeated(
     values: Mapping[str, object],
     moving: Sequence[str] = (),
 ) -> RepeatedLaunch | None:
-    """Return a function that launches `compiled` again with these arguments. Its arguments are the raw stream and the
-    addresses of the arguments in `moving`, in that order. The address is an integer for a tensor or a descriptor, a
-    tuple for a NamedTuple, and None for an absent argument. Returns None if Triton itself has to launch the kernel.
+    """Return a function that launches `compiled` again with these arguments. The arguments of the returned function are
+    the raw stream and the addresses of the arguments in `moving`, in that order. The address is an integer for a tensor
+    or a descriptor, a tuple for a NamedTuple, and None for an absent argument. The result is None if Triton itself has
+    to launch the kernel.
 
     Triton binds and specialises every argument and encodes every TMA descriptor on each launch. The returned function
     binds and specialises only once, and encodes each descriptor once for each address. Triton itself launches kernels

@@ -1,4 +1,4 @@
-"""The `weft` command. It parses arguments, calls the functions that do the work, and prints their results."""
+"""The `weft` command. This module parses arguments, calls the functions that do the work, and prints their results."""
 
 from __future__ import annotations
 

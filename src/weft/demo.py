@@ -2,11 +2,11 @@
 
     x shard [M / W, H] -> all-gather + GEMM -> SiLU-mul -> GEMM + reduce-scatter -> y shard [M / W, H]
 
-With two or more GPUs there is one process per GPU and a real shape. It compares sequential (cuBLAS, then NCCL) with
-`auto` and with only the computation, without communication. The picture shows one call of each plan. Otherwise the demo
-runs four emulated ranks and a small shape. Every plan kind runs under several schedules, each of which is checked for
-races and deadlocks. The picture shows sequential and decomposed on one axis, with times from the shipped profile of
-four H200s.
+With two or more GPUs there is one process per GPU and a real shape. On GPUs the demo compares sequential (cuBLAS, then
+NCCL) with `auto` and with the computation alone, without communication. The picture shows one call of each plan.
+Otherwise the demo runs four emulated ranks and a small shape. Every plan kind runs under several schedules, each of
+which is checked for races and deadlocks. The picture shows sequential and decomposed on one axis, with times from the
+shipped profile of four H200s.
 """
 
 from __future__ import annotations

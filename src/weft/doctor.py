@@ -1,8 +1,8 @@
 """`weft doctor` prints this machine's GPUs, links, measured bandwidth and symmetric memory, the backend that weft uses,
 and the reason.
 
-One process measures everything. It queries multicast support but does not use it: neither weft nor NCCL creates a
-multicast object.
+One process measures everything. `weft doctor` queries multicast support but does not use it: neither weft nor NCCL
+creates a multicast object.
 """
 
 from __future__ import annotations

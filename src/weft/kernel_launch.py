@@ -7,11 +7,11 @@
 
     _staged_sum(world, rows, n, out.dtype)(stream, staging=staging, out_desc=out)
 
-The other arguments change from call to call. These arguments are the kernel's parameters for which the launch fixes no
-value, or fixes only the view of a tensor, as a `Matrix` (the geometry of a TMA descriptor) or as `Words`. In each call
-the caller passes all of them by name, with their addresses in that call (backends/launcher.py). Therefore no launch can
-use an address of an earlier call or keep a caller's tensor alive. A function decorated with `prepared` depends only on
-its arguments, which are the cache key of its launch; `prepared` refuses tensors among them.
+The other arguments change from call to call. The changing arguments are the kernel's parameters for which the launch
+fixes no value, or fixes only the view of a tensor, as a `Matrix` (the geometry of a TMA descriptor) or as `Words`. In
+each call the caller passes all of them by name, with their addresses in that call (backends/launcher.py). Therefore no
+launch can use an address of an earlier call or keep a caller's tensor alive. A function decorated with `prepared`
+depends only on its arguments, which are the cache key of its launch; `prepared` refuses tensors among them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class LaunchTarget(Protocol):
 
 
 class Launch:
-    """A launch of a `weft.jit` kernel, created once and called often. It has `grid` programs, options
+    """A launch of a `weft.jit` kernel, created once and called often. A launch has `grid` programs, options
     (`Backend.launch`), and arguments that remain `fixed` as long as the World exists. A call of the object launches the
     kernel; the caller passes the other arguments (`moving`) by name."""
 

@@ -49,7 +49,7 @@ def registered(op: Op) -> Op:
     if known is not None and (known.signature, known.results) != (op.signature, op.results):
         raise ValueError(f"{op.name}: signature {op.signature!r} was {known.signature!r}")
     REGISTRY[op.name] = op
-    # These cached properties are computed now, because torch.compile cannot trace the lock that guards their first use.
+    # The cached properties are computed now, because torch.compile cannot trace the lock that guards their first use.
     _ = op.operands, op.outcomes, op.postprocesses, op.differentiable, op.kinds
     if known is None and op.signature:
         torch_library.register(op, REGISTRY)
@@ -146,8 +146,8 @@ class Op(ABC, Generic[C]):
     # The plan of "auto" on ranks with few programs, as in the emulator; or a plan class, whose default plan is used.
     emulator_plan: ClassVar[Plan | type[Plan]] = Sequential
 
-    # The plans that keep the promise of `weft.init(batch_invariant=True)`. Such a World refuses an op without such
-    # plans.
+    # The plans that keep the promise of `weft.init(batch_invariant=True)`. A batch-invariant World refuses an op
+    # without such plans.
     batch_invariant_plans: ClassVar[tuple[type[Plan], ...]] = ()
 
     keeps_decisions: ClassVar[bool] = False  # decisions that are not kept with the World (`decisions`)
@@ -259,8 +259,8 @@ class Op(ABC, Generic[C]):
         return tuple(call.same_on_all_ranks().items())
 
     def balanced(self, world: World, call: C, operands: Operands) -> tuple[C, Operands]:
-        """Return the call and operands to time. They differ from the caller's if the time depends on the operands'
-        values."""
+        """Return the call and operands to time. The call and operands differ from the caller's if the time depends on
+        the operands' values."""
         return call, operands
 
     def without_rows(self, world: World, call: C, out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -473,8 +473,8 @@ class Op(ABC, Generic[C]):
         return world.size > 1 or plan.grid_barrier
 
     def operand_addresses(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
-        """Return the properties of the addresses of operands and `out` on which a decision depends. These properties
-        are the same on every rank."""
+        """Return the properties of the addresses of operands and `out` on which a decision depends. The properties are
+        the same on every rank."""
         return None
 
     def compared(self, plan: Plan, addresses: Hashable) -> Mapping[str, Hashable]:
@@ -514,9 +514,9 @@ class Op(ABC, Generic[C]):
     ) -> bool:
         """Warm up a later capture: if "auto" runs a different plan inside a CUDA graph, run that plan once, because a
         capture can neither allocate nor compile. The warm-up runs at the second call of a size, because a size that is
-        called once should not pay for a graph that is never captured. It also runs at the first call on a side stream,
-        where callers warm up. Return False at a first call that does not warm up. The World does not store that call,
-        so all ranks return here together."""
+        called once should not pay for a graph that is never captured. The warm-up also runs at the first call on a side
+        stream, where callers warm up. Return False at a first call that does not warm up. The World does not store that
+        call, so all ranks return here together."""
         key = self._warm_up_key(call, addresses)
         if key not in decisions and not world.backend.on_side_stream():
             decisions[key] = SEEN_ONCE
@@ -585,9 +585,9 @@ class Op(ABC, Generic[C]):
         return Sequential()
 
     def _batch_invariant_plan(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
-        """Return the Plan to run on a batch-invariant World. It is the caller's plan; for "auto", it is the op's choice
-        or otherwise the first default plan that can run there. Raise Unsupported if there is no such plan: a plan that
-        the caller named has no fallback."""
+        """Return the Plan to run on a batch-invariant World. The Plan is the caller's plan or, for "auto", the op's
+        choice or otherwise the first default plan that can run there. Raise Unsupported if there is no such plan: a
+        plan that the caller named has no fallback."""
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
         plans = [Sequential()] if world.size == 1 and self.by_library else [plan]
         if asked == "auto":
@@ -726,7 +726,7 @@ class Op(ABC, Generic[C]):
 
 
 class Local(Op[C]):
-    """An op without waits between ranks. It has one plan, and ranks compare nothing."""
+    """An op without waits between ranks. Such an op has one plan, and ranks compare nothing."""
 
     def expected(self, world: World, call: C, mode: str) -> Plan:
         return Sequential()

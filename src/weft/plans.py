@@ -313,8 +313,8 @@ class Persistent(Plan):
 @dataclass(frozen=True)
 class FlagGated(Plan):
     """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls
-    (`integrations.quack.flag_gated`). That wait has no timeout. It ends because the copies follow a bounded barrier and
-    wait for no other rank. Needs weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
+    (`integrations.quack.flag_gated`). That wait has no timeout. The wait ends because the copies follow a bounded
+    barrier and wait for no other rank. Needs weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
 
     tile_m, tile_n, cluster_m, pingpong: settings of the GEMM (`library_gemm.Form`).
     """

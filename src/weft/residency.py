@@ -7,8 +7,8 @@ records the device's calls with programs that wait. A call that might not fit on
 other streams starts after these calls (`World.order_residents`).
 
 A call waits in this way only for calls that the host made before it. All ranks make their calls in one order, so the
-first unfinished call waits for no other call. It finds free SMs on every rank, because the ledger admitted the
-concurrent calls together with it. This call ends, and then the other calls end in turn.
+first unfinished call waits for no other call. The first unfinished call finds free SMs on every rank, because the
+ledger admitted the concurrent calls together with it. The first call ends, and then the other calls end in turn.
 """
 
 from __future__ import annotations

@@ -214,8 +214,8 @@ class World:
         self.batch_invariant = asked  # whether ops keep the promise of `weft.init(batch_invariant=True)`
         if asked and (reason := self.multi_node_unsupported or backend.reference and "CPU processes compute by torch"):
             raise Unsupported(f"batch_invariant: {reason}, whose order of sums depends on the batch")
-        # The name is the same in each run, for caches of compiled code. It contains the size, because torch caches
-        # compiled graphs for later processes under the World's name.
+        # The name is the same in each run, for caches of compiled code. The name contains the size, because torch
+        # caches compiled graphs for later processes under the World's name.
         self.name = name or f"{backend.name}:{next(backend.world_numbers)}:{self.rank}/{self.size}"
         self._channels: dict[Hashable, BlockChannel] = {}
         self._arrivals: dict[Hashable, int | list[int] | None] = {}  # by channel, as passed by the caller
@@ -291,9 +291,10 @@ class World:
 
     @property
     def alone(self) -> World:
-        """Return the World of this rank alone, always the same object. Its ops wait for no other rank, so they may run
-        at the same time as an op of this World on a different stream. With plan FusedMoe, whose programs wait for each
-        other, the two ops run at the same time only if both fit on the SMs. The call is not collective."""
+        """Return the World of this rank alone, always the same object. The ops of that World wait for no other rank, so
+        they may run at the same time as an op of this World on a different stream. With plan FusedMoe, whose programs
+        wait for each other, the two ops run at the same time only if both fit on the SMs. The call is not
+        collective."""
 
         def make() -> World:
             return World(self.backend.alone(), batch_invariant=self.batch_invariant)

@@ -225,8 +225,8 @@ def noticed(world: weft.World) -> Counter[int]:
 
 
 def overfull(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Tensor:
-    """In every other call the first experts receive more rows than fit. These rows belong to tokens that fitted in the
-    previous call, and the outboxes still contain those tokens' sums."""
+    """In every other call the first experts receive more rows than fit. The surplus rows belong to tokens that fitted
+    in the previous call, and the outboxes still contain those tokens' sums."""
     if call % 2 == 0:
         return at_random(call, rank, t, layer, world)
     return torch.arange(layer.k).expand(t, -1)

@@ -240,8 +240,8 @@ def layer_case(
 
 
 def reference_gradients(model: Model, operands: Sequence[Routed]) -> dict[str, torch.Tensor]:
-    """Return the float64 gradients of this rank's x, weights and shared, and of its part of the experts. They are
-    computed for the whole layer in one process. `operands` lists every rank's operands. The activation's input is
+    """Return the float64 gradients of this rank's x, weights and shared, and of its part of the experts. The gradients
+    are computed for the whole layer in one process. `operands` lists every rank's operands. The activation's input is
     rounded as the op saves it, because the rounding determines on which side of a clamp's limit the input falls."""
     me, experts = model.rank, [t.double().requires_grad_() for t in model.whole]
     xs = [o.x.double().requires_grad_() for o in operands]

@@ -1,7 +1,7 @@
 """Gradients of the ops on emulated ranks against float64: every operand, any rows, many schedules.
 
-The reference is the unsharded model, computed in one process. Its loss is the sum of the ranks' losses or, for an
-all-reduce, any one rank's loss.
+The reference is the unsharded model, computed in one process. The reference's loss is the sum of the ranks' losses or,
+for an all-reduce, any one rank's loss.
 """
 
 from __future__ import annotations

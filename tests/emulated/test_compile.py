@@ -1,7 +1,7 @@
-"""The ops as torch.library operators, and their graphs under torch.compile, which must have no break.
+"""The ops run as torch.library operators, and their graphs under torch.compile must have no break.
 
-These tests do not need Inductor: "aot_eager" traces through the fake implementations and the registered gradients, and
-then runs the ops. Ranks compile one after the other, each on its own thread.
+The tests in this file do not need Inductor: "aot_eager" traces through the fake implementations and the registered
+gradients, and then runs the ops. Ranks compile one after the other, each on its own thread.
 """
 
 from __future__ import annotations

@@ -376,8 +376,8 @@ def test_promoted_tiles_that_are_short_of_rows(scaling: str) -> None:
 
 
 def test_the_tiles_of_promoted_sums() -> None:
-    """Tiles are 128 x 128, with two programs of four warps per SM, or one program of eight warps beside the programs
-    that sum over ranks."""
+    """Tiles are 128 x 128, with two programs of four warps per SM, or with one program of eight warps next to the
+    programs that sum over ranks."""
     for scaling in (Scaling("block"), Scaling("row", False)):
         for plan in (FusedGather(), FusedGatherByCopies(), FusedGather(tile=GemmTile(64, 256, 64, 4, 5))):
             fitted = with_scaled_tiles(plan, scaling)
@@ -391,8 +391,8 @@ def test_the_tiles_of_promoted_sums() -> None:
 # -- which plan runs ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", OPS)
 def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call times the tiles for 8-bit operands, whatever the profile contains for 16-bit ones; `explain` names
-    the timed plans."""
+    """The first call times the tiles for 8-bit operands, even if the profile contains times for 16-bit operands;
+    `explain` names the timed plans."""
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: True)
     best = with_scaled_tiles(REGISTRY[op].variants[0], Scaling("block"))
 

@@ -95,8 +95,8 @@ def test_padded_layouts_are_refilled() -> None:
 
 
 def test_padding_is_routed_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention leaves arbitrary values, even NaN, in padded rows. These rows are routed to no expert and change no
-    token's result."""
+    """Attention leaves arbitrary values, even NaN, in padded rows. The padded rows are routed to no expert and change
+    no token's result."""
     config, routed = MIXTURES["mixtral"], []
 
     def kept(x: torch.Tensor, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""An MoE layer for few tokens, without tables, on emulated ranks. Its results are compared with torch and, bit for bit,
-with the plan of several launches; its kernels are compiled too."""
+"""An MoE layer for few tokens, without tables, on emulated ranks. The layer's results are compared with torch and, bit
+for bit, with the plan of several launches; its kernels are compiled too."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An MoE layer in one launch on emulated ranks. Its results are compared with torch and, bit for bit, with the plan of
-several launches; its kernel is compiled too."""
+"""An MoE layer in one launch on emulated ranks. The layer's results are compared with torch and, bit for bit, with the
+plan of several launches; its kernel is compiled too."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """No plan reads values that belong to no token: Some values are NaN: rows between experts, memory left by earlier
-calls, the weights of dropped routes, and tokens without routes. They change no bit of a result or a gradient.
+calls, the weights of dropped routes, and tokens without routes. These NaN values change no bit of a result or a
+gradient.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Capacity, placement and the router's losses need one launch each. Their results equal the results of torch operations
-that define them."""
+"""Capacity, placement and the router's losses need one launch each. The kernels' results equal the results of torch
+operations that define them."""
 
 from __future__ import annotations
 

@@ -268,8 +268,8 @@ def test_a_missing_wait_is_found_in_the_code() -> None:
 
 
 def test_stages_leave_room_for_the_side() -> None:
-    """In a layer as wide as Qwen3-30B's, the gated epilogue has 64 or 128 columns, with 8 KiB of rows beside it or
-    none."""
+    """In a layer as wide as Qwen3-30B's, the gated epilogue has 64 or 128 columns, and programs that share its SMs hold
+    8 KiB of rows or no rows."""
 
     def main(world: weft.World) -> None:
         state = plan_state(world, Layer(8, 4, 2, 2048, 24, BF), Dispatched())

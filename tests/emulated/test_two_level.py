@@ -309,8 +309,9 @@ def test_interleaved_nodes_have_no_levels() -> None:
 
 # -- the choice of the plan --------------------------------------------------------------------------------------------
 def test_the_chosen_plans(caplog: pytest.LogCaptureFixture) -> None:
-    """A plan for a single node runs as sequential here. So does "auto" if nothing was timed and ranks have many
-    programs. A plan that a trial chose is kept. An op without a two-level plan raises an error that says this."""
+    """A plan for a single node runs as sequential here. "auto" also runs as sequential if nothing was timed and ranks
+    have many programs. A plan that a trial chose is kept. An op without a two-level plan raises an error that says
+    this."""
 
     def main(world: World) -> None:
         op = REGISTRY["all_gather_matmul"]

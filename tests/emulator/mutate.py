@@ -260,8 +260,8 @@ def kill_rate(
     seeds: Iterable[int],
     **options: Any,
 ) -> list[tuple[Mutation, str | None]]:
-    """Return each mutation with the error that caught it on the first seed to do so (an exception of `fn` itself
-    counts), or None."""
+    """Return each mutation with the error of the first seed that caught it (an exception of `fn` itself counts), or
+    None."""
     seeds = list(seeds)
     out: list[tuple[Mutation, str | None]] = []
     for mutation in mutations:

@@ -108,7 +108,7 @@ def unordered_accesses(word, out, FIRST: tl.constexpr, SECOND: tl.constexpr):
     "first_access, second_access", [("load", "update"), ("store", "update"), ("store", "look"), ("load", "store")]
 )
 def test_an_ordinary_access_and_an_unordered_atomic_one_are_a_race(first_access: str, second_access: str) -> None:
-    """The order of the two accesses does not matter. They do not race if neither access changes the word, or if both
+    """The order of the two accesses does not matter. Two accesses do not race if neither changes the word, or if both
     are atomic."""
 
     def fn(b: EmulatedBackend, first_access: str, second_access: str) -> None:

@@ -1,5 +1,6 @@
-"""The parts of random calls (gpu_fuzz.py). They include the layers, experts and attention of all ranks of a World and,
-for each op, the arguments of a call, the call itself, and the float32 reference of its results and gradients.
+"""The parts of random calls (gpu_fuzz.py). The module defines the layers, experts and attention of all ranks of a
+World. For each op, it defines the arguments of a call, the call itself, and the float32 reference of its results and
+gradients.
 """
 
 from __future__ import annotations
@@ -527,8 +528,8 @@ class Checked:
     def error(self, actual: Tensors, expected: Tensors) -> torch.Tensor | None:
         """Return the largest error of an element, relative to the sizes of the element and of its tensor, divided by
         the bound. The result is NaN if an element is NaN, and None if there is no element. If the terms of a gradient
-        cancel, its error comes from the rounding of those terms: for a routing weight the terms are products of rows,
-        and for other gradients they are about as large as the largest tensor, in float32."""
+        cancel, its error comes from the rounding of those terms. For a routing weight, the terms are products of rows;
+        for other gradients, they are about as large as the largest tensor, in float32."""
         sizes = [t.square().mean().sqrt() if t.numel() else t.new_zeros(()) for t in expected]
         least = [1e-6 + 1e-3 * self.round.kind.gradients * torch.stack(sizes).max()] * len(expected)
         if self.round.kind.gradients and self.round.kind.op in (MOE, TENSOR, EXCHANGE):

@@ -2,13 +2,13 @@
 
     torchrun --nproc-per-node N -m tests.gpu.gpu_fuzz --out DIR [--seconds S] [--calls C]
 
-A round draws a kind: an op, a plan, whether to compute gradients, and whether to use a second World (`World.split`). It
-also draws every rank's number of rows, a layer (N, K, dtype, and whether it has a bias), and a routing for experts. The
-round makes a few such calls, each with different inputs, on a stream, with or without `out`, and with one rank late.
-Alternatively, the round captures the calls in a CUDA graph and replays the graph with new inputs. Within a round, only
-weft orders calls on several streams. Rounds run one after another, as required of different ops on two streams and of
-ops of several Worlds. The device compares results with a float32 reference, and the host reads the comparisons from
-time to time.
+A round draws a kind: an op, a plan, whether to compute gradients, and whether to use a second World (`World.split`). A
+round also draws every rank's number of rows, a layer (N, K, dtype, and whether it has a bias), and a routing for
+experts. The round makes a few such calls, each with different inputs, on a stream, with or without `out`, and with one
+rank late. Alternatively, the round captures the calls in a CUDA graph and replays the graph with new inputs. Within a
+round, only weft orders calls on several streams. Rounds run one after another, as required of different ops on two
+streams and of ops of several Worlds. The device compares results with a float32 reference, and the host reads the
+comparisons from time to time.
 
 The kinds with the fewest recorded calls on the same number of ranks (tests/gpu_record.json) are drawn most often. Every
 rank draws the same values from (seed, index of the round, kind), so `--seed S --only I --kind KIND` repeats round I
@@ -266,8 +266,8 @@ def wait(world: weft.World, c: Call) -> None:
 
 
 def captured(world: weft.World, fn: Callable[[], list[Result]]) -> tuple[list[Result], Callable[[], Any]]:
-    """Return fn's results, and a function that computes them again in the same memory. On a machine without graphs,
-    that function is fn itself."""
+    """Return fn's results, and a function that computes them again in the same memory. On a machine without graphs, the
+    returned function is fn itself."""
     if world.device.type == "cuda":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -363,7 +363,7 @@ class Run:
         return self.results
 
     def compile(self) -> None:
-        """Call one kind after another, for at most half of the time. These calls are compared but not counted, and only
+        """Call one kind after another, for at most half of the time. The calls are compared but not counted, and only
         the called kinds are drawn afterwards."""
         self.index, chosen = FIRST, self.kind
         order = [chosen] if chosen else self.fuzz.order()

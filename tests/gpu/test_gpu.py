@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 
 def first_uses(world: weft.World) -> torch.Tensor:
-    """Run a rank's first operations while its kernel waits for the last rank's kernel. These operations must not delay
-    the last rank."""
+    """Run a rank's first operations while its kernel waits for the last rank's kernel. The rank's operations must not
+    delay the last rank."""
     y = torch.ones(3, 1024, device=world.device)
     weft.all_reduce(y, world=world, plan=OneShot(programs=3))
     for use in FIRST_USES.values():

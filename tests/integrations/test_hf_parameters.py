@@ -92,8 +92,8 @@ WAYS: tuple[Callable[[Any, dict[str, torch.Tensor]], None], ...] = (
 @covered("Qwen3-2", covering="[Llama-2]")
 @pytest.mark.parametrize(("kind", "ranks"), [("Llama", 2), ("Qwen2", 1), ("Qwen3", 2), ("Qwen3Moe", 2), ("GptOss", 2)])
 def test_written_parameters_are_used(kind: str, ranks: int) -> None:
-    """Whole models give the same bits as a model that is woven with the new parameters. Their parameters are views on
-    several ranks, and parts of a stack on a single rank. Two ways to write alternate."""
+    """Whole models give the same bits as a model that is woven with the new parameters. The models' parameters are
+    views on several ranks, and parts of a stack on a single rank. Two ways to write alternate."""
     states = [other_parameters(kind), small(kind).state_dict()]
 
     def main(world: weft.World) -> None:

@@ -1,5 +1,5 @@
 """The SGLang plugin is tested on a module with SGLang's own names, with stand-ins for its imports. If SGLANG_WHEEL
-names a folder with SGLang's Python files, it is tested on that module itself."""
+names a folder with SGLang's Python files, the plugin is tested on SGLang's own module."""
 
 from __future__ import annotations
 

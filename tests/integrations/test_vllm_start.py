@@ -115,8 +115,8 @@ def test_weft_runs_where_it_wins_at_both_ends(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_form_that_is_far_slower_is_hardly_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a form is timed once at the highest number of tokens, and at lower numbers only if they are captured. vLLM's
-    own pass is timed to the end even if it is far slower."""
+    """A form that is far slower is timed once at the highest number of tokens, and at lower numbers only if they are
+    captured. vLLM's own pass is timed to the end even if it is far slower."""
     gains = {Sequential(): 1.5, OwnRows(): 0.7, PASS_FORMS[2]: 1.3}
     timed = times_of(monkeypatch, lambda tokens, form: 1.1 if tokens <= 4 else gains.get(form, 1.2))
     monkeypatch.setattr(chooser, "ROUNDS", 3)
@@ -213,8 +213,7 @@ def test_a_losing_pass_sees_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_passes_that_the_start_did_not_see_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These are passes without tokens, with more than max_num_batched_tokens tokens, or with tensors of another
-    pipeline stage."""
+    """The passes have no tokens, more than max_num_batched_tokens tokens, or tensors of another pipeline stage."""
     times_of(monkeypatch, lambda tokens, form: 2.0)
 
     def main(world: weft.World) -> list[bool]:

@@ -85,8 +85,8 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", some(FORMS))
 def test_loads_stay_behind_their_waits_and_are_pipelined(form: str, own_cache: None) -> None:
-    """The gate requires only that some wait precedes a load. It therefore accepts a loop whose first iteration's wait
-    precedes the loop."""
+    """The gate requires only that some wait precedes a load. The gate therefore accepts a loop whose first iteration's
+    wait precedes the loop."""
     alone, guarded = (compiled(summing(form, guard)) for guard in (False, True))
     assert missing_waits(alone) > 0 and missing_waits(guarded) == 0
     assert guarded.problems == []

@@ -805,8 +805,8 @@ def steps_of_python(count: int = 100_000) -> int:
 
 
 def test_a_decision_takes_as_long_as_170_thousand_steps_of_python() -> None:
-    """These steps need about 10 ms on an idle core. The test counts steps, because another thread on the core would
-    slow down the clock."""
+    """The counted steps need about 10 ms on an idle core. The test counts steps, because another thread on the core
+    would slow down the clock."""
     profile = with_fused() + [TimedCall(op, changed(VARIANTS[op], pull_programs=p).to_json(), *shape, "graph", 900.0) for op, *_ in SHAPES[::9] for p in range(17, 21) for shape in ((8192, 4096, 4096), (2048, 8192, 4096))]  # fmt: skip
     took: list[tuple[float, float]] = []
     for _ in range(5):  # each planner is new and has stored no decision
@@ -1116,8 +1116,8 @@ def test_auto_asks_the_table_then_the_profile(find_returns: Callable[[Any], None
 def test_ranks_that_share_a_gpu_decide_as_on_the_nearest_machine(
     find_returns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such ranks use the nearest machine's profile without timing anything, and rows for their GPU model or for another
-    model with rows; `explain` names the machine."""
+    """Ranks that share a GPU use the nearest machine's profile without timing anything, and rows for their GPU model or
+    for another model with rows; `explain` names the machine."""
     find_returns(None)  # `find` is not called
     monkeypatch.setattr(weft_auto, "time_launch", lambda device: pytest.fail("timed"))
     monkeypatch.setattr(weft_auto, "time_check", lambda device: pytest.fail("timed"))

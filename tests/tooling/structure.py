@@ -3,9 +3,9 @@ structure`).
 
 A module may import only modules of its own layer's name and of lower layers. DOORS lists the exceptions, all of them
 imports inside functions. Modules must not import each other in a circle, except through a door; imports inside
-functions count here, imports for type checking alone do not. Such imports count as arrows, however. An arrow leads from
-a package, or from a module beside the packages, to each other package or module that it imports. UP is the number of
-arrows that may lead from a lower to a higher one.
+functions count here, imports for type checking alone do not. Imports for type checking do count as arrows, however. An
+arrow leads from a package, or from a module beside the packages, to each other package or module that it imports. UP is
+the number of arrows that may lead from a lower to a higher one.
 
 Only `architectures` compares compute capabilities.
 

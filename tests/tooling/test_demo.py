@@ -230,8 +230,8 @@ def test_texts_do_not_overlap_or_leave_the_page(ranks: int) -> None:
 
 
 def test_the_profiler_starts_before_the_ranks_meet_and_records_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This demo runs on a CPU. It does not record the first call, and each call follows a host barrier, a sleep and a
-    device barrier."""
+    """This demo runs on a CPU. The demo does not record the first call, and each call follows a host barrier, a sleep
+    and a device barrier."""
     steps: list[str] = []
     calls = iter((torch.sin, torch.cos))
 

@@ -115,15 +115,15 @@ class Backend(ABC):
     # -- host --------------------------------------------------------------------------------------------------------
     @abstractmethod
     def exchange(self, obj: R) -> list[R]:
-        """All-gather a picklable object on the host. The call blocks until every rank has made it. It raises Timeout if
-        a rank is too late."""
+        """All-gather a picklable object on the host. The call blocks until every rank has made it. The call raises
+        Timeout if a rank is too late."""
 
     def post(self, obj: R) -> Callable[[float | None], list[R] | None] | None:
         """Post `obj` to all ranks, each of which posts an object now or later, and return a function that collects
         these objects. The argument of that function is the number of seconds to wait; the function returns None if a
         rank has not posted by then. With None, the function blocks as `exchange` does. The caller must collect posts in
-        order, and before the next exchange. If `post` itself returns None, `obj` was not posted, and the caller has to
-        exchange it."""
+        order, and before the next exchange. If `post` itself returns None, `obj` was not posted, and the caller must
+        exchange `obj`."""
         return None
 
     def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:

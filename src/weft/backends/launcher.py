@@ -2,7 +2,8 @@
 little Python as possible.
 
 Before the first launch, the launcher checks that the grid can be resident at once (a program that never starts never
-signals). It also loads the kernel before any kernel spins, because lazy loading can block until a spinning grid ends.
+signals). The launcher also loads the kernel before any kernel spins, because lazy loading can block until a spinning
+grid ends.
 
 Triton's own launch binds and specialises every argument and encodes every TMA descriptor in each call, which at small M
 takes longer than the kernel (docs/design-notes.md). A prepared launch (`kernel_launch.Launch`) does this once for each
@@ -38,7 +39,7 @@ SLOT = 128  # a program counts as at least this number of threads, because an SM
 
 
 def _flattened(value: object) -> Iterator[object]:
-    """Return the argument itself, or each field of a NamedTuple; a constant is returned as its value."""
+    """Return the argument itself, or each field of a NamedTuple. A constant is returned as its value."""
     if isinstance(value, tuple):
         for part in value:
             yield from _flattened(part)

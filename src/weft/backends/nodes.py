@@ -2,7 +2,7 @@
 
 Ranks of one node address each other's memory. Between nodes only NCCL's collectives move data. A World over several
 nodes of equal size therefore has two levels: a World of each node, and a World of the ranks with the same local rank
-(`World.levels`). Its operators run plan "two_level" or "sequential" (`Op.choose`).
+(`World.levels`). The operators of such a World run plan "two_level" or "sequential" (`Op.choose`).
 """
 
 from __future__ import annotations

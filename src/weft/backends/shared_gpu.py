@@ -50,8 +50,8 @@ def may_share() -> bool:
 
 
 def settings(rank: int) -> dict[str, str]:
-    """Return the environment variables of a rank that shares its GPU. They disable multicast, which would bind one GPU
-    to one object twice."""
+    """Return the environment variables of a rank that shares its GPU. These variables disable multicast, which would
+    bind one GPU to one object twice."""
     return {
         "NCCL_HOSTID": f"rank{rank}",
         "NCCL_NET": "Socket",

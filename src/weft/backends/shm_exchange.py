@@ -190,8 +190,8 @@ _open_exchanges: weakref.WeakSet[SharedMemoryExchange] = weakref.WeakSet()
 
 def _close_in_child() -> None:
     """Close the exchanges in a forked child, such as a DataLoader's worker. Otherwise the child could hold the rank's
-    lock after the rank has ended. In a child of that child they are already closed. It closes nothing, because the
-    descriptors may refer to different files by then."""
+    lock after the rank has ended. In a child of that child they are already closed. The second child closes nothing,
+    because the descriptors may refer to different files by then."""
     for shm in _open_exchanges:
         shm.close()
 

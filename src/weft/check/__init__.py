@@ -1,6 +1,6 @@
-"""`weft check` and `weft trace` run the function of a user's file as every rank of an emulated world. They compile the
-kernels that ran for a GPU that need not be present (offline.py), and check the PTX against the protocol's rules
-(ptx.py). schedules.py runs many schedules."""
+"""`weft check` and `weft trace` run the function of a user's file as every rank of an emulated world. Both commands
+compile the kernels that ran for a GPU that need not be present (offline.py), and check the PTX against the protocol's
+rules (ptx.py). schedules.py runs many schedules."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Simulation of the queues of one call. It computes the time at which each piece of work runs, and the factors by which
-concurrent pieces slow each other down."""
+"""Simulation of the queues of one call. The simulation computes the time at which each piece of work runs, and the
+factors by which concurrent pieces slow each other down."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ class Signaling:
 
 @dataclass(frozen=True)
 class Moving:
-    """Parameters of all-to-alls whose groups copy engines transfer. `gap` is the time, in us, by which a barrier in a
-    call exceeds its time alone. `copy` is the ratio of a copy's time in a call to its time alone."""
+    """Parameters of all-to-alls whose groups copy engines transfer. `gap` is the time, in us, by which a barrier takes
+    longer in a call than alone. `copy` is the ratio of a copy's time in a call to its time alone."""
 
     gap: float = 6.0
     copy: float = 1.0
@@ -215,10 +215,11 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
 
 
 def groupings(part: SignaledParts) -> list[tuple[int, ...]]:
-    """Return one group of all waves, and the BEST_PARTITIONS partitions predicted to be fastest among the best ones for
-    each size of the first group. By the accumulate rule the end of transfer i depends on earlier transfers only through
-    the end of transfer i - 1. Therefore dynamic programming over the waves finds the best partition for each size of
-    the first group (FlashOverlap instead prunes the partitions and tries the remaining ones)."""
+    """Return one group of all waves, and the BEST_PARTITIONS partitions with the fastest predictions. These are chosen
+    from the best partition for each size of the first group. By the accumulate rule the end of transfer i depends on
+    earlier transfers only through the end of transfer i - 1. Dynamic programming over the waves therefore finds the
+    best partition for each size of the first group (FlashOverlap instead prunes the partitions and tries the remaining
+    ones)."""
     step = -(-part.waves // UNITS)
     ends = [*range(step, part.waves, step), part.waves]  # the numbers of waves after which a group may end
     if len(ends) == 1:

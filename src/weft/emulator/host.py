@@ -2,8 +2,8 @@
 
 Programs and streams are greenlets of one thread. Host code cannot be a greenlet, because torch keeps the gradient mode,
 autograd's queue and more per thread. Two ranks inside `torch.no_grad()` or `backward()` would mix these states. A
-rank's greenlet therefore only represents its host thread. It hands control to the thread, waits, and runs those
-requests of the thread that need the machine's thread.
+rank's greenlet therefore only represents its host thread. The greenlet hands control to the thread, waits, and runs
+those requests of the thread that need the machine's thread.
 
 The function that a rank runs may start threads, whose calls belong to the rank too. Each call holds the rank's lock
 from its beginning to its end, which serializes these calls. Without the lock a second thread would act while another
@@ -102,7 +102,8 @@ class HostThread:
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Return a context manager around a call of host code, which serializes it with the calls of the rank's other
-        threads. It raises WeftError in a thread that is still running when the rank's function has returned."""
+        threads. The context manager raises WeftError in a thread that is still running when the rank's function has
+        returned."""
         if not self.outside():  # the machine's thread acts for a call that holds the lock
             yield
             return

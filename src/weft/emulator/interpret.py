@@ -1,9 +1,9 @@
 """This module interprets Triton's language on numpy: one program of a kernel runs as ordinary Python.
 
 The source of a kernel is rewritten once: assignments convert values to tensors, and `range` yields tensors, as in the
-compiler. It is executed in the globals of its own module, which stay unchanged: closure variables supply the names that
-the rewritten code needs. `patched()` replaces `triton.language` by its interpreted form and later restores it, so the
-same process can compile the same kernel.
+compiler. The rewritten code is executed in the globals of the kernel's own module, which stay unchanged: closure
+variables supply the names that the code needs. `patched()` replaces `triton.language` by its interpreted form and later
+restores it, so the same process can compile the same kernel.
 
 Every memory access, barrier and atomic calls `hooks`, the running machine (machine.py). This module contains no code
 for ranks, streams or races. The module corrects wrong results of Triton's own interpreter: bf16 is computed in fp32 and

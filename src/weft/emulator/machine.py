@@ -494,9 +494,9 @@ class Machine:
     def await_word(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
         """Block until the word has reached `target`, then acquire.
 
-        The program can conclude only that the word has reached the target. It therefore acquires the releases up to the
-        word's last rise to the target, even if there are later releases. The emulator thus detects, in every schedule,
-        a target that is too low by one arrival.
+        The program can conclude only that the word has reached the target. The program therefore acquires the releases
+        up to the word's last rise to the target, even if there are later releases. The emulator thus detects, in every
+        schedule, a target that is too low by one arrival.
         """
         task = self.current
         if self.record and scope_sys and task.kind == "program":

@@ -1,10 +1,10 @@
 """The history of every element: the last writer, the readers since the last write, and whether the element was ever
 written.
 
-A `Region` is one storage, or one allocation of the backend with untracked bytes around it. Its `states` contains one
-integer per granule, an index into `Memory.states`, which stores equal histories once. For example, a tile that one
-program wrote and another program read has one state, so the check of a block compares one number (FastTrack's epochs,
-interned).
+A `Region` is one storage, or one allocation of the backend with untracked bytes around it. The `states` of a Region
+contain one integer per granule, an index into `Memory.states`, which stores equal histories once. For example, a tile
+that one program wrote and another program read has one state, so the check of a block compares one number (FastTrack's
+epochs, interned).
 
 An access by an agent with vector clock V is ordered after an earlier access by agent q at tick c if V[q] >= c.
 """
@@ -188,9 +188,9 @@ class Memory:
         return region
 
     def refresh(self, region: Region) -> None:
-        """Count elements as written if host code has filled them since the backend allocated `region`. These are the
-        elements that are not poison, and all elements in the same 4 bytes, because an 8-bit or 16-bit number may itself
-        equal poison."""
+        """Count elements as written if host code has filled them since the backend allocated `region`. Written elements
+        are the elements that are not poison, and all elements in the same 4 bytes, because an 8-bit or 16-bit number
+        may itself equal poison."""
         unwritten = region.states == UNWRITTEN
         if not unwritten.any():
             region.fresh = False

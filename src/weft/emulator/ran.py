@@ -1,5 +1,5 @@
-"""A record of the kernels that ran, from which they are compiled. It contains their variants, without the memory of the
-tensors, and the loads that follow waits."""
+"""A record of the kernels that ran, from which they are compiled. The record contains the kernels' variants, without
+the memory of the tensors, and the loads that follow waits."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The operations that host code enqueues on a rank's streams, and the way in which they run: launches, copies, calls,
 signals, events, collectives.
 
-An operation starts with the clock that its host task had when it was enqueued. It runs when its stream reaches it, and
-ends before the stream's next operation begins. A launch keeps its stream busy until all its programs have ended. At
-most `sm_count` programs of all streams of a rank together are resident at once.
+An operation starts with the clock that its host task had when it was enqueued. The operation runs when its stream
+reaches it, and ends before the stream's next operation begins. A launch keeps its stream busy until all its programs
+have ended. At most `sm_count` programs of all streams of a rank together are resident at once.
 """
 
 from __future__ import annotations

@@ -248,8 +248,9 @@ class EmulatedStream:
 
 
 class CountedWrites:
-    """The tensors to which a stream operation writes through torch. Their versions, which tell autograd that a tensor
-    was changed, count the write when it is enqueued, as on a GPU, and not when the stream executes it (`kept`)."""
+    """The tensors to which a stream operation writes through torch. The versions of these tensors, which tell autograd
+    that a tensor was changed, count a write when it is enqueued, as on a GPU, and not when the stream executes it
+    (`kept`)."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._versioned = tuple(t for t in tensors if not t.is_inference())

@@ -149,7 +149,7 @@ class ReplicatedStates:
         self._normed = y if out is None else out
 
     def gathered(self) -> Tensor:
-        """Return the normalised rows [.., H] of all tokens, ordered on the caller's stream. These rows are valid until
+        """Return the normalised rows [.., H] of all tokens, ordered on the caller's stream. The rows are valid until
         the next pass, or longer if the last `add` had `last`."""
         for i in range(len(self._cuts)):
             self._weave.wait(i)

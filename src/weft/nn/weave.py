@@ -101,7 +101,7 @@ class Weave:
     def reducing(self, part: int, *operands: object) -> AbstractContextManager[object]:
         """Return a context in which the current stream is the reductions' stream, ordered after the part's computation.
 
-        `operands` are tensors that the reduction reads. These tensors stay alive until `wait`, because the caching
+        `operands` are tensors that the reduction reads. The operands stay alive until `wait`, because the caching
         allocator could otherwise assign their memory to the next computation on the caller's stream.
         """
         return nullcontext() if self.parts == 1 else self._on_second_stream(part, operands)
@@ -145,8 +145,8 @@ def run(
 
 
 def halves(tokens: int, step: int = 128) -> int:
-    """Return the number of tokens of the prefix. It is half the tokens, rounded down to a multiple of `step`, because
-    GEMMs compute whole tiles of rows; if that multiple is 0, the half is not rounded."""
+    """Return the number of tokens of the prefix. The number is half the tokens, rounded down to a multiple of `step`,
+    because GEMMs compute whole tiles of rows. If that multiple is 0, the half is not rounded."""
     return tokens // 2 // step * step or tokens // 2
 
 
@@ -197,9 +197,9 @@ class LayerTimes:
         return total
 
     def split(self, tokens: int, least: int = 1) -> int:
-        """Return the number of tokens of the prefix. It is the most even split among the multiples of `step` within 1%
-        of the smallest time. Neither part has fewer tokens than `least`; if there is no such multiple, the split is in
-        the middle."""
+        """Return the number of tokens of the prefix. The split is the most even one among the multiples of `step`
+        within 1% of the smallest time. Neither part has fewer tokens than `least`; if there is no such multiple, the
+        split is in the middle."""
         splits = [s for s in range(self.step, tokens, self.step) if min(s, tokens - s) >= least]
         if not splits:
             return tokens // 2

@@ -72,8 +72,8 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
 
 def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
     """Return plans to time at the first call in addition to the op's own. Such plans exist only if the machine has
-    neither a profile nor a table row for this shape, or if operands have 8 bits, for which no profile has rates. They
-    exist only on Hopper, because nobody has run the kernels on newer GPUs. Collective at the first call."""
+    neither a profile nor a table row for this shape, or if operands have 8 bits, for which no profile has rates. The
+    plans are timed only on Hopper, because nobody has run the kernels on newer GPUs. Collective at the first call."""
     if (
         not op.variants
         or world.backend.capturing()
@@ -239,7 +239,7 @@ def explain(
         machine's.
         received: for an all-to-all, the number of rows of the rank that receives most, if it exceeds m.
         recipe: "tensor", "row" or "block", for 8-bit operands. No profile has rates for them: "auto" times plans at the
-            first call of a size, and `world` stores the times. Without such a call nothing is predicted.
+            first call of a size, and `world` stores the times. Without an earlier call nothing is predicted.
 
     Returns:
         A Decision; print it.

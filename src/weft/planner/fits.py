@@ -1,6 +1,7 @@
-"""Parameters that cannot be measured alone are fitted to a profile's calls of the plan's kind. They are the time that
-ranks wait for each other at every barrier and collective, the rates of copies and collectives inside a call, and, for
-each fused plan, a pull rate during the GEMM and one after it, the slow-down of its tiles, and a fixed cost."""
+"""Parameters that cannot be measured alone are fitted to a profile's calls of the plan's kind. The fitted parameters
+are the time that ranks wait for each other at every barrier and collective and the rates of copies and collectives
+inside a call. For each fused plan, they are also a pull rate during the GEMM and one after it, the slow-down of its
+tiles, and a fixed cost."""
 
 from __future__ import annotations
 
@@ -96,9 +97,9 @@ def fitted(
     parameters: Sequence[str] = (),
 ) -> Fit:
     """Fit the named `parameters` of `start` (empty: all) so that `model` predicts the measured times, by least squares
-    of log(model / measured). A penalty keeps the logarithms of the parameters near their start values. It is smaller
-    for parameters of waits and links than for slow-downs. model: returns the time of a call, in us, from its plan, its
-    row of the profile and the parameters."""
+    of log(model / measured). A penalty keeps the logarithms of the parameters near their start values. The penalty is
+    smaller for parameters of waits and links than for slow-downs. model: returns the time of a call, in us, from its
+    plan, its row of the profile and the parameters."""
     parameters = parameters or tuple(vars(start))
     start_logs = np.log([getattr(start, n) for n in parameters])
     penalty = np.array([0.3 if n in ("slow", "gemm", "transfer", "copy") else 0.05 for n in parameters])

@@ -190,9 +190,9 @@ class LayerPredictor:
 
 
 def predicted(world: World, sizes: DecoderSizes, tokens: int, mode: str) -> Way:
-    """Return the way that is predicted to be fastest for layers of these sizes on this World's machine. It is plain
-    without a profile, or if ranks cannot address each other's memory. The first call is collective. mode: "graph" or
-    "eager"."""
+    """Return the way that is predicted to be fastest for layers of these sizes on this World's machine. The way is
+    plain without a profile, or if ranks cannot address each other's memory. The first call is collective. mode: "graph"
+    or "eager"."""
     planner = None if world.backend.symmetric_unsupported or tokens == 0 else planner_on(world)
     if planner is None:
         return _PLAIN

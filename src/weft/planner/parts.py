@@ -24,7 +24,7 @@ class NotMeasured(ProfileError):
     """The profile lacks a measurement that this prediction requires."""
 
 
-# The shape of the curve of a library's GEMM times. It was set by hand when the predictor was written, and is not
+# The shape of the curve of a library's GEMM times. The shape was set by hand when the predictor was written, and is not
 # fitted. `Smooth` corrects it by the ratios to the GEMMs measured on the machine, so it only determines how to
 # interpolate between them.
 WHOLE_WAVES = 0.7  # the fraction of the time that grows with waves rounded up; the rest grows with the number of tiles
@@ -135,9 +135,9 @@ class PartTimes:
         return {key: Tiles(v) for key, v in rows.items()}
 
     def tiles(self, occupancy: Occupancy, programs: int, tiles: int, m: int, n: int, k: int) -> float:
-        """Return the time, in us, of a persistent GEMM with `tiles` tiles on `programs` programs. It is at least the
-        time of the memory traffic. With so few rows that reading the weight dominates, it is also at least the time of
-        the library's GEMM."""
+        """Return the time, in us, of a persistent GEMM with `tiles` tiles on `programs` programs. The result is at
+        least the time of the memory traffic. With so few rows that reading the weight dominates, it is also at least
+        the time of the library's GEMM."""
         us, memory = self._tiles_us(occupancy, programs, tiles, k), self._gemms.memory(m, n, k)
         if us < 2 * memory:
             library = self._gemms(m, n, k)

@@ -3,9 +3,10 @@ numbers (`predict.py`).
 
 `weft tune` makes a profile. A profile contains only measurements and no conclusions: times of library GEMMs, of waves
 of Triton tiles, and of collectives and copies by size; the factors by which a GEMM and a transfer slow each other down;
-and some calls of whole ops. Its file is JSON with one measurement per line, in the user's cache directory, one file for
-each machine (GPU model, number of ranks, link, versions of torch, Triton and NCCL). Profiles that ship with weft are
-`profiles/<gpu>-x<ranks>.json`. A profile that `weft tune` has not finished is valid; the next run continues it.
+and some calls of whole ops. The file of a profile is JSON with one measurement per line, in the user's cache directory.
+There is one file for each machine (GPU model, number of ranks, link, versions of torch, Triton and NCCL). Profiles that
+ship with weft are `profiles/<gpu>-x<ranks>.json`. A profile that `weft tune` has not finished is valid; the next run
+continues it.
 """
 
 from __future__ import annotations

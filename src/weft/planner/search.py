@@ -189,10 +189,10 @@ class Planner:
         return best if best in times and library > GAIN * times[best] else Sequential()
 
     def _nearest(self, op: str, m: int, n: int, k: int, mode: str, limits: bool = True) -> Plan:
-        """Return the plan that "auto" runs. It is the plan of `near(m)`, so serving, where M changes with every batch,
-        searches a few hundred times and not once for every M. It is sequential if that plan is not predicted to be
-        faster than sequential at M itself. Every rank receives the same plan, independent of earlier choices. Raises
-        NotMeasured."""
+        """Return the plan that "auto" runs. The plan is that of `near(m)`, so serving, where M changes with every
+        batch, searches a few hundred times and not once for every M. The plan is sequential if that plan is not
+        predicted to be faster than sequential at M itself. Every rank receives the same plan, independent of earlier
+        choices. Raises NotMeasured."""
         p, planned_m = self.predictor, near(m, self.predictor.world)
         movable = REGISTRY[op].movable(Signaled(copies=True), m, p.world)
         plan = self.decide(op, planned_m, n, k, mode, m % p.world == 0, movable=movable, limits=limits).plan

@@ -128,8 +128,8 @@ def cluster(gpus: int, per_node: int = 8, gbs: float = 50.0) -> Topology:
 
 
 class ScaledPredictor(Predictor):
-    """A predictor of a topology that was not measured. It scales the times of transfers, and keeps the fitted
-    parameters of the measured predictor."""
+    """A predictor of a topology that was not measured. The predictor scales the times of transfers, and keeps the
+    fitted parameters of the measured predictor."""
 
     def __init__(self, measured: Predictor, topology: Topology, measured_on: Topology) -> None:
         self.measured, self.topology = measured, topology
@@ -332,7 +332,7 @@ def simulate(
         A Simulation.
 
     Raises:
-        ProfileError: there is no profile, it cannot be used, or it lacks a measurement that this needs.
+        ProfileError: there is no profile, it cannot be used, or it lacks a measurement that the simulation needs.
         TypeError: `topology` is not a Topology.
         ValueError: the workload is unknown, an entry of `sizes` is not three positive integers, or `measured_on`
             and the profile have different numbers of GPUs.

@@ -86,8 +86,8 @@ _learned: list[Measured] = []
 
 
 def learn(rows: list[Measured]) -> None:
-    """Add rows measured in this process. They have precedence over shipped rows for the same shape. Every rank must add
-    the same rows."""
+    """Add rows measured in this process. The added rows have precedence over shipped rows for the same shape. Every
+    rank must add the same rows."""
     _learned[:0] = rows
     Op.table_version += 1
     exact.cache_clear()

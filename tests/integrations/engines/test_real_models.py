@@ -104,7 +104,7 @@ def test_what_is_seen_in_a_model(architecture: str, sites: int, columns: int, by
     ],
 )
 def test_layers_that_communicate_by_themselves_are_named(module: str, layer: str, function: str) -> None:
-    """These are the families below vllm/models/ that can be imported without a GPU."""
+    """The test covers the families below vllm/models/ that can be imported without a GPU."""
     kind = getattr(importlib.import_module(f"vllm.models.{module}.nvidia.model"), layer)
     instance = kind.__new__(kind)
     torch.nn.Module.__init__(instance)

@@ -14,7 +14,7 @@ names:
     launches.py      kernel[grid](..)
 
 All tensors are CPU tensors of the emulator, whichever device the program names. As on a GPU, the host runs ahead of its
-streams. It waits only when it reads a value or synchronises.
+streams. The host waits only when it reads a value or synchronises.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Stream:
 
 
 class Event:
-    """The replacement of torch.cuda.Event. Its times are virtual times of the emulator."""
+    """The replacement of torch.cuda.Event. The times of an event are virtual times of the emulator."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: object
