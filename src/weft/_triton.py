@@ -38,7 +38,7 @@ _MAPS = 4096  # the number of cached TMA descriptors, of 128 bytes each, per arg
 
 
 def version() -> tuple[int, int]:
-    """Return the major and minor number of the Triton that runs."""
+    """Return the major and minor version of the installed Triton."""
     major, minor = re.findall(r"\d+", triton.__version__)[:2]
     return int(major), int(minor)
 

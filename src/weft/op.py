@@ -123,7 +123,7 @@ class Op(ABC, Generic[C]):
     operand_type: ClassVar[Callable[..., Operands] | None] = None
     # For each plan class that the op supports, the function that prepares its calls (prepared.py).
     runs: ClassVar[Mapping[type[Plan], Prepare]]
-    # For each plan class, the fields that the op refuses because it would have to ignore them.
+    # For each plan class, the fields that the op refuses because it could not apply them.
     unsupported_fields: ClassVar[Mapping[type[Plan], Sequence[str]]] = {}
     # One number for all ops, increased whenever a change alters the decisions of "auto".
     table_version: ClassVar[int] = 0
@@ -454,7 +454,7 @@ class Op(ABC, Generic[C]):
         return prepared
 
     def kept(self, world: World, call: C) -> Memo:
-        """Return the store of prepared calls."""
+        """Return the table in which prepared calls are stored."""
         return world.prepared
 
     def prepare(self, world: World, call: C, plan: Plan) -> Run | OwnResult:

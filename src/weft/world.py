@@ -1,9 +1,9 @@
 """A World is the only object between an op and the machine.
 
-`weft.init` creates it from torchrun's environment or a ProcessGroup; `weft.spmd` runs one function as N ranks of any
-backend. An op allocates channels and arenas through the World, and enqueues launches, copies and library calls on its
-streams. An op never tests which backend runs it. The functions that only authors of ops and engines need are methods of
-`world.backend` (backends/base.py), which is as public as the World.
+`weft.init` creates a World from torchrun's environment or a ProcessGroup; `weft.spmd` runs one function as N ranks of
+any backend. An op allocates channels and arenas through the World, and enqueues launches, copies and library calls on
+its streams. An op never tests which backend runs it. The functions that only authors of ops and engines need are
+methods of `world.backend` (backends/base.py), which is as public as the World.
 """
 
 from __future__ import annotations

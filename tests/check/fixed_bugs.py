@@ -139,8 +139,8 @@ def signal_neighbour(pads, rank: tl.constexpr, W: tl.constexpr):
 
 
 def pad_cleared_too_late(rank: int, world_size: int, mended: bool) -> None:
-    """A rank clears its pad after a peer may already have signalled. A barrier after the clearing fixes this (pytorch
-    #195761, in `test_triton_signal_wait_until`)."""
+    """A rank clears its pad after a peer may already have signalled. A barrier after the clearing fixes this fault
+    (pytorch #195761, in `test_triton_signal_wait_until`)."""
     memory = Memory(rank, world_size, N)
     memory.handle.get_signal_pad(rank, (world_size,), torch.int32).fill_(0)
     if mended:

@@ -116,7 +116,7 @@ def all_gather_case(
     dtype: torch.dtype = torch.bfloat16, fast: bool = False, calls: int = 1, seed: int = 0,
 ) -> float:  # fmt: skip
     """Return the largest error of all_gather_matmul over calls with fresh inputs. Gathered rows and scales must equal
-    the ranks' own."""
+    the rows and scales of the ranks."""
     worst, me, m = 0.0, world.rank, sum(shards)
     for call in range(calls):
         s = (seed * 100 + call) * 10

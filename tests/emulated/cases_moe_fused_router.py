@@ -45,7 +45,7 @@ class RoutedLayer:
     groups: int = 0
     top_groups: int = 0
     scale: float = 1.0
-    spread: int = 4  # the range of the logits, approximately
+    spread: int = 4  # the approximate range of the logits
 
     @property
     def layer(self) -> Layer:

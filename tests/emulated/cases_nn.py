@@ -169,8 +169,8 @@ def mlp_training(
     world: weft.World, shards: Sequence[int], hidden: int, inner: int, plan: Any = "auto", steps: int = 3,
     rate: float = 0.02, compiled: str = "", keep: bool = False,
 ) -> float:  # fmt: skip
-    """Train ParallelMLP by SGD beside the unsharded MLP in float64, and compare outputs, gradients of the input and of
-    all weights, and the weights after every step. Return the largest error divided by the error of torch's unsharded
+    """Train ParallelMLP and the unsharded MLP in float64 by SGD. Compare outputs, gradients of the input and of all
+    weights, and the weights after every step. Return the largest error divided by the error of torch's unsharded
     bfloat16 MLP, which rounds equally often. `compiled` is a torch.compile backend; with `keep` the module keeps the
     gathered x."""
     state, device = whole_mlp(hidden, inner), world.device

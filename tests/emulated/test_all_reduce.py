@@ -1,5 +1,5 @@
-"""All-reduce and all-reduce + norm on emulated ranks against torch: every plan, any shape, many schedules, bad input.
-The emulator itself raises an error for a race, a deadlock or a read of unwritten memory."""
+"""All-reduce and all-reduce + norm on emulated ranks are compared with torch: every plan, any shape, many schedules,
+bad input. The emulator itself raises an error for a race, a deadlock or a read of unwritten memory."""
 
 from __future__ import annotations
 

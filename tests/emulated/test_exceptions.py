@@ -100,7 +100,7 @@ def raise_in_each_step(world: weft.World, call: Callable[[weft.World], object]) 
         for t in steps.allocated:
             world.call(lambda t=t: t.fill_(7), [], [t], world.current_stream())
         world.synchronize()
-        world.exchange("the next call")  # peers still read the rows that this rank has staged
+        world.exchange("the next call")  # peers are still reading the rows that this rank has staged
     return count
 
 

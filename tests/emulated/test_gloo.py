@@ -40,7 +40,7 @@ from tests.emulated.cases_ops import case
 from tests.emulated.cases_tensor_parallel import both_halves, routes_case
 from weft import moe
 
-BF16, EXPERTS, DECODER = 5e-3, 1.2e-2, 2.5e-2  # the bounds of the emulated ranks
+BF16, EXPERTS, DECODER = 5e-3, 1.2e-2, 2.5e-2  # the error bounds of the emulated ranks
 Case = tuple[str, float, Callable[[], Any]]
 
 

@@ -358,7 +358,8 @@ def test_a_drop_is_raised_once_at_the_next_synchronize() -> None:
 
 @pytest.mark.parametrize("plan", ["dispatched", "sequential"])
 def test_a_backward_pass_counts_no_drop_again(plan: str) -> None:
-    """The backward pass places rows as its forward pass did, which has counted the dropped rows on both ranks."""
+    """The backward pass places rows as its forward pass did. The forward pass has counted the dropped rows on both
+    ranks."""
 
     def rank(world: weft.World) -> None:
         x, _, weights = routed(world)

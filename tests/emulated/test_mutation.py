@@ -2,8 +2,8 @@
 
 A case runs one protocol. A recorded run lists the protocol's sites. For each site, some schedule must report an error
 when the site is removed or weakened. EQUIVALENT lists the mutations that no schedule can show, and why they change
-nothing. An entry that no longer holds (its site is gone, or a schedule catches it) fails. pytest's summary prints the
-kill rate.
+nothing. The test fails for an entry that no longer holds (its site is gone, or a schedule catches it). pytest's summary
+prints the kill rate.
 """
 
 from __future__ import annotations
@@ -776,7 +776,8 @@ for name, plan in NORMS.items():
     else:
         mutations = [*POSTED, LAST_ROW, LAST, OWNER]
     EPOCHS[name] = mutations
-    # With two ranks, a peer continues only after nearly all programs here have cleared; a full residual is not pushed.
+    # With two ranks, a peer continues only after nearly all programs of this rank have cleared their words; a full
+    # residual is not pushed.
     seldom = [CLEAR_NEXT, *([OWNER.description] if isinstance(plan, OneShot) else [])]
     EPOCHS[f"{name}, full"] = [m for m in mutations if m.description not in seldom]
 

@@ -346,7 +346,7 @@ def test_two_programs_that_share_an_sm_are_both_resident() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_posted_blocks_of_several_rows_and_part_of_one(op: str) -> None:
-    """A rank has more than one block, and the last one may end in the middle of a row."""
+    """A rank has more than one block, and the last block may end in the middle of a row."""
     for rows in ([5, 5], [9, 2, 4]):
         compare(op, rows, 328, 264, OneShot(programs=3, warps=4), calls=2)
 

@@ -178,7 +178,7 @@ def test_a_wait_inside_a_pipelined_loop_is_found() -> None:
 
 
 def test_a_verdict_does_not_depend_on_tritons_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Triton's cache returns the original's code for the copy, and that code names the original's lines."""
+    """For the copy, Triton's cache returns the code of the original file, which names the original file's lines."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     source = Path(__file__).read_text()
     for name in ("original", "copy"):

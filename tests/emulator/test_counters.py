@@ -76,7 +76,7 @@ def age(world: World, calls: int) -> None:
     for name, word in inside([world._cache, world._arenas]):
         if name in COUNTING and word.dtype == torch.int32 and word.data_ptr() not in seen:
             seen.add(word.data_ptr())
-            first_counts = [c % BEFORE for c in word.tolist()]  # words that start at 1 in the first call
+            first_counts = [c % BEFORE for c in word.tolist()]  # words whose value is 1 in the first call
             aged = [
                 wrapped(one + (c - one) * calls // BEFORE) for c, one in zip(word.tolist(), first_counts, strict=True)
             ]

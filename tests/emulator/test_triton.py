@@ -316,7 +316,7 @@ def moved(value: Any) -> Any:
 
 @pytest.fixture
 def launched_here(recorded: RecordedDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
-    """Return a launcher whose GPU is the recorded driver."""
+    """Return a launcher that uses the recorded driver in place of a GPU."""
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(Launcher, "load", lambda *_: True)

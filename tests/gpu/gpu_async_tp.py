@@ -1,5 +1,5 @@
 """The GPU checks of torch's fused operators that weft serves; gpu_main.py runs them. `checks` yields a name, a bound
-and a function for each. If weft served no call, the error of a check is infinite.
+and a function for each. If weft served no call, a check's error is infinite.
 """
 
 from __future__ import annotations

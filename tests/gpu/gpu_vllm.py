@@ -25,7 +25,7 @@ import torch
 
 from tests.integrations.engines.run_engine import PROMPTS, QUANTIZED, checkpoint, exact
 
-TOKENS, ROUNDING = 24, 0.1  # tokens of an answer; bfloat16's rounding error of a log probability
+TOKENS, ROUNDING = 24, 0.1  # the number of tokens of an answer; bfloat16's rounding error of a log probability
 ROUNDING_OF_FP8 = 1.0  # for FP8 linears; not yet run on a GPU, but an engine on CPU ranks differed by up to 0.5
 BLOCKS = 24  # blocks of 16 tokens in the cache, fewer than CROWD needs
 CROWD = [[i, *range(40)] for i in range(8)]

@@ -32,8 +32,8 @@ def twice(x_desc, y_desc):
 
 def test_code_for_an_older_gpu_is_assembled_for_the_one_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(CUDABackend, "make_cubin", CUDABackend.make_cubin)
-    # This replaces the dictionary's entry. monkeypatch would later restore an attribute to its old value, which would
-    # hide the environment from then on.
+    # This statement replaces the dictionary's entry. monkeypatch would later restore an attribute to its old value,
+    # which would hide the environment from then on.
     monkeypatch.setitem(vars(triton.knobs.cache), "dir", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     older.as_gpu(80, 90)

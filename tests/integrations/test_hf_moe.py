@@ -101,8 +101,8 @@ def test_a_token_at_a_wrong_expert_is_detected(wrong: str, monkeypatch: pytest.M
 
 
 def test_used_routes_distinguish_a_near_tie_from_stale_memory() -> None:
-    """With the routes that were used, logits are close even if a route is not the model's own. Logits of different
-    tokens are far off, and so is a route to the worst expert."""
+    """With the routes that were used, logits are close even if a route differs from the model's own. Logits of
+    different tokens are far off, and so is a route to the worst expert."""
 
     def main(world: weft.World) -> list[float]:
         model, ids = tiny_mixture("Mixtral", num_hidden_layers=1), IDS[:1]

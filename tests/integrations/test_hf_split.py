@@ -1,4 +1,4 @@
-"""Transformers' own tensor parallelism with weft in it, on two gloo ranks: `weft.hf.styles`, and serving of woven
+"""Transformers' own tensor parallelism with weft's operators, on two gloo ranks: `weft.hf.styles`, and serving of woven
 models."""
 
 from __future__ import annotations

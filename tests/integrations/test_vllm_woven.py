@@ -307,7 +307,7 @@ def test_a_model_without_one_chain_of_sums_says_why(make: Any, reason: str) -> N
 def test_an_engine_whose_batches_cannot_be_split_says_why(
     changes: dict[str, Any], specs: list[Any], reason: str
 ) -> None:
-    """The woven form is not compared then."""
+    """In that case, the woven form is not compared."""
 
     def main(world: weft.World) -> None:
         _, passes = loaded(MODELS["dense"], **changes)

@@ -695,7 +695,7 @@ def rows_are_under_way(launch: Launch, k: Compiled) -> None:
 
 
 def specialised(launch: Launch) -> tuple[Any, ...]:
-    """Return the parts of Triton's key of a compiled kernel."""
+    """Return the parts of the key under which Triton caches a compiled kernel."""
     driver = OfflineDriver()
     with standing_in(driver):
         binder = launch.kernel.device_caches[driver.get_current_device()][-1]

@@ -28,7 +28,7 @@ from weft.timing import CallTime
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 GPU = "nvidia-h200"
-FAR = 3.0  # the distance of a far shape, in doublings
+FAR = 3.0  # the distance from which a shape counts as far, in doublings
 
 
 class Sweep(NamedTuple):
@@ -101,8 +101,8 @@ def expected(sweep: Sweep) -> Plan:
 
 
 def chosen(sweep: Sweep, unknown: bool) -> Plan:
-    """Return the plan that the chooser selects by timing the op's candidates, and the plan for a shape without any
-    row."""
+    """Return the plan that the chooser selects by timing the op's candidates, and the plan that it selects for a shape
+    without any row."""
     op = REGISTRY[sweep.op]
     kinds = [kind() for kind in (Decomposed, OneShot) if kind in op.runs] if op.collective else []
     named = [*op.autotune_plans, *(op.variants if unknown else ()), *(kinds if unknown else ())]

@@ -342,7 +342,7 @@ def test_shipped_profiles_can_be_used() -> None:
 def test_a_curve_passes_through_measurements_and_keeps_latency() -> None:
     c = Curve([(1 << 20, 20.0), (1 << 16, 12.0), (1 << 22, 50.0)])
     assert [c(1 << 16), c(1 << 20), c(1 << 22)] == [12.0, 20.0, 50.0]
-    assert c(1) == 12.0  # the latency, not zero bytes over the bandwidth
+    assert c(1) == 12.0  # the latency, and not zero bytes divided by the bandwidth
     assert c(3 << 19) == pytest.approx(25.0)
     assert c(1 << 24) == pytest.approx(50 + 12 * (1 << 20) * 30 / (3 << 20))
     assert Curve([(0, 7.0)])(1 << 30) == 7.0

@@ -393,7 +393,7 @@ def any_lines(module: Module) -> list[int]:
 
 
 def skipped(module: Module) -> list[int]:
-    """Return the lines with a mark that stops the formatter from changing them."""
+    """Return the lines with a mark that stops the formatter from changing these lines."""
     return [i for i, line in enumerate(module.text.splitlines(), 1) if "# fmt: skip" in line]
 
 

@@ -204,7 +204,7 @@ def signaled_rows(op: str, times: dict[str, float], **changes) -> list[dict]:
 
 
 def test_the_signaled_page_counts_wins_and_fractions_of_the_bound() -> None:
-    """The bound is 100 + 80 / 4 = 120 us: the GEMM, then the transfer of the last of four groups."""
+    """The bound is 100 + 80 / 4 = 120 us: the time of the GEMM, then the transfer of the last of four groups."""
     name, copies = "default, 4 CTAs", "copies, 4 SMs"
     rows = signaled_rows("matmul_all_to_all", {"sequential": 300, name: 150, f"{name}, tiles": 1, copies: 125})
     rows += signaled_rows("matmul_all_to_all", {"sequential": 300, name: 400, copies: 400}, K=2048)

@@ -19,7 +19,8 @@ def wait_word(word, value, guard):
 def barrier(calls, epoch, number):
     """Wait for all ranks: `same_call` stores a word to every rank and waits for the words of all ranks. The wait raises
     Mismatch unless every rank is in call number `number`. The fence turns the stores into releases, and the wait is an
-    acquire. Stream order covers the work before and after this kernel. `epoch` int32 [1] counts the barriers."""
+    acquire. Stream order covers the work before and after this kernel. `epoch` int32 [1] counts the calls of the
+    barrier."""
     release_fence("sys")
     same_call(calls, number)
     tl.store(epoch, tl.load(epoch) + 1)

@@ -180,8 +180,8 @@ class Backend(ABC):
 
     @abstractmethod
     def left_out_by_rank(self) -> list[int]:
-        """Return the numbers of dropped rows by the rank that dropped them: all rows that this rank dropped, and, for
-        every other rank, the rows of this rank's tokens that it dropped."""
+        """Return the numbers of dropped rows by the rank that dropped them. For this rank, the number covers all rows
+        that it dropped; for every other rank, it covers the dropped rows of this rank's tokens."""
 
     def close(self) -> None:
         """Release the backend's resources."""

@@ -381,8 +381,8 @@ def _release(held: list[object]) -> None:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the GPU that this process, or the code that created its group, has chosen; otherwise the local rank's
-    GPU."""
+    """Return the GPU that this process, or the code that created its group, has chosen. If no GPU was chosen, return
+    the local rank's GPU."""
     started = dist.is_initialized()
     bound = getattr(group or dist.group.WORLD, "bound_device_id", None) if started else None
     if bound is not None and bound.type == "cuda":

@@ -2,8 +2,8 @@
 
 Streams and events are the emulator's; memory is CPU tensors. Memory from `empty` is NaN until it is written. `finish`
 blocks the calling host task until the stream is drained, because the caller reads CPU memory directly. As on a GPU, it
-does not order streams, so the emulator still finds a missing event. With `ahead` it does nothing, as on a GPU, so an
-operator begins while earlier operators are still running.
+does not order streams, so the emulator still finds a missing event. With `ahead`, `finish` does nothing, as on a GPU,
+so an operator begins while earlier operators are still running.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ class EmulatedBackend(Backend):
             self.machine.streams.wait_event(stream, event)
 
     def start_after(self, stream: EmulatedStream, earlier: EmulatedStream) -> None:
-        """Add no happens-before edge, so that memory accesses that nothing else orders are still a Race."""
+        """Add no happens-before edge: if no other edge orders two memory accesses, they are still a Race."""
         self.machine.streams.wait_event(stream, self.machine.streams.record_event(earlier), orders_memory=False)
 
     def capturing(self) -> bool:

@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class RankWorld(Protocol):
-    """The part of a World that a rank's process uses."""
+    """The part of the interface of a World that a rank's process uses."""
 
     def synchronize(self) -> None: ...
 

@@ -39,8 +39,8 @@ _SPIN = 2e-3  # seconds for which a wait polls before it sleeps between polls
 
 
 class SharedMemoryExchange:
-    """Rank `rank`'s access to the memory of `file`, an open descriptor of one file on all ranks; `close` also closes
-    the descriptor. `seconds` bounds every wait."""
+    """The access of rank `rank` to the memory of `file`, an open descriptor of one file on all ranks; `close` also
+    closes the descriptor. `seconds` bounds every wait."""
 
     @staticmethod
     def shared(

@@ -14,8 +14,8 @@ from .model import Conditions, Cost, GemmCall, Parts
 @dataclass(frozen=True)
 class Chunking:
     """Parameters of decomposed calls that no probe can measure. `gap` is the time, in us, for which ranks wait for each
-    other at every barrier and collective. `copy` is the ratio of a copy's time in a call to its time in a chain of
-    copies alone."""
+    other at every barrier and collective. `copy` is the ratio of a copy's time in a call to its time in a chain that
+    contains only copies."""
 
     gap: float = 6.0
     copy: float = 1.0

@@ -22,7 +22,7 @@ from .queues import Step, Work
 # The time, in us, that each signaled group adds to a GEMM (docs/measurements.md, groups of one wave against tiles in
 # order).
 SIGNAL_COST = 0.7
-UNITS = 48  # the groups of a GEMM with more waves than this are multiples of several waves
+UNITS = 48  # if a GEMM has more waves than this, its groups consist of multiples of several waves
 BEST_PARTITIONS = 3
 SINGLE = (1,) * 16  # waves of each group if copy engines transfer the groups; the last group has the remaining waves
 FIRST_GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)  # candidate sizes of the first group, in waves or in such multiples

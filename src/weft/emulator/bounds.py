@@ -73,8 +73,8 @@ class Extent:
         return out
 
     def index(self, address: int) -> str:
-        """Return the element at an address as text, for a report. The element's index on the axis with the longest
-        stride may exceed the size."""
+        """Return the element at an address as text, for a report. On the axis with the longest stride, the element's
+        index may exceed the size."""
         rest, index = address - self.lo, [0] * len(self.shape)
         for i in self.axes:
             index[i], rest = divmod(rest, self.strides[i])

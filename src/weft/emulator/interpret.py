@@ -54,7 +54,7 @@ TensorHandle = stock.TensorHandle
 TURNS = 100_000  # a `while` loop with more turns, which take about two seconds, counts as endless
 hooks: Programs = None  # the Programs of the running Machine; None without a run
 assembly: Function = None  # the function that runs inline PTX, set by inline_ptx.py
-# A function of a Triton launch's (kernel, grid, *arguments, **options); None if launches are refused.
+# A function of the (kernel, grid, *arguments, **options) of a Triton launch; None if launches are refused.
 user_launch: Function | None = None
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------

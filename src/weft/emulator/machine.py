@@ -97,7 +97,7 @@ class Mutation(Protocol):
         """Return whether the call is in the source of this function."""
 
     def apply(self, tree: ast.Module) -> None:
-        """Change the call in the function's source."""
+        """Apply the change to the call in the function's source."""
 
     def drops(self, site: tuple[str, int, str]) -> bool:
         """Return whether the mutation drops the call at this site of host code: the file, the line and the backend's
@@ -758,8 +758,8 @@ class Machine:
         return "\n    ".join(dict.fromkeys(reasons))
 
     def _reused(self, reader: Owner, writer: Owner) -> str:
-        """Return the reason why a write is one call too early, or "". The position of each access among the launches of
-        a kernel determines its call."""
+        """Return the reason why a write is one call too early, or "". The position of an access among the launches of a
+        kernel determines the call to which the access belongs."""
         run = reader.run or writer.run
         if run is None or reader.rank == writer.rank:
             return ""

@@ -288,7 +288,7 @@ class Memory:
         keep, ranks = [], self.machine.ranks
         for a in state.atoms:
             covered = a[0] == agent or clock[a[0]] >= a[1]
-            # An earlier atomic of this tick covers this atomic, unless this one reads another agent's atomic in
+            # An earlier atomic of this tick covers this atomic, unless this atomic reads another agent's atomic in
             # between.
             if a[0] == agent and a[1] == tick and a[2] | stamp == a[2] and state.atoms[-1][0] == agent:
                 return number

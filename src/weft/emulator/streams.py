@@ -58,7 +58,7 @@ class Streams:
         size = machine.size
         self.streams: dict[tuple[int, str], EmulatedStream] = {}
         self.pending: list[list[KernelRun]] = [[] for _ in range(size)]
-        # For each rank, the times at which its free SMs became free.
+        # For each rank, the times since which its free SMs have been free.
         self.free = [[0.0] * machine.sm_count for _ in range(size)]
         self.calls_end = [0.0] * size  # the time at which each rank's last library call ended
         self.resident: list[list[Task]] = [[] for _ in range(size)]
@@ -580,8 +580,8 @@ class Streams:
             self.machine.wake(waiting)
 
     def _access_tensors(self, collective: str, arrival: Arrival) -> float:
-        """Record a rank's reads and writes in a collective. Return the time in which all these bytes would cross the
-        rank's link, in each direction."""
+        """Record a rank's reads and writes in a collective. Return the time in which all the bytes of these reads and
+        writes would cross the rank's link, in each direction."""
         previous, self.machine.current = self.machine.current, arrival.task
         try:
             for kind, tensors in ((READ, arrival.reads), (WRITE, arrival.writes)):

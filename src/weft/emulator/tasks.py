@@ -82,8 +82,8 @@ class Task:
         None  # the clock that one thread of a program acquired; the other threads acquire it at their next barrier
     )
     at_end: np.ndarray | None = None  # later operations of the stream are ordered after this clock
-    # The clocks that the task's relaxed atomics have read, released to the task's own rank and to all ranks. The task's
-    # next fence acquires these clocks.
+    # The clocks that the task's relaxed atomics have read; one was released to the task's own rank, the other to all
+    # ranks. The task's next fence acquires these clocks.
     observed: list[np.ndarray | None] = field(default_factory=lambda: [None, None])
     threads: np.ndarray | None = None  # bool [threads], whether a thread runs the current branch; None: all do
     fenced: tuple[np.ndarray, bool] | None = None  # the last release fence: its clock, and whether its scope is "sys"

@@ -39,10 +39,10 @@ def divide_by_ranks(name: str, size: int, world: World) -> int:
 class Sharded(nn.Module):
     """A module with sharded tensors.
 
-    `sharded_dim` has, for each name in the state dict, the dimension that the ranks split; None: all ranks hold the
-    same tensor. `sharded_parameters` lists the names of the parameters that store these tensors. `ignored` are names in
-    state dicts that the module does not use. torch saves and loads a subclass's other parameters, buffers and modules,
-    which are the same on all ranks. Raises TypeError for a dtype that the ops do not support.
+    `sharded_dim` contains, for each name in the state dict, the dimension that the ranks split; None: all ranks hold
+    the same tensor. `sharded_parameters` lists the names of the parameters that store these tensors. `ignored` are
+    names in state dicts that the module does not use. torch saves and loads a subclass's other parameters, buffers and
+    modules, which are the same on all ranks. Raises TypeError for a dtype that the ops do not support.
     """
 
     sharded_dim: dict[str, int | None]

@@ -198,7 +198,7 @@ class LayerTimes:
 
     def split(self, tokens: int, least: int = 1) -> int:
         """Return the number of tokens of the prefix. The split is the most even one among the multiples of `step`
-        within 1% of the smallest time. Neither part has fewer tokens than `least`; if there is no such multiple, the
+        within 1% of the smallest time. Neither part has fewer tokens than `least`. If there is no such multiple, the
         split is in the middle."""
         splits = [s for s in range(self.step, tokens, self.step) if min(s, tokens - s) >= least]
         if not splits:
@@ -235,7 +235,7 @@ class Table:
 
     @classmethod
     def from_rows(cls, rows: Sequence[StoredRow]) -> Table:
-        """Return the table that `to_rows` stored."""
+        """Return the table that `to_rows` converted to rows."""
         choices: dict[str, list[tuple[int, LayerPlan]]] = {"graph": [], "eager": []}
         profile = None
         for r in rows:

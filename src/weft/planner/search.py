@@ -108,7 +108,7 @@ def candidates(
     movable: bool | None = None,
     limits: bool = True,
 ) -> list[Plan]:
-    """Return the plans whose times are worth predicting; the models of the op's plans name them.
+    """Return the plans whose times are worth predicting; the cost models of the op's plans list these plans.
 
     even, movable, limits: as for `Conditions`; movable None: depends on M (`Op.movable`).
     """

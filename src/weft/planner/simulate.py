@@ -102,7 +102,7 @@ class Topology:
 
 
 # Rates are the makers' figures: an NVLink 4 link carries 26.562 GB/s one way (nvidia-smi nvlink -s), and a GPU has 18;
-# PCIe 5 x16 carries 64 GB/s, PCIe 4 x16 32 GB/s, a 400 Gb/s network card 50 GB/s, one for each GPU. Latencies are
+# PCIe 5 x16 carries 64 GB/s, PCIe 4 x16 32 GB/s, a 400 Gb/s network card 50 GB/s, one for each GPU. The latencies are
 # typical orders of magnitude.
 def nvlink(gpus: int = 8, links: int = 18) -> Topology:
     """Return the topology of one node whose GPUs each have `links` NVLink 4 links to a switch."""
@@ -323,7 +323,7 @@ def simulate(
         sizes: (tokens, hidden, intermediate) of the layer, or (M, N, K) of the op, before they are divided over the
             GPUs.
         profile: as in `weft.explain`. Default: this machine's.
-        measured_on: the links of the profile's machine. Default: NVLink with as many links as the profile says, or PCIe
+        measured_on: the links of the profile's machine. Default: NVLink with as many links as in the profile, or PCIe
             5.
         eight_bits: operands of GEMMs have 8 bits, sums and results 16. No profile has 8-bit rates: an 8-bit GEMM is
             assumed to be as fast as a 16-bit GEMM of half K, whose rows have as many bytes. The Simulation prints this.
