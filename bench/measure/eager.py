@@ -3,7 +3,8 @@
 
 The program appends rows to DIR/eager.jsonl: the us of calls that run one after another, on the slowest rank, as the
 median of interleaved rounds. The GEMMs come from models with hidden sizes of 3,584 to 12,288. Longer GEMMs, which take
-as long as in a CUDA graph, are left out. "library" is the two calls of cuBLAS and NCCL that an op replaces.
+as long as in a CUDA graph, are left out. "library" is the two calls of cuBLAS and NCCL that an op replaces; a row of "auto" has
+the plan that ran.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def main() -> None:
             )
             count = max(3, min(12, int(1e13 / (2 * m * n * k))))
             us = time_interleaved(calls, mode="eager", calls=count, rounds=5)
-            run.keep([dict(op=op, method=method, us=round(t, 1), M=m, N=n, K=k) for method, t in us.items()])
+            assert world.ran is not None
+            plans = dict(auto=world.ran.plan.to_json())
+            run.keep(dict(op=op, method=p, us=round(t, 1), M=m, N=n, K=k, plan=plans.get(p)) for p, t in us.items())
             run.log(f"{op} {m}x{n}x{k}: {gains(us, 'library')}")
     run.end()
 

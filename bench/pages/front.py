@@ -155,7 +155,7 @@ def layers(folder: Path) -> list[list[str]]:
             lowest, mode, name = min((ratio, mode, name) for (mode, name), ratio in of_weft.items())
             best = max(((mean(r.values()) or 0, library) for library, r in by_library.items() if library), default=None)
             cells = [f"**{ratio:.2f}x**" if ratio else "–" for ratio in by_mode]
-            cells += [f"{best[0]:.2f}x {best[1]}" if best else "–", f"{lowest:.2f}x ({name}, {MODES[mode]})"]
+            cells += [f"{best[0]:.2f}x {best[1]}" if best else "–", f"{lowest:.2f}x ({name}, {mode})"]
             rows = [row for by_method in newest(folder, line).values() for row in by_method.values()]
             of_baseline.append([line.title, *cells, measured(rows)])
         if of_baseline:

@@ -38,7 +38,7 @@ MEASUREMENTS = f"""# Measurements
 <!-- made by bench/pages/pages.py from bench/results; do not edit -->
 
 {report.INTRODUCTION}
-The planner [predicts](planner.md#how-well-it-predicts) such times. Rows of an earlier version on 8 H200s: `bench/results/nvidia-h200-x8`.
+The planner [predicts](planner.md#how-well-it-predicts) such times.
 """
 
 

@@ -59,7 +59,8 @@ def tokenweave(results: Path) -> str:
                 for line in report.summary(rows, world)
                 if ": " in line[0]
             }
-            figures.append(f"{', '.join(f'{kind} {mean}' for kind, mean in means.items())} on {world} GPUs")
+            if means:
+                figures.append(f"{', '.join(f'{kind} {mean}' for kind, mean in means.items())} on {world} GPUs")
     return f'Llama-70B\'s layers by `"auto"` over cuBLAS + NCCL: {"; ".join(figures)}'
 
 

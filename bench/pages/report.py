@@ -230,7 +230,7 @@ def summary(rows: Sequence[Row], world: int) -> list[list[str]]:
                 means.append(mean(c.ratio("auto") for c in shapes))
                 ratios = {p: mean(c.ratio(p) for c in shapes) for c in shapes for p in c.peers}
                 peers += sorted(((r, p) for p, r in ratios.items() if r), reverse=True)[:1]
-                lows += [(ratio, f"{c.name}, {MODES[mode]}") for c in shapes if (ratio := c.ratio("auto"))]
+                lows += [(ratio, f"{c.name}, {mode}") for c in shapes if (ratio := c.ratio("auto"))]
             if lows:
                 low, peer = min(lows), peers[0] if peers else None
                 best = f"{_x(peer[0])} {peer[1]}" if peer else "–"
@@ -269,11 +269,11 @@ def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
     svg.save(figure, path)
 
 
-INTRODUCTION = """This page shows how fast each op is at each size. Times are microseconds: the slowest rank's median over iterations, on
-random inputs, with all methods of a shape interleaved in one run. *NCCL* is cuBLAS, then NCCL; *weft* is `plan="auto"`, and *plan* the kind
-that ran. *GEMM* and *comm.* are each alone; *limit* is the longer of the GEMM alone and the bytes over the measured link rate. A library's column
-is its speedup over cuBLAS + NCCL. CUDA graphs come first, then the same calls launched one by one (*eager*). N and K are of one rank, M is
-gathered. Means are geometric. Chapters are named by card and number of cards; *measured* is a row's date and commit.
+INTRODUCTION = """Times are microseconds: the slowest rank's median, on random inputs, with all methods of a shape interleaved
+in one run. *NCCL* is cuBLAS, then NCCL; *weft* is `plan="auto"`, and *plan* the kind that ran. *GEMM* and *comm.* are each alone; *limit* is the
+longer of the GEMM alone and the bytes over the measured link rate. A library's column is its speedup over cuBLAS + NCCL. Calls in CUDA graphs
+(*graph*) come before calls launched one by one (*eager*). N and K are of one rank, M is gathered. Means are geometric. *measured* is the
+date and commit of a line and of those below it.
 """
 
 
@@ -306,10 +306,9 @@ def measured(rows: Sequence[Row]) -> str:
 
 def digest(machine: str, rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> str:
     """Return a machine's chapter: its means and plots. layers: further lines of the means."""
-    source = f"Measured {when(rows)} at {commits(rows)}; [every size](../{table_name(machine)})."
-    text = [f"## {machine}", source, table_of_means(rows, layers)]
+    text = [f"## {machine}", f"[Every size](../{table_name(machine)})", table_of_means(rows, layers)]
     for op in (op for op in _distinct(rows, "op", tuple(OPS)) if op in PLOTTED):
-        text.append(f"![{OPS.get(op, op)} against cuBLAS + NCCL](img/{_plot_name(machine, op)})")
+        text.append(f"![{OPS.get(op, op)}](img/{_plot_name(machine, op)})")
     return "\n\n".join(text) + "\n"
 
 
@@ -371,6 +370,11 @@ def means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> list[list[st
 
 
 def table_of_means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> str:
-    """Return one machine's table of means. layers: further lines."""
+    """Return one machine's table of means, which says once when and at what commit consecutive lines were measured.
+    layers: further lines."""
     head = ["times as fast as", "CUDA graph", "eager", "best other library", "lowest of all sizes", "measured"]
-    return grid(head, means(rows, layers), 1)
+    lines, above = [], ""
+    for *cells, source in means(rows, layers):
+        lines.append([*cells, "" if source == above else source])
+        above = source or above
+    return grid(head, lines, 1)

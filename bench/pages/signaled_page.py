@@ -378,8 +378,8 @@ def of_last_run(rows: Sequence[Row]) -> list[Row]:
 def digest(machines: dict[str, list[Row]], sms: int) -> str:
     """Return the part of the chapter that the page of measurements shows."""
     _, goals = every_op(machines, sms)
-    plots = (f"![signaled plans against cuBLAS + NCCL](img/signaled-{machine}.svg)" for machine in machines)
-    every = f"Every size, and what signals and reordering take, is in [tables](../{TABLES})."
+    plots = (f"![signaled plans](img/signaled-{machine}.svg)" for machine in machines)
+    every = f"[Every size](../{TABLES})."
     sentence, _ = against_the_goal(goals)
     head = ["op", "GPUs", "moved by", "of the bound, mean", "speedup, mean", "most", "lost on"]
     means = grid(head, [[*goal[:4], *goal[-3:]] for goal in goals], 3)

@@ -48,7 +48,7 @@ def confirmed(folders: list[Path]) -> dict[tuple, tuple[str, float]]:
     methods: dict[tuple, dict[str, dict]] = {}
     for path in [p for folder in folders for p in sorted(folder.glob("*.jsonl"))]:
         # Rows with different fields come from other benchmarks.
-        ours = (r for r in lines_of(path) if r["op"] == path.stem and set(KEY) <= r.keys())
+        ours = (r for r in lines_of(path) if r.get("op") == path.stem and set(KEY) <= r.keys())
         for r in ours:
             methods.setdefault(tuple(r[k] for k in KEY), {})[r["method"]] = r
     return {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bench.pages.report import when
 from bench.pages.tables import Rows, grid, lines_of
 
 TABLES = "bench/results/vllm.md"
@@ -52,7 +53,8 @@ def serving(lines: Rows) -> str:
     two turns, and the median and the 99th percentile of the times of tokens."""
     key = ("model", "ranks", "mix", "method", "rate", "tokens_a_step")
     table = []
-    for row in {tuple(row[name] for name in key): row for row in lines}.values():
+    newest_rows = list({tuple(row[name] for name in key): row for row in lines}.values())
+    for row in newest_rows:
         size = f"{row['mix']}: {row['requests']} of {row['tokens_in'] // row['requests']} + {row['tokens_out'] // row['requests']}"
         size += f", {row['rate']:g} a second" * bool(row["rate"])
         latencies = [row["latency"][method] for method in (row["method"], row["baseline"])]
@@ -67,4 +69,4 @@ def serving(lines: Rows) -> str:
             "between tokens, ms: it / stock"]  # fmt: skip
     backends = {str(row["fused all-reduce"][row["baseline"]]["backend"]) for row in lines}
     note = f"{newest['layers']} layers of random weights, stock with flashinfer's fused all-reduce ({', '.join(sorted(backends))})"
-    return f"vLLM {newest['vllm']}, {newest['ranks']} ranks, {newest['gpu']}, {newest['date']}, {note}; [median, 99%]:\n\n{grid(head, table)}"
+    return f"vLLM {newest['vllm']}, {newest['ranks']} ranks, {newest['gpu']}, {when(newest_rows)}, {note}; [median, 99%]:\n\n{grid(head, table)}"

@@ -16,20 +16,20 @@ MLPS = tuple(f"MLP-{i}" for i in range(1, 7))
 WAYS = ("decomposed", "fused, programs pull", "fused, a copy engine pulls", "signaled")
 WAYS_TEXT = """## Ways of overlapping
 
-From tuning runs, in CUDA graphs: the speedup over weft's own sequential plan of the best plan of each way, geometric means over
-MLP-1 to MLP-6, and in brackets on how many of the six it was the fastest. [What was tried](design-notes.md) says why.
+From tuning runs, in CUDA graphs: each way's best plan over weft's sequential plan, geometric means over MLP-1 to MLP-6, and in
+brackets how often it was the fastest ([why](design-notes.md)).
 """
 METHODS = ("library", "sequential", "decomposed", "fused", "signaled", "one_shot", "two_shot")
 INVARIANT = ("norm", "rows", "shards")  # ways to run a layer, under the names of bench/measure/batch_invariance.py
 HOST_TEXT = """## Host time of a call
 
-From call to return, us, of a shape that was called before, without waiting for the GPU (`bench/measure/host.py`): the two calls of cuBLAS
-and NCCL that an op replaces, and the op by each kind of plan.
+Microseconds of a known call, without waiting for the GPU (`bench/measure/host.py`); *library*: the calls of cuBLAS
+and NCCL that an op replaces.
 """
 MOE_TEXT = """## Mixture of experts
 
-A layer's forward pass of balanced routing, gate included, over NCCL's all-to-all and `torch._grouped_mm`, in CUDA graphs ([every size](../bench/results/moe.md)).
-vLLM's fused experts, which run on one GPU, are faster than torch's: [beside them](moe.md#what-it-reaches).
+A forward pass of balanced routing, gate included, over NCCL's all-to-all and `torch._grouped_mm`, in CUDA graphs ([every size](../bench/results/moe.md)).
+vLLM's fused experts, on one GPU, [are faster](moe.md#what-it-reaches) than torch's.
 """
 
 
@@ -75,23 +75,32 @@ def host(results: Path) -> str:
     known, stored = [], by_machine(results, "host.jsonl")
     methods = list(dict.fromkeys([*METHODS, *(r["method"] for rows in stored.values() for r in rows)]))
     for machine, rows in stored.items():
+        known.append([f"*{machine}*", *[""] * len(methods)])
         for op in dict.fromkeys(r["op"] for r in rows):
             us = {r["method"]: r["us"] for r in rows if r["op"] == op}
-            known.append([OPS.get(op, op.replace("_", " ")), machine, *(_us(us.get(m)) for m in methods)])
-    return f"{HOST_TEXT}\n{grid(['op', 'GPUs', *methods], known, 2)}\n\n{sources(stored)}\n"
+            known.append([OPS.get(op, op.replace("_", " ")), *(_us(us.get(m)) for m in methods)])
+    return f"{HOST_TEXT}\n{grid(['op', *methods], known, 1)}\n\n{sources(stored)}\n"
 
 
 def batch_invariance(results: Path) -> str:
     """Return the table of batch-invariant layers: the us of the rebuilt mode, the ratio of that time to each of weft's
     ways, and the extra time of the fastest of these over the fastest way without batch invariance."""
     lines, stored = [], by_machine(results, "batch_invariance.jsonl")
-    for rows in stored.values():
+    for machine, rows in stored.items():
         for model, tokens in dict.fromkeys((r["model"], r["M"]) for r in rows):
             us = {r["method"]: r["us"] for r in rows if (r["model"], r["M"]) == (model, tokens)}
             fastest = [min(us[f"{mode} {way}"] for way in INVARIANT) for mode in ("weft", "auto")]
             ratios = [f"**{us['rebuilt'] / us[f'weft {way}']:.2f}x**" for way in INVARIANT]
-            lines.append([f"{model}, {tokens:,}", _us(us["rebuilt"]), *ratios, f"{fastest[0] / fastest[1] - 1:+.0%}"])
-    head = ["layer, tokens", "vLLM's mode, us", *INVARIANT, "cost"]
+            lines.append(
+                [
+                    f"{model}, {tokens:,}",
+                    machine.rpartition("x")[2],
+                    _us(us["rebuilt"]),
+                    *ratios,
+                    f"{fastest[0] / fastest[1] - 1:+.0%}",
+                ]
+            )
+    head = ["layer, tokens", "GPUs", "vLLM's mode, us", *INVARIANT, "cost"]
     return f"{grid(head, lines, 1)}\n\n{sources(stored)}"
 
 

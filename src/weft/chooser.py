@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
@@ -48,8 +48,9 @@ class Choice(Generic[T]):
     candidates: returns the candidates to time with it, the same on every rank; none if nothing is timed. run: the
     function that runs a candidate. prepare: the function that is called once for each candidate before the candidate
     runs. title, sizes: describe the trial. worth: how many times as fast as the expected candidate another must be.
-    hopeless: a candidate is not timed again if its first timed call takes more than this many times the expected
-    candidate's time."""
+    rounds: the number of rounds. host_factor: the factor by which the host's time counts in eager calls. hopeless: a
+    candidate is not timed in rounds if its first timed calls take more than this many times the expected candidate's
+    time."""
 
     key: Hashable
     expected: Callable[[str], T]
@@ -59,24 +60,25 @@ class Choice(Generic[T]):
     title: str = ""
     sizes: tuple[int, ...] = ()
     worth: float = MIN_SPEEDUP
+    rounds: int = field(default_factory=lambda: ROUNDS)
+    host_factor: float = 1.0
     hopeless: float = math.inf
 
 
 @dataclass(frozen=True)
 class Trial(Generic[T]):
     """The times of the candidates of one choice. times: by candidate, the slowest rank's times. expected: by mode, the
-    expected candidate. faster: by mode, the candidate that was faster than it, or None."""
+    expected candidate. faster: by mode, the candidates that were faster than it, the one to choose first."""
 
     title: str
     sizes: tuple[int, ...]
     times: dict[T, CallTime]
     expected: dict[str, T]
-    faster: dict[str, T | None]
+    faster: dict[str, tuple[T, ...]]
 
     def chosen(self, mode: str) -> T:
         """Return the candidate to run."""
-        faster = self.faster[mode]
-        return self.expected[mode] if faster is None else faster
+        return next(iter(self.faster[mode]), self.expected[mode])
 
     def timings(self, mode: str) -> str:
         """Return the times as a sentence that starts with the fastest candidate."""
@@ -116,10 +118,12 @@ class Chooser:
         known = self.remembered(choice.key, mode)
         return choice.expected(mode) if known is None else known
 
-    def remembered(self, key: Hashable, mode: str) -> Any | None:
-        """Return the candidate that was measured to be faster than the expected one, or None."""
+    def remembered(
+        self, key: Hashable, mode: str, usable: Callable[[Any], bool] = lambda candidate: True
+    ) -> Any | None:
+        """Return the fastest usable candidate that was measured to be faster than the expected one, or None."""
         trial = self.trials.get(key)
-        return trial.faster[mode] if trial else None
+        return next(filter(usable, trial.faster[mode]), None) if trial else None
 
     def trial(self, choice: Choice[T]) -> Trial[T] | None:
         """Return the trial of this choice, and run it now if there was none; return None if nothing is timed."""
@@ -147,6 +151,9 @@ class Chooser:
             choice.run(candidate)
             single_calls[candidate] = self._slowest([self.time(choice, candidate, 1, LAUNCH)])[0]
         limit = choice.hopeless * min(max(single_calls[way]) for way in expected.values())
+        for way, call in single_calls.items():
+            if max(call) > limit and way not in expected.values():  # perhaps only the first timed call was slow
+                single_calls[way] = min(call, *self._slowest([self.time(choice, way, 1, LAUNCH)]), key=max)
         hopeful = [way for way, call in single_calls.items() if max(call) <= limit or way in expected.values()]
 
         def sample(candidate: T) -> CallTime:
@@ -154,15 +161,11 @@ class Chooser:
             times = max(1, min(TIMES, int(LONG / gpu)))
             return self.time(choice, candidate, times, host + times * max(host - gpu, 0.0))
 
-        rounds = interleaved(hopeful, sample, ROUNDS)
+        rounds = interleaved(hopeful, sample, choice.rounds)
         medians = [CallTime(*map(statistics.median, zip(*samples, strict=True))) for samples in rounds.values()]
         took = single_calls | dict(zip(rounds, self._slowest(medians), strict=True))
-        faster: dict[str, T | None] = {}
-        for mode, best in expected.items():
-            for candidate in candidates:
-                worth = choice.worth if best == expected[mode] else MIN_SPEEDUP
-                best = candidate if took[candidate].us(mode) * worth < took[best].us(mode) else best
-            faster[mode] = best if best != expected[mode] else None
+        counted = {way: CallTime(call.gpu, call.host * choice.host_factor) for way, call in took.items()}
+        faster = {mode: _faster(choice, candidates, counted, mode, expected[mode]) for mode in expected}
         return Trial(choice.title, choice.sizes, took, expected, faster)
 
     def time(self, choice: Choice[T], candidate: T, times: int, ahead: float) -> CallTime:
@@ -177,6 +180,22 @@ class Chooser:
         """Return the slowest rank's time for each of these times. Collective."""
         of_ranks = [times] if self.ranks is None else self.ranks.exchange(times, "times of a trial")
         return [CallTime(*map(max, zip(*ranks, strict=True))) for ranks in zip(*of_ranks, strict=True)]
+
+
+def _faster(
+    choice: Choice[T], candidates: Sequence[T], times: Mapping[T, CallTime], mode: str, expected: T
+) -> tuple[T, ...]:
+    """Return the candidates that are faster than the expected one. Each is the one to choose without those before
+    it."""
+    faster: list[T] = []
+    while True:
+        best = expected
+        for candidate in (candidate for candidate in candidates if candidate not in faster):
+            worth = choice.worth if best == expected else MIN_SPEEDUP
+            best = candidate if times[candidate].us(mode) * worth < times[best].us(mode) else best
+        if best == expected:
+            return tuple(faster)
+        faster.append(best)
 
 
 Chooser.alone = Chooser(cuda_clock, lambda: torch.cuda.is_current_stream_capturing())

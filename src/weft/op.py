@@ -23,6 +23,7 @@ from typing import ClassVar, Generic, TypeAlias, TypeVar
 import torch
 
 from . import torch_library
+from .backends import library_gemm
 from .chooser import Choice
 from .cost.model import AnyCost, GemmCall
 from .errors import Unsupported
@@ -648,9 +649,13 @@ class Op(ABC, Generic[C]):
         return self._timed(world, call, mode) or self.auto(world, call, mode)
 
     def _timed(self, world: World, call: C, mode: str) -> Plan | None:
-        """Return the plan that was fastest in the trial of such calls, if it can run this call."""
-        timed: Plan | None = world.choices.remembered(self._key(call), mode)
-        return timed if timed is not None and self._reason_against(world, call, timed, "auto") is None else None
+        """Return the fastest plan in the trial of such calls that can run this call."""
+
+        def usable(plan: Plan) -> bool:
+            return self._reason_against(world, call, plan, "auto") is None
+
+        timed: Plan | None = world.choices.remembered(self._key(call), mode, usable)
+        return timed
 
     def _key(self, call: C) -> Hashable:
         """Return the key of the decision, which calls with the same `trial_key` share."""
@@ -691,6 +696,8 @@ class Op(ABC, Generic[C]):
             lambda plan: self.check_same_on_all_ranks(world, timed()[0], plan, **self.compared(plan, addresses)),
             trial_title(self.name, self.scaling(call)),
             self.sizes(call),
+            # The smallest call that shares this trial takes the host as long as this call, and the GPU less time.
+            host_factor=library_gemm.rows_ratio(),
         )
 
     def check_plan(self, plan: str | Plan) -> None:

@@ -941,6 +941,10 @@ EQUIVALENT = [
         for order in ("world.order(arena, stream)", "world.order(lock(world, NAME), stream)")
     ],
     Equivalent(
+        (f"{AG} by copies, captured",), "drop wait_event", "world.wait_event(copies, world.record(signals))",
+        "the GEMM has waited for every flag; a capture must join each of its streams, which nothing is here",
+    ),
+    Equivalent(
         ("attention gradients",), "drop wait_event", "world.wait_event(world.current_stream(), fetched.end)",
         "keys stay as they are until the backward pass has ended, whose pushes come behind these on one stream, and are "
         "waited for",

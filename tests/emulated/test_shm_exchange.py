@@ -640,6 +640,26 @@ def test_an_expired_wait_first_names_the_calls_of_other_ranks(
         assert first_line == last_line
 
 
+def test_an_expired_wait_names_the_rank_for_which_its_peer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 pulls the rows of rank 2, which is absent, before rank 0's rows, and rank 0 waits for rank 2 too."""
+    monkeypatch.setattr(cuda, "GRACE", 0.5)
+
+    def main(shm: SharedMemoryExchange) -> str:
+        if shm.rank == 2:
+            return ""
+        backend = stuck(shm, EXPIRED, (9, 8))
+        backend.record_words.words[5] = peer = 0 if shm.rank else 2
+        backend.describe = lambda address: "channel 7 of all_gather_matmul" + f", rank {peer}'s copy" * (peer == 2)
+        with pytest.raises(Timeout) as raised:
+            backend.check()
+        return str(raised.value)
+
+    messages = ranks(main, 3)
+    assert messages[0].endswith("needs 9; rank 2 did not arrive")
+    assert messages[1].endswith("needs 9; rank 0 did not arrive, but waits too; no wait is reported by rank 2")
+    assert "disagree" not in messages[0] + messages[1], "a peer's copy of a channel belongs to the same op"
+
+
 def test_a_different_call_is_a_mismatch_and_a_missing_one_is_counted() -> None:
     def main(shm: SharedMemoryExchange) -> list[str]:
         call = 3 << NUMBER_BITS

@@ -880,14 +880,14 @@ def test_an_expired_wait_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     counter_address, peer, counter_name, peer_name = emulate(main)[0]
     assert counter_name == "channel 5 of matmul_reduce_scatter 64x64x64"
     assert "channel 7 of matmul_reduce_scatter 64x64x64" in peer_name, "a peer's counter must be named too"
-    says = r"rank 1: a wait on channel 5 of matmul_reduce.*, tile 12, expired after 2.5 s: counter stands at 3, needs 8; rank 6 did not"
+    says = r"rank 1: a wait on channel 5 of matmul_reduce.*, tile 12, expired after 2.5 s: counter stands at 3, needs 8; rank 0 did not"
     with pytest.raises(Timeout, match=says):
         gpu_backend(
-            [1, counter_address, 8, 3, 12, 6, 0, 0], lambda address: counter_name if address == counter_address else "?"
+            [1, counter_address, 8, 3, 12, 0, 0, 0], lambda address: counter_name if address == counter_address else "?"
         ).check()
     with pytest.raises(Timeout, match=f"a wait on address {counter_address:#x}.*any peer did not arrive"):
         gpu_backend([1, counter_address, 8, 3, 12, -1, 0, 0]).check()
-    gpu_backend([0, counter_address, 8, 3, 12, 6, 0, 0]).check()
+    gpu_backend([0, counter_address, 8, 3, 12, 0, 0, 0]).check()
     assert timeout_seconds() == 2.5
     monkeypatch.delenv("WEFT_TIMEOUT")
     assert timeout_seconds() == 30

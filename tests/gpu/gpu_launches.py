@@ -16,7 +16,7 @@ from tests.gpu.gpu_reduce import PLANS
 from weft.lang.mapping import balanced_rows
 from weft.ops.activation import silu_mul
 from weft.ops.rotary import rotary
-from weft.plans import OneShot, Plan, TwoShotLowLatency, TwoShotPush
+from weft.plans import Decomposed, OneShot, Plan, TwoShotLowLatency, TwoShotPush
 
 Tensors = tuple[torch.Tensor, ...]
 Op = Callable[..., torch.Tensor]
@@ -243,6 +243,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             yield f"launches at new addresses, {name}", BF16, partial(norm_moving, world, plan, 40, torch.bfloat16)
     yield "launches at new addresses, fp32 weight", BF16, partial(norm_moving, world, OneShot(), 8, torch.float32)
     yield "launches at new addresses, all-gather", BF16, partial(gathered, world, OneShot())
+    yield "launches at new addresses, all-gather by copies", BF16, partial(gathered, world, Decomposed())
     for plan in (*POSTED, TwoShotPush()):
         yield f"launches of graphs in one pool, {plan}", BF16, partial(pools, world, plan)
     for kind in ("fused", "one_shot", "signaled", "decomposed"):

@@ -348,9 +348,8 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             )  # fmt: skip
             yield f"{op} {plan_of}", BF16, case
             yield f"{op} {plan_of}, transposed weight", BF16, partial(case, views=True)
-            if plan_of != "other":
-                yield f"{op} {plan_of} delays", 0.0, partial(delays, world, op, plan)
-                yield f"{op} {plan_of} replay x100", 0.0, partial(replay, world, op, plan, 100)
+            yield f"{op} {plan_of} delays", 0.0, partial(delays, world, op, plan)
+            yield f"{op} {plan_of} replay x100", 0.0, partial(replay, world, op, plan, 100)
     yield (
         "large all-gather + GEMM, second",
         BF16,
@@ -456,7 +455,7 @@ def wanted(name: str, only: Sequence[str], without: Sequence[str]) -> bool:
 
 @contextmanager
 def launched() -> Iterator[dict[str, str]]:
-    """Return the parts of weft whose kernels this block launches, with git's hashes of their contents."""
+    """Return the parts of weft whose kernels this block launches, with the names of their code."""
     parts: dict[str, str] = {}
     launch, prepared = GpuBackend.launch, weft.Launch.__call__
 

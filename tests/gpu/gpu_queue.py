@@ -1,17 +1,20 @@
 """The order of GPU checks. Checks that have not passed with this version of weft are shared between the runs.
 
 A row records one check: check, ranks, gpus (ranks share these if they are fewer), outcome, date, seconds, parts (the
-files and folders of weft whose kernels the check launched, with git's names for their contents), and the reason and
-place of a failure. A checkout of weft is identified by git's name for the content of src/weft, which is computed here:
-the GPU machine has no git.
+files and folders of weft whose kernels the check launched, with the names of their code), and the reason and place of a
+failure. A version of weft is identified by the name of the code in src/weft, a hash in which comments, docstrings and
+blank lines do not count. It is the same for every version of Python, and needs no git: the GPU machine has none.
 """
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import functools
 import hashlib
+import io
 import json
+import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -21,31 +24,51 @@ from typing import Any
 WEFT = Path(__file__).resolve().parents[2] / "src" / "weft"
 RECORD = Path(__file__).parents[1] / "gpu_record.json"
 TRITON = "3.6.0"  # the version with which weft is developed
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 Row = dict[str, Any]
 
 
+@functools.cache
 def tree_of(path: Path) -> str:
-    """Return git's name for the content of a file or folder, without Python's caches; "" if it does not exist."""
-    if path.is_file():
-        return _name(b"blob", path.read_bytes()).hex()
-    return _tree(path).hex() if path.is_dir() else ""
+    """Return the name of the code in a file or folder; "" if it does not exist."""
+    sha = hashlib.sha1()
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file() and p.suffix != ".pyc"]
+    for name, file in sorted((file.relative_to(path).as_posix(), file) for file in files):
+        content = code_of(file.read_text("utf-8")).encode() if file.suffix == ".py" else file.read_bytes()
+        sha.update(b"%s\0%d\0" % (name.encode(), len(content)) + content)
+    return sha.hexdigest() if files else ""
 
 
-def _name(kind: bytes, content: bytes) -> bytes:
-    return hashlib.sha1(kind + b" %d\0" % len(content) + content).digest()
+def code_of(text: str) -> str:
+    """Return Python text without comments, docstrings, blanks at the ends of lines, and blank lines. Only positions of
+    the parsers' results are used, which are the same in every version of Python."""
+    lines = text.split("\n")
+    cuts: list[tuple[int, int, int, int]] = []  # the row and column of the beginning, and of the end
+    in_string: set[int] = set()  # the rows whose end may be in a string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            cuts.append(_span(node.body[0], lines))
+        elif isinstance(node, (ast.Constant, ast.JoinedStr)):
+            row, _, last_row, _ = _span(node, lines)
+            in_string.update(range(row, last_row))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            (row, column), (last_row, last_column) = token.start, token.end
+            cuts.append((row - 1, column, last_row - 1, last_column))
+    for row, column, last_row, last_column in sorted(cuts, reverse=True):
+        rest = lines[last_row][last_column:].lstrip("; ")  # a statement behind a docstring
+        lines[row : last_row + 1] = [lines[row][:column] + rest, *[""] * (last_row - row)]
+        in_string.difference_update(range(row, last_row + 1))
+    kept = [line if row in in_string else line.rstrip() for row, line in enumerate(lines)]
+    return "\n".join(line for row, line in enumerate(kept) if line or row in in_string)
 
 
-def _tree(folder: Path) -> bytes:
-    entries = []
-    for path in folder.iterdir():
-        if path.is_dir():
-            if path.name != "__pycache__" and any(path.iterdir()):
-                entries.append((path.name + "/", b"40000", _tree(path)))
-        elif path.suffix != ".pyc":
-            mode = b"100755" if path.stat().st_mode & 0o100 else b"100644"
-            entries.append((path.name, mode, _name(b"blob", path.read_bytes())))
-    lines = (mode + b" " + name.rstrip("/").encode() + b"\0" + sha for name, mode, sha in sorted(entries))
-    return _name(b"tree", b"".join(lines))
+def _span(node: ast.stmt | ast.expr, lines: list[str]) -> tuple[int, int, int, int]:
+    """Return the row and column of a node's beginning and of its end; ast counts columns in bytes."""
+    row, last_row = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+    ends = ((row, node.col_offset), (last_row, node.end_col_offset))
+    column, last_column = (len(lines[r].encode()[:c].decode()) for r, c in ends)
+    return row, column, last_row, last_column
 
 
 def part_of(module: str) -> str:
@@ -55,7 +78,6 @@ def part_of(module: str) -> str:
     return part if (WEFT / part).is_dir() else f"{part}.py"
 
 
-@functools.cache
 def tree_of_part(part: str) -> str:
     return tree_of(WEFT / part)[:12]
 

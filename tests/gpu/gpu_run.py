@@ -7,8 +7,9 @@ R ranks run on min(R, G) of the machine's G GPUs, which they share if R > G. Sev
 with as many ranks as the machine has cores, since checks mostly compile and wait. The parts are: `checks`, the checks
 of gpu_main.py, which groups of equally many ranks take from a shared queue; `peers`, with ranks that are killed, stall
 or are late; `users`, commands that users run; and `fuzz`, random calls. A check that needs the GPU's memory runs alone
-at the end. If a group dies or hangs, its current check has failed, and a new group continues with the rest. All groups
-end in time; the next call runs the remaining checks.
+at the end. Each number of ranks has equally many groups; the number that --ranks names first has the first group and the
+cores that remain. If a group dies or hangs, its current check has failed, and a new group continues with the rest. All
+groups end in time; the next call runs the remaining checks.
 
 The program writes DIR/results.json whenever a result is new, and DIR/log.txt, the end of every group's output.
 tests/gpu/gpu_record.py adds the results to the record; the next call also starts from results not yet on record.
@@ -296,7 +297,7 @@ def tail(path: Path, characters: int) -> str:
 def todo(all_of_them: Sequence[Command], gpus: int, tree: str) -> list[Command]:
     """Return the checks that did not pass on this tree, in the order of gpu_queue.py; random calls are always new."""
     ranked: list[tuple[int, Command]] = []
-    for ranks in {c.ranks for c in all_of_them}:
+    for ranks in dict.fromkeys(c.ranks for c in all_of_them):
         by_name = {c.name: c for c in all_of_them if c.ranks == ranks and c.part != "fuzz"}
         ranked += enumerate(by_name[name] for name in ordered(list(by_name), recorded(ranks, min(ranks, gpus)), tree))
     fuzz = [c for c in all_of_them if c.part == "fuzz"]
@@ -345,13 +346,18 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
             return False
         if command_of("peers") or command_of("users"):
             return True
-        without_group = [n for n in sorted(queues, reverse=True) if usable(n) and not groups_of(n)]
-        if without_group:  # start the largest first, as later it would find no room
-            return group_of_checks(without_group[0])
-        if any(c.part != "fuzz" for c in waiting):
+        queued = sorted(filter(usable, queues), key=groups_of)  # among equals, as --ranks names them
+        if queued and not groups_of(queued[0]):
+            return group_of_checks(queued[0])
+        if any(c.part != "fuzz" for c in waiting) or any(queues[n].left() is None for n in queued):
             return False
-        long_queues = [n for n in queues if usable(n) and (queues[n].left() or 0) > 12 * (groups_of(n) + 1)]
-        if any(group_of_checks(n) for n in sorted(long_queues, key=lambda n: -n * (queues[n].left() or 0))):
+        long = [n for n in queued if (queues[n].left() or 0) > 12 * (groups_of(n) + 1)]
+        # A check takes about as long on many ranks as on few, so equally many groups pass equally many checks. A group
+        # of many ranks waits for the cores of its share: groups of few ranks would take them as they become free.
+        behind = [n for n in long if groups_of(n) < run.room // sum(long)]
+        if behind:
+            return group_of_checks(behind[0])
+        if any(group_of_checks(n) for n in long):
             return True
         if command_of("fuzz"):
             return True

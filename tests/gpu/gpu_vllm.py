@@ -30,7 +30,7 @@ ROUNDING_OF_FP8 = 1.0  # for FP8 linears; not yet run on a GPU, but an engine on
 BLOCKS = 24  # blocks of 16 tokens in the cache, fewer than CROWD needs
 CROWD = [[i, *range(40)] for i in range(8)]
 FURTHER = 1.5  # the largest allowed ratio of weft's error in the probabilities to vLLM's
-PASS_FORMS = ("sequential", "own_rows", "sequence_parallel", "woven", "woven_layers")
+PASS_FORMS = ("sequential", "own_rows", "sequence_parallel", "fused_sum", "woven", "woven_layers")
 MODES = {"eager": dict(enforce_eager=True), "graphs": dict(enforce_eager=False)}
 
 

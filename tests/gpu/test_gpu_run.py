@@ -3,6 +3,7 @@ In these tests they run stand-ins for the checks."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,6 +19,7 @@ from tests.gpu import gpu_queue, gpu_record, gpu_run
 from tests.gpu.gpu_queue import Queue, Row, ordered, placed, tree_of
 from tests.gpu.gpu_run import Command, Run
 from tests.tooling import trends
+from weft.backends.base import timeout_seconds
 
 ROOT = Path(__file__).parents[2]
 MACHINE: dict[str, Any] = dict(machine="1 x GPU", versions=dict(triton="3.6.0"), date="2026-11-23 18:00")
@@ -50,6 +53,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run on a machine with one GPU, whose groups may spend two seconds on a check."""
     monkeypatch.setattr(gpu_run, "STILL", 2)
     monkeypatch.setattr(gpu_run, "ENDING", 0.1)
+    monkeypatch.setattr(gpu_run, "tree_of", lambda path: "f" * 40)
     monkeypatch.setattr(gpu_queue, "RECORD", tmp_path / "record.json")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -79,7 +83,7 @@ def test_a_group_that_dies_or_hangs_fails_only_its_check(run: Run, monkeypatch: 
     assert {name for (_, name), row in row_of_check.items() if row["outcome"] == "failed"} == {"dies", "fails", "hangs"}
     assert "ended with -9" in row_of_check[2, "dies"]["why"] and "no end after 2 s" in row_of_check[4, "hangs"]["why"]
     assert set(results(run)["minutes"]) == {f"checks{a}, {n} ranks on 1 GPU" for n in (2, 4) for a in ("",)}
-    assert not results(run)["trouble"] and "== 0 checks-4-checks" in (run.out / "log.txt").read_text()
+    assert not results(run)["trouble"] and "== 1 checks-4-checks" in (run.out / "log.txt").read_text()
 
 
 def test_groups_that_die_before_a_check_are_started_a_few_times(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +139,7 @@ def test_the_reason_of_a_failure_is_its_ranks_output(tmp_path: Path) -> None:
     assert gpu_run.last_output(log).endswith("Signal 15"), "without output of ranks, all lines are shown"
 
 
-def test_smaller_groups_leave_room_for_the_largest(
+def test_smaller_groups_leave_room_for_the_one_named_first(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Checks that need the whole time of a call come first. More groups, and random calls, start when no check is
@@ -147,13 +151,44 @@ def test_smaller_groups_leave_room_for_the_largest(
     fuzz = next(c for c in gpu_run.commands(["fuzz"], [2], 1, 10, None))
     waiting = [Command("fuzz", fuzz.name, 2, fuzz.words, 20), *users]
     run.gib = 0
-    assert not gpu_run.go(run, waiting, [2, 6], [], MACHINE)
+    assert not gpu_run.go(run, waiting, [6, 2], [], MACHINE)
     began = [line.split(": ", 1)[1] for line in capsys.readouterr().out.splitlines() if line.endswith("begins")]
     place = {n: f"{n} ranks on 1 GPU: " for n in (2, 6)}
     assert began == [
         f"{place[2]}user 0 begins", f"{place[2]}user 1 begins", f"{place[6]}checks begins", f"{place[2]}checks begins",
         f"{place[2]}random calls begins",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "filled", "others", "begun"),
+    [
+        pytest.param([4, 2], [4, 2], 0, [4, 2, 4, 2, 4, 2, 4], id="the first one gets the rest"),
+        pytest.param([2, 4], [4, 2], 0, [2, 4, 2, 4, 2, 4, 2, 2], id="the rest that others cannot use"),
+        pytest.param([4, 2], [4, 2], 8, [4, 2, 4, 2], id="room is kept for the larger group"),
+        pytest.param([4, 2], [2], 0, [4, 2], id="until the number of checks is known"),
+    ],
+)
+def test_every_number_of_ranks_has_as_many_groups(
+    run: Run, monkeypatch: pytest.MonkeyPatch, ranks: list[int], filled: list[int], others: int, begun: list[int]
+) -> None:
+    """The test sees the groups that start before the first pause."""
+
+    class Pause(Exception):
+        pass
+
+    words = ("sh", "-c", "sleep 9")
+    monkeypatch.setattr(gpu_run, "checks_of", lambda n, only, alone: Command("checks", "checks", n, words, 30))
+    monkeypatch.setattr(gpu_run.time, "sleep", mock.Mock(side_effect=Pause))
+    run.room, run.gib = 22, 0
+    for n in filled:
+        Queue(run.work / f"queue{n}.json").fill([f"check {i}" for i in range(99)])
+    run.start(Command("users", "x", others, words, 30))
+    with pytest.raises(Pause):
+        gpu_run.go(run, [], ranks, [], MACHINE)
+    for group in run.groups:
+        group.end()
+    assert [group.command.ranks for group in run.groups[1:]] == begun
 
 
 def test_no_more_ranks_run_than_there_is_room_for(run: Run) -> None:
@@ -199,17 +234,80 @@ def test_failed_checks_come_first_and_unchanged_ones_last(monkeypatch: pytest.Mo
     assert ordered(names, rows, this_tree) == ["failed", "failed here", "new", "changed", "older", "same"]
 
 
-def test_the_name_of_a_tree_is_gits() -> None:
-    folder = ROOT / "src/weft/planner"
-    status = subprocess.run(
-        ["git", "status", "--porcelain", "--ignored", folder], cwd=ROOT, capture_output=True, text=True
-    )
-    if status.returncode or any("__pycache__" not in line for line in status.stdout.splitlines()):
-        pytest.skip("no git here, or what it has is not what is there")
-    printed = subprocess.run(
-        ["git", "rev-parse", "HEAD:src/weft/planner"], cwd=ROOT, capture_output=True, text=True
-    ).stdout
-    assert tree_of(folder) == printed.strip() and tree_of(folder / "no such file") == ""
+DESCRIBED = '''"""Module."""  # and why
+
+import os  # type: ignore
+
+
+class Empty:
+    "A class" " of nothing."
+
+
+def f(ä="#", n=3):  # noqa
+    r"""Doc \\ with a # and
+    two lines."""; x = "ä"  # after a semicolon
+
+    # alone
+    def g(): "On one line."
+    y = """a  # in a string
+
+    b   
+    """
+    z = ("a"  # between
+         # parts
+         "b")
+    return f"""{x}  # in a string
+
+    {y}"""  # behind it
+'''
+PLAIN = '''import os
+class Empty:
+def f(ä="#", n=3):
+    x = "ä"
+    def g():
+    y = """a  # in a string
+
+    b   
+    """
+    z = ("a"
+         "b")
+    return f"""{x}  # in a string
+
+    {y}"""'''
+
+
+def test_the_code_of_a_file_has_no_comments_and_docstrings() -> None:
+    """Strings that are no docstrings stay as they are. Every version of Python must return this text."""
+    assert gpu_queue.code_of(DESCRIBED) == PLAIN
+
+
+def test_the_name_of_code_tells_every_other_change(tmp_path: Path) -> None:
+    def name_of(text: str, path: str = "ops/f.py") -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        (folder / path).parent.mkdir(parents=True)
+        (folder / path).write_text(text)
+        return tree_of(folder)
+
+    name = name_of(DESCRIBED)
+    for old, new in (
+        ("Module.", "New."),
+        ("two lines", "lines"),
+        ("  # noqa", ""),
+        ("# alone", "\n"),
+        ("os  #", "os #"),
+    ):
+        assert name_of(DESCRIBED.replace(old, new)) == name, old
+    for old, new in (
+        ("n=3", "n=4"),
+        ('"#"', '"# "'),
+        ("b   \n", "b\n"),
+        ("a  # in", "a  #"),
+        ("{x}  #", "{x} #"),
+        ("z =", "v ="),
+    ):
+        assert name_of(DESCRIBED.replace(old, new)) != name, old
+    assert name_of("# a", "ops/f.cu") != name_of("# b", "ops/f.cu"), "only Python's comments are known"
+    assert len({name, name_of(DESCRIBED, "ops/g.py"), tree_of(tmp_path / "no such file")}) == 3
 
 
 def test_a_check_is_counted_to_the_part_whose_kernels_it_launches() -> None:
@@ -284,14 +382,14 @@ def test_the_next_run_continues_where_one_ended(tmp_path: Path, monkeypatch: pyt
 
 
 def test_commands_that_passed_are_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = list(gpu_run.commands(["peers", "users", "fuzz"], [2, 8], 60, 1000, None))
+    every = list(gpu_run.commands(["peers", "users", "fuzz"], [4, 2], 60, 1000, None))
     tree = "e" * 40
     rows = {c.name: row("passed", tree) for c in every if c.ranks == 2} | {"killed peer": row("failed", tree)}
     monkeypatch.setattr(gpu_run, "recorded", lambda ranks, gpus: rows if (ranks, gpus) == (2, 1) else {})
     todo = [(c.ranks, c.name) for c in gpu_run.todo(every, 1, tree)]
     assert {name for ranks, name in todo if ranks == 2} == {"killed peer", "random calls"}
-    assert {name for ranks, name in todo if ranks == 8} == {c.name for c in every if c.ranks == 8}
-    assert todo[-1][1] == "random calls"
+    assert {name for ranks, name in todo if ranks == 4} == {c.name for c in every if c.ranks == 4}
+    assert todo[0][0] == 4 and todo[-1][1] == "random calls"
 
 
 def test_random_calls_are_summed_once_for_each_run() -> None:
@@ -338,6 +436,13 @@ def test_trends_keep_a_line_a_day_and_the_newest_days(tmp_path: Path, monkeypatc
     assert trends.main() == 3 and "lint" not in (tmp_path / "trends.csv").read_text(), (
         "a failed command must not be recorded"
     )
+
+
+def test_two_streams_wait_as_long_as_the_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_TIMEOUT", "20")
+    monkeypatch.delitem(sys.modules, "tests.gpu.gpu_residency", raising=False)
+    importlib.import_module("tests.gpu.gpu_residency")
+    assert timeout_seconds() == 20
 
 
 def test_every_example_that_needs_no_model_and_one_launch_runs() -> None:

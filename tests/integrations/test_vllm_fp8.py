@@ -342,7 +342,7 @@ def product(x: torch.Tensor, w: tuple[torch.Tensor, torch.Tensor], recipe: str) 
     return wanted(x8, w[0], x_scale, w[1], recipe)
 
 
-@pytest.mark.parametrize("plan", ["sequential", "own_rows", "sequence_parallel", "woven"])
+@pytest.mark.parametrize("plan", ["sequential", "own_rows", "sequence_parallel", "fused_sum", "woven"])
 @pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
 def test_every_form_gives_the_same(plan: str, recipe: str) -> None:
     """The test uses weft's own products, because no linear of vLLM has these weights."""

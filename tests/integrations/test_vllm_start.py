@@ -18,7 +18,6 @@ import torch
 import tests.integrations.vllm_standin as standin
 import weft
 from tests.integrations.vllm_standin import DecoderLayer, Model, SparseMlp, Worker
-from weft import chooser
 from weft.chooser import Choice, Chooser
 from weft.integrations.vllm import compare, plugin, start, twin
 from weft.integrations.vllm.compare import VLLM, Range
@@ -45,7 +44,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the plugin for engines whose graphs are passes."""
     monkeypatch.setattr(plugin, "one_trial_per_power_of_two", lambda: None)
-    monkeypatch.setattr(chooser, "ROUNDS", 1)
+    monkeypatch.setattr(compare, "PASS_ROUNDS", 1)
     monkeypatch.setattr(compare, "captured", lambda passes, one_pass: SimpleNamespace(replay=one_pass))
     plugin.register()
 
@@ -58,7 +57,7 @@ def times_of(monkeypatch: pytest.MonkeyPatch, gain: Gain) -> list[tuple[int, str
         choice.run(way)
         timed.append((choice.sizes[0], str(way)))
         us = 1000.0 if way == VLLM else 1000.0 / gain(choice.sizes[0], way)
-        return CallTime(us, us)
+        return CallTime(us, us / 2)
 
     monkeypatch.setattr(Chooser, "time", time)
     return timed
@@ -115,11 +114,11 @@ def test_weft_runs_where_it_wins_at_both_ends(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_form_that_is_far_slower_is_hardly_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A form that is far slower is timed once at the highest number of tokens, and at lower numbers only if they are
+    """A form that is far slower is timed twice at the highest number of tokens, and at lower numbers only if they are
     captured. vLLM's own pass is timed to the end even if it is far slower."""
     gains = {Sequential(): 1.5, OwnRows(): 0.7, PASS_FORMS[2]: 1.3}
     timed = times_of(monkeypatch, lambda tokens, form: 1.1 if tokens <= 4 else gains.get(form, 1.2))
-    monkeypatch.setattr(chooser, "ROUNDS", 3)
+    monkeypatch.setattr(compare, "PASS_ROUNDS", 3)
 
     def main(world: weft.World) -> list[tuple[int, int, Plan | None]]:
         ranges = started(world)[1].ranges
@@ -131,7 +130,29 @@ def test_a_form_that_is_far_slower_is_hardly_timed(monkeypatch: pytest.MonkeyPat
     passes = {
         way: [timed.count((tokens, way)) // 2 for tokens in (12, 8, 4)] for way in map(str, (VLLM, *PASS_FORMS[:4]))
     }
-    assert list(passes.values()) == [[4, 4, 4], [4, 4, 4], [1, 0, 4], [4, 4, 0], [4, 4, 0]], passes
+    assert list(passes.values()) == [[4, 4, 4], [4, 4, 4], [2, 0, 4], [4, 4, 0], [4, 4, 0]], passes
+
+
+def test_a_form_whose_first_passes_alone_are_slow_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_of(monkeypatch, lambda tokens, form: 0.3 if is_first_pass(tokens, form) else 1.2)
+    seen: set[tuple[int, int, Plan]] = set()
+
+    def is_first_pass(tokens: int, form: Plan) -> bool:
+        key = id(standin.current_world()), tokens, form
+        return not (key in seen or seen.add(key))  # type: ignore[func-returns-value]
+
+    def main(world: weft.World) -> list[Plan | None]:
+        return [compared.form for compared in started(world)[1].ranges or ()]
+
+    assert all(forms == [Sequential()] * 4 for forms in standin.run(main))
+
+
+def test_ranges_are_divided_down_to_eighths() -> None:
+    """With the sizes that vLLM captures, a form that wins only from 481 to 512 tokens is found."""
+    captured = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+    spans = {span.high: span for span in compare.spans(SimpleNamespace(captured=captured, max_tokens=4096))}  # type: ignore[arg-type]
+    assert spans[512] == (512, ((257, 272), (385, 400), (449, 464), (481, 496)), "graph")
+    assert spans[4096] == (4096, tuple((low, low) for low in (2049, 3073, 3585, 3841)), "eager")
 
 
 @pytest.mark.parametrize("experts", [False, True])
@@ -372,14 +393,17 @@ def test_the_hash_of_the_sources_is_cheap() -> None:
 
 def test_a_stored_loss_makes_no_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compare, "stored_at", lambda model, depends_on: tmp_path / "ranges.json")
-    compare.write(tmp_path / "ranges.json", [Range(1, MOST, None, ((1, {VLLM: 1.0, "x": 2.0}),))], {})
+    times = {VLLM: CallTime(1.0, 0.5), "x": CallTime(2.0, 1.8)}
+    compare.write(tmp_path / "ranges.json", [Range(1, MOST, None, ((1, times),))], {})
     monkeypatch.setattr(plugin, "world_of", lambda group: pytest.fail("a World"))
 
     def main(world: weft.World) -> str:
         return started(world)[1].text()
 
     for text in standin.run(main):
-        assert "no pass was 1% faster with weft at an earlier start" in text and "0.500x by x" in text
+        assert (
+            "no pass was 1% faster with weft at an earlier start" in text and "1 us, 0.500x by x (host-bound))" in text
+        )
 
 
 def test_another_worker_leaves_the_model_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

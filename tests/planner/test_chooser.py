@@ -43,6 +43,7 @@ from weft.plans import (
     TwoShotLowLatency,
     TwoShotPull,
     TwoShotPush,
+    is_low_latency,
 )
 from weft.prepared import Prepared
 from weft.timing import CallTime
@@ -170,6 +171,30 @@ def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
     assert emulate(rank) == [[544, 576], [SECOND] * 2, [Sequential()] * 2, 2 * runs]
 
 
+def test_a_size_that_the_fastest_plan_cannot_run_takes_the_next(us: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    us[Decomposed()] = (90.0, 50.0)
+    monkeypatch.setattr(AllGatherMatmul, "candidates", lambda self, world, call: [FIRST, SECOND, Decomposed()])
+
+    def rank(world: weft.World) -> list[Any]:
+        auto(world, 576)
+        return [taken(world, 576), taken(world, 552)]
+
+    assert emulate(rank) == [[SECOND] * 2, [Decomposed()] * 2]
+
+
+def test_the_host_counts_as_for_the_smallest_call_of_a_trial(us: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an engine, calls with half the rows share the trial. They would wait for a host that the GPU hides here."""
+    us[FIRST] = (90.0, 45.0)
+
+    def rank(world: weft.World) -> list[Plan]:
+        auto(world, 64)
+        return taken(world, 64)
+
+    assert emulate(rank) == [SECOND, SECOND]
+    monkeypatch.setattr(library_gemm, "_steps_an_octave", 1)
+    assert emulate(rank) == [FIRST, SECOND]
+
+
 @pytest.mark.parametrize("lacking", [{0}, {1}, {0, 1}], ids=str)
 def test_a_rank_without_the_library_leaves_all_without_a_trial(lacking: set[int], us: dict, monkeypatch: Any) -> None:
     """The ranks exchange only once which libraries they have installed."""
@@ -228,8 +253,8 @@ def test_explain_of_a_world(us: dict) -> None:
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
 def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every candidate that this GPU can run is timed. A GPU of another generation, or a GPU with stored rows, keeps its
-    plan."""
+    """Every candidate that this GPU can run is timed, with low-latency plans only if their rows are few. A GPU of
+    another generation, or a GPU with stored rows, keeps its plan."""
     is_hopper, known = [True], [False]
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: is_hopper[0])
     monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
@@ -258,8 +283,12 @@ def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatc
         world.backend.name = "emulated"
         return plan, set(noted(world))
 
-    plan, timed = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
-    assert plan == best and {Sequential(), *REGISTRY[op].variants, Decomposed()} <= timed
+    shots = {OneShot(), TwoShotLowLatency()} if op == "matmul_all_reduce" else {OneShot()}
+    for most in (1 << 20, (1 << 19) - 1):  # 512 rows of 512 elements are 512 KiB
+        monkeypatch.setattr("weft.planner.probes.calls.MOST_LOW_LATENCY_BYTES", most)
+        plan, timed = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
+        assert plan == best and {Sequential(), *REGISTRY[op].variants, Decomposed()} <= timed
+        assert {shot for shot in timed if is_low_latency(shot)} == (shots if most == 1 << 20 else set())
     for is_hopper[0], known[0] in ((False, False), (True, True)):
         plan, timed = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
         assert plan == Sequential() and not timed

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import weft
-from weft.integrations.vllm.row_norm_column import OwnRows, forms
+from weft.integrations.vllm.row_norm_column import OwnRows, ShardedTokens, forms
 from weft.plans import Plan, Sequential
 
 SOURCE = str(Path(weft.__file__).parent) + "/"
@@ -78,6 +78,7 @@ CALLS: dict[str, tuple[Make, int, int]] = {
     "MoE, low latency": (moe("low_latency"), 330, 16),
     "vLLM's row, norm and column, sequential": (row_norm_column(Sequential()), 335, 42),
     "vLLM's row, norm and column, own rows": (row_norm_column(OwnRows()), 335, 43),
+    "vLLM's row, norm and column, sharded tokens": (row_norm_column(ShardedTokens()), 520, 48),
 }
 
 

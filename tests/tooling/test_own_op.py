@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import weft
-from weft.backends.emulated import EmulatedBackend
 from weft.chooser import Choice, Chooser
 from weft.plans import KINDS, Plan, Sequential
 from weft.timing import CallTime
 from weft.torch_library import text_of
 
 FILE = Path(__file__).parents[2] / "examples" / "own_op.py"
+EMULATED_CLOCK = "weft.backends.emulated.EmulatedBackend.clock"
 
 
 def loaded() -> dict[str, Any]:
@@ -196,7 +196,7 @@ def test_auto_chooses_the_fastest_plan(own_op: dict[str, Any], monkeypatch: pyte
     monkeypatch.setattr(
         "weft.planner.auto._planner_or_unusable", lambda world: pytest.fail("a planner, which has no model of it")
     )
-    monkeypatch.setattr(EmulatedBackend, "clock", True)
+    monkeypatch.setattr(EMULATED_CLOCK, True)
     plans_by_rank = weft.spmd(lambda world: _four(world, op, plans, monkeypatch), 2, backend="emulated", sm_count=32)
     assert plans_by_rank[0] == plans_by_rank[1] == [plans[1], Sequential(), Sequential(), plans[0]]
 
@@ -230,7 +230,7 @@ def test_a_trial_of_long_calls_has_as_many_rounds(own_op: dict[str, Any], monkey
         return CallTime(call_us[m], 0.0)
 
     monkeypatch.setattr(Chooser, "time", time)
-    monkeypatch.setattr(EmulatedBackend, "clock", True)
+    monkeypatch.setattr(EMULATED_CLOCK, True)
 
     def main(world: weft.World) -> None:
         for x in (shard(world, rows) for rows in call_us):
@@ -245,6 +245,12 @@ def test_a_reloaded_file_leaves_earlier_plans_registered() -> None:
     mains = [weft.check.load(str(FILE)) for _ in range(2)]
     for main in mains:
         weft.spmd(main, 2, backend="emulated")
+
+
+def test_ranks_on_gpus_import_no_emulator() -> None:
+    """A machine with GPUs may lack greenlet, which the emulator needs."""
+    without_greenlet = f"import sys; sys.modules['greenlet'] = None; import {__name__}"
+    subprocess.run([sys.executable, "-c", without_greenlet], check=True, cwd=FILE.parents[1])
 
 
 @pytest.mark.gpu

@@ -33,6 +33,12 @@ def test_the_shipped_table_equals_the_output_of_its_program() -> None:
     assert text == (table.TABLES / "nvidia-h200.json").read_text(), "run python -m bench.pages.table nvidia-h200"
 
 
+def test_a_table_is_made_beside_rows_of_other_benchmarks() -> None:
+    """Rows without an op, such as those of batch-invariant layers, lie in the same folder."""
+    rows = json.loads(table.table_of("nvidia-h100")[0])
+    assert rows and all(row["confirmed"] for row in rows)
+
+
 def test_the_docs_are_short_enough() -> None:
     words = {page.name: words_of(page.read_text()) for page in DOCS}
     assert sum(words.values()) <= MOST_WORDS and words["measurements.md"] <= OF_MEASUREMENTS, words
@@ -155,19 +161,18 @@ def test_the_readmes_doors_have_the_gains_of_the_stored_rows() -> None:
 
 
 def test_each_mean_names_the_commits_of_its_rows() -> None:
-    """Each chapter names the commits and dates of stored rows, and every mean has a commit."""
+    """Each chapter names the commits and dates of stored rows; a mean without its own has those of the line above."""
     chapters = re.split(r"^## (nvidia-\S+)$", (ROOT / "docs/measurements.md").read_text(), flags=re.M)[1:]
     for machine, chapter in zip(chapters[::2], chapters[1::2], strict=True):
         chapter = chapter.partition("\n## ")[0]
         lines = re.findall(r"^\| .*\*\*.* \| (.*) \|$", chapter, re.M)
-        assert lines, machine
-        sources = [chapter.partition("\n|")[0], *lines]
+        assert lines and lines[0], machine
         folder = ROOT / "bench/results" / machine
         paths = [*folder.glob("*.jsonl"), *folder.glob("quack/*.jsonl")]
         rows = [r for path in paths for r in stored_rows(machine, str(path.relative_to(folder).with_suffix("")))]
         stored = {r["commit"][: report.HASH] for r in rows if "commit" in r}
         dates = {r["date"][:10] for r in rows if "date" in r}
-        for source in sources:
+        for source in filter(None, lines):
             assert (hashes := set(re.findall(r"`([0-9a-f]{8})`", source))), source
             assert hashes <= stored and set(re.findall(r"\d{4}-\d\d-\d\d", source)) <= dates, source
 

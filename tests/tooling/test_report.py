@@ -64,7 +64,7 @@ def test_ratios_are_to_sequential_and_to_the_limit(repo: Path) -> None:
         "MLP-1", "8192×2752×4096", "200", "150", "210", "420", "280", "**1.50x**", "75%", "0.70x", "fused",
     ]  # fmt: skip
     assert line_of(page, "all-gather + GEMM")[1:] == [
-        "**1.50x**", "–", "0.70x torch", "1.50x (MLP-1, CUDA graph)", "2026-12-01 `aaaaaaaa`",
+        "**1.50x**", "–", "0.70x torch", "1.50x (MLP-1, graph)", "2026-12-01 `aaaaaaaa`",
     ]  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_a_geometric_mean_is_over_all_shapes_of_a_size(repo: Path) -> None:
     page = write(repo)
     assert line_of(page, "all-gather + GEMM")[1] == "**1.81x**"  # 64 ** (1 / 7)
     assert line_of(page, "all-gather + GEMM, ≤512 tokens")[1] == "**1.00x**"
-    assert line_of(page, "all-gather + GEMM, ≤512 tokens")[4] == "0.50x (70B-512, CUDA graph)"
+    assert line_of(page, "all-gather + GEMM, ≤512 tokens")[4] == "0.50x (70B-512, graph)"
 
 
 def test_only_the_newest_run_counts(repo: Path) -> None:

@@ -4,8 +4,8 @@
     python -m tests.tooling.trends NAME --seconds N
 
 Run the command and, if it succeeds, add a line; or add a line for a command that took N seconds. A line contains the
-date, the command's name, the minutes, the number of cores, and the version of weft, which is git's hash of the content
-of src/weft. The file keeps the last line of each day, for the newest KEPT days of each command.
+date, the command's name, the minutes, the number of cores, and the version of weft, which is the name of the code in
+src/weft (gpu_queue.py). The file keeps the last line of each day, for the newest KEPT days of each command.
 """
 
 from __future__ import annotations

@@ -260,6 +260,17 @@ class Backend(ABC):
     def wait_event(self, stream: Stream, event: Event) -> None:
         """Make later operations of `stream` wait for the event."""
 
+    def sequence(self, stream: Stream, work: Callable[[], object]) -> Callable[[], object]:
+        """Return a function that enqueues the operations of `work()` with less host time. They must be the same in
+        every call, on the same memory, on `stream` or on streams that start after it and that it waits for at the end.
+        `stream` is the current stream while `work` runs."""
+
+        def run() -> None:
+            with self.on(stream):
+                work()
+
+        return run
+
     def start_after(self, stream: Stream, earlier: Stream) -> None:
         """Make later operations of `stream` start after all operations enqueued on `earlier` so far. The only purpose
         is to leave SMs free. The caller must order the accesses to memory by other means."""

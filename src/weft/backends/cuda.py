@@ -14,6 +14,7 @@ import datetime
 import functools
 import os
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -75,6 +76,13 @@ class Record:
 GRACE = 2.0  # the seconds for which a rank, after its wait has expired, waits for the records of other ranks
 
 
+def _cause_of_waits(waits: Sequence[str], peer: int) -> str:
+    """Return the end of a line about a wait for `peer`. If this peer waits too, it may wait for a rank that reports no
+    wait, as in a gather that pulls the peers' rows in turn: the line then names the ranks that report none."""
+    others = ", ".join(f"rank {rank}" for rank, wait in enumerate(waits) if not wait)
+    return f", but waits too; no wait is reported by {others}" if peer >= 0 and waits[peer] and others else ""
+
+
 def _disagreement_of_waits(waits: Sequence[str]) -> str:
     """Return a line that names each rank's op, if ranks wait in different ops; otherwise return ""."""
     if len(set(filter(None, waits))) < 2:
@@ -98,6 +106,7 @@ class GpuBackend(Backend):
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
+        self._events: list[torch.cuda.Event] = []  # the events that nothing will wait for any more
         self.uploads = Uploads(device)
         self._waits: list[str] | None = None  # the ops in which ranks wait; known once a wait has expired
 
@@ -124,16 +133,14 @@ class GpuBackend(Backend):
             who = "any peer" if peer < 0 else f"rank {peer}"
             after = f"expired after {timeout_seconds():g} s"
             if self._waits is None:
-                self._waits = self.waits_of_all_ranks(
-                    where.removeprefix("channel ").lstrip("0123456789").removeprefix(" of ")
-                )
+                self._waits = self.waits_of_all_ranks(re.sub(r"^channel \d+ of |, rank \d+'s copy$", "", where))
             prefix = _disagreement_of_waits(self._waits) + f"rank {self.rank}: a wait "
             if not target:
                 where = self._waits[self.rank]
                 raise Timeout(f"{prefix}for part {tile} in {where}, {after}: {who} did not post it")
             raise Timeout(
                 f"{prefix}on {where}, tile {tile}, {after}: counter stands at {seen}, needs {target}; {who} did not "
-                "arrive"
+                f"arrive{_cause_of_waits(self._waits, peer)}"
             )
 
     def left_out(self) -> int:
@@ -192,13 +199,23 @@ class GpuBackend(Backend):
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         return _On(self, stream)
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+    def record(self, stream: torch.cuda.Stream) -> _Recorded:
+        try:
+            event = self._events.pop()
+        except IndexError:
+            event = torch.cuda.Event()
         event.record(stream)
-        return event
+        return _Recorded(event, self._events)
 
-    def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        stream.wait_event(event)
+    def wait_event(self, stream: torch.cuda.Stream, event: _Recorded) -> None:
+        stream.wait_event(event.event)
+
+    def sequence(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> Callable[[], object]:
+        return _Sequence(self, stream, work)
+
+    @property
+    def noting(self) -> bool:
+        return self.launcher is not self._plain_launcher
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -365,6 +382,56 @@ class _On:
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_stream(self.before)
+
+
+class _Recorded:
+    """A recorded event, which returns to `unused` when its holder drops it: a wait that a stream has enqueued does not
+    change when the event is recorded again. To record a new event takes the host 6.3 us, an old one 2.1 us (H100,
+    2026-11)."""
+
+    __slots__ = ("event", "unused")
+
+    def __init__(self, event: torch.cuda.Event, unused: list[torch.cuda.Event]) -> None:
+        self.event, self.unused = event, unused
+
+    def __del__(self) -> None:
+        self.unused.append(self.event)
+
+
+class _Sequence:
+    """Operations that eager calls launch as one CUDA graph. A replay of four copies with events takes the host 8 us,
+    and their single launches take 89 us (H100, 2026-11).
+
+    The first call enqueues the operations one by one, which loads their kernels. So do calls in captures, which then
+    contain the operations themselves, and calls whose launches are noted. The replays are on one stream, so that they
+    never overlap."""
+
+    def __init__(self, backend: GpuBackend, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
+        self.backend, self.stream, self.work = backend, stream, work
+        self.loaded = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        backend = self.backend
+        with _On(backend, self.stream):
+            if not self.loaded or backend.noting or backend.capturing():
+                self.work()
+                self.loaded = True
+                return
+            if self.graph is None:
+                self.graph = self._captured()
+            self.graph.replay()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        if self.backend.uploads.pending:
+            self.backend.uploads.precede(self.stream)  # a captured stream could not wait for uploads
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads may allocate memory
+        try:
+            self.work()
+        finally:
+            graph.capture_end()
+        return graph
 
 
 _dropped_in_captures: list[object] = []  # symmetric memory of Worlds that ended during a capture

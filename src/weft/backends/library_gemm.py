@@ -86,6 +86,11 @@ def stepped(m: int) -> int:
     return bucket(m, _steps_an_octave)
 
 
+def rows_ratio() -> float:
+    """Return how many times as large as the least M of the calls that share a trial the largest is."""
+    return 1 + 1 / _steps_an_octave
+
+
 def fastest(
     library: GemmFunction, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *starts: torch.Tensor
 ) -> GemmFunction:

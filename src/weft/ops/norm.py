@@ -118,10 +118,26 @@ def rms_norm(
     rows, n = validate("rms_norm", world, x, remap, {"weight": weight, "residual": residual})
     if weight.shape != (n,):
         raise ValueError(f"rms_norm: weight {dims(weight)} does not match {n} columns")
-    x, weight = x.contiguous(), weight.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    out = world.empty((rows, n), x.dtype)
-    total = out if residual is None else world.empty((rows, n), x.dtype)
+    x, weight, total = x.contiguous(), weight.contiguous(), None
+    if residual is not None:
+        residual, total = residual.contiguous(), world.empty((rows, n), x.dtype)
+    out = normalised(world, (rows, n), x, weight, eps, residual, total, remap)
+    world.finish(world.current_stream())
+    return out if total is None else (out, total)
+
+
+def normalised(
+    world: World,
+    size: tuple[int, int],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    total: torch.Tensor | None,
+    remap: Remap | None = None,
+) -> torch.Tensor:
+    """Return `rms_norm` of checked, contiguous operands. If there is a residual, h is stored in `total`."""
+    (rows, n), out = size, world.empty(size, x.dtype)
     if rows:
         cols = columns(world, remap)
         runs = 1 << (-(-n // cols) - 1).bit_length()
@@ -129,11 +145,10 @@ def rms_norm(
         warps = min(32, max(4, r * runs * cols // 1024))
         programs = min(-(-rows // r), world.sm_count * max(1, 16 // warps))
         own_parameters = ("eps", eps), ("R", r), ("RUNS", runs), ("PAIRS", world.batch_invariant)
-        launch = _launch(world, norm_kernel, programs, warps, (rows, n), remap, residual is not None, own_parameters)
-        absent_is_x = x if residual is None else residual
-        launch(world.current_stream(), x=x, residual=absent_is_x, weight=weight, out=out, total=total)
-    world.finish(world.current_stream())
-    return out if residual is None else (out, total)
+        launch = _launch(world, norm_kernel, programs, warps, size, remap, residual is not None, own_parameters)
+        absent = (x, out) if residual is None else (residual, total)
+        launch(world.current_stream(), x=x, residual=absent[0], weight=weight, out=out, total=absent[1])
+    return out
 
 
 def residual_add(x: torch.Tensor, residual: torch.Tensor, *, world: World, remap: Remap | None = None) -> torch.Tensor:

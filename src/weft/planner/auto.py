@@ -28,14 +28,15 @@ import torch
 
 from ..architectures import device_capability, features
 from ..chooser import LAUNCH_MODES, AnyTrial
-from ..cost.model import ITEM
+from ..cost.model import ITEM, SHOTS
 from ..op import REGISTRY, Call, Op, collectives, trial_title
 from ..ops.recipes import check_name
-from ..plans import Decomposed, OneShot, Plan, Sequential, Signaled
+from ..plans import Decomposed, Plan, Sequential, Signaled
 from ..timing import length, repeated, span
 from ..world import World
 from .parts import NotMeasured
 from .predict import Predictor
+from .probes.calls import most_low_latency_bytes
 from .profile import Profile, ProfileError, find, names, nearest_machine, read, shipped, this_machine
 from .search import Decision, Option, Planner, near
 from .table import exact, gpu_model, gpu_of, row
@@ -87,7 +88,10 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
         stored = (exact(gpu_model(world.device), op.name, world.size, *op.sizes(call), mode) for mode in LAUNCH_MODES)
         if all(stored) or _planner_or_unusable(world) is not None:
             return ()
-    return [*op.variants, *(op.default(world, kind) for kind in (Decomposed, OneShot) if kind in op.runs)]
+    m, n, k = op.sizes(call)
+    nbytes = op.gemm_call(m, n, k).moved(m)
+    shots = [plan for plan in SHOTS if nbytes <= most_low_latency_bytes(op.name, plan, world.size)]
+    return [*op.variants, *([op.default(world, Decomposed)] if Decomposed in op.runs else ()), *shots]
 
 
 @functools.cache
@@ -289,7 +293,7 @@ def explain(
             f"nothing else was timed there, and {world.multi_node_unsupported}; times are of one node",
         )
     if trial is not None:
-        plan, why = trial.faster[mode] or plan, trial.timings(mode)
+        plan, why = next(iter(trial.faster[mode]), plan), trial.timings(mode)
     options = decision.options
     if all(o.plan != plan for o in options):
         with contextlib.suppress(NotMeasured):

@@ -52,26 +52,32 @@ class ShardPulls:
         self._full = [((world.size * m, *row), dtype) for (m, *row), dtype in specs]
         self._staged = [workspace(world, f"shard {i}" if i else "shard", *spec) for i, spec in enumerate(specs)]
 
-    def stage(self, tensors: TensorList, stream: Stream) -> tuple[list[torch.Tensor], Callable[[int], None]]:
-        """Return new tensors for the rows of all ranks, and a function that enqueues the copies of one rank's shards on
-        the stream `copies`. That stream first waits until every rank has staged its shards."""
-        world, rank = self.world, self.world.rank
-        full = [world.empty(shape, dtype) for shape, dtype in self._full]
-        by_rank = [t.split(self._rows) for t in full]
+    def new(self) -> list[torch.Tensor]:
+        """Return new tensors for the rows of all ranks."""
+        return [self.world.empty(shape, dtype) for shape, dtype in self._full]
+
+    def shared(self) -> list[torch.Tensor]:
+        """Return tensors for the rows of all ranks in memory that later calls use again."""
+        return [workspace(self.world, f"rows {i}", *spec).local for i, spec in enumerate(self._full)]
+
+    def stage(self, tensors: TensorList, full: TensorList, stream: Stream) -> None:
+        """Store this rank's shards where peers read them, and with `keep` in the full tensors. The stream `copies`
+        waits for the former."""
+        world, own_rows = self.world, slice(self.world.rank * self._rows, (self.world.rank + 1) * self._rows)
         world.order(self._holder, stream)
         for shard, t in zip(self._staged, tensors, strict=True):
             world.copy(shard.local, t, stream)
         world.wait_event(self.copies, world.record(stream))
-        world.barrier(self.copies)
         if self._keep:
-            for destinations, t in zip(by_rank, tensors, strict=True):
-                world.copy(destinations[rank], t, stream)
+            for destination, t in zip(full, tensors, strict=True):
+                world.copy(destination[own_rows], t, stream)
 
-        def pull(p: int) -> None:
-            for destinations, shard in zip(by_rank[::-1], self._staged[::-1], strict=True):
-                world.copy(destinations[p], shard.peers[p], self.copies)
-
-        return full, pull
+    def pull(self, full: TensorList, p: int) -> None:
+        """Enqueue the copies of the shards of rank p on the stream `copies`. A barrier on that stream must precede the
+        copies, since each rank stages its shards itself."""
+        rows = slice(p * self._rows, (p + 1) * self._rows)
+        for destination, shard in zip(full[::-1], self._staged[::-1], strict=True):
+            self.world.copy(destination[rows], shard.peers[p], self.copies)
 
 
 def gather_rows(
@@ -82,18 +88,31 @@ def gather_rows(
     groups, rows = chunks(plan, world.rank, world.size), shards[0]
     second_stream, own_rows_first = world.side_stream("gemm", urgent=False), len(groups[0][1]) == 1
     pulls = ShardPulls(world, specs, keep or not own_rows_first)
+    copies, shared = pulls.copies, None if keep else pulls.shared()
     spans = [slice(start * rows, (start + len(ranks)) * rows) for start, ranks in groups]
     others = [[p for p in ranks if p != world.rank] for _, ranks in groups]
 
+    def pull_group(full: TensorList, i: int) -> None:
+        if i == int(own_rows_first):  # the first group with rows of other ranks
+            world.barrier(copies)
+        for p in others[i]:
+            pulls.pull(full, p)
+
+    def steps_to(full: TensorList) -> list[Callable[[], object]]:
+        return [functools.partial(pull_group, full, i) for i in range(len(groups))]
+
+    sequences = [world.backend.sequence(copies, step) for step in steps_to(shared)] if shared else None
+
     @contextmanager
     def gather(tensors: TensorList) -> Iterator[GatheredTensors]:
-        stream, copies, arrival_events = world.current_stream(), pulls.copies, []
-        full, pull = pulls.stage(tensors, stream)
+        stream, full = world.current_stream(), shared or pulls.new()
+        pulls.stage(tensors, full, stream)
+        arrival_events: list[Event] = []
         with world.on(copies):  # to enter the stream for every copy would cost more host time
-            for ranks in others:
-                for p in ranks:
-                    pull(p)
-                arrival_events.append(world.record(copies))
+            for i, step in enumerate(sequences or steps_to(full)):
+                if others[i]:
+                    step()
+                arrival_events.append(world.record(copies) if others[i] else None)
             world.barrier(copies)
 
         def arrivals() -> Iterator[ArrivedRows]:
@@ -113,30 +132,49 @@ def gather_rows(
 
 
 def gather_to_flags(
-    world: World, specs: TensorSpecs, keep: bool, flags: TensorList, number: torch.Tensor
+    world: World, specs: TensorSpecs, keep: bool, returned: bool, flags: TensorList, number: torch.Tensor
 ) -> Callable[[TensorList], AbstractContextManager[TensorList]]:
     """Prepare a context that provides full tensors for the rows of all ranks. Inside the context the caller launches a
     kernel, which waits, with a time limit, until flags[p] has reached *number; then the shard of rank p has arrived.
-    The copies and flags are enqueued after that launch. In a CUDA graph a separate stream sets the flags, so that the
-    next copy does not wait for the flag. In eager calls the host's time for two more calls per peer would exceed the
-    gain."""
-    pulls = ShardPulls(world, specs, keep)
+    In a CUDA graph a separate stream sets the flags, so that the next copy does not wait for the flag.
+
+    If the caller returns the full tensors (`returned`), they are new tensors, and the copies and flags are enqueued
+    after the launch. Otherwise the full tensors are in memory that later calls use again. Then the copies and flags are
+    a sequence (`Backend.sequence`), which takes so little host time that it is enqueued before the launch."""
+    pulls, signals = ShardPulls(world, specs, keep), world.side_stream("signal")
+    copies, shared = pulls.copies, None if returned else pulls.shared()
+
+    def pull_all(full: TensorList) -> None:
+        captured = world.backend.capturing()
+        for p in world.other_ranks:
+            pulls.pull(full, p)
+            if captured:
+                world.wait_event(signals, world.record(copies))
+            world.signal(flags[p], number, signals if captured else copies)
+        if captured:
+            world.wait_event(copies, world.record(signals))
+        world.barrier(copies)
+
+    def pull_to_shared() -> None:
+        assert shared is not None
+        world.barrier(copies)
+        pull_all(shared)
+
+    sequence = None if returned else world.backend.sequence(copies, pull_to_shared)
 
     @contextmanager
     def gather(tensors: TensorList) -> Iterator[TensorList]:
-        stream, copies, captured = world.current_stream(), pulls.copies, world.backend.capturing()
-        full, pull = pulls.stage(tensors, stream)
-        signals = world.side_stream("signal") if captured else copies
-        yield full
-        with world.on(copies):
-            for p in world.other_ranks:
-                pull(p)
-                if captured:
-                    world.wait_event(signals, world.record(copies))
-                world.signal(flags[p], number, signals)
+        stream, full = world.current_stream(), shared or pulls.new()
+        pulls.stage(tensors, full, stream)
+        if sequence:
+            sequence()
+            yield full
+        else:
             world.barrier(copies)
-        for side in (copies, signals) if captured else (copies,):
-            world.wait_event(stream, world.record(side))
+            yield full
+            with world.on(copies):
+                pull_all(full)
+        world.wait_event(stream, world.record(copies))
 
     return gather
 
@@ -264,14 +302,12 @@ def reduce_rows(
     return reduce
 
 
-def pull_parts(world: World, source: SymmetricTensor, rows: slice, max_rows: int, stream: Stream) -> torch.Tensor:
-    """Pull `rows`, which are at most `max_rows` rows, of `source` [M, N] from all other ranks, and return them as [W,
-    max_rows, N]."""
-    count, columns, dtype = rows.stop - rows.start, source.local.shape[1], source.local.dtype
-    staging = world.empty((world.size, max_rows, columns), dtype)
+def pull_parts(world: World, source: SymmetricTensor, rows: slice, staging: torch.Tensor, stream: Stream) -> None:
+    """Pull `rows` of `source` [M, N] from every other rank r to the first rows of staging[r]; `staging` is [W, at least
+    as many rows, N]."""
+    count = rows.stop - rows.start
     for p in world.other_ranks if count else ():
         world.copy(staging[p][:count], source.peers[p][rows], stream)
-    return staging
 
 
 @prepared

@@ -113,14 +113,10 @@ def exchange_groups(
     signals: Signals,
     gemm: Callable[[Stream], None],
     move: Callable[[int, Stream], None],
-    barrier: bool = False,
 ) -> None:
-    """Enqueue `gemm(stream)`. On the communicator's stream, enqueue a wait for each group g and then `move(g, stream)`.
-    With `barrier` a barrier of all ranks precedes the first wait and runs concurrently with the GEMM."""
+    """Enqueue `gemm(stream)`. On the communicator's stream, enqueue a wait for each group g, then `move(g, stream)`."""
     stream, comm = world.current_stream(), world.side_stream("comm")
     world.wait_event(comm, world.record(stream))
-    if barrier:
-        world.barrier(comm)
     gemm(stream)
     for group, wait in enumerate(signals.waits):
         wait(comm)

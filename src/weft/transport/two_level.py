@@ -117,7 +117,8 @@ def sum_rows(world: World, source: SymmetricTensor, chunk: RowChunk, out: torch.
     rows, count = chunk.rows(node.rank), len(out)
     if not count:
         return
-    staging = pull_parts(node, source, rows, count, stream)
+    staging = node.empty((node.size, count, source.local.shape[1]), source.local.dtype)
+    pull_parts(node, source, rows, staging, stream)
     sum_parts(source.local[rows], staging, out, None, node, stream)
 
 

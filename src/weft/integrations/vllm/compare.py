@@ -27,7 +27,7 @@ import torch
 
 from ...chooser import MIN_SPEEDUP, Choice, Chooser
 from ...plans import Plan, Sequential
-from ...timing import back_to_back
+from ...timing import CallTime, back_to_back
 from .flashinfer import FlashInfer
 from .interface import VllmObject
 from .row_norm_column import PASS_FORMS, OwnRows, WovenLayers
@@ -37,9 +37,12 @@ from .woven import FEWEST_TOKENS
 VLLM = "vLLM"  # the candidate for vLLM's own pass
 PassWay: TypeAlias = Plan | str
 RunPass: TypeAlias = Callable[[int], object]  # runs a pass with this number of tokens
-Times: TypeAlias = tuple[int, dict[str, float]]  # a number of tokens, and the us of a pass in each way
+Times: TypeAlias = tuple[int, dict[str, CallTime]]  # a number of tokens, and the time of a pass in each way
 IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, that is, for no more than one tile of a GEMM
-FAR_SLOWER = 1.3  # timing of a form stops if it is slower than vLLM's own pass by this factor
+FAR_SLOWER = 1.2  # timing of a form stops if it is slower than vLLM's own pass by this factor
+PARTS = (0, 4, 6, 7)  # the eighths of a range below the low ends to try
+PASS_ROUNDS = 3  # a pass is so long that its times vary less than those of one call
+HOST_BOUND = 0.9  # the GPU waits for the host if the host needs at least this part of a pass's time
 
 
 class TokenSpan(NamedTuple):
@@ -54,7 +57,7 @@ class TokenSpan(NamedTuple):
 @dataclass(frozen=True)
 class Range:
     """The result for a range of tokens. `form` is None if vLLM's own pass runs. `us` has the times of the passes at
-    both ends, as (tokens, {way: us}); it is empty if no form was worth timing."""
+    both ends, as (tokens, {way: time}); it is empty if no form was worth timing."""
 
     low: int
     high: int
@@ -65,28 +68,36 @@ class Range:
         """Return the report's line for the range, with the speed of each form relative to vLLM's own pass."""
         ends = []
         for tokens, times in self.us:
-            others = [f"{times[VLLM] / us:.3f}x by {way}" for way, us in times.items() if way != VLLM]
-            ends.append(f"{tokens} tokens {times[VLLM]:.0f} us, {', '.join(others)}")
+            others = [
+                f"{times[VLLM].gpu / time.gpu:.3f}x by {way}{host_bound(time)}"
+                for way, time in times.items()
+                if way != VLLM
+            ]
+            ends.append(f"{tokens} tokens {times[VLLM].gpu:.0f} us{host_bound(times[VLLM])}, {', '.join(others)}")
         figures = "; ".join(ends) or "not timed: all others are far slower with more tokens"
         return f"{self.low} to {self.high} tokens: {self.form or VLLM} ({figures})"
+
+
+def host_bound(time: CallTime) -> str:
+    return " (host-bound)" if time.host >= HOST_BOUND * time.gpu else ""
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
 def spans(passes: Passes) -> Iterator[TokenSpan]:
     """Yield the ranges: powers of four divide the captured sizes, powers of two the other sizes. If a form wins only at
-    the high end of a range, the upper half of the range is tried, and then the upper quarter."""
+    the high end of a range, the upper half of the range is tried, then the upper quarter, and then the upper eighth."""
     captured = passes.captured
     high = 0
     for _, group in itertools.groupby(captured, lambda size: ((size - 1).bit_length() + 1) // 2):
         sizes = list(group)
         firsts = [size + 1 for size in (high, *sizes)]  # for each size, the least number of tokens that is padded to it
-        lows = dict.fromkeys(len(sizes) * part // 4 for part in (0, 2, 3))
+        lows = dict.fromkeys(len(sizes) * part // 8 for part in PARTS)
         yield TokenSpan(sizes[-1], tuple((firsts[i], sizes[i]) for i in lows), "graph")
         high = sizes[-1]
     while high < passes.max_tokens:
         low, high = high + 1, min(1 << high.bit_length(), passes.max_tokens)
         steps = (high - low + 1) // STEP
-        lows = dict.fromkeys(low + steps * part // 4 * STEP for part in (0, 2, 3))
+        lows = dict.fromkeys(low + steps * part // 8 * STEP for part in PARTS)
         yield TokenSpan(high, tuple((low, low) for low in lows), "eager")
 
 
@@ -121,8 +132,8 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
         """Return the times of passes of `tokens` tokens, and the gain of each form that is fast enough."""
         trial = chooser.trial(choice(passes, tokens, forms, mode, run))
         assert trial is not None
-        gains = {form: trial.times[VLLM].us(mode) / trial.times[form].us(mode) for form in forms}
-        times = {str(way): us.us(mode) for way, us in trial.times.items()}
+        gains = {form: trial.times[VLLM].gpu / trial.times[form].gpu for form in forms}
+        times = {str(way): time for way, time in trial.times.items()}
         return (tokens, times), {form: gain for form, gain in gains.items() if gain >= MIN_SPEEDUP}
 
     ranges: list[Range] = []
@@ -133,8 +144,8 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
             ranges.append(Range(span.lows[0][0], span.high, None, ()))
             continue
         high_times, high_gains = timed(span.high, forms, span.mode)
-        limit = FAR_SLOWER * high_times[1][VLLM]
-        hopeless |= {(form, span.mode) for form in forms if high_times[1][str(form)] > limit}
+        limit = FAR_SLOWER * high_times[1][VLLM].gpu
+        hopeless |= {(form, span.mode) for form in forms if high_times[1][str(form)].gpu > limit}
         lost: list[Times] = []
         best, begin = None, span.lows[0][0]
         for low, size in span.lows if high_gains else ():
@@ -167,8 +178,8 @@ def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, r
         run(tokens)
 
     def prepare(way: PassWay) -> None:
-        in_way(way)
         if mode == "graph":
+            in_way(way)
             in_way(way)  # weft prepares a plan for graphs at the second call of a size
             graphs[way] = captured(passes, lambda: in_way(way))
 
@@ -177,7 +188,8 @@ def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, r
 
     expected, title = (lambda mode: VLLM), "whole passes"
     key = ("passes", tokens)
-    return Choice(key, expected, lambda: candidates, once, prepare, title, (tokens,), hopeless=FAR_SLOWER)
+    shown = title, (tokens,)
+    return Choice(key, expected, lambda: candidates, once, prepare, *shown, rounds=PASS_ROUNDS, hopeless=FAR_SLOWER)
 
 
 class Compared(Switched):
@@ -249,7 +261,12 @@ def read(path: Path | None) -> list[Range] | None:
     try:
         stored = json.loads(path.read_text()) if path is not None else None
         return stored and [
-            Range(low, high, form and Plan.from_json(form), tuple((tokens, us) for tokens, us in times))
+            Range(
+                low,
+                high,
+                form and Plan.from_json(form),
+                tuple((tokens, {way: CallTime(*us) for way, us in ways.items()}) for tokens, ways in times),
+            )
             for low, high, form, times in stored["ranges"]
         ]
     except Exception:

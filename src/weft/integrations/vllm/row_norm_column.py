@@ -5,6 +5,7 @@ pass:
     sequential  GEMM | all_reduce_rms_norm | GEMM
     own rows    the same, but each rank holds only its own rows of the residual
     sequence    GEMM + reduce-scatter | norm of this rank's rows | all-gather + GEMM
+    fused sum   GEMM + all-reduce | norm of all rows | GEMM
     woven       two token parts, one part's all_reduce_rms_norm under the other's GEMMs (TokenWeave, section 4):
 
         caller's   row(0) | row(1)  | column(0) | column(1)
@@ -15,8 +16,8 @@ pass:
 A pass has one further form, `WovenLayers`: two parts over whole layers, without this operator (woven.py).
 
 A single operator lets a compiled graph with symbolic shapes contain all of these plans: the plan that runs depends on
-the number of tokens (`forms`), but no shape in the graph depends on the plan. The residual is always [M, H]. In all
-plans but sequential and flashinfer a rank writes only some of the residual's rows, and only the next call of this
+the number of tokens (`forms`), but no shape in the graph depends on the plan. The residual is always [M, H]. In the
+plans own rows, sequence and woven a rank writes only some of the residual's rows, and only the next call of this
 operator, which has the same plan, reads them.
 """
 
@@ -35,8 +36,8 @@ from ...ops.all_gather_matmul.op import all_gather_matmul
 from ...ops.all_reduce.call import NormOperands
 from ...ops.all_reduce.op import ALL_REDUCE_RMS_NORM
 from ...ops.common import split_rows
-from ...ops.matmul_reduce.op import matmul_reduce_scatter
-from ...ops.norm import rms_norm
+from ...ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
+from ...ops.norm import normalised, rms_norm
 from ...plans import Decomposed, Plan, Sequential, TwoShotPull
 from ...prepared import OwnResult, Prepare
 from ...tensor_checks import check_operands, dims
@@ -59,6 +60,14 @@ class ShardedTokens(Plan):
     """The form with GEMM + reduce-scatter, the norm of this rank's rows, and all-gather + GEMM."""
 
     kind: ClassVar[str] = "sequence_parallel"
+
+
+@dataclass(frozen=True)
+class FusedSum(Plan):
+    """The form with GEMM + all-reduce, and the norm of all rows. Its shapes are the same on all ranks, and the host
+    launches fewer kernels than for `ShardedTokens`."""
+
+    kind: ClassVar[str] = "fused_sum"
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,7 @@ PASS_FORMS: Sequence[Plan] = (
     Sequential(),
     OwnRows(),
     ShardedTokens(),
+    FusedSum(),
     TwoParts(),
     WovenLayers(),
     WovenLayers(programs=16),
@@ -203,19 +213,36 @@ def sequence_parallel(world: World, call: RowNormColumnCall, plan: ShardedTokens
     if not (call.k and call.n and call.plain_norm):
         return own_rows(world, call, plan)
     counts, own_range = split_rows(world, call.m), own_row_range(world, call.m)
-    rows = None if len(set(counts)) == 1 else counts
+    rows, own_size = None if len(set(counts)) == 1 else counts, (counts[world.rank], call.h)
 
     def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
         assert t.row is not None and t.column is not None
         x, weight, options = scaled_operands(world, t.x, t.row, t.row_scale)
-        y = new_residual = matmul_reduce_scatter(x, weight, t.row_bias, world=world, **options)
+        y = matmul_reduce_scatter(x, weight, t.row_bias, world=world, **options)
+        residual = None if t.residual is None else t.residual[own_range].contiguous()
+        new_residual = world.empty((call.m, call.h), call.dtype)
+        y = normalised(world, own_size, y, t.norm, call.eps, residual, new_residual[own_range])
+        x, weight, options = scaled_operands(world, y, t.column, t.column_scale)
+        return all_gather_matmul(x, weight, t.column_bias, world=world, rows=rows, **options), new_residual
+
+    return run
+
+
+def fused_sum(world: World, call: RowNormColumnCall, plan: FusedSum) -> PassRun:
+    """Sum the row-parallel GEMM's tiles while it computes. If that GEMM is missing or the norm is in float32, run
+    sequentially."""
+    if not (call.k and call.plain_norm):
+        return sequential(world, call, plan)
+
+    def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
+        assert t.row is not None
+        x, weight, options = scaled_operands(world, t.x, t.row, t.row_scale)
+        y = residual = matmul_all_reduce(x, weight, t.row_bias, world=world, **options)
         if t.residual is None:
             y = rms_norm(y, t.norm, call.eps, world=world)
         else:
-            y, new_residual = rms_norm(y, t.norm, call.eps, world=world, residual=t.residual[own_range])
-        x, weight, options = scaled_operands(world, y, t.column, t.column_scale)
-        out = all_gather_matmul(x, weight, t.column_bias, world=world, rows=rows, **options)
-        return out, residual_of_rows(world, call, [(own_range, new_residual)])
+            y, residual = rms_norm(y, t.norm, call.eps, world=world, residual=t.residual)
+        return column_product(world, t, y), residual
 
     return run
 
@@ -251,6 +278,7 @@ MAKERS: Mapping[type[Plan], Callable[..., PassRun]] = {
     Sequential: sequential,
     OwnRows: own_rows,
     ShardedTokens: sequence_parallel,
+    FusedSum: fused_sum,
     TwoParts: woven,
     FlashInfer: with_flashinfer,
 }
@@ -288,8 +316,8 @@ class RowNormColumn(Op[RowNormColumnCall]):
 
     Plan "auto" is the World's form for the number of tokens. All plans but sequential and FlashInfer need symmetric
     memory and at least one token for each rank; without these the call runs sequentially. The first result is the
-    product [M, N], or the normalised rows [M, H] if `column` is None; the second is h [M, H]. Unless the plan is
-    sequential or FlashInfer, a rank has only its own rows of h, or no rows if there is no residual."""
+    product [M, N], or the normalised rows [M, H] if `column` is None; the second is h [M, H]. With the plans OwnRows,
+    ShardedTokens and TwoParts a rank has only its own rows of h, or no rows if there is no residual."""
 
     name = "row_norm_column"
     signature = (

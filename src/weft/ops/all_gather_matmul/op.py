@@ -224,8 +224,8 @@ def all_gather_matmul(
     gathers the activation again; dbias sums dy over its rows.
 
     Memory, in addition to the output: the symmetric memory, which all ops of the World share, is none (sequential),
-    M K / W elements (decomposed, and fused by copies), M K (flag-gated), 2 M K (fused) or 3 M K elements (one shot, for
-    few rows). All plans except fused and flag-gated also use [M, K] of ordinary memory during the call.
+    M K / W + M K elements (decomposed, and fused by copies), M K (flag-gated), 2 M K (fused) or 3 M K elements (one
+    shot, for few rows). Sequential and one-shot plans also use [M, K] of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them.

@@ -375,7 +375,7 @@ def _by_copy_engine(world: World, call: GatherCall, plan: FusedGatherByCopies, g
     ch, epoch, _ = _copy_channel(world, call, plan)
     flags, keep = ch.counters.split(1), call.gathered or call.shards[0] % plan.tile.block_m != 0
     launches, ahead = made_once(_copied_launch, world, call, plan, gated), Ahead()
-    gather = copy_engine.gather_to_flags(world, sent_specs(world, call), keep, flags, epoch)
+    gather = copy_engine.gather_to_flags(world, sent_specs(world, call), keep, call.gathered, flags, epoch)
 
     def run(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
         x, weight, bias, *_ = operands

@@ -306,8 +306,8 @@ def all_reduce_rms_norm(
     3 (W + 1) M H elements (one shot), or 3 M H, plus 3 M H with a full residual, plus 3 M' H, where M' is M rounded up
     to a multiple of W (two-shot plans that post). Two-shot plans that count use M H for rows at their owners or, if
     rows are pulled, for an x that is not in memory of `World.symmetric`; M H for an output that is not there either;
-    and M H for a full residual. Decomposed and multicast use as much as two-shot plans that pull; decomposed also uses
-    M H of ordinary memory during the call.
+    and M H for a full residual. Decomposed and multicast use as much as two-shot plans that pull, and decomposed uses
+    M H more.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not fit; the message quotes them. Also if an operand

@@ -297,6 +297,24 @@ def prepare_decomposed(world: World, call: SumCall, plan: Decomposed) -> SumRun:
     own_rows, holders = slice(ends[me], ends[me + 1]), (lock(world, COPIES), lock(world, SHARED))
     sum_own_rows = _sum_norm(world, replace(call, keep=OWN.value if call.keep else ABSENT.value))
     share = prepare_sharing(world, call)
+    parts = workspace(world, "parts", (world.size, ends[1], call.h), call.dtype).local
+
+    def sequences_of(shared: SharedRows) -> list[Callable[[], object]]:
+        source = shared.x
+        assert source is not None
+
+        def pull_own_rows() -> None:
+            world.barrier(copies)
+            pull_parts(world, source, own_rows, parts, copies)
+
+        def pull_sums() -> None:
+            world.barrier(copies)
+            pull_rows(world, [memory for memory in shared[1:] if memory], ends, copies)
+            world.barrier(copies)
+
+        return [world.backend.sequence(copies, work) for work in (pull_own_rows, pull_sums)]
+
+    sequences = made_once(sequences_of)
 
     def sum_rows(t: Tensors, stream: Stream) -> None:
         for holder in holders:
@@ -308,13 +326,11 @@ def prepare_decomposed(world: World, call: SumCall, plan: Decomposed) -> SumRun:
         assert source is not None
         kept = t.kept if sums is None else sums.local[own_rows]
 
-        world.barrier(copies)
-        staging = pull_parts(world, source, own_rows, ends[1], copies)
+        pull_own_rows, pull_sums = sequences(shared)
+        pull_own_rows()
         local = replace(t, x=source.local, out=out.local, kept=kept, scales=scales.local if scales else None)
-        sum_own_rows(copies, **local.arguments(), x=local.x, out=local.out, staging=staging)
-        world.barrier(copies)
-        pull_rows(world, [memory for memory in shared[1:] if memory], ends, copies)
-        world.barrier(copies)
+        sum_own_rows(copies, **local.arguments(), x=local.x, out=local.out, staging=parts)
+        pull_sums()
         world.wait_event(stream, world.record(copies))
         take_rows(world, t, shared, stream)
 

@@ -222,7 +222,7 @@ def matmul_reduce_scatter(
     elements (decomposed), 2 M N elements with rows rounded up to whole tiles (fused), or 3 M N with W times the longest
     shard for M (one shot, for few rows). All of these plans except fused also use [M, N] of ordinary memory during the
     call. Signaled plans use M N (1 + 1 / W) elements of ordinary memory, with the rows of a shard rounded up to whole
-    tiles; with `copies` they use as much as decomposed plans.
+    tiles; with `copies` they use 2 M N elements of symmetric memory.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()

@@ -207,7 +207,8 @@ def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled) -> Run:
     staging memory of their owners. After all copies and the GEMM have ended, the owner sums its rows in float32 in the
     order of the ranks. After the first barrier the staging memory may be written again."""
     m, n, rows, me, size = call.m, call.n, call.shards[world.rank], world.rank, world.size
-    staging, copies = workspace(world, "staging", (size, rows, n), call.dtype), lock(world, COPIES)
+    staging, holder = workspace(world, "staging", (size, rows, n), call.dtype), lock(world, COPIES)
+    partial = workspace(world, "partial", (m, n), call.dtype).local
     tiling = tiling_of(world, call, plan, True)
     signals, tiles_n = signals_of(world, call, plan, tiling, call.op), -(-n // plan.tile.block_n)
     launch = gemm_of(world, call, plan, signals, tiling)
@@ -221,18 +222,26 @@ def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled) -> Run:
             if lo < hi:
                 pushes[-1].append((slice(p * rows + lo, p * rows + hi), staging.peers[p][me, lo:hi]))
 
-    def run(operands: ScaledFactors, out: torch.Tensor) -> None:
-        world.order(copies, world.current_stream())
-        partial = world.empty((m, n), call.dtype)
+    own_rows, comm = partial[me * rows : (me + 1) * rows], world.side_stream("comm")
 
-        def push(g: int, stream: Stream) -> None:
+    def push_all() -> None:
+        world.barrier(comm)
+        for g, wait in enumerate(signals.waits):
+            wait(comm)
             for lines, destination in pushes[g]:
-                world.copy(destination, partial[lines], stream)
+                world.copy(destination, partial[lines], comm)
             if ends[g] < m - rows <= ends[g + 1]:
-                world.barrier(stream)
+                world.barrier(comm)
 
-        exchange_groups(world, signals, launch_on(launch, operands, partial), push, barrier=True)
-        own_rows = partial[me * rows : (me + 1) * rows]
-        sum_parts(own_rows, staging.local, out, None, world, world.current_stream())
+    sequence = world.backend.sequence(comm, push_all)
+
+    def run(operands: ScaledFactors, out: torch.Tensor) -> None:
+        stream = world.current_stream()
+        world.order(holder, stream)
+        world.wait_event(comm, world.record(stream))
+        launch_on(launch, operands, partial)(stream)
+        sequence()
+        world.wait_event(stream, world.record(comm))
+        sum_parts(own_rows, staging.local, out, None, world, stream)
 
     return run

@@ -1,0 +1,79 @@
+"""The operations of a sequence (`Backend.sequence`) are the same in every call, as a CUDA graph of them needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.emulated.cases import draw
+from weft.backends.base import Stream
+from weft.backends.emulated import EmulatedBackend
+from weft.plans import Decomposed, FusedGatherByCopies, Plan, Signaled
+from weft.scale import SMALL_TILE
+
+M, N, K = 64, 32, 128
+OPS: Mapping[str, Callable[..., Any]] = {
+    "gather": lambda world, plan, x, w: weft.all_gather_matmul(x, w, world=world, plan=plan),
+    "scatter": lambda world, plan, x, w: weft.matmul_reduce_scatter(x, w, world=world, plan=plan),
+    "norm": lambda world, plan, x, w: weft.all_reduce_rms_norm(x, x + 1, w[0], world=world, plan=plan, full_residual=True),
+}  # fmt: skip
+CASES: Mapping[str, tuple[str, Plan, int]] = {  # with the number of sequences of a call
+    "decomposed gather": ("gather", Decomposed(), 1),
+    "gather to flags": ("gather", FusedGatherByCopies(tile=SMALL_TILE), 1),
+    "signaled scatter": ("scatter", Signaled(copies=True, ctas=1, tile=SMALL_TILE), 1),
+    "decomposed norm": ("norm", Decomposed(), 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sequence_is_the_same_in_every_call(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, plan, sequences = CASES[case]
+    runs: list[tuple[int, object, list[object]]] = []  # the rank, its sequence, and the sequence's operations
+    running: dict[int, list[object]] = {}  # by rank
+    plain = EmulatedBackend.sequence, EmulatedBackend.copy, EmulatedBackend.run_launch
+
+    def sequence(self: EmulatedBackend, stream: Stream, work: Callable[[], object]) -> Callable[[], object]:
+        def noted() -> None:
+            running[self.rank] = []
+            work()
+            runs.append((self.rank, work, running.pop(self.rank)))
+
+        return plain[0](self, stream, noted)
+
+    def copy(self: EmulatedBackend, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        if self.rank in running:
+            running[self.rank].append((dst.data_ptr(), dst.shape, src.data_ptr(), src.shape, id(stream)))
+        plain[1](self, dst, src, stream)
+
+    def run_launch(self: EmulatedBackend, launch: Any, stream: Stream, moving: Mapping[str, Any]) -> None:
+        if self.rank in running:
+            running[self.rank].append(
+                (id(launch), id(stream), [v.data_ptr() for v in moving.values() if isinstance(v, torch.Tensor)])
+            )
+        plain[2](self, launch, stream, moving)
+
+    monkeypatch.setattr(EmulatedBackend, "sequence", sequence)
+    monkeypatch.setattr(EmulatedBackend, "copy", copy)
+    monkeypatch.setattr(EmulatedBackend, "run_launch", run_launch)
+
+    def main(world: weft.World) -> None:
+        kept = []  # so that no address returns
+        for call in range(5):
+            x = draw(10 * call + world.rank, M // 2 if op == "gather" else M, K)
+            kept += [x, OPS[op](world, plan, x, draw(call, N, K))]
+        world.synchronize()
+
+    weft.spmd(main, 2, backend="emulated")
+    for rank in range(2):
+        by_work: dict[object, list[list[object]]] = {}
+        for of_rank, work, operations in runs:
+            if of_rank == rank:
+                by_work.setdefault(work, []).append(operations)
+        repeated = [calls for calls in by_work.values() if len(calls) > 2]  # memory may grow in the first two calls
+        assert len(repeated) == sequences
+        for calls in repeated:
+            assert calls[0] and all(operations == calls[0] for operations in calls)
