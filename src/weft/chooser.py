@@ -68,7 +68,7 @@ class Choice(Generic[T]):
 @dataclass(frozen=True)
 class Trial(Generic[T]):
     """The times of the candidates of one choice. times: by candidate, the slowest rank's times. expected: by mode, the
-    expected candidate. faster: by mode, the candidates that were faster than it, the one to choose first."""
+    expected candidate. faster: by mode, the candidates that were faster than it, in the order of choice."""
 
     title: str
     sizes: tuple[int, ...]
@@ -152,7 +152,7 @@ class Chooser:
             single_calls[candidate] = self._slowest([self.time(choice, candidate, 1, LAUNCH)])[0]
         limit = choice.hopeless * min(max(single_calls[way]) for way in expected.values())
         for way, call in single_calls.items():
-            if max(call) > limit and way not in expected.values():  # perhaps only the first timed call was slow
+            if max(call) > limit and way not in expected.values():  # possibly only the first timed call was slow
                 single_calls[way] = min(call, *self._slowest([self.time(choice, way, 1, LAUNCH)]), key=max)
         hopeful = [way for way, call in single_calls.items() if max(call) <= limit or way in expected.values()]
 
@@ -185,8 +185,8 @@ class Chooser:
 def _faster(
     choice: Choice[T], candidates: Sequence[T], times: Mapping[T, CallTime], mode: str, expected: T
 ) -> tuple[T, ...]:
-    """Return the candidates that are faster than the expected one. Each is the one to choose without those before
-    it."""
+    """Return the candidates that are faster than the expected one. Each candidate is the one to choose if all
+    candidates before it are excluded."""
     faster: list[T] = []
     while True:
         best = expected

@@ -649,7 +649,7 @@ class Op(ABC, Generic[C]):
         return self._timed(world, call, mode) or self.auto(world, call, mode)
 
     def _timed(self, world: World, call: C, mode: str) -> Plan | None:
-        """Return the fastest plan in the trial of such calls that can run this call."""
+        """Return the plan that was fastest in the trial of such calls, among the plans that can run this call."""
 
         def usable(plan: Plan) -> bool:
             return self._reason_against(world, call, plan, "auto") is None
@@ -696,7 +696,8 @@ class Op(ABC, Generic[C]):
             lambda plan: self.check_same_on_all_ranks(world, timed()[0], plan, **self.compared(plan, addresses)),
             trial_title(self.name, self.scaling(call)),
             self.sizes(call),
-            # The smallest call that shares this trial takes the host as long as this call, and the GPU less time.
+            # For the smallest call that shares this trial, the host needs as long as for this call, and the GPU needs
+            # less time.
             host_factor=library_gemm.rows_ratio(),
         )
 

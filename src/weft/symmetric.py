@@ -18,8 +18,9 @@ VIEWS = 4096  # cached views of one symmetric tensor
 
 
 def outlives_call() -> AbstractContextManager[None]:
-    """Return a context manager for creating objects that a World keeps. It suspends the torch modes of the call that
-    first needs the objects: outside inference mode, torch refuses writes to tensors that were created in it."""
+    """Return a context manager for creating objects that a World keeps. The context manager suspends the torch modes of
+    the call that first needs the objects: outside inference mode, torch refuses writes to tensors that were created in
+    it."""
     return _outside_inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
 
 

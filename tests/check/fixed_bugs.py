@@ -1,5 +1,5 @@
-"""Ten faults of multi-GPU kernels that public projects found and fixed. Each fault is reproduced by a small kernel over
-torch's symmetric memory, with the function main(rank, world_size, mended). The docstrings name the fault and the
+"""Eleven faults of multi-GPU kernels that public projects found and fixed. Each fault is reproduced by a small kernel
+over torch's symmetric memory, with the function main(rank, world_size, mended). The docstrings name the fault and the
 projects that had it.
 """
 

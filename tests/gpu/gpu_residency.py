@@ -59,7 +59,7 @@ def on_two_streams(world: weft.World, call_a: Call, call_b: Call) -> None:
 
 
 def outcome(world: weft.World, call_a: Call, call_b: Call, rounds: int) -> str:
-    """Return "", or the error of a wait that expired."""
+    """Return "", or the error of an expired wait."""
     world.exchange(None)
     try:
         for _ in range(rounds):

@@ -277,7 +277,7 @@ def f(ä="#", n=3):
 
 
 def test_the_code_of_a_file_has_no_comments_and_docstrings() -> None:
-    """Strings that are no docstrings stay as they are. Every version of Python must return this text."""
+    """Strings that are not docstrings remain unchanged. Every version of Python must return this text."""
     assert gpu_queue.code_of(DESCRIBED) == PLAIN
 
 

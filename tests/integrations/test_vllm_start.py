@@ -148,7 +148,7 @@ def test_a_form_whose_first_passes_alone_are_slow_is_timed(monkeypatch: pytest.M
 
 
 def test_ranges_are_divided_down_to_eighths() -> None:
-    """With the sizes that vLLM captures, a form that wins only from 481 to 512 tokens is found."""
+    """Among the sizes that vLLM captures, the comparison finds a form that is faster only from 481 to 512 tokens."""
     captured = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
     spans = {span.high: span for span in compare.spans(SimpleNamespace(captured=captured, max_tokens=4096))}  # type: ignore[arg-type]
     assert spans[512] == (512, ((257, 272), (385, 400), (449, 464), (481, 496)), "graph")

@@ -183,7 +183,8 @@ def test_a_size_that_the_fastest_plan_cannot_run_takes_the_next(us: dict, monkey
 
 
 def test_the_host_counts_as_for_the_smallest_call_of_a_trial(us: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an engine, calls with half the rows share the trial. They would wait for a host that the GPU hides here."""
+    """In an engine, calls with half the rows share the trial. The calls would wait for a host whose time the GPU hides
+    here."""
     us[FIRST] = (90.0, 45.0)
 
     def rank(world: weft.World) -> list[Plan]:

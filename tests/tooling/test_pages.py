@@ -34,7 +34,7 @@ def test_the_shipped_table_equals_the_output_of_its_program() -> None:
 
 
 def test_a_table_is_made_beside_rows_of_other_benchmarks() -> None:
-    """Rows without an op, such as those of batch-invariant layers, lie in the same folder."""
+    """The same folder contains rows without an op, such as those of batch-invariant layers."""
     rows = json.loads(table.table_of("nvidia-h100")[0])
     assert rows and all(row["confirmed"] for row in rows)
 
@@ -161,7 +161,8 @@ def test_the_readmes_doors_have_the_gains_of_the_stored_rows() -> None:
 
 
 def test_each_mean_names_the_commits_of_its_rows() -> None:
-    """Each chapter names the commits and dates of stored rows; a mean without its own has those of the line above."""
+    """Each chapter names the commits and dates of stored rows; a mean without a commit has the commit of the line
+    above."""
     chapters = re.split(r"^## (nvidia-\S+)$", (ROOT / "docs/measurements.md").read_text(), flags=re.M)[1:]
     for machine, chapter in zip(chapters[::2], chapters[1::2], strict=True):
         chapter = chapter.partition("\n## ")[0]

@@ -261,9 +261,9 @@ class Backend(ABC):
         """Make later operations of `stream` wait for the event."""
 
     def sequence(self, stream: Stream, work: Callable[[], object]) -> Callable[[], object]:
-        """Return a function that enqueues the operations of `work()` with less host time. They must be the same in
-        every call, on the same memory, on `stream` or on streams that start after it and that it waits for at the end.
-        `stream` is the current stream while `work` runs."""
+        """Return a function that enqueues the operations of `work()` with less host time. These operations must be the
+        same in every call and use the same memory. They run on `stream`, or on streams that start after `stream` and
+        for which `stream` waits at the end. `stream` is the current stream while `work` runs."""
 
         def run() -> None:
             with self.on(stream):

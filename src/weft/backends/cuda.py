@@ -77,8 +77,8 @@ GRACE = 2.0  # the seconds for which a rank, after its wait has expired, waits f
 
 
 def _cause_of_waits(waits: Sequence[str], peer: int) -> str:
-    """Return the end of a line about a wait for `peer`. If this peer waits too, it may wait for a rank that reports no
-    wait, as in a gather that pulls the peers' rows in turn: the line then names the ranks that report none."""
+    """Return the end of a line about a wait for `peer`. This peer may wait too, and for a rank that reports no wait, as
+    in a gather that pulls the peers' rows in turn. The line then names the ranks that report none."""
     others = ", ".join(f"rank {rank}" for rank, wait in enumerate(waits) if not wait)
     return f", but waits too; no wait is reported by {others}" if peer >= 0 and waits[peer] and others else ""
 
@@ -106,7 +106,7 @@ class GpuBackend(Backend):
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
-        self._events: list[torch.cuda.Event] = []  # the events that nothing will wait for any more
+        self._events: list[torch.cuda.Event] = []  # the events for which no stream will wait any more
         self.uploads = Uploads(device)
         self._waits: list[str] | None = None  # the ops in which ranks wait; known once a wait has expired
 
@@ -386,8 +386,8 @@ class _On:
 
 class _Recorded:
     """A recorded event, which returns to `unused` when its holder drops it: a wait that a stream has enqueued does not
-    change when the event is recorded again. To record a new event takes the host 6.3 us, an old one 2.1 us (H100,
-    2026-11)."""
+    change when the event is recorded again. The host needs 6.3 us to record a new event, and 2.1 us to record an old
+    one (H100, 2026-11)."""
 
     __slots__ = ("event", "unused")
 
@@ -399,12 +399,12 @@ class _Recorded:
 
 
 class _Sequence:
-    """Operations that eager calls launch as one CUDA graph. A replay of four copies with events takes the host 8 us,
-    and their single launches take 89 us (H100, 2026-11).
+    """Operations that eager calls launch as one CUDA graph. The host needs 8 us to replay four copies with events as a
+    graph, and 89 us to launch them one by one (H100, 2026-11).
 
-    The first call enqueues the operations one by one, which loads their kernels. So do calls in captures, which then
-    contain the operations themselves, and calls whose launches are noted. The replays are on one stream, so that they
-    never overlap."""
+    The first call enqueues the operations one by one, which loads their kernels. Calls in captures, which then contain
+    the operations themselves, and calls whose launches are noted also enqueue the operations one by one. All replays
+    run on one stream, so they never overlap."""
 
     def __init__(self, backend: GpuBackend, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
         self.backend, self.stream, self.work = backend, stream, work

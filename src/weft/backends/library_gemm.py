@@ -87,7 +87,7 @@ def stepped(m: int) -> int:
 
 
 def rows_ratio() -> float:
-    """Return how many times as large as the least M of the calls that share a trial the largest is."""
+    """Return the ratio of the largest to the smallest M among the calls that share a trial."""
     return 1 + 1 / _steps_an_octave
 
 
