@@ -21,9 +21,9 @@ class Mismatch(WeftError):
 
 class Overflow(WeftError):
     """A rank's experts received more rows than `max_rows` or `max_m` allows. The message names the ranks of these
-    experts and the number of dropped rows. The ranks that own the experts and the ranks that own the dropped rows'
-    tokens raise this error, in `World.synchronize` or in a later call of an op, after the launch of that call. The
-    other ranks have made that later call too, so the caller must not repeat it.
+    experts and the number of dropped rows. Two groups of ranks raise this error: those that own the experts, and those
+    that own the dropped rows' tokens. They raise it in `World.synchronize` or in a later call of an op, after the
+    launch of that call. The other ranks have made that later call too, so the caller must not repeat it.
 
     result: the result of that later call; None for `World.synchronize`.
     """

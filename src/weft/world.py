@@ -440,8 +440,8 @@ class World:
         self._raise_if_lost()
         self._messages += 1
         if self.backend.compares_at_once:
-            # Another rank may instead make a call here that it has made before. If all ranks exchange, their messages
-            # are compared.
+            # Another rank may instead make a call here that it has made before. If all ranks are in an exchange, their
+            # messages are compared.
             title, fields = message.content if message.kind in CALL_MESSAGES else (message.kind, ())
             calls = self.backend.compared((title, (*fields, ("first_call", True))))
             if calls and any(("first_call", True) not in peer_fields for _, peer_fields in calls.values()):

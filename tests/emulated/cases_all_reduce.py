@@ -49,9 +49,9 @@ def norm_case(
     out_dtype: torch.dtype | None = None, calls: int = 2, seed: int = 0, into: str = "", symmetric: bool = False,
     views: bool = False, quantize: str | None = None,
 ) -> float:  # fmt: skip
-    """Return the largest error over `calls` calls with fresh inputs, new residual included. With `quantize`, a recipe,
-    the function returns the error of the dequantized rows. `into` is "" (a fresh output), "plain" or "symmetric"
-    memory. With `symmetric`, x is in symmetric memory; with `views`, it is not contiguous."""
+    """Return the largest error of the results and new residuals over `calls` calls with fresh inputs. With `quantize`,
+    a recipe, the function returns the error of the dequantized rows. `into` is "" (a fresh output), "plain" or
+    "symmetric" memory. With `symmetric`, x is in symmetric memory; with `views`, it is not contiguous."""
     worst, device, eps = 0.0, world.device, 1e-5
     rows = balanced_rows(m, world.size)
     lo = sum(rows[: world.rank])

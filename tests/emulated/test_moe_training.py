@@ -182,7 +182,7 @@ def layer_of(world: weft.World, parallel: str = "expert", inner: int = 24, **opt
 
 
 def step(layer: moe.MoE, x: torch.Tensor, call: Any = None) -> list[torch.Tensor]:
-    """Return the loss, auxiliary losses included, and the gradients of x and the parameters."""
+    """Return the loss with auxiliary losses, and the gradients of x and the parameters."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
 
@@ -215,7 +215,7 @@ def test_the_module_trains_compiled_as_in_eager(parallel: str, inner: int, keep:
 
 
 def test_columns_and_whole_experts_train_alike() -> None:
-    """The loss, auxiliary losses included, and the gradients of x and the router agree."""
+    """The loss with auxiliary losses and the gradients of x and the router agree."""
 
     def rank(world: weft.World) -> None:
         x = draw(world.rank, 9, 32)

@@ -430,8 +430,8 @@ def attending(shape: Shape, plan: Plan | list[Plan], *streams: str) -> Main:
 
 
 def attention_gradients(world: World) -> None:
-    """Compute only the gradients of queries, so that no all-to-all of the keys' gradients synchronises the ranks. Keys
-    and values are in memory that is overwritten."""
+    """Compute only the gradients of queries, so that no all-to-all of the keys' gradients synchronises the ranks. The
+    memory of keys and values is overwritten after each call."""
     shape, held = (
         Shape((4, 4), causal=True, layout="zigzag"),
         [world.empty((4, 2, 16), torch.bfloat16) for _ in range(2)],
@@ -516,7 +516,7 @@ class Case:
         True  # False: only host code, since another case covers these kernels; a tuple: only these kernels
     )
     nodes: int = 1
-    file: str = ""  # only host code, barriers included, of files whose names end with this
+    file: str = ""  # only host code, including barriers, of files whose names end with this
     ahead: bool = False  # whether operators return before their streams are drained, as on a GPU
 
 

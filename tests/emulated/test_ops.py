@@ -193,7 +193,7 @@ def test_shapes_in_turn_share_one_workspace(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", FAST)
 def test_results_are_tensors_of_their_own(kind: str) -> None:
-    """Later calls do not change earlier results, gathered activations included."""
+    """Later calls change neither earlier results nor earlier gathered activations."""
 
     def main(world: weft.World) -> None:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []

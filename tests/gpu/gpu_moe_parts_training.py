@@ -74,7 +74,7 @@ def graph_replays(world: weft.World, plan: str, keep: str) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Repeat one call for every choice of saved tensors, with random late ranks."""
+    """Repeat one call for every choice of saved tensors while random ranks start late."""
     layer = Layer(300, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, True, tp_size=world.size)
     inputs = routed(0, world.rank, 300, layer, world.size, some_nowhere)

@@ -80,7 +80,7 @@ def graph_replays(world: weft.World, keep: str) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Repeat one call for every choice of saved tensors, with random late ranks."""
+    """Repeat one call for every choice of saved tensors while random ranks start late."""
     layer = Layer(300, 16, 4, 512, 256, BF)
     model = Model(world, layer, True)
     inputs = routed(0, world.rank, 300, layer, world.size, at_random)

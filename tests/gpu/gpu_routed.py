@@ -77,7 +77,7 @@ def many_replays(world: weft.World, replays: int) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Repeat the same call, with its gradients, with random late ranks."""
+    """Repeat the same call and its gradients while random ranks start late."""
     inputs, wrong = operands(world, 3, 700, 520, 264), 0
     wanted = [t.clone() for t in step(world, "fused", *inputs)]
     for call in range(12):

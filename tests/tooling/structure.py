@@ -117,15 +117,15 @@ class Function:
 
 @dataclass
 class Module:
-    """One file. `name` is relative to the package; the package itself is "weft". `imports` lists (module, line),
-    imports inside functions included."""
+    """One file. `name` is relative to the package; the package itself is "weft". `imports` lists (module, line) for all
+    imports, including those inside functions."""
 
     name: str
     path: Path
     text: str
     package: bool
     imports: list[tuple[str, int]] = field(default_factory=list)
-    named: set[str] = field(default_factory=set)  # imported modules, those for type checking included
+    named: set[str] = field(default_factory=set)  # imported modules, including imports for type checking
     functions: list[Function] = field(default_factory=list)
 
     def __post_init__(self) -> None:

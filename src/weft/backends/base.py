@@ -193,7 +193,8 @@ class Backend(ABC):
     # -- memory ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
-        """Allocate `nbytes` of zeroed uint8 symmetric memory on every rank, 256-byte aligned. Collective."""
+        """Allocate `nbytes` of zeroed uint8 symmetric memory on every rank, at an address that is a multiple of 256
+        bytes. Collective."""
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
