@@ -431,7 +431,7 @@ def attending(shape: Shape, plan: Plan | list[Plan], *streams: str) -> Main:
 
 def attention_gradients(world: World) -> None:
     """Compute only the gradients of queries, so that no all-to-all of the keys' gradients synchronises the ranks. The
-    memory of keys and values is overwritten after each call."""
+    memory of keys and values is overwritten for each call."""
     shape, held = (
         Shape((4, 4), causal=True, layout="zigzag"),
         [world.empty((4, 2, 16), torch.bfloat16) for _ in range(2)],

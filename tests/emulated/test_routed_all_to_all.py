@@ -260,7 +260,7 @@ def test_a_capture_allocates_and_compares_nothing(plan: str) -> None:
             caller.call(call, some_nowhere(rng, world.size, 24), bias=True, gradient=True)
             if call == 1:
                 backend.capturing, backend.captures = lambda: True, lambda stream: True
-                backend.exchange = backend.symmetric = None  # a call of either one is an error
+                backend.exchange = backend.symmetric = None  # a call of either method raises an error
         del backend.exchange, backend.symmetric
         return caller.error()
 

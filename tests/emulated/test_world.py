@@ -739,7 +739,7 @@ def test_growing_batches_share_a_workspace() -> None:
         backend: Any = world.backend
         allocations, symmetric = [], backend.symmetric
         backend.symmetric = lambda nbytes, name: allocations.append((name, nbytes)) or symmetric(nbytes, name)
-        for rows in range(32, 321, 32):  # in tiles of 16 rows, on two ranks
+        for rows in range(32, 321, 32):  # two ranks share these rows in tiles of 16
             for plan in ("decomposed", "fused"):
                 weft.matmul_reduce_scatter(draw(0, rows, 16), draw(1, 64, 16), world=world, plan=plan)
         return allocations

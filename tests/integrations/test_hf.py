@@ -212,8 +212,8 @@ def test_ranks_draw_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
 def test_a_cache_of_other_heads_is_refused(kind: str) -> None:
-    """Caches contain all heads if the original model cached the prompts, in prefix tuning, and if they are allocated
-    early."""
+    """In three cases caches contain all heads: the original model cached the prompts, prefix tuning is used, or a cache
+    is allocated early."""
     changes = dict(num_local_experts=4) if kind == "Mixtral" else {}
 
     def main(world: weft.World) -> None:
