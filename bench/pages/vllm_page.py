@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.pages.report import when
 from bench.pages.tables import Rows, grid, lines_of
 
 TABLES = "bench/results/vllm.md"
@@ -50,11 +49,13 @@ def answers(results: Path) -> str:
 
 def serving(lines: Rows) -> str:
     """Return a line for the newest row of each model, mix and method: the median ratio, the ratio of stock vLLM's own
-    two turns, and the median and the 99th percentile of the times of tokens."""
+    two turns, and the median and the 99th percentile of the times of tokens. If the rows have several dates, the text
+    above the table names the mixes of each date."""
     key = ("model", "ranks", "mix", "method", "rate", "tokens_a_step")
     table = []
-    newest_rows = list({tuple(row[name] for name in key): row for row in lines}.values())
-    for row in newest_rows:
+    mixes: dict[str, list[str]] = {}  # by date
+    for row in {tuple(row[name] for name in key): row for row in lines}.values():
+        mixes.setdefault(row["date"], []).append(row["mix"])
         size = f"{row['mix']}: {row['requests']} of {row['tokens_in'] // row['requests']} + {row['tokens_out'] // row['requests']}"
         size += f", {row['rate']:g} a second" * bool(row["rate"])
         latencies = [row["latency"][method] for method in (row["method"], row["baseline"])]
@@ -69,4 +70,5 @@ def serving(lines: Rows) -> str:
             "between tokens, ms: it / stock"]  # fmt: skip
     backends = {str(row["fused all-reduce"][row["baseline"]]["backend"]) for row in lines}
     note = f"{newest['layers']} layers of random weights, stock with flashinfer's fused all-reduce ({', '.join(sorted(backends))})"
-    return f"vLLM {newest['vllm']}, {newest['ranks']} ranks, {newest['gpu']}, {when(newest_rows)}, {note}; [median, 99%]:\n\n{grid(head, table)}"
+    dates = ", ".join(f"{date} ({', '.join(mixes[date])})" if len(mixes) > 1 else date for date in sorted(mixes))
+    return f"vLLM {newest['vllm']}, {newest['ranks']} ranks, {newest['gpu']}, {dates}, {note}; [median, 99%]:\n\n{grid(head, table)}"

@@ -137,19 +137,21 @@ def test_matches_are_those_of_the_passes_that_live() -> None:
 
 
 def test_the_page_shows_the_difference_of_the_two_stock_turns() -> None:
-    """Only the newest row of a model, mix and method counts."""
+    """Only the newest row of a model, mix and method counts, and the page names the mixes of each date."""
 
-    def row(ratio: float) -> dict[str, Any]:
+    def row(ratio: float, mix: str = "decode", date: str = "2026-11-26") -> dict[str, Any]:
         latency = {"first_token_ms": [10.0, 20.0], "between_tokens_ms": [1.0, 2.0]}
         return dict(
-            model="Llama-8B", layers=16, ranks=4, mix="decode", method="weft", baseline="stock", seconds=[1.0], baseline_seconds=[[1.0, 1.01]],
+            model="Llama-8B", layers=16, ranks=4, mix=mix, method="weft", baseline="stock", seconds=[1.0], baseline_seconds=[[1.0, 1.01]],
             ratio=ratio, ratio_range=[0.99, 1.04], null_range=[0.98, 1.01], latency={"weft": latency, "stock": latency}, requests=8,
-            rate=0.0, tokens_in=1024, tokens_out=512, tokens_a_step=8192, vllm="0.26.0", gpu="NVIDIA H100", date="2026-11-26",
+            rate=0.0, tokens_in=1024, tokens_out=512, tokens_a_step=8192, vllm="0.26.0", gpu="NVIDIA H100", date=date,
             **{"fused all-reduce": {"stock": {"asked": True, "backend": "trtllm", "matches": 32}}},
         )  # fmt: skip
 
     page = vllm_page.serving([row(1.5), row(1.02)])
-    assert "(trtllm)" in page and "1.50x" not in page
+    assert "(trtllm)" in page and "1.50x" not in page and "NVIDIA H100, 2026-11-26, 16 layers" in page
+    page_of_dates = vllm_page.serving([row(1.5, "prompts"), row(1.02), row(1.1, "prompts", "2026-11-27")])
+    assert "2026-11-26 (decode), 2026-11-27 (prompts), 16 layers" in page_of_dates and "1.50x" not in page_of_dates
     cells = "| Llama-8B | decode: 8 of 128 + 64 | weft | **1.02x** | 0.99–1.04 | 0.98–1.01 | 10.0, 20.0 / 10.0, 20.0 |"
     assert cells in page
 
