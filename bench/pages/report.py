@@ -273,7 +273,7 @@ INTRODUCTION = """Times are microseconds: the slowest rank's median, on random i
 in one run. *NCCL* is cuBLAS, then NCCL; *weft* is `plan="auto"`, and *plan* the kind that ran. *GEMM* and *comm.* are each alone; *limit* is the
 longer of the GEMM alone and the bytes over the measured link rate. A library's column is its speedup over cuBLAS + NCCL. Calls in CUDA graphs
 (*graph*) come before calls launched one by one (*eager*). N and K are of one rank, M is gathered. Means are geometric. *measured* is the
-date and commit of a line and of those below it.
+date and commit of a line and of blank ones below.
 """
 
 
