@@ -36,7 +36,7 @@ from tests.gpu.gpu_queue import WEFT, Queue, Row, ordered, passed, placed, recor
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-ALONE, ALONE_GIB = "rows beyond 24 bits", 16  # of a rank
+ALONE, ALONE_GIB = "rows beyond 24 bits", 16  # a check that runs alone, and the GiB that it needs on each rank
 STILL = 150  # the longest time in seconds that a group may spend on one check
 STARTS = 3  # the number of groups of a queue that may die before they reach a check
 ENDING = 15  # seconds at the end in which groups may end by themselves
@@ -50,7 +50,7 @@ EXAMPLES = ("all_gather_rowwise", "all_to_all_table", "context_parallel", "gemm_
 
 @dataclass(frozen=True)
 class Command:
-    """A check that runs as a command line: it passes if the command exits with 0 within `limit` seconds."""
+    """A check that runs as a command line: the check passes if the command exits with 0 within `limit` seconds."""
 
     part: str
     name: str

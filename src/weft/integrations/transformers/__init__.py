@@ -9,10 +9,10 @@ computes the same results in different steps:
                      holds only its own rows of the residual
     attention        queries, keys and values in one GEMM; head norms and rotary embedding in one launch
     MLP              gate and up in one GEMM, SiLU-mul in one launch
-    many tokens      in two parts, one part's all_reduce_rms_norm under the other's GEMMs
+    many tokens      in two parts; one part's all_reduce_rms_norm overlaps the other part's GEMMs
 
 Decoder layers (nn/decoder_layer.py) pass on the residual and its norm in place of hidden states; the model does not
-inspect these between layers. Transformers' own code still computes the embedding, attention, caches, masks and
+inspect these values between layers. Transformers' own code still computes the embedding, attention, caches, masks and
 generate, and also the output head of a model that Transformers has not split. Woven models are for inference only.
 
 `paged` is an attention for continuous batching. `styles`, called before a model of any architecture is loaded, replaces

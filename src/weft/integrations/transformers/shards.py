@@ -35,8 +35,8 @@ Module: TypeAlias = Any  # an object of Transformers, whose attributes the type 
 
 class ColumnShards(Bound):
     """This rank's columns of linears with the same input. The weights of linears that Transformers has split, or of a
-    single rank, become views of one stacked weight, so that one GEMM computes them; each linear that every rank has
-    whole has a GEMM of its own."""
+    single rank, become views of one stacked weight, so that one GEMM computes them; a linear that every rank has whole
+    has a separate GEMM."""
 
     bound = "weights", "biases"
     weights: Sequence[torch.Tensor] = ()  # one weight for each GEMM

@@ -30,9 +30,9 @@ def styles(plan: str | Plan = "auto") -> Styles:
     `distributed_config=DistributedConfig(tp_size=..)`.
 
     Return a Styles, which restores Transformers' styles at the end of its context, or in `close()`; loaded models keep
-    their linears. `plan` is a plan of `weft.matmul_all_reduce`; any other raises ValueError. Calls with a gradient, a
-    dtype other than bfloat16 and float16, or a group without a World use Transformers' own linears. `weave` overlaps
-    more than these styles, and may be called afterwards.
+    their linears. `plan` is a plan of `weft.matmul_all_reduce`; any other plan raises ValueError. Calls with a
+    gradient, a dtype other than bfloat16 and float16, or a group without a World use Transformers' own linears. `weave`
+    overlaps more than these styles, and may be called afterwards.
     """
     return Styles(plan)
 

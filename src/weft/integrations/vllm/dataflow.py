@@ -111,8 +111,8 @@ def contains(module: nn.Module, reduces: Reduces) -> bool:
 
 
 def calls_of(model: nn.Module, modules: tuple[str, ...]) -> dict[str, set[str]]:
-    """Map the name of each class of the model's modules to the functions of these Python modules that its methods
-    call."""
+    """Map the name of each class of the model's modules to the functions in these Python modules that the methods of
+    the class call."""
     calls: dict[str, set[str]] = {}
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         methods = [inspect.unwrap(m) for base in kind.__mro__ for m in vars(base).values() if inspect.isfunction(m)]
@@ -122,7 +122,7 @@ def calls_of(model: nn.Module, modules: tuple[str, ...]) -> dict[str, set[str]]:
 
 
 def functions_called(method: FunctionType, modules: tuple[str, ...]) -> Iterator[str]:
-    """Yield the names of the functions that a function calls by a global name and that these Python modules define."""
+    """Yield the names of the functions that these Python modules define and a function calls by a global name."""
     codes = [method.__code__]
     while codes:
         code = codes.pop()

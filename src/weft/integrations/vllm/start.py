@@ -152,7 +152,7 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
             model.seconds = time.monotonic() - began
             if model.group.rank_in_group == 0:
                 store(model)
-        free_cached_memory(passes.world)  # the comparison's; requests reuse the memory that the passes below allocate
+        free_cached_memory(passes.world)  # of the comparison; requests reuse the memory of the passes below
         won = [(compared.low, compared.high, compared.form) for compared in model.ranges if compared.form is not None]
         if not won:
             model.give_up("no pass is 1% faster with weft")

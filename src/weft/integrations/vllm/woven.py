@@ -146,7 +146,7 @@ class AttentionParts:
         with current_config(config):
             self._parts = [type(builder)(*arguments) for _ in range(2)]
         for part in self._parts:
-            if hasattr(part, "set_workspace_buffer"):  # builders share one, since attention runs on one stream
+            if hasattr(part, "set_workspace_buffer"):  # builders share a buffer, since attention runs on one stream
                 part.set_workspace_buffer(builder._get_workspace_buffer())
         build = builder.build
 
@@ -243,8 +243,8 @@ class PartOfPass(NamedTuple):
 
 @dataclass(eq=False)
 class WovenPass:
-    """The woven passes of a stack of layers, in an engine with this configuration. `interface` has vLLM's functions.
-    `attention` is None until `attach` is called."""
+    """The woven passes of a stack of layers, in an engine with this configuration. `interface` contains vLLM's
+    functions. `attention` is None until `attach` is called."""
 
     stages: Stages
     world: World
