@@ -19,9 +19,9 @@ MACHINES = ("nvidia-h200-x2", "nvidia-h200-x4")  # the columns of the README's t
 VLLM = ("nvidia-h100-x2", "nvidia-h100-x4")
 NCCL = "cuBLAS, then NCCL"
 CAVEAT = (
-    "Geometric means over all sizes in CUDA graphs on H200s, over Transformers' own parallelism or cuBLAS, then NCCL; vLLM: requests/s over"
-    " stock vLLM on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x (stock's own {null:.2f}x). NVLink multicast (NVLS) was"
-    " off everywhere; gains with NVLS unmeasured."
+    "These are geometric means over all sizes in CUDA graphs on H200s, against Transformers' parallelism or cuBLAS, then NCCL."
+    " vLLM's are requests/s against stock vLLM on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x (stock's own {null:.2f}x)."
+    " NVLink multicast (NVLS) was off and is unmeasured."
     " {share}."
 )
 SHOWN = (  # the lines that the README's table of operators and layers shows

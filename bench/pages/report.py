@@ -269,11 +269,10 @@ def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
     svg.save(figure, path)
 
 
-INTRODUCTION = """Times are microseconds: the slowest rank's median, on random inputs, with all methods of a shape interleaved
-in one run. *NCCL* is cuBLAS, then NCCL; *weft* is `plan="auto"`, and *plan* the kind that ran. *GEMM* and *comm.* are each alone; *limit* is the
-longer of the GEMM alone and the bytes over the measured link rate. A library's column is its speedup over cuBLAS + NCCL. Calls in CUDA graphs
-(*graph*) come before calls launched one by one (*eager*). N and K are of one rank, M is gathered. Means are geometric. *measured* is the
-date and commit of a line and of those below it.
+INTRODUCTION = """Each time is the slowest rank's median in microseconds, on random inputs. One run interleaves a shape's methods.
+*NCCL* is cuBLAS, then NCCL; *weft* is `plan="auto"`, and *plan* the kind that ran. *GEMM* and *comm.* ran alone; *limit* is the larger of the
+GEMM's time and the bytes divided by the measured link rate. A library's column is its speedup over cuBLAS + NCCL. *Eager* calls are
+launched one by one. N and K belong to one rank, M to all ranks. Means are geometric. An empty *measured* repeats the cell above.
 """
 
 

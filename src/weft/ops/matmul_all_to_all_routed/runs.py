@@ -38,8 +38,9 @@ class RoutedFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticCall(MatmulCall):
-    """A call with shapes that do not depend on the routing. `shards` contains only the number of rows of one rank, since
-    all ranks have the same number. Each rank chooses for itself whether it has a bias and a gradient, so ranks do not compare these."""
+    """A call with shapes that do not depend on the routing. `shards` contains the rows of one rank only, since all
+    ranks have equally many rows. Each rank chooses for itself whether it has a bias and a gradient, so ranks do not
+    compare these."""
 
     gradient: bool = field(kw_only=True)
 
