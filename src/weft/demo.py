@@ -51,7 +51,7 @@ KERNELS = {ACTIVATION: "SiLU-mul", "sum_staged": "sum"}  # with their names in t
 PROFILE = "nvidia-h200-x4"  # the shipped profile that supplies the picture's times
 GPU_PLANS = {"sequential": "sequential (cuBLAS, then NCCL)", "auto": "auto"}  # with their names in the picture
 DRAWN = "CUDA graph"  # how the drawn calls are launched
-SHOWN_RANKS = 4  # the largest number of ranks on GPUs that the picture shows
+SHOWN_RANKS = 4  # on GPUs the picture shows at most this many ranks
 HIDDEN = ("silu_mul", "all_gather_gemm", "copied_gemm")  # kernels of the layer's first half; the last one ends it
 TOLERANCE = 1e-2  # relative Frobenius error of two bf16 ops in sequence
 

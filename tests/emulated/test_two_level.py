@@ -327,7 +327,7 @@ def test_the_chosen_plans(caplog: pytest.LogCaptureFixture) -> None:
         assert choice.candidates() == [TwoLevel(), TwoLevel(2)]
         scale, world.backend.scale = world.backend.scale, type(world.backend.scale)()
         assert chosen("auto") == Sequential()
-        trial = type("Found", (), {"faster": {"eager": TwoLevel(2), "graph": None}})()
+        trial = type("Found", (), {"faster": {"eager": (TwoLevel(2),), "graph": ()}})()
         world.choices.trials[choice.key] = trial
         assert chosen("auto") == TwoLevel(2) and op.choose(world, call, "auto", True) == Sequential()
         world.backend.scale = scale

@@ -57,7 +57,7 @@ def test_a_checked_file_hides_no_module_from_others(tmp_path: Path) -> None:
     assert sys.modules.pop("imported_late").seen == [0, 1]
 
 
-# -- kernels that ran are compiled -------------------------------------------------------------------------------------
+# -- the check compiles the kernels that ran ---------------------------------------------------------------------------
 
 
 def gated(main: Callable[[World], Any], ranks: int = 2) -> list[check.CheckedKernel]:

@@ -345,7 +345,7 @@ def product(x: torch.Tensor, w: tuple[torch.Tensor, torch.Tensor], recipe: str) 
 @pytest.mark.parametrize("plan", ["sequential", "own_rows", "sequence_parallel", "fused_sum", "woven"])
 @pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
 def test_every_form_gives_the_same(plan: str, recipe: str) -> None:
-    """The test uses weft's own products, because no linear of vLLM has these weights."""
+    """The test uses weft's own GEMMs, because no linear layer of vLLM has such weights."""
     h = 256
     rows, columns = [[weight(seed + r, n, k, recipe) for r in range(2)] for seed, n, k in ((10, h, K), (20, N, h))]
     xs, residual, norm = [drawn(30 + r, M, K) for r in range(2)], drawn(40, M, h), 1 + drawn(41, h)

@@ -42,7 +42,7 @@ WITHOUT: Calls = {  # calls with None, by the name in their error
 
 
 def error_text(call: Callable[[weft.World], object], *errors: type[Exception]) -> str:
-    """Return the error that both of two ranks raise."""
+    """Run the call on two ranks, and return the error that both raise."""
 
     def main(world: weft.World) -> str:
         with pytest.raises(errors) as caught:

@@ -119,7 +119,7 @@ def ratios_of(machine: str, title: str, mode: str, library: str = "") -> dict[st
 
 
 def mean_of(file: str, machine: str) -> str:
-    """Return the geometric mean of an op's speedups at all sizes, in CUDA graphs."""
+    """Return the geometric mean, over all sizes, of an op's speedups in CUDA graphs."""
     (title,) = (title for title, name in OPS.items() if name == file)
     ratios = [r for size in ("", ", ≤512 tokens") for r in ratios_of(machine, title + size, "graph").values()]
     return f"{statistics.geometric_mean(ratios):.2f}x"

@@ -37,14 +37,15 @@ class Form(NamedTuple):
 
 @functools.cache
 def quack() -> ModuleType:
-    """Return integrations/quack.py, which is imported at the first use."""
+    """Import integrations/quack.py on first use, and return the module."""
     from ..integrations import quack
 
     return quack
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Compute out [M, N] = x [M, K] @ weight [N, K].T on the current stream, by the fastest library for this size."""
+    """Compute out [M, N] = x [M, K] @ weight [N, K].T on the current stream, using the fastest library for
+    this size."""
     if not x.is_cuda or quack().lacks() is not None:
         cublas(x, weight, out)
     else:
@@ -52,9 +53,9 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def multiply_groups(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Return [M, N], on the current stream, by the fastest library for this size. Rows starts[g] to starts[g + 1] equal
-    the same rows of x [M, K] @ weight[g] [N, K].T. starts: int32 [G + 1] on the device, ascending from 0 to at most M;
-    rows after the last start are undefined. Requires bfloat16 on a GPU, and N and K that are multiples of 8."""
+    """Return [M, N], on the current stream, using the fastest library for this size. Rows starts[g] to starts[g + 1]
+    equal the same rows of x [M, K] @ weight[g] [N, K].T. starts: int32 [G + 1] on the device, ascending from 0 to at
+    most M; rows after the last start are undefined. Requires bfloat16 on a GPU, and N and K that are multiples of 8."""
     if quack().lacks() is not None:
         return torch_groups(x, weight, None, starts)
     out = x.new_empty(x.shape[0], weight.shape[1])

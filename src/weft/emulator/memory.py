@@ -75,7 +75,7 @@ class Region:
     fresh: bool  # whether the region may contain unwritten elements
     words: bool = False  # whether the region contains counters or flags that have released accesses
     node_local: bool = False  # whether only the rank's node can address the region, which is memory of the backend
-    # The tensors through which operations access the region; reports name its elements by these tensors.
+    # The tensors through which operations access the region. Reports name the elements as parts of these tensors.
     views: dict[tuple[str, int, tuple[int, ...]], Extent] = field(default_factory=dict)
 
     def refine(self, granule: int) -> None:

@@ -72,8 +72,8 @@ class Sublayer(PartialSum, Protocol):
 class ReplicatedStates:
     """Hidden states of all tokens on every rank, in one token part or in two.
 
-    `shape` is [.., H]. `normed` [.., H] is the next sublayer's input. `residual` is the first token part's residual:
-    either all rows or this rank's own rows.
+    `shape` is [.., H]. `normed` [.., H] is the next sublayer's input. `residual` is the residual of the first
+    part of the tokens: either all rows or this rank's own rows.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class ParallelMLP(ScaledModule):
 
     @property
     def weights(self) -> tuple[Activation, Activation]:
-        """Return the two weights, before and after the activation, in the form of operands of ops."""
+        """Return the weights of the GEMMs before and after the activation, as operands for ops."""
         return self.weight_operand("gate_up"), self.weight_operand("down")
 
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:

@@ -60,8 +60,8 @@ class Fits(PartTimes):
 
     @functools.cached_property
     def chunking(self) -> Chunking:
-        """Return the parameters fitted to the profile's decomposed calls of all ops; the defaults if there are fewer
-        than three."""
+        """Return the parameters fitted to the profile's decomposed calls of all ops, or the defaults if the profile
+        contains fewer than three such calls."""
         ran = [r for op in collectives() for r in self.graphs(op, Decomposed.kind)]
         with contextlib.suppress(NotMeasured):  # `weft tune` may stop before it has measured all parts of the model
             return self._fitted(Chunking(), ran)
