@@ -37,7 +37,7 @@ OPS = {
 }
 PLOTTED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "parallel_mlp", "decoder")
 FEW = 512  # calls of at most this number of tokens have a separate mean
-SINCE = "2026-11-21"  # a machine that was measured only before has no chapter and no plots
+SINCE = "2026-11-21"  # a machine without later measurements has no chapter and no plots
 HASH = 8  # the number of letters of a commit's hash on a page
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # the marks of the generated block in the README
 NEEDED = ("op", "name", "world", "mode", "method", "us", "commit", "date")
@@ -369,8 +369,8 @@ def means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> list[list[st
 
 
 def table_of_means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> str:
-    """Return one machine's table of means, which says once when and at what commit consecutive lines were measured.
-    layers: further lines."""
+    """Return one machine's table of means, which states the date and commit of consecutive lines only once. layers:
+    further lines."""
     head = ["times as fast as", "CUDA graph", "eager", "best other library", "lowest of all sizes", "measured"]
     lines, above = [], ""
     for *cells, source in means(rows, layers):

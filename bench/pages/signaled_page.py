@@ -197,7 +197,7 @@ def in_rows(by_method: dict[str, Row]) -> list[Row]:
 
 
 def fastest(by_method: dict[str, Row], copies: bool) -> Row | None:
-    """Return the fastest of the plans whose groups are moved by copy engines, or by NCCL."""
+    """Return the fastest plan with groups that copy engines move, or that NCCL moves."""
     return min(
         (r for r in in_rows(by_method) if bool(r["plan"].get("copies")) == copies), key=lambda r: r["us"], default=None
     )

@@ -50,8 +50,8 @@ def answers(results: Path) -> str:
 
 
 def serving(lines: Rows) -> str:
-    """Return a line for the newest row of each model, mix and method: the median ratio, the ratio of stock vLLM's own
-    two turns, and the median and the 99th percentile of the times of tokens."""
+    """Return a line for the newest row of each model, mix and method: the median speedup, the ratio of stock vLLM's two
+    turns, and the median and the 99th percentile of token times."""
     key = ("model", "ranks", "mix", "method", "rate", "tokens_a_step")
     table = []
     newest_rows = list({tuple(row[name] for name in key): row for row in lines}.values())

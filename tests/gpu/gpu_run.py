@@ -158,7 +158,7 @@ class Run:
 
     # -- groups --------------------------------------------------------------------------------------------------------
     def gpus_of(self, ranks: int) -> list[str]:
-        """Return the next GPUs in turn, for a group of ranks that have a GPU each."""
+        """Return the next GPUs in turn, for a group of ranks with one GPU each."""
         if ranks >= self.gpus:
             return self.devices
         first_device = sum(g.command.ranks for g in self.groups if g.command.ranks < self.gpus)
@@ -198,7 +198,7 @@ class Run:
         return (max(8, self.room * 2 // 3) if quiet else self.room) - sum(g.command.ranks for g in self.groups)
 
     def watch(self) -> bool:
-        """Record the groups that have ended, and end those that hang; return whether anything changed."""
+        """Record the groups that have ended, and end the groups that hang. Return whether anything changed."""
         ended = [g for g in self.groups if self.over(g)]
         for group in ended:
             self.remove(group)
@@ -352,8 +352,8 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
         if any(c.part != "fuzz" for c in waiting) or any(queues[n].left() is None for n in queued):
             return False
         long = [n for n in queued if (queues[n].left() or 0) > 12 * (groups_of(n) + 1)]
-        # A check takes about as long on many ranks as on few, so equally many groups pass equally many checks. A group
-        # of many ranks waits for the cores of its share: groups of few ranks would take them as they become free.
+        # The time of a check hardly depends on the number of ranks, so equally many groups pass equally many checks. A
+        # group of many ranks waits for the cores of its share: groups of few ranks would take them as they become free.
         behind = [n for n in long if groups_of(n) < run.room // sum(long)]
         if behind:
             return group_of_checks(behind[0])

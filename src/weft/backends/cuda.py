@@ -701,7 +701,7 @@ class CudaBackend(GpuBackend):
         if self.size == 1:
             local = self.zeros((nbytes,), torch.uint8)
             return SymmetricTensor(local, (local,), self.tensor([local.data_ptr()], torch.int64))
-        if reason := nodes.spread(self.nodes):  # torch's rendezvous would fail on some ranks and hang on the others
+        if reason := nodes.spread(self.nodes):  # torch's rendezvous would fail on some ranks and hang on other ranks
             raise Unsupported(f"{name}: no symmetric memory: {reason}")
         local = _symmetric_memory(nbytes, self.device)
         memory_handle = symm.rendezvous(local, self.group)

@@ -255,8 +255,8 @@ def reduce_rows(
     count, copies, sums = rows // splits, world.side_stream("copy"), world.side_stream("sum")
     second_stream, holder = world.side_stream("gemm", urgent=False), lock(world, COPIES)
     staging = workspace(world, "staging", (splits, size, count, n), dtype)
-    # For each split this has the rows of each part, and the part's copies: `splits` pieces for each rank, with their
-    # destinations.
+    # For each split, `steps` contains the rows of each part and the copies of the part: `splits` pieces for each rank,
+    # with their destinations.
     steps = [
         [
             (

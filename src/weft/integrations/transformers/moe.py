@@ -248,7 +248,7 @@ class Projections(HeadsShard):
         module, projected = self.module, project(self.qkv, normed)
         if self.sinks is None:
             return module(projected, **kwargs)
-        # During the call this rank's sinks shadow the module's parameter, which has the sinks of all heads.
+        # During the call this rank's sinks shadow the module's parameter, which contains the sinks of all heads.
         module.__dict__["sinks"] = self.sinks
         try:
             return module(projected, **kwargs)

@@ -277,7 +277,7 @@ class AttentionShard(HeadsShard):
     def _faster_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
     ) -> torch.Tensor | None:
-        """Return attention [B, M, heads, D] if torch has a faster call than Transformers' own, else None. The faster
+        """Return attention [B, M, heads, D] if torch provides a faster call than Transformers, else None. The faster
         call depends on the batch, so the result is always None in a batch-invariant World."""
         if self.world.batch_invariant:
             return None

@@ -50,7 +50,8 @@ class Styles(AbstractContextManager["Styles"]):
             ALL_PARALLEL_STYLES[name] = self._style(type(style), _rows if name == "rowwise" else _columns)
 
     def _style(self, base: type[Any], compute: Callable[..., torch.Tensor | None]) -> Any:
-        """Return an instance of Transformers' style `base` that gives each linear a forward with `compute`."""
+        """Return an instance of Transformers' style `base` that replaces each linear's forward by a forward with
+        `compute`."""
         styles = self
 
         class Style(base):

@@ -119,8 +119,8 @@ def _generate(model: Module, woven: Woven) -> None:
 
 
 def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
-    """Yield the hooks that a woven model calls: the hooks of routers, and the pre-hooks of attention in a dense model,
-    which has the normalised hidden states as its input."""
+    """Yield the hooks that a woven model calls: the hooks of routers and, in a dense model, the pre-hooks of attention,
+    whose input is the normalised hidden states."""
     for layer in layers:
         if type(layer).__name__ not in moe.LAYERS:
             yield layer.self_attn._forward_pre_hooks
@@ -200,8 +200,8 @@ def report(model: nn.Module) -> str:
 def _two_parts(
     world: World, layer: Module, plan: str | Plan, two_parts: str | int | None
 ) -> tuple[int | None, str | Plan]:
-    """Return the least number of tokens for which a pass runs in two parts (None: no pass does), and the plan of its
-    norms. For "auto" both come from measurements of a decoder of these sizes (`two_parts_from`). Only dense decoders
+    """Return the least number of tokens for which a pass runs in two parts, or None, and the plan of the norms.
+    For "auto" both come from measurements of a decoder of these sizes (`two_parts_from`). Only dense decoders
     were measured, so a model with experts runs in two parts only if `two_parts` is a number."""
     if two_parts is None or world.size == 1:
         return None, plan

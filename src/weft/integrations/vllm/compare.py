@@ -1,5 +1,5 @@
 """Choose which passes of an engine run with weft. At the engine's start weft times whole forward passes of the loaded
-model with and without its operators, in the mode in which requests run them, at both ends of ranges of tokens up to the
+model with and without its operators, in the mode in which requests run, at both ends of ranges of tokens up to the
 engine's limit.
 
 A pass of a size that vLLM captures is captured and replayed; the host launches passes of all other sizes back to back.
@@ -170,7 +170,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 
 
 def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, run: RunPass) -> Choice[PassWay]:
-    """Return the Choice that decides in which way passes of `tokens` tokens run."""
+    """Return the Choice of the way in which passes of `tokens` tokens run."""
     graphs: dict[PassWay, torch.cuda.CUDAGraph] = {}
 
     def in_way(way: PassWay) -> None:
@@ -214,7 +214,7 @@ class Captured(Compared):
 
 
 def captured(passes: Passes, one_pass: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Return a CUDA graph of the stack's part of one pass, captured in the way in which vLLM captures it."""
+    """Return a CUDA graph of the stack's part of one pass, captured as in vLLM."""
     graph = torch.cuda.CUDAGraph()
     capture = importlib.import_module("vllm.distributed.parallel_state").graph_capture
     passes.stack.__dict__["weft_graph"] = graph

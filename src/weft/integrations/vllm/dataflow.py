@@ -1,4 +1,4 @@
-"""Trace the model's own forward symbolically, to find reductions that have a norm as their only reader.
+"""Trace the model's own forward symbolically, to find reductions whose only reader is a norm.
 
 A reduction is a module that ends in an all-reduce: a row-parallel linear, or the runner of a mixture of experts. The
 graph has one node for each module that contains no reduction. So it shows how sums, norms and column-parallel linears
@@ -39,8 +39,8 @@ class Site:
 @dataclass
 class Flow:
     """The sites of a model, in the order of the forward pass. `by_rows` is true if the norms of sites are the only
-    readers of the residuals that these norms return. `left` has a reason for each part of the model that could not be
-    traced."""
+    readers of the residuals that these norms return. `left` contains a reason for each part of the model that could not
+    be traced."""
 
     sites: list[Site] = field(default_factory=list)
     by_rows: bool = False
@@ -133,7 +133,7 @@ def functions_called(method: FunctionType, modules: tuple[str, ...]) -> Iterator
 
 
 def stacks(model: nn.Module, classes: Classes) -> Iterator[nn.Module]:
-    """Yield the modules that have a list of layers with reductions."""
+    """Yield the modules that contain a list of layers with reductions."""
     for module in model.modules():
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
         if any(contains(layer, classes.reduces) for layers in lists for layer in layers):

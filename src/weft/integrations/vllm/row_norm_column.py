@@ -6,7 +6,7 @@ pass:
     own rows    the same, but each rank holds only its own rows of the residual
     sequence    GEMM + reduce-scatter | norm of this rank's rows | all-gather + GEMM
     fused sum   GEMM + all-reduce | norm of all rows | GEMM
-    woven       two token parts, one part's all_reduce_rms_norm under the other's GEMMs (TokenWeave, section 4):
+    woven       two token parts; one part's all_reduce_rms_norm overlaps the other's GEMMs (TokenWeave, section 4):
 
         caller's   row(0) | row(1)  | column(0) | column(1)
         "weave"             norm(0) | norm(1)

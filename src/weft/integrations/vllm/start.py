@@ -138,8 +138,8 @@ def raise_errors(model: ServedModel) -> None:
 
 
 def decide(model: ServedModel, runner: VllmObject) -> None:
-    """Read the stored ranges, or compare model and twin. Let the twin run the ranges in which it wins, or drop the twin
-    if it wins in none."""
+    """Read the stored ranges, or compare model and twin. The twin then runs the ranges in which it is faster; a twin
+    that is faster in no range is dropped."""
     passes = model.passes
     assert passes is not None
     run = compare.pass_of(runner, model.config)

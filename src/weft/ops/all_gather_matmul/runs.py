@@ -257,7 +257,8 @@ def _pulled_launch(
 
 
 def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: int) -> Run:
-    """Prepare one launch, in which some programs pull the peers' shards into the arena and the others compute."""
+    """Prepare one launch, in which some programs pull the peers' shards into the arena while all other programs
+    compute."""
     row = call.k * call.operand_dtype.itemsize
     stored = _scales_begin(call, plan) * row + 4 * call.rows * _scales_stride(call)
     arena = world.arena(max(stored, _loaded_rows(call, plan) * row), row=row)
