@@ -25,7 +25,7 @@ FIELDS = ("outcome", "date", "seconds", "parts", "error", "bound", "why")
 
 
 def fuzzed(runs: list[dict[str, Any]], tree: str, gpus: int, old: dict[str, Any]) -> dict[str, Any]:
-    """Return the random calls of these runs, added to all earlier ones. A run that did not end properly counts as one
+    """Return the sums of random calls of these runs and all earlier runs. A run that did not end properly counts as one
     wrong call."""
     trees = {name: dict(counts) for name, counts in old.get("trees", {}).items()}
     for run in runs:

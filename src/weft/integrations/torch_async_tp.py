@@ -53,8 +53,8 @@ def async_tp(*groups: ProcessGroup | World, plan: str | Plan = "auto") -> AsyncT
 
     Args:
         groups: the tensor-parallel groups for which torch.compile's micro-pipeline pass is enabled. Without groups,
-            weft computes only explicit calls of the operators. A World may be given in place of its group, and then
-            computes the group's calls.
+            weft computes only explicit calls of the operators. A World in place of its group computes the group's
+            calls.
         plan: the plan of `weft.all_gather_matmul` and `weft.matmul_reduce_scatter`: "auto" or a kind that both have.
 
     Returns:

@@ -77,7 +77,7 @@ def _long(
     values: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Attend to one request at a time. q, a view of qkv, and out are [rows, heads, D]."""
+    """Compute attention for one request at a time. q, a view of qkv, and out are [rows, heads, D]."""
     for row, n, slot, end in part.chunks:
         if row < part.single.rows:
             continue

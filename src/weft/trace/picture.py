@@ -124,7 +124,7 @@ def render(panels: Mapping[str, Sequence[Span]], *, unit: str, heading: str = ""
 
 
 def _page(rows: Sequence[dict[Lane, float]], matrix: bool) -> tuple[Figure, GridSpec]:
-    """Return an empty page for these panels: the more lanes a rank has, the lower they are."""
+    """Return an empty page for these panels: the more lanes a rank has, the smaller is their height."""
     most = max((n for row in rows for n in Counter(rank for rank, _ in row).values()), default=1)
     lane = min(0.24, max(0.145, 1.4 / most))  # inches
     heights = [(max(row.values()) + 2.5) * lane + 0.4 for row in rows] or [1.0]

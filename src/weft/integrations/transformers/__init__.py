@@ -1,8 +1,8 @@
 """Tensor parallelism of Transformers models, computed by weft: model = weft.hf.weave(model).
 
-For each row-parallel linear Transformers runs a GEMM, NCCL's all-reduce, the residual add and the norm one after
-another, with a full activation on every rank and 25 us of host time for each linear that it wraps. A woven model
-computes the same results in different steps:
+For each row-parallel linear Transformers runs a GEMM, NCCL's all-reduce, the residual add and the norm in sequence,
+with a full activation on every rank and 25 us of host time for each wrapped linear. A woven model computes the same
+results in different steps:
 
     linears          this rank's shard, without wrappers; row-parallel linears return partial sums
     between them     `all_reduce_rms_norm`: sum over ranks, residual and norm in one kernel; with many tokens each rank

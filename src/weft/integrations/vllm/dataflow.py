@@ -1,9 +1,9 @@
 """Trace the model's own forward symbolically, to find reductions whose only reader is a norm.
 
 A reduction is a module that ends in an all-reduce: a row-parallel linear, or the runner of a mixture of experts. The
-graph has one node for each module that contains no reduction. So it shows how sums, norms and column-parallel linears
-are connected, whatever the names of the model and its modules are. An RMSNorm that is the only reader of a reduction
-can compute its sum (`Site`). A module stays unchanged unless the graph proves how it is used.
+graph has one node for each module that contains no reduction. So the graph shows how sums, norms and column-parallel
+linears are connected, regardless of the names of the model and its modules. An RMSNorm that is the only reader of a
+reduction can compute its sum (`Site`). A module stays unchanged unless the graph proves how it is used.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from .layers import SummedNorm
 from .row_norm_column import WovenLayers
 from .twin import copied, with_copies
 
-FEWEST_TOKENS = 512  # weft does not time smaller passes: their GEMMs hide little, and the host launches two parts
+FEWEST_TOKENS = 512  # weft does not time smaller passes: their GEMMs hide little, and two parts cost host time
 ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec")  # caches of keys and values by token
 # `split_attn_metadata` does not pass these fields of a batch on to the parts.
 NOT_SPLIT = ("encoder_seq_lens", "dcp_local_seq_lens", "mm_req_doc_ranges", "num_logits_indices")
