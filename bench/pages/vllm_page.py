@@ -67,8 +67,8 @@ def serving(lines: Rows) -> str:
         ranges = [f"{row[name][0]:.2f}–{row[name][1]:.2f}" for name in ("ratio_range", "null_range")]
         table.append([row["model"], size, row["method"], f"**{row['ratio']:.2f}x**", *ranges, *tokens])
     newest = lines[-1]
-    head = ["model", "requests of mean tokens in + out", "method", "median speedup", "range", "stock / stock", "first token, ms: weft / stock",
-            "between tokens, ms: weft / stock"]  # fmt: skip
+    head = ["model", "requests of mean tokens in + out", "method", "median speedup", "range", "stock / stock", "first token, ms: method / stock",
+            "between tokens, ms: method / stock"]  # fmt: skip
     backends = {str(row["fused all-reduce"][row["baseline"]]["backend"]) for row in lines}
     note = f"{newest['layers']} layers of random weights; stock uses FlashInfer's fused all-reduce ({', '.join(sorted(backends))})"
     dates = ", ".join(f"{date} ({', '.join(mixes[date])})" if len(mixes) > 1 else date for date in sorted(mixes))
