@@ -48,9 +48,8 @@ class Choice(Generic[T]):
     candidates: returns the candidates to time with it, the same on every rank; none if nothing is timed. run: the
     function that runs a candidate. prepare: the function that is called once for each candidate before the candidate
     runs. title, sizes: describe the trial. worth: how many times as fast as the expected candidate another must be.
-    rounds: the number of rounds. host_factor: the factor by which the host's time counts in eager calls. hopeless: a
-    candidate is not timed in rounds if its first timed calls take more than this many times the expected candidate's
-    time."""
+    host_factor: the factor by which the host's time counts in eager calls. hopeless: a candidate is not timed in rounds
+    if its first timed calls take more than this many times the expected candidate's time."""
 
     key: Hashable
     expected: Callable[[str], T]
@@ -60,7 +59,6 @@ class Choice(Generic[T]):
     title: str = ""
     sizes: tuple[int, ...] = ()
     worth: float = MIN_SPEEDUP
-    rounds: int = field(default_factory=lambda: ROUNDS)
     host_factor: float = 1.0
     hopeless: float = math.inf
 
@@ -161,7 +159,7 @@ class Chooser:
             times = max(1, min(TIMES, int(LONG / gpu)))
             return self.time(choice, candidate, times, host + times * max(host - gpu, 0.0))
 
-        rounds = interleaved(hopeful, sample, choice.rounds)
+        rounds = interleaved(hopeful, sample, ROUNDS)
         medians = [CallTime(*map(statistics.median, zip(*samples, strict=True))) for samples in rounds.values()]
         took = single_calls | dict(zip(rounds, self._slowest(medians), strict=True))
         counted = {way: CallTime(call.gpu, call.host * choice.host_factor) for way, call in took.items()}

@@ -18,6 +18,7 @@ import torch
 import tests.integrations.vllm_standin as standin
 import weft
 from tests.integrations.vllm_standin import DecoderLayer, Model, SparseMlp, Worker
+from weft import chooser
 from weft.chooser import Choice, Chooser
 from weft.integrations.vllm import compare, plugin, start, twin
 from weft.integrations.vllm.compare import VLLM, Range
@@ -44,7 +45,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the plugin, for engines whose graphs are passes."""
     monkeypatch.setattr(plugin, "one_trial_per_power_of_two", lambda: None)
-    monkeypatch.setattr(compare, "PASS_ROUNDS", 1)
+    monkeypatch.setattr(chooser, "ROUNDS", 1)
     monkeypatch.setattr(compare, "captured", lambda passes, one_pass: SimpleNamespace(replay=one_pass))
     plugin.register()
 
@@ -118,7 +119,7 @@ def test_a_form_that_is_far_slower_is_hardly_timed(monkeypatch: pytest.MonkeyPat
     vLLM's own pass is timed to the end even where it is far slower."""
     gains = {Sequential(): 1.5, OwnRows(): 0.7, PASS_FORMS[2]: 1.3}
     timed = times_of(monkeypatch, lambda tokens, form: 1.1 if tokens <= 4 else gains.get(form, 1.2))
-    monkeypatch.setattr(compare, "PASS_ROUNDS", 3)
+    monkeypatch.setattr(chooser, "ROUNDS", 3)
 
     def main(world: weft.World) -> list[tuple[int, int, Plan | None]]:
         ranges = started(world)[1].ranges

@@ -41,7 +41,6 @@ Times: TypeAlias = tuple[int, dict[str, CallTime]]  # a number of tokens, and th
 IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, that is, for no more than one tile of a GEMM
 FAR_SLOWER = 1.2  # timing of a form stops if it is slower than vLLM's own pass by this factor
 PARTS = (0, 4, 6, 7)  # the eighths of a range below the low ends to try
-PASS_ROUNDS = 3  # a pass is so long that its times vary less than those of one call
 HOST_BOUND = 0.9  # the GPU waits for the host if the host needs at least this part of a pass's time
 
 
@@ -188,8 +187,7 @@ def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, r
 
     expected, title = (lambda mode: VLLM), "whole passes"
     key = ("passes", tokens)
-    shown = title, (tokens,)
-    return Choice(key, expected, lambda: candidates, once, prepare, *shown, rounds=PASS_ROUNDS, hopeless=FAR_SLOWER)
+    return Choice(key, expected, lambda: candidates, once, prepare, title, (tokens,), hopeless=FAR_SLOWER)
 
 
 class Compared(Switched):
