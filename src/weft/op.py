@@ -693,7 +693,7 @@ class Op(ABC, Generic[C]):
             lambda plan: self.check_same_on_all_ranks(world, timed()[0], plan, **self.compared(plan, addresses)),
             trial_title(self.name, self.scaling(call)),
             self.sizes(call),
-            # The smallest call that shares this trial takes the host as long as this call, and the GPU less time.
+            # In the smallest call that shares this trial the host takes as long, but the GPU takes less time.
             host_factor=library_gemm.rows_ratio(),
         )
 
