@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import timeit
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,6 +147,21 @@ def test_a_form_whose_first_passes_alone_are_slow_is_timed(monkeypatch: pytest.M
         return [compared.form for compared in started(world)[1].ranges or ()]
 
     assert all(forms == [Sequential()] * 4 for forms in standin.run(main))
+
+
+def test_a_range_of_one_size_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forms are faster only in the first trial of 1 and of 4 tokens, which has two samples of each form."""
+    times_of(monkeypatch, lambda tokens, form: 1.2 if tokens in (1, 4) and samples(tokens, form) <= 2 else 1.0)
+
+    def samples(tokens: int, form: Plan) -> int:
+        seen = standin.current_world().cached("samples", Counter)
+        seen[tokens, form] += 1
+        return int(seen[tokens, form])
+
+    def main(world: weft.World) -> list[Plan | None]:
+        return [compared.form for compared in started(world)[1].ranges or ()]
+
+    assert all(set(forms) == {None} for forms in standin.run(main))
 
 
 def test_ranges_are_divided_down_to_eighths() -> None:

@@ -121,7 +121,6 @@ def may_run(form: Plan, span: TokenSpan) -> bool:
 def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> list[Range]:
     """Return the fastest way in each range. The tokens are random ids of a vocabulary of this size. The call is
     collective."""
-    chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
     generator = torch.Generator().manual_seed(0)  # the same tokens on all ranks
     ids = torch.randint(vocabulary, (passes.max_tokens,), generator=generator)
     passes.stack.__dict__["weft_ids"] = ids.to(passes.world.device)
@@ -129,6 +128,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 
     def timed(tokens: int, forms: Sequence[Plan], mode: str) -> tuple[Times, dict[Plan, float]]:
         """Return the times of passes of `tokens` tokens, and the gain of each form that is fast enough."""
+        chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)  # each call has a trial of its own
         trial = chooser.trial(choice(passes, tokens, forms, mode, run))
         assert trial is not None
         gains = {form: trial.times[VLLM].gpu / trial.times[form].gpu for form in forms}
@@ -148,10 +148,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
         lost: list[Times] = []
         best, begin = None, span.lows[0][0]
         for low, size in span.lows if high_gains else ():
-            if size == span.high:
-                times, gains = high_times, high_gains
-            else:
-                times, gains = timed(size, list(high_gains), span.mode)
+            times, gains = timed(size, list(high_gains), span.mode)  # a range of one size is timed twice
             if gains:
                 best, begin = max(gains, key=lambda form: min(gains[form], high_gains[form])), low
                 break
