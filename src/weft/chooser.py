@@ -186,9 +186,9 @@ def _faster(
     """Return the candidates that are faster than the expected one, both as timed and with the host's time multiplied by
     `host_factor`. Each is the one to choose without those before it."""
 
-    def is_faster(way: T, other: T, worth: float) -> bool:
-        pairs = ((times[way].us(mode, factor), times[other].us(mode, factor)) for factor in (1.0, choice.host_factor))
-        return all(us * worth < other_us for us, other_us in pairs)
+    def is_faster(candidate: T, rival: T, worth: float) -> bool:
+        factors = 1.0, choice.host_factor
+        return all(times[candidate].us(mode, f) * worth < times[rival].us(mode, f) for f in factors)
 
     faster: list[T] = []
     while True:

@@ -128,7 +128,8 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 
     def timed(tokens: int, forms: Sequence[Plan], mode: str) -> tuple[Times, dict[Plan, float]]:
         """Return the times of passes of `tokens` tokens, and the gain of each form that is fast enough."""
-        chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)  # each call has a trial of its own
+        # A Chooser times each size once, and a range of one size needs two trials.
+        chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
         trial = chooser.trial(choice(passes, tokens, forms, mode, run))
         assert trial is not None
         gains = {form: trial.times[VLLM].gpu / trial.times[form].gpu for form in forms}
@@ -148,7 +149,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
         lost: list[Times] = []
         best, begin = None, span.lows[0][0]
         for low, size in span.lows if high_gains else ():
-            times, gains = timed(size, list(high_gains), span.mode)  # a range of one size is timed twice
+            times, gains = timed(size, list(high_gains), span.mode)
             if gains:
                 best, begin = max(gains, key=lambda form: min(gains[form], high_gains[form])), low
                 break
