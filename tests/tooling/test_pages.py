@@ -1,4 +1,4 @@
-"""Each page made from stored results equals the output of its program, and every stored result is used."""
+"""Each generated page equals the output of its program, and every stored result is used."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_shipped_table_equals_the_output_of_its_program() -> None:
 
 
 def test_a_table_is_made_beside_rows_of_other_benchmarks() -> None:
-    """Rows without an op, such as those of batch-invariant layers, lie in the same folder."""
+    """The same folder contains rows without an op, such as those of batch-invariant layers."""
     rows = json.loads(table.table_of("nvidia-h100")[0])
     assert rows and all(row["confirmed"] for row in rows)
 
@@ -47,7 +47,7 @@ def test_the_docs_are_short_enough() -> None:
 
 
 def words_of(text: str) -> int:
-    """Return the number of words of a page. Figures in tables count, but tables' rules and HTML comments do not."""
+    """Return the number of words on a page. Figures in tables count, but tables' rules and HTML comments do not."""
     return len(re.findall(r"\S*\w\S*", re.sub(r"<!--.*?-->", "", text, flags=re.S)))
 
 
@@ -95,7 +95,7 @@ def stored_rows(machine: str, file: str) -> list[dict]:
 
 def ratios_of(machine: str, title: str, mode: str, library: str = "") -> dict[str, float]:
     """Return the speedup of weft, or of the library, over the baseline for each size. The test computes the speedup
-    from the stored rows with code of its own."""
+    from the stored rows with separate code."""
     op = title.partition(", ≤512 tokens")[0]
     file, base, method, counts = LAYERS.get(title) or (
         OPS[op],
@@ -119,7 +119,7 @@ def ratios_of(machine: str, title: str, mode: str, library: str = "") -> dict[st
 
 
 def mean_of(file: str, machine: str) -> str:
-    """Return the geometric mean of an op's speedups at all sizes, in CUDA graphs."""
+    """Return the geometric mean, over all sizes, of an op's speedups in CUDA graphs."""
     (title,) = (title for title, name in OPS.items() if name == file)
     ratios = [r for size in ("", ", ≤512 tokens") for r in ratios_of(machine, title + size, "graph").values()]
     return f"{statistics.geometric_mean(ratios):.2f}x"
@@ -131,7 +131,8 @@ def lines_of_the_readme(heading: str) -> list[list[str]]:
 
 
 def test_the_readmes_means_are_those_of_the_stored_rows() -> None:
-    """The README has weft's mean, the best other library's mean, and the lowest ratio over all sizes and both modes."""
+    """The README states weft's mean, the best other library's mean, and the lowest ratio over all sizes and both
+    modes."""
     table = lines_of_the_readme("How fast it is")
     assert len(table) == len(LAYERS) - 2 + 2 * len(OPS)  # Transformers' lines are in the other table
     for name, *cells, lowest in table:
@@ -160,7 +161,8 @@ def test_the_readmes_doors_have_the_gains_of_the_stored_rows() -> None:
 
 
 def test_each_mean_names_the_commits_of_its_rows() -> None:
-    """Each chapter names the commits and dates of stored rows; a mean without its own has those of the line above."""
+    """Each chapter names the commits and dates of stored rows; a mean without a commit has the commit of the line
+    above."""
     chapters = re.split(r"^## (nvidia-\S+)$", (ROOT / "docs/measurements.md").read_text(), flags=re.M)[1:]
     for machine, chapter in zip(chapters[::2], chapters[1::2], strict=True):
         chapter = chapter.partition("\n## ")[0]
@@ -178,7 +180,7 @@ def test_each_mean_names_the_commits_of_its_rows() -> None:
 
 def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
     """The README's other figures are the times of experts on one GPU compared with vLLM's and quack's, the gain for a
-    prompt, in total and by overlap, and vLLM's lowest repeat."""
+    prompt, in total and from overlap, and vLLM's lowest repeat."""
     text = (ROOT / "README.md").read_text()
     one = {(r["name"], r["method"]): r["us"] for r in stored_rows("nvidia-h100-x1", "moe_one_gpu") if r["zipf"] == 0}
     names = {name for name, method in one if method == "weft"}
@@ -206,7 +208,7 @@ def test_the_ranges_on_two_gpus_are_those_that_an_engine_stored() -> None:
 
 
 def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
-    """The speedups are those of Transformers' models, woven and not."""
+    """The speedups are those of Transformers' models, woven and unwoven."""
     errors: dict[str, dict[str, float]] = {}
     for r in stored_rows("nvidia-h100-x2", "hf_errors"):
         errors.setdefault(r["method"], {})[r["name"]] = r["error"]

@@ -1,8 +1,8 @@
 """Each rank is a process with its own GPU, or ranks share a GPU (`shared_gpu`). torch.distributed._symmetric_memory
 provides the memory, and NCCL the collectives.
 
-weft makes no NVLink multicast object. If torch's symmetric memory has made one, plan "multicast" can use its address;
-TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making one.
+weft makes no NVLink multicast object. If torch's symmetric memory has created one, plan "multicast" can use its
+address; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 stops torch from creating one.
 
 A wait that expires in a kernel is recorded in pinned memory (`Record`), and `GpuBackend.check` raises the Timeout.
 """
@@ -50,7 +50,7 @@ from .shm_exchange import BYTES, SharedMemoryExchange
 from .uploads import Uploads
 
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-NCCL_CTAS = 64  # the most channels of a communicator, which runs one CTA per channel
+NCCL_CTAS = 64  # the largest number of channels of a communicator, which runs one CTA per channel
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
 
 
@@ -66,25 +66,25 @@ class Record:
 
     def __init__(self, device: torch.device) -> None:
         self.host = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=True)
-        self.words = self.host.numpy().data  # the host reads items faster from this buffer than from the array
+        self.words = self.host.numpy().data  # reading items from this buffer is faster than from the array
         self.guard = torch.zeros(GUARD_WORDS, dtype=torch.int64, device="cpu")
         self.guard[0] = int(timeout_seconds() * 1e9)
         self.guard[2] = self.host.data_ptr()
         self.guard = self.guard.to(device)
 
 
-GRACE = 2.0  # seconds that a rank, after its wait has expired, waits for the records of other ranks
+GRACE = 2.0  # the seconds for which a rank, after its wait has expired, waits for the records of other ranks
 
 
 def _cause_of_waits(waits: Sequence[str], peer: int) -> str:
-    """Return the end of a line about a wait for `peer`. If this peer waits too, it may wait for a rank that reports no
-    wait, as in a gather that pulls the peers' rows in turn: the line then names the ranks that report none."""
+    """Return the end of a line about a wait for `peer`. This peer may wait too, and for a rank that reports no wait, as
+    in a gather that pulls the peers' rows in turn. The line then names the ranks that report none."""
     others = ", ".join(f"rank {rank}" for rank, wait in enumerate(waits) if not wait)
     return f", but waits too; no wait is reported by {others}" if peer >= 0 and waits[peer] and others else ""
 
 
 def _disagreement_of_waits(waits: Sequence[str]) -> str:
-    """Return a line that names the op in which each rank waits, if ranks wait in different ops; else ""."""
+    """Return a line that names each rank's op, if ranks wait in different ops; otherwise return ""."""
     if len(set(filter(None, waits))) < 2:
         return ""
     descriptions = "; ".join(f"rank {rank} in {wait}" for rank, wait in enumerate(waits) if wait)
@@ -106,9 +106,9 @@ class GpuBackend(Backend):
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
-        self._events: list[torch.cuda.Event] = []  # the events that nothing will wait for any more
+        self._events: list[torch.cuda.Event] = []  # the events for which no stream will wait any more
         self.uploads = Uploads(device)
-        self._waits: list[str] | None = None  # the ops in which ranks wait, known once a wait has expired
+        self._waits: list[str] | None = None  # the ops in which ranks wait; known once a wait has expired
 
     @cached_property
     def ledgers(self) -> Ledgers:
@@ -150,7 +150,7 @@ class GpuBackend(Backend):
         return list(self.record_words.words[7:])
 
     def waits_of_all_ranks(self, own_wait: str) -> list[str]:
-        """Return the op of each rank's expired wait, by rank; "" if it is not known. own_wait: the op of this rank's
+        """Return the op of each rank's expired wait, by rank; "" if the op is unknown. own_wait: the op of this rank's
         wait."""
         return [own_wait if rank == self.rank else "" for rank in range(self.size)]
 
@@ -165,7 +165,7 @@ class GpuBackend(Backend):
         like = self._like.get(dtype)
         if like is None:
             like = self._like[dtype] = torch.empty(0, dtype=dtype, device=self.device)
-        return like.new_empty(shape)  # takes less host time than torch.empty
+        return like.new_empty(shape)  # needs less host time than torch.empty
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
@@ -267,7 +267,7 @@ class GpuBackend(Backend):
         self.call(fn, reads, writes, stream)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
-        with torch.cuda.device(self.device):  # else Triton would load the kernel for the current device of the thread
+        with torch.cuda.device(self.device):  # otherwise Triton would load the kernel for the thread's current device
             self.launcher.load(kernel, grid, args, options)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> None:
@@ -327,13 +327,13 @@ class GpuBackend(Backend):
         return super().linear(x, weight, bias, stream, out)
 
 
-# The first byte of a post: data of `exchange`, data of `post`, or no data, since the object is too long.
+# The first byte of a post means: data of `exchange`, data of `post`, or no data, because the object is too long.
 _EXCHANGE, _POST, _TOO_LONG = b"H", b"T", b"L"
 
 
 def _symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate memory that ranks can share. torch's caching allocator does not free cached memory for this allocation:
-    if the allocation fails because unused memory is in the cache, empty the cache and try again.
+    """Allocate memory that ranks can share. torch's caching allocator does not free cached memory for this allocation.
+    If the allocation fails because the cache contains unused memory, empty the cache and try again.
     """
     import torch.distributed._symmetric_memory as symm
 
@@ -369,7 +369,7 @@ def _enqueued(work: dist.Work | None) -> None:
 
 
 class _On:
-    """`torch.cuda.stream` for streams of one device, in less host time than torch's."""
+    """`torch.cuda.stream` for streams of one device, with less host overhead than torch's."""
 
     __slots__ = ("backend", "before", "stream")
 
@@ -386,8 +386,8 @@ class _On:
 
 class _Recorded:
     """A recorded event, which returns to `unused` when its holder drops it: a wait that a stream has enqueued does not
-    change when the event is recorded again. To record a new event takes the host 6.3 us, an old one 2.1 us (H100,
-    2026-11)."""
+    change when the event is recorded again. The host needs 6.3 us to record a new event, and 2.1 us to record an old
+    one (H100, 2026-11)."""
 
     __slots__ = ("event", "unused")
 
@@ -399,12 +399,12 @@ class _Recorded:
 
 
 class _Sequence:
-    """Operations that eager calls launch as one CUDA graph. A replay of four copies with events takes the host 8 us,
-    and their single launches take 89 us (H100, 2026-11).
+    """Operations that eager calls launch as one CUDA graph. The host needs 8 us to replay four copies with events as a
+    graph, and 89 us to launch them one by one (H100, 2026-11).
 
-    The first call enqueues the operations one by one, which loads their kernels. So do calls in captures, which then
-    contain the operations themselves, and calls whose launches are noted. The replays are on one stream, so that they
-    never overlap."""
+    The first call enqueues the operations one by one, which loads their kernels. Calls in captures, which then contain
+    the operations themselves, and calls whose launches are noted also enqueue the operations one by one. All replays
+    run on one stream, so they never overlap."""
 
     def __init__(self, backend: GpuBackend, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
         self.backend, self.stream, self.work = backend, stream, work
@@ -438,9 +438,9 @@ _dropped_in_captures: list[object] = []  # symmetric memory of Worlds that ended
 
 
 def _release(held: list[object]) -> None:
-    """Drop a World's symmetric memory. Garbage collection may end a World, such as an unused model's, while a stream
-    captures. torch would then end the process, since memory cannot be unmapped during a capture (the memory's
-    destructor throws). Such memory is kept until the next allocation of symmetric memory, which is never in a
+    """Drop a World's symmetric memory. Garbage collection may end a World, such as an unused model's, while a stream is
+    being captured. torch would then abort the process, because memory cannot be unmapped during a capture (the memory's
+    destructor throws). Such memory is kept until the next allocation of symmetric memory, which never happens in a
     capture."""
     if torch.cuda.is_current_stream_capturing():
         _dropped_in_captures.extend(held)
@@ -448,7 +448,8 @@ def _release(held: list[object]) -> None:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the GPU that this process, or the code that made its group, has chosen; else the local rank's GPU."""
+    """Return the GPU that this process, or the code that created its group, has chosen. If no GPU was chosen, return
+    the local rank's GPU."""
     started = dist.is_initialized()
     bound = getattr(group or dist.group.WORLD, "bound_device_id", None) if started else None
     if bound is not None and bound.type == "cuda":
@@ -461,7 +462,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _why_unreachable(devices: Sequence[RankDevice]) -> str | None:
-    """Return why these ranks of one node cannot address each other's memory; None if they can."""
+    """Return the reason why these ranks of one node cannot address each other's memory; None if they can."""
     taken: dict[tuple[str, str], int] = {}
     for rank, device in enumerate(devices):
         if device.reason:
@@ -480,8 +481,8 @@ def _why_unreachable(devices: Sequence[RankDevice]) -> str | None:
 
 
 def _why_no_atomics(devices: Sequence[RankDevice]) -> str | None:
-    """Return why these ranks, which can address each other's memory, cannot add to counters in it; None if they
-    can."""
+    """Return the reason why these ranks, which can address each other's memory, cannot add to counters in that memory;
+    None if they can."""
     for rank, device in enumerate(devices):
         others = [d.index for d in devices if d.index != device.index and not _peer_atomics(device.index, d.index)]
         if others:
@@ -509,7 +510,7 @@ def _peer_access(index: int, peer_index: int) -> bool:
 
 
 def _group_timeout() -> datetime.timedelta:
-    """Return the bound of a process group's waits, longer than the bound of a kernel's waits."""
+    """Return the time limit of a process group's waits, which is longer than that of a kernel's waits."""
     return datetime.timedelta(seconds=timeout_seconds() * 4)
 
 
@@ -517,7 +518,7 @@ def _limited(ctas: int) -> object:
     """Return NCCL's options for a communicator of at most `ctas` CTAs."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = ctas
-    options.config.cga_cluster_size = 0  # a cluster needs SMs of one GPC; a GEMM leaves SMs of any GPC free
+    options.config.cga_cluster_size = 0  # a cluster needs SMs of one GPC, but a GEMM leaves SMs of any GPC free
     return options
 
 
@@ -534,7 +535,7 @@ class CudaBackend(GpuBackend):
         device = _device_of(group)
         torch.cuda.set_device(device)
         if not dist.is_initialized():
-            # One process without a launcher is a World of one rank.
+            # One process without a launcher forms a World of one rank.
             one: dict[str, Any] = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
             dist.init_process_group("nccl", device_id=device, timeout=_group_timeout(), **one)
         self.group = group if group is not None else _get_default_group()
@@ -551,7 +552,8 @@ class CudaBackend(GpuBackend):
         self.clock = None if self.shares_gpu else cuda_clock
 
     def _hold_symmetric_memory(self) -> None:
-        """Keep symmetric memory until this backend ends; if a capture is running then, until the capture has ended."""
+        """Keep symmetric memory until this backend ends; if a capture is running at that time, keep it until the
+        capture has ended."""
         self._held: list[object] = []
         weakref.finalize(self, _release, self._held).atexit = False
 
@@ -560,8 +562,8 @@ class CudaBackend(GpuBackend):
         return CudaBackend(self._split(groups), self.compares)
 
     def _split(self, groups: Sequence[Sequence[int]], ctas: int = 0) -> dist.ProcessGroup:
-        """Make a process group for each of `groups`; return this rank's group. ctas: if not 0, the groups use NCCL
-        alone, with at most `ctas` CTAs. Collective."""
+        """Create a process group for each of `groups`, and return this rank's group. ctas: if not 0, the groups use
+        only NCCL, with at most `ctas` CTAs. Collective."""
         if not self.limits_ctas:
             raise Unsupported(
                 f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"
@@ -587,7 +589,7 @@ class CudaBackend(GpuBackend):
         torch.cuda.synchronize(self.device)
 
     def alone(self) -> CudaBackend:
-        """Make the group over gloo. A group over NCCL would carry nothing, and all ranks of torch.distributed would
+        """Make the group over gloo. A group over NCCL would transfer nothing, and all ranks of torch.distributed would
         have to take part in splitting NCCL's communicator."""
         ranks = [dist.get_process_group_ranks(self.group)[self.rank]]
         return CudaBackend(dist.new_group(ranks, backend="gloo", use_local_synchronization=True), self.compares)
@@ -599,7 +601,7 @@ class CudaBackend(GpuBackend):
         return ["" if data is None else data.decode(errors="replace") for data in ended]
 
     def _connect(self) -> None:
-        """Connect this World's ranks over gloo, and by shared memory if all of them can open one file."""
+        """Connect this World's ranks over gloo, and also through shared memory if all of them can open one file."""
         seconds = timeout_seconds()
         self._messages = Messages(self.group, seconds)
         self._shm = SharedMemoryExchange.shared(self.rank, self.size, seconds, self._messages.objects)
@@ -626,8 +628,8 @@ class CudaBackend(GpuBackend):
             shared_gpu.log_shared_gpus(self.size, number)
 
     def _why_no_levels(self, devices: Sequence[RankDevice]) -> str | None:
-        """Return why the World has no levels. Collective if ranks are on several nodes of equal size, since each rank
-        knows only the links of its own node."""
+        """Return the reason why the World has no levels. The call is collective if ranks are on several nodes of equal
+        size, because each rank knows only the links of its own node."""
         reason, several = nodes.why_no_levels(self.nodes), nodes.spread(self.nodes)
         if reason is not None:
             return reason
@@ -650,7 +652,7 @@ class CudaBackend(GpuBackend):
         self._shm.post(_EXCHANGE + data if fits else _TOO_LONG)
         posts = self._shm.collect(None)
         assert posts is not None
-        # Every rank sees the same posts, so all ranks exchange by messages.
+        # Every rank reads the same posts, so all ranks agree to exchange by messages.
         if _TOO_LONG in posts and all(post[:1] != _POST for post in posts):
             return self._messages.objects(obj)
         return [_unpickled(post) for post in posts]
@@ -672,9 +674,9 @@ class CudaBackend(GpuBackend):
 
     def persistent_allocation(self) -> AbstractContextManager[None]:
         """Allocate on a side stream that is never captured. After a capture, the graph's memory pool may reuse the
-        memory of the graph's intermediate results, per stream. In a warm-up of the next graph in the same pool
-        (torch.cuda.use_mem_pool), a lasting allocation would get that memory, and the first graph's next replay would
-        overwrite it."""
+        memory of the graph's intermediate results on each stream. In a warm-up of the next graph in the same pool
+        (torch.cuda.use_mem_pool), a persistent allocation would receive that memory, and the first graph's next replay
+        would overwrite it."""
         stream, allocation_stream = self.current_stream(), self.side_stream("persistent", urgent=False)
         if not self.on_side_stream() or stream == allocation_stream:
             return outlives_call()
@@ -712,8 +714,8 @@ class CudaBackend(GpuBackend):
         addresses = self.tensor([p.data_ptr() for p in peers], torch.int64)
         return SymmetricTensor(local, peers, addresses, int(getattr(memory_handle, "multicast_ptr", 0) or 0))
 
-    # Collectives call the group's own methods, since torch.distributed's functions add checks that cost host time.
-    # A collective of one rank is a copy, since its group may not support CUDA tensors (`alone`).
+    # Collectives call the methods of the group, because torch.distributed's functions add checks that cost host time. A
+    # collective of one rank is a copy, because its group may not support CUDA tensors (`alone`).
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         if self.size == 1:
@@ -729,8 +731,9 @@ class CudaBackend(GpuBackend):
         self.collective(lambda: _enqueued(gather([*outs], [*inputs], _GATHER)), inputs, outs, stream)
 
     def communicator(self, ctas: int) -> dist.ProcessGroup | None:
-        """Make a separate process group. A World of only some of torch.distributed's ranks returns None: every rank
-        would have to take part. On such a World "auto" chooses no plan that needs a limited communicator."""
+        """Make a separate process group. In a World that contains only some of torch.distributed's ranks this returns
+        None, because every rank would have to take part. On such a World "auto" chooses no plan that needs a limited
+        communicator."""
         if self.size == 1 or not self.limits_ctas:
             return None
         if ctas not in self._communicators:

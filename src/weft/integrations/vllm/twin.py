@@ -13,9 +13,9 @@ model, with separate pieces, CUDA graphs and a separate entry in vLLM's compile 
    number of tokens in a table, `Passes.sizes`, in which 0 is vLLM's own pass. vLLM captures graphs only afterwards, so
    that each captured size has one graph.
 4. The twin has a finite number of sizes, to which passes are padded: the sizes that vLLM captures, and multiples of
-   STEP above these. GEMMs compute whole tiles of 128 rows anyway, and the compared times include the padding. Every
-   size, and the padding itself, runs before the first request. So everything that depends on the number of tokens
-   (kernels, plans, channels, tables, workspaces) exists before the first request, and no request creates anything new.
+   STEP above these. GEMMs compute whole tiles of 128 rows anyway, and the compared times include the padding. The
+   model runs with every size, and with padding, before the first request. So everything that depends on the number of
+   tokens (kernels, plans, channels, tables, workspaces) exists by then, and no request creates anything new.
 
 A compiler pass for only some ranges of tokens (`compile_ranges_endpoints`) would save the second trace. But vLLM fixes
 such ranges before weft can time anything, and they change vLLM's own graphs and cache keys. A compiler pass would also
