@@ -380,6 +380,18 @@ def test_a_later_start_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert second[0][2] == ["profile", "profile", "capture"]  # its one form
 
 
+@pytest.mark.parametrize("forms", [PASS_FORMS, PASS_FORMS[::-1]])
+def test_memory_is_measured_with_the_forms_in_the_order_of_the_ranges(forms: Any) -> None:
+    """The ranks run the same form at the same time only if the order is the same in every process."""
+    ran: list[Plan] = []
+    passes = SimpleNamespace(put=lambda: None, remove=lambda: None, max_tokens=8)
+    passes.serve = lambda ranges: ran.extend(form for _, _, form in ranges)
+    ranges = [Range(low, low, form, ()) for low, form in enumerate((*forms, None, *forms))]
+    model: Any = SimpleNamespace(passes=passes, ranges=ranges, error=None)
+    start.profile(model, SimpleNamespace(profile_run=lambda: None))
+    assert ran == list(forms) and model.error is None
+
+
 def test_other_sources_are_compared_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A commit changes kernels without a new version, and a file may keep its size and date. Files that Python compiles
     beside the sources are ignored, even before Python has renamed them."""
