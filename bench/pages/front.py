@@ -19,9 +19,9 @@ MACHINES = ("nvidia-h200-x2", "nvidia-h200-x4")  # the columns of the README's t
 VLLM = ("nvidia-h100-x2", "nvidia-h100-x4")
 NCCL = "cuBLAS, then NCCL"
 CAVEAT = (
-    "Geometric means over all sizes in CUDA graphs on H200s, over Transformers' own parallelism or cuBLAS, then NCCL; vLLM: requests/s over"
-    " stock vLLM on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x (stock's own {null:.2f}x). NVLink multicast (NVLS) was"
-    " off everywhere; gains with NVLS unmeasured."
+    "These are geometric means over all sizes in CUDA graphs on H200s, against Transformers' parallelism or cuBLAS, then NCCL."
+    " vLLM's are requests/s against stock vLLM on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x (stock's own {null:.2f}x)."
+    " NVLink multicast (NVLS) was off and is unmeasured."
     " {share}."
 )
 SHOWN = (  # the lines that the README's table of operators and layers shows
@@ -125,7 +125,7 @@ def ratios(folder: Path, layers: Layers) -> dict[str, dict[tuple[str, str], floa
     """Return how many times as fast as the baseline weft and each library were, by library ("" for weft) and (mode, name).
 
     A CUDA graph is compared with the faster of the baseline's modes, because Transformers' graph of a long prompt is
-    slower than its eager pass. Of the methods of a library the fastest counts."""
+    slower than its eager pass. Only the fastest method of a library counts."""
     sizes = newest(folder, layers)
     baseline, weft = layers.methods
     by_library: dict[str, dict[tuple[str, str], float]] = {}
@@ -180,8 +180,8 @@ def figures(results: Path) -> str:
 
 
 def requests(path: Path) -> tuple[str, str]:
-    """Return the lowest and the highest ratio over vLLM's mixes of requests, from the median repeats of engines that
-    took turns, and the model."""
+    """Return the lowest and the highest ratio over vLLM's mixes of requests, from the median repeats of alternating
+    engines, and the model."""
     ratios = [row["ratio"] for row in rows_of(path)]
     (model,) = {row["model"] for row in rows_of(path)}
     return f"{min(ratios):.2f}x to {max(ratios):.2f}x", model

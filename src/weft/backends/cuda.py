@@ -77,8 +77,9 @@ GRACE = 2.0  # the seconds for which a rank, after its wait has expired, waits f
 
 
 def _cause_of_waits(waits: Sequence[str], peer: int) -> str:
-    """Return the end of a line about a wait for `peer`. This peer may wait too, and for a rank that reports no wait, as
-    in a gather that pulls the peers' rows in turn. The line then names the ranks that report none."""
+    """Return the end of a line about a wait for `peer`. If this peer waits too, its wait may be for a rank without a
+    reported wait, as in a gather that pulls the peers' rows in turn. The line then names the ranks without a reported
+    wait."""
     others = ", ".join(f"rank {rank}" for rank, wait in enumerate(waits) if not wait)
     return f", but waits too; no wait is reported by {others}" if peer >= 0 and waits[peer] and others else ""
 
@@ -385,8 +386,8 @@ class _On:
 
 
 class _Recorded:
-    """A recorded event, which returns to `unused` when its holder drops it: a wait that a stream has enqueued does not
-    change when the event is recorded again. The host needs 6.3 us to record a new event, and 2.1 us to record an old
+    """A recorded event, which returns to `unused` when its holder drops it. Recording an event again does not change
+    waits that a stream has already enqueued. The host needs 6.3 us to record a new event, and 2.1 us to record an old
     one (H100, 2026-11)."""
 
     __slots__ = ("event", "unused")
@@ -700,7 +701,7 @@ class CudaBackend(GpuBackend):
         if self.size == 1:
             local = self.zeros((nbytes,), torch.uint8)
             return SymmetricTensor(local, (local,), self.tensor([local.data_ptr()], torch.int64))
-        if reason := nodes.spread(self.nodes):  # torch's rendezvous would fail on some ranks and hang on the others
+        if reason := nodes.spread(self.nodes):  # torch's rendezvous would fail on some ranks and hang on other ranks
             raise Unsupported(f"{name}: no symmetric memory: {reason}")
         local = _symmetric_memory(nbytes, self.device)
         memory_handle = symm.rendezvous(local, self.group)

@@ -96,7 +96,7 @@ class ParameterState(NamedTuple):
 
 
 class Unchanged:
-    """A check that all parameters are still the same tensors. It runs at each pass, so its loops are in C."""
+    """A check that all parameters are still the same tensors. It runs at each pass, so its loops run in C."""
 
     def __init__(self, states: Sequence[ParameterState]) -> None:
         self._owners, self._names = [s.owner for s in states], [s.name for s in states]

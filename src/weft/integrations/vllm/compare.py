@@ -1,5 +1,5 @@
 """Choose which passes of an engine run with weft. At the engine's start weft times whole forward passes of the loaded
-model with and without its operators, in the mode in which requests run them, at both ends of ranges of tokens up to the
+model with and without its operators, in the mode in which requests run, at both ends of ranges of tokens up to the
 engine's limit.
 
 A pass of a size that vLLM captures is captured and replayed; the host launches passes of all other sizes back to back.
@@ -40,13 +40,13 @@ RunPass: TypeAlias = Callable[[int], object]  # runs a pass with this number of 
 Times: TypeAlias = tuple[int, dict[str, CallTime]]  # a number of tokens, and the time of a pass in each way
 IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, that is, for no more than one tile of a GEMM
 FAR_SLOWER = 1.2  # timing of a form stops if it is slower than vLLM's own pass by this factor
-PARTS = (0, 4, 6, 7)  # the eighths of a range below the low ends to try
+PARTS = (0, 4, 6, 7)  # the low ends to try, in eighths of a range
 HOST_BOUND = 0.9  # the GPU waits for the host if the host needs at least this part of a pass's time
 
 
 class TokenSpan(NamedTuple):
-    """A range of tokens to compare at its two ends. `high` is the high end, and `lows` has the low ends to try, each as
-    (first number of tokens, number of tokens to time), the widest range first. `mode` is "graph" or "eager"."""
+    """A range of tokens to compare at its two ends. `high` is the high end, and `lows` contains the low ends to try,
+    each as (first number of tokens, number of tokens to time), the widest range first. `mode` is "graph" or "eager"."""
 
     high: int
     lows: tuple[tuple[int, int], ...]
@@ -55,8 +55,8 @@ class TokenSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Range:
-    """The result for a range of tokens. `form` is None if vLLM's own pass runs. `us` has the times of the passes at
-    both ends, as (tokens, {way: time}); it is empty if no form was worth timing."""
+    """The result for a range of tokens. `form` is None if vLLM's own pass runs. `us` contains the times of the passes
+    at both ends, as (tokens, {way: time}); it is empty if no form was worth timing."""
 
     low: int
     high: int
@@ -64,7 +64,7 @@ class Range:
     us: tuple[Times, ...]
 
     def line(self) -> str:
-        """Return the report's line for the range, with the speed of each form relative to vLLM's own pass."""
+        """Return the report's line for the range, which contains the speed of each form relative to vLLM's own pass."""
         ends = []
         for tokens, times in self.us:
             others = [
@@ -167,7 +167,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 
 
 def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, run: RunPass) -> Choice[PassWay]:
-    """Return the Choice that decides in which way passes of `tokens` tokens run."""
+    """Return the Choice of the way in which passes of `tokens` tokens run."""
     graphs: dict[PassWay, torch.cuda.CUDAGraph] = {}
 
     def in_way(way: PassWay) -> None:
@@ -201,7 +201,7 @@ class Compared(Switched):
 
 
 class Captured(Compared):
-    """A stack of layers of which passes are captured."""
+    """A stack of layers that captures its passes."""
 
     def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
         graph: torch.cuda.CUDAGraph = self.__dict__["weft_graph"]
@@ -210,7 +210,7 @@ class Captured(Compared):
 
 
 def captured(passes: Passes, one_pass: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Return a CUDA graph of the stack's part of one pass, captured in the way in which vLLM captures it."""
+    """Return a CUDA graph of the stack's part of one pass, captured as in vLLM."""
     graph = torch.cuda.CUDAGraph()
     capture = importlib.import_module("vllm.distributed.parallel_state").graph_capture
     passes.stack.__dict__["weft_graph"] = graph
