@@ -48,9 +48,9 @@ class Choice(Generic[T]):
     candidates: returns the candidates to time with it, the same on every rank; none if nothing is timed. run: the
     function that runs a candidate. prepare: the function that is called once for each candidate before the candidate
     runs. title, sizes: describe the trial. worth: how many times as fast as the expected candidate another must be.
-    rounds: the number of rounds. host_factor: the factor by which the host's time counts in eager calls. hopeless: a
-    candidate is not timed in rounds if its first timed calls take more than this many times the expected candidate's
-    time."""
+    host_factor: the largest factor by which the host's part of an eager call's time grows in the uses that share the
+    decision. hopeless: a candidate is not timed in rounds if its first timed calls take more than this many times the
+    expected candidate's time."""
 
     key: Hashable
     expected: Callable[[str], T]
@@ -60,7 +60,6 @@ class Choice(Generic[T]):
     title: str = ""
     sizes: tuple[int, ...] = ()
     worth: float = MIN_SPEEDUP
-    rounds: int = field(default_factory=lambda: ROUNDS)
     host_factor: float = 1.0
     hopeless: float = math.inf
 
@@ -161,11 +160,10 @@ class Chooser:
             times = max(1, min(TIMES, int(LONG / gpu)))
             return self.time(choice, candidate, times, host + times * max(host - gpu, 0.0))
 
-        rounds = interleaved(hopeful, sample, choice.rounds)
+        rounds = interleaved(hopeful, sample, ROUNDS)
         medians = [CallTime(*map(statistics.median, zip(*samples, strict=True))) for samples in rounds.values()]
         took = single_calls | dict(zip(rounds, self._slowest(medians), strict=True))
-        counted = {way: CallTime(call.gpu, call.host * choice.host_factor) for way, call in took.items()}
-        faster = {mode: _faster(choice, candidates, counted, mode, expected[mode]) for mode in expected}
+        faster = {mode: _faster(choice, candidates, took, mode, expected[mode]) for mode in expected}
         return Trial(choice.title, choice.sizes, took, expected, faster)
 
     def time(self, choice: Choice[T], candidate: T, times: int, ahead: float) -> CallTime:
@@ -185,14 +183,19 @@ class Chooser:
 def _faster(
     choice: Choice[T], candidates: Sequence[T], times: Mapping[T, CallTime], mode: str, expected: T
 ) -> tuple[T, ...]:
-    """Return the candidates that are faster than the expected one. Each candidate is the one to choose if all
-    candidates before it are excluded."""
+    """Return the candidates that are faster than the expected one, both as timed and with the host's time multiplied by
+    `host_factor`. Each candidate is the one to choose if all candidates before it are excluded."""
+
+    def is_faster(candidate: T, rival: T, worth: float) -> bool:
+        factors = 1.0, choice.host_factor
+        return all(times[candidate].us(mode, f) * worth < times[rival].us(mode, f) for f in factors)
+
     faster: list[T] = []
     while True:
         best = expected
         for candidate in (candidate for candidate in candidates if candidate not in faster):
             worth = choice.worth if best == expected else MIN_SPEEDUP
-            best = candidate if times[candidate].us(mode) * worth < times[best].us(mode) else best
+            best = candidate if is_faster(candidate, best, worth) else best
         if best == expected:
             return tuple(faster)
         faster.append(best)

@@ -86,8 +86,8 @@ class CallTime(NamedTuple):
     gpu: float
     host: float
 
-    def us(self, mode: str) -> float:
-        return self.gpu if mode == "graph" else max(self)
+    def us(self, mode: str, host_factor: float = 1.0) -> float:
+        return self.gpu if mode == "graph" else max(self.gpu, self.host * host_factor)
 
 
 Clock = Callable[[Callable[[], object], int, float], CallTime]

@@ -526,6 +526,19 @@ def test_every_form_gives_the_same(plan: str, ranks: int) -> None:
             assert (actual.float() - expected).norm() < 8e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("plan", ["sequence_parallel", "fused_sum"])
+def test_a_known_call_takes_a_strided_norm(plan: str) -> None:
+    def main(world: weft.World) -> bool:
+        t = operands(world.rank)
+        dense, _ = ROW_NORM_COLUMN(world, plan, LayerTensors(**t), (1e-6,))
+        t["norm"] = torch.stack([t["norm"], t["norm"] + 1], 1)[:, 0]
+        strided, _ = ROW_NORM_COLUMN(world, plan, LayerTensors(**t), (1e-6,))
+        world.synchronize()
+        return torch.equal(dense, strided)
+
+    assert all(standin.run(main))
+
+
 @pytest.mark.parametrize("plan", ["own_rows", "sequence_parallel"])
 def test_residuals_are_held_by_rows(plan: str) -> None:
     """Rows of the residual that a rank does not own may contain any values."""

@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import timeit
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import torch
 import tests.integrations.vllm_standin as standin
 import weft
 from tests.integrations.vllm_standin import DecoderLayer, Model, SparseMlp, Worker
+from weft import chooser
 from weft.chooser import Choice, Chooser
 from weft.integrations.vllm import compare, plugin, start, twin
 from weft.integrations.vllm.compare import VLLM, Range
@@ -44,7 +46,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the plugin for engines whose graphs are passes."""
     monkeypatch.setattr(plugin, "one_trial_per_power_of_two", lambda: None)
-    monkeypatch.setattr(compare, "PASS_ROUNDS", 1)
+    monkeypatch.setattr(chooser, "ROUNDS", 1)
     monkeypatch.setattr(compare, "captured", lambda passes, one_pass: SimpleNamespace(replay=one_pass))
     plugin.register()
 
@@ -118,7 +120,7 @@ def test_a_form_that_is_far_slower_is_hardly_timed(monkeypatch: pytest.MonkeyPat
     captured. vLLM's own pass is timed to the end even if it is far slower."""
     gains = {Sequential(): 1.5, OwnRows(): 0.7, PASS_FORMS[2]: 1.3}
     timed = times_of(monkeypatch, lambda tokens, form: 1.1 if tokens <= 4 else gains.get(form, 1.2))
-    monkeypatch.setattr(compare, "PASS_ROUNDS", 3)
+    monkeypatch.setattr(chooser, "ROUNDS", 3)
 
     def main(world: weft.World) -> list[tuple[int, int, Plan | None]]:
         ranges = started(world)[1].ranges
@@ -145,6 +147,21 @@ def test_a_form_whose_first_passes_alone_are_slow_is_timed(monkeypatch: pytest.M
         return [compared.form for compared in started(world)[1].ranges or ()]
 
     assert all(forms == [Sequential()] * 4 for forms in standin.run(main))
+
+
+def test_a_range_of_one_size_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forms are faster only in the first trial of 1 and of 4 tokens, which has two samples of each form."""
+    times_of(monkeypatch, lambda tokens, form: 1.2 if tokens in (1, 4) and samples(tokens, form) <= 2 else 1.0)
+
+    def samples(tokens: int, form: Plan) -> int:
+        seen = standin.current_world().cached("samples", Counter)
+        seen[tokens, form] += 1
+        return int(seen[tokens, form])
+
+    def main(world: weft.World) -> list[Plan | None]:
+        return [compared.form for compared in started(world)[1].ranges or ()]
+
+    assert all(set(forms) == {None} for forms in standin.run(main))
 
 
 def test_ranges_are_divided_down_to_eighths() -> None:
@@ -361,6 +378,18 @@ def test_a_later_start_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     second = standin.run(main)
     assert len(timed) == count > 0 and [result[:2] for result in second] == [result[:2] for result in earlier]
     assert second[0][2] == ["profile", "profile", "capture"]  # its one form
+
+
+@pytest.mark.parametrize("forms", [PASS_FORMS, PASS_FORMS[::-1]])
+def test_memory_is_measured_with_the_forms_in_the_order_of_the_ranges(forms: Any) -> None:
+    """The ranks run the same form at the same time only if the order is the same in every process."""
+    ran: list[Plan] = []
+    passes = SimpleNamespace(put=lambda: None, remove=lambda: None, max_tokens=8)
+    passes.serve = lambda ranges: ran.extend(form for _, _, form in ranges)
+    ranges = [Range(low, low, form, ()) for low, form in enumerate((*forms, None, *forms))]
+    model: Any = SimpleNamespace(passes=passes, ranges=ranges, error=None)
+    start.profile(model, SimpleNamespace(profile_run=lambda: None))
+    assert ran == list(forms) and model.error is None
 
 
 def test_other_sources_are_compared_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

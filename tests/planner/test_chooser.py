@@ -196,6 +196,18 @@ def test_the_host_counts_as_for_the_smallest_call_of_a_trial(us: dict, monkeypat
     assert emulate(rank) == [FIRST, SECOND]
 
 
+def test_a_plan_must_win_in_the_timed_call_too(us: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan is faster only in calls with half the rows, where the sequential plan waits for the host."""
+    us[Sequential()], us[FIRST] = (100.0, 60.0), (110.0, 45.0)
+    monkeypatch.setattr(library_gemm, "_steps_an_octave", 1)
+
+    def rank(world: weft.World) -> list[Plan]:
+        auto(world, 64)
+        return taken(world, 64)
+
+    assert emulate(rank) == [Sequential(), SECOND]
+
+
 @pytest.mark.parametrize("lacking", [{0}, {1}, {0, 1}], ids=str)
 def test_a_rank_without_the_library_leaves_all_without_a_trial(lacking: set[int], us: dict, monkeypatch: Any) -> None:
     """The ranks exchange only once which libraries they have installed."""

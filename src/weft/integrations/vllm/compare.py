@@ -41,7 +41,6 @@ Times: TypeAlias = tuple[int, dict[str, CallTime]]  # a number of tokens, and th
 IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, that is, for no more than one tile of a GEMM
 FAR_SLOWER = 1.2  # timing of a form stops if it is slower than vLLM's own pass by this factor
 PARTS = (0, 4, 6, 7)  # the low ends to try, in eighths of a range
-PASS_ROUNDS = 3  # the times of a whole pass vary less than the times of one call
 HOST_BOUND = 0.9  # the GPU waits for the host if the host needs at least this part of a pass's time
 
 
@@ -122,7 +121,6 @@ def may_run(form: Plan, span: TokenSpan) -> bool:
 def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> list[Range]:
     """Return the fastest way in each range. The tokens are random ids of a vocabulary of this size. The call is
     collective."""
-    chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
     generator = torch.Generator().manual_seed(0)  # the same tokens on all ranks
     ids = torch.randint(vocabulary, (passes.max_tokens,), generator=generator)
     passes.stack.__dict__["weft_ids"] = ids.to(passes.world.device)
@@ -130,6 +128,8 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 
     def timed(tokens: int, forms: Sequence[Plan], mode: str) -> tuple[Times, dict[Plan, float]]:
         """Return the times of passes of `tokens` tokens, and the gain of each form that is fast enough."""
+        # A Chooser times each size once, and a range of one size needs two trials.
+        chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
         trial = chooser.trial(choice(passes, tokens, forms, mode, run))
         assert trial is not None
         gains = {form: trial.times[VLLM].gpu / trial.times[form].gpu for form in forms}
@@ -149,10 +149,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
         lost: list[Times] = []
         best, begin = None, span.lows[0][0]
         for low, size in span.lows if high_gains else ():
-            if size == span.high:
-                times, gains = high_times, high_gains
-            else:
-                times, gains = timed(size, list(high_gains), span.mode)
+            times, gains = timed(size, list(high_gains), span.mode)
             if gains:
                 best, begin = max(gains, key=lambda form: min(gains[form], high_gains[form])), low
                 break
@@ -188,8 +185,7 @@ def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, r
 
     expected, title = (lambda mode: VLLM), "whole passes"
     key = ("passes", tokens)
-    shown = title, (tokens,)
-    return Choice(key, expected, lambda: candidates, once, prepare, *shown, rounds=PASS_ROUNDS, hopeless=FAR_SLOWER)
+    return Choice(key, expected, lambda: candidates, once, prepare, title, (tokens,), hopeless=FAR_SLOWER)
 
 
 class Compared(Switched):

@@ -94,7 +94,8 @@ class WovenLayers(Plan):
         return TwoShotPull(programs=self.programs) if self.programs else Decomposed()
 
 
-# The forms in the order of comparison. All but the first need a residual that no module between the layers reads.
+# The forms in the order of comparison. All but the first are only for models in which no module between the layers
+# reads the residual.
 PASS_FORMS: Sequence[Plan] = (
     Sequential(),
     OwnRows(),
@@ -221,7 +222,7 @@ def sequence_parallel(world: World, call: RowNormColumnCall, plan: ShardedTokens
         y = matmul_reduce_scatter(x, weight, t.row_bias, world=world, **options)
         residual = None if t.residual is None else t.residual[own_range].contiguous()
         new_residual = world.empty((call.m, call.h), call.dtype)
-        y = normalised(world, own_size, y, t.norm, call.eps, residual, new_residual[own_range])
+        y = normalised(world, own_size, y, t.norm.contiguous(), call.eps, residual, new_residual[own_range])
         x, weight, options = scaled_operands(world, y, t.column, t.column_scale)
         return all_gather_matmul(x, weight, t.column_bias, world=world, rows=rows, **options), new_residual
 

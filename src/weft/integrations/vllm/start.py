@@ -99,10 +99,10 @@ def profile(model: ServedModel, runner: VllmObject) -> None:
     passes = model.passes
     assert passes is not None
     try:
-        forms = model.forms if model.ranges is None else {compared.form for compared in model.ranges} - {None}
+        forms = model.forms if model.ranges is None else [compared.form for compared in model.ranges if compared.form]
         passes.put()
-        for form in forms:
-            passes.serve([(1, passes.max_tokens, form)] if form is not None else ())
+        for form in dict.fromkeys(forms):  # a set's order may differ between ranks
+            passes.serve([(1, passes.max_tokens, form)])
             runner.profile_run()
     except Exception as error:
         model.error = f"{type(error).__name__}: {error}"
