@@ -32,7 +32,7 @@ def check(layer: Layer, routed: Callable[[int], list[Ids]], seed: int = 0, **opt
     ids=lambda layer: f"{layer.ranks} ranks, {layer.experts} experts",
 )
 def test_tables_of_random_routes(layer: Layer, seed: int) -> None:
-    """Every call has new tokens, and in every second call the ranks' numbers of tokens differ."""
+    """Every call has new tokens, and in every second call the ranks have different numbers of tokens."""
     check(layer, lambda n: drawn(layer, 10 * seed + n), seed)
 
 

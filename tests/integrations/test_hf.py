@@ -288,7 +288,7 @@ def test_unweave_puts_everything_back() -> None:
 
 
 class Linear(torch.nn.Linear):
-    """A linear with the name of torch's class, like peft's Linear."""
+    """A linear layer whose class has the name of torch's, like peft's Linear."""
 
 
 def test_what_cannot_be_woven_is_named() -> None:

@@ -205,7 +205,7 @@ def _wrong_signal(plain: int, bulk: int, step: Instruction, token: re.Match[str]
 
 
 def paths(blocks: dict[str, BasicBlock]) -> dict[str, list[str]]:
-    """Return the edges of the graph, except edges around nothing but a wait."""
+    """Return the edges of the graph, except edges that only skip a wait."""
     names = list(blocks)
     kinds = {
         name: {t.lastgroup for step in block.steps for t in TOKEN.finditer(step.text)} for name, block in blocks.items()

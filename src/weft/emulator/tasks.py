@@ -125,7 +125,7 @@ class Task:
         return self.waits
 
     def advance(self) -> None:
-        """Begin a new tick, so that later accesses differ from earlier ones."""
+        """Begin a new tick, so that later accesses can be told from earlier ones."""
         self.tick += 1
         if self.atomic_agent == self.agent:
             self.atomic_clock = self.tick

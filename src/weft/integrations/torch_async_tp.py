@@ -8,7 +8,7 @@ torch.compile's micro-pipeline pass and eager libraries call four operators of t
     symm_mem.fused_scaled_matmul_reduce_scatter
 
 `async_tp` registers weft's operators in place of torch's in the dispatcher, so that neither code nor graphs change.
-Where weft does not support a call, torch's own implementation computes it, and weft counts the call with the reason.
+Where weft does not support a call, torch's own implementation runs it, and weft counts the call under the reason.
 The choice depends only on properties that are equal on all ranks (shapes, dtype, dimension, group), so all ranks make
 the same choice.
 """
